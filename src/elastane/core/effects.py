@@ -1,0 +1,105 @@
+"""What core asks the world to do; the shells carry it out, in the order of the list.
+
+The rendezvous yields `Persist`, `Send`, `Hangup`, `Tell` and `Finished`; the agent yields
+`Transmit`, `StartGroup`, `StopGroup`, `MarkGroup`, `AimGroup`, `Tell` and `Exit`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastane.core.messages import ToAgent, ToCoordinator
+from elastane.core.model import Assignment, Fence, Outcome, Record
+from elastane.core.notes import Note
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Write this event to the log. Obligation: none; losing it harms nobody."""
+
+    note: Note
+
+
+class Persist(msgspec.Struct, frozen=True):
+    """Make this record durable.
+
+    Obligation: it is durable before any later effect of the same list is carried out. Where
+    that fails for want of authority, none of the later ones may be, and the coordinator ends.
+    """
+
+    record: Record
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send a message to one session, in order; to one that is gone it is dropped."""
+
+    session: int
+    message: ToAgent
+
+
+class Hangup(msgspec.Struct, frozen=True):
+    """Close a session after what was sent to it; core expects no `Broken` for it."""
+
+    session: int
+    reason: str
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The job has ended and all agents know, or had their time to."""
+
+    outcome: Outcome
+
+
+class Transmit(msgspec.Struct, frozen=True):
+    """Send to the coordinator; dropped where there is no session, for core tells it anew."""
+
+    message: ToCoordinator
+
+
+class StartGroup(msgspec.Struct, frozen=True):
+    """Start the local worker group of this assignment."""
+
+    assignment: Assignment
+
+
+class StopGroup(msgspec.Struct, frozen=True):
+    """SIGTERM to each worker still alive, SIGKILL to all that is left after `grace_s`.
+
+    Obligation: `GroupGone` follows once no process of the group is left. May come again with
+    a shorter grace, which then holds.
+    """
+
+    fence: Fence
+    grace_s: float
+    reason: str
+
+
+class MarkGroup(msgspec.Struct, frozen=True):
+    """Begin a drain: gate the workers that ask should_checkpoint(), and count their calls.
+
+    Obligation: `GroupMarked` follows.
+    """
+
+    fence: Fence
+
+
+class AimGroup(msgspec.Struct, frozen=True):
+    """Set the call at which should_checkpoint() is true; SIGTERM to others that catch it.
+
+    Obligation: `GroupDrained` follows, once every worker has checkpointed, exited, or is one
+    that cannot be asked.
+    """
+
+    fence: Fence
+    calls: int | None
+
+
+class Exit(msgspec.Struct, frozen=True):
+    """End the agent with this exit code; `outcome` is there where the job has ended."""
+
+    code: int
+    reason: str
+    outcome: Outcome | None = None
+
+
+RendezvousEffect = Persist | Send | Hangup | Tell | Finished
+AgentEffect = Transmit | StartGroup | StopGroup | MarkGroup | AimGroup | Tell | Exit

@@ -1,0 +1,125 @@
+"""What the shells tell core: the inputs of the rendezvous and of the agent."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastane.core.messages import ToAgent, ToCoordinator
+from elastane.core.model import Failure, Fence, Offer
+
+
+class Received(msgspec.Struct, frozen=True, kw_only=True):
+    """A message from an authenticated session.
+
+    `peer_host` is the address the peer has for the coordinator, `local_host` the one it
+    reached the coordinator under.
+    """
+
+    session: int
+    message: ToCoordinator
+    peer_host: str = ""
+    local_host: str = ""
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """A session ended from the other side; `clean` when the peer's kernel closed it."""
+
+    session: int
+    reason: str
+
+
+class AuthorityChanged(msgspec.Struct, frozen=True):
+    """The store backs this coordinator's decisions, or does so no longer."""
+
+    held: bool
+    reason: str
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed; comes at the latest at the machine's own `wake_s`."""
+
+
+RendezvousEvent = Received | Broken | AuthorityChanged | Tick
+
+
+class Linked(msgspec.Struct, frozen=True):
+    """The agent has a session with a coordinator, and may send."""
+
+
+class Unlinked(msgspec.Struct, frozen=True):
+    """The session ended, or none could be had."""
+
+    reason: str
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A message from the coordinator."""
+
+    message: ToAgent
+
+
+class Warm(msgspec.Struct, frozen=True):
+    """Workers can now start quickly."""
+
+
+class GroupStarted(msgspec.Struct, frozen=True):
+    """All workers of the group have a process."""
+
+    fence: Fence
+    pids: tuple[int, ...]
+
+
+class WorkerSucceeded(msgspec.Struct, frozen=True):
+    """A worker exited with 0."""
+
+    fence: Fence
+    local_rank: int
+
+
+class WorkerFailed(msgspec.Struct, frozen=True):
+    """A worker ended otherwise, or could not be started."""
+
+    fence: Fence
+    failure: Failure
+
+
+class GroupGone(msgspec.Struct, frozen=True):
+    """No process of the group is left; and the offer for the next attempt."""
+
+    fence: Fence
+    offer: Offer
+
+
+class GroupMarked(msgspec.Struct, frozen=True):
+    """Answer to MarkGroup."""
+
+    fence: Fence
+    calls: int | None
+
+
+class GroupDrained(msgspec.Struct, frozen=True):
+    """Answer to AimGroup."""
+
+    fence: Fence
+
+
+class Signalled(msgspec.Struct, frozen=True):
+    """The agent itself got a signal that means: go."""
+
+    name: str
+
+
+AgentEvent = (
+    Linked
+    | Unlinked
+    | Told
+    | Warm
+    | GroupStarted
+    | WorkerSucceeded
+    | WorkerFailed
+    | GroupGone
+    | GroupMarked
+    | GroupDrained
+    | Signalled
+    | Tick
+)

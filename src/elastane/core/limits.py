@@ -1,0 +1,104 @@
+"""Every bound of the control plane: name, unit, default and reason, checked against each other.
+
+Durations are seconds, sizes are bytes. `Timing` holds the bounds that a user may set through
+`--rdzv-conf`; the module's constants are fixed. `check` refuses a set whose bounds contradict
+one another, at import for the defaults and at the door for a user's.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+# One frame of the wire protocol. The largest honest frame is a status reply about 1,024 nodes,
+# some 300 KB; anything larger is an attack or a bug.
+FRAME_BYTES_MAX = 4 << 20
+# What a peer may send before it has proved that it knows the job's secret.
+HANDSHAKE_BYTES_MAX = 4 << 10
+# An honest handshake is two small frames; a peer that needs longer holds a descriptor for nothing.
+HANDSHAKE_TIMEOUT_S = 5.0
+# Text that one worker's failure may carry: a traceback is about 4 KB.
+FAILURE_TEXT_CHARS_MAX = 8 << 10
+# Failures that one report may carry; a node has at most a few dozen workers.
+FAILURES_MAX = 256
+# Characters of a job or node name: it becomes part of paths, which POSIX bounds at 255.
+NAME_CHARS_MAX = 200
+# A session that broke may come back as quickly as a TCP connect and two frames; until then its
+# node is not yet a departure. Short, since a dead agent's broken session must count at once.
+REJOIN_GRACE_S = 0.1
+# A second agent with a node id that is in use: the first has this long to prove that it lives.
+CONTEST_S = 1.0
+# Before a job is ended for its failures, evidence of a departure that caused them may come.
+VERDICT_S = 0.3
+# An attempt that failed sooner than this after its start counts towards a crash loop.
+CRASH_LOOP_S = 3.0
+# The longest pause between two attempts of a crash loop, and the first.
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+# What an agent may take beyond the workers' own grace to report them stopped.
+STOP_MARGIN_S = 10.0
+# How long the coordinator waits, after the job's end, for agents to take notice.
+CLOSE_S = 5.0
+# An agent of a store-backed job that has heard of no authority for this long stops its workers:
+# another side may have formed a world by then. Longer than a minute's outage of the store.
+ISOLATION_LIMIT_S = 120.0
+# A coordinator that can reach no member of the last world waits for that, and a margin.
+FENCE_WAIT_S = 135.0
+
+
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The durations that a job may set, in seconds; every node of a job has the same ones.
+
+    Precedent for each default is torchrun's, which ARCHITECTURE.md compares side by side.
+    """
+
+    # Too few nodes for this long ends the job; torchrun's join_timeout.
+    join_timeout_s: float = 600.0
+    # With the minimum present, wait this long after the latest arrival for more, ...
+    last_call_s: float = 3.0
+    # ... but never longer than this in all; torchrun always waits 30 s.
+    last_call_max_s: float = 30.0
+    # Arrivals at a running job are gathered this long after the latest, ...
+    gather_s: float = 1.0
+    # ... and at most this long, so that five arrivals are one change.
+    gather_max_s: float = 5.0
+    heartbeat_s: float = 1.0
+    # A peer that was silent for this long is dead.
+    silence_s: float = 3.0
+    # Workers may take this long to checkpoint before a planned change.
+    drain_timeout_s: float = 30.0
+    # SIGTERM to SIGKILL, wherever workers are stopped; torchrun's --shutdown-timeout.
+    shutdown_timeout_s: float = 30.0
+    # A new coordinator waits this long for the agents of the last world.
+    reregister_s: float = 2.0
+    # A lease on the store, where there is one, and how often it is renewed.
+    lease_ttl_s: float = 2.0
+    lease_renew_s: float = 0.5
+
+
+def check(timing: Timing) -> list[str]:
+    """Return what is contradictory in `timing`, a sentence each; empty when it is sound."""
+    faults = [
+        f"{field} = {value:g} s: must be positive"
+        for field in timing.__struct_fields__
+        if field != "shutdown_timeout_s" and (value := getattr(timing, field)) <= 0
+    ]
+    if timing.shutdown_timeout_s < 0:
+        faults.append(f"shutdown_timeout_s = {timing.shutdown_timeout_s:g} s: must not be negative")
+    pairs = (
+        ("heartbeat_s", "silence_s", 2.0, "one lost heartbeat must not be a death"),
+        ("lease_renew_s", "lease_ttl_s", 2.0, "one late renewal must not lose the lease"),
+        ("last_call_s", "last_call_max_s", 1.0, "the bound of all last calls covers one"),
+        ("gather_s", "gather_max_s", 1.0, "the bound of all gathering covers one arrival"),
+        ("last_call_max_s", "join_timeout_s", 1.0, "a last call must end before the job gives up"),
+    )
+    for small, large, factor, why in pairs:
+        a, b = getattr(timing, small), getattr(timing, large)
+        if a * factor > b:
+            faults.append(f"{small} = {a:g} s needs {large} >= {a * factor:g} s, got {b:g}: {why}")
+    return faults
+
+
+assert not check(Timing()), check(Timing())
+assert Timing().silence_s < ISOLATION_LIMIT_S < FENCE_WAIT_S
+assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
+assert HANDSHAKE_BYTES_MAX < FRAME_BYTES_MAX

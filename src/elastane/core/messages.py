@@ -1,0 +1,206 @@
+"""The messages between agent and coordinator, each a small immutable value with a tag.
+
+`ToCoordinator` and `ToAgent` are the two closed sets; `core.wire` encodes them. A message of a
+worker group names the fence it is about, so one that comes late is recognised as such.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from elastane.core.limits import FAILURES_MAX
+from elastane.core.model import (
+    Assignment,
+    Failure,
+    Fence,
+    JobSpec,
+    NodeSpec,
+    Offer,
+    Outcome,
+)
+
+GroupState = Literal["running", "succeeded", "failed", "stopping"]
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent that (re-)registers has in hand."""
+
+    assignment: Assignment
+    state: GroupState
+    failures: tuple[Failure, ...] = ()
+
+
+class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
+    """An agent's first message in every session, and what it still holds.
+
+    `ready` is False while its workers could not start quickly yet (the zygote still imports).
+    """
+
+    spec: JobSpec
+    node: NodeSpec
+    offer: Offer
+    holding: Holding | None = None
+    ready: bool = True
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Workers could now start quickly; sent once, by an agent that joined unready."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
+    """The agent lives. `progress` is the least step count of its workers that report one."""
+
+    fence: Fence | None = None
+    progress: int | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
+    """Workers of `fence` failed; sent at the first failure, and again when more follow."""
+
+    fence: Fence
+    failures: tuple[Failure, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.failures) > FAILURES_MAX:
+            raise ValueError(f"{len(self.failures)} failures in a report of at most {FAILURES_MAX}")
+
+
+class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
+    """All local workers of `fence` exited with 0."""
+
+    fence: Fence
+
+
+class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):
+    """Answer to `Drain`: how often the furthest local worker has asked should_checkpoint().
+
+    None: no local worker asks.
+    """
+
+    fence: Fence
+    calls: int | None
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """All local workers have checkpointed, or none of them can be asked to."""
+
+    fence: Fence
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """No process of `fence` is left on this node; and where the next store would be."""
+
+    fence: Fence
+    offer: Offer
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """This agent was told to go (a signal, a preemption notice) and asks for a drain."""
+
+    reason: str
+
+
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """`elastane status`: asks for a `Report`; its session never becomes a node."""
+
+
+ToCoordinator = (
+    Join | Ready | Heartbeat | Failed | Succeeded | Marked | Drained | Stopped | Leave | Query
+)
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
+    """The agent is in; `phase` and `reason` say what it waits for."""
+
+    phase: str
+    reason: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
+    """The agent is turned away for good."""
+
+    what: str
+    slug: str
+    expected: str = ""
+    next_step: str = ""
+
+
+class Assign(msgspec.Struct, frozen=True, tag="assign"):
+    """A world is settled: start the workers of this assignment."""
+
+    assignment: Assignment
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
+    """A planned change: give the workers of `fence` a moment to checkpoint."""
+
+    fence: Fence
+    timeout_s: float
+    reason: str
+
+
+class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True):
+    """should_checkpoint() is to be true at its call number `calls`, on every worker."""
+
+    fence: Fence
+    calls: int | None
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
+    """Stop the workers of `fence`: SIGTERM, then SIGKILL after `grace_s`."""
+
+    fence: Fence
+    grace_s: float
+    reason: str
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The agent that asked to leave may go: nobody counts on it any more."""
+
+    reason: str
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """The job has ended."""
+
+    outcome: Outcome
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Answer to a heartbeat. `authority` is False while the store does not back its decisions."""
+
+    authority: bool
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One node in a `Report`."""
+
+    node_id: str
+    host: str
+    state: str
+    node_rank: int | None
+    local_world_size: int
+    heard_s: float  # seconds since its last message
+    progress: int | None = None
+
+
+class Report(msgspec.Struct, frozen=True, tag="report", kw_only=True):
+    """What the coordinator knows, for `elastane status`."""
+
+    job: str
+    phase: str
+    reason: str
+    fence: Fence | None
+    min_nodes: int
+    max_nodes: int
+    world_size: int
+    restarts_used: int
+    max_restarts: int
+    uptime_s: float
+    nodes: tuple[NodeStatus, ...]
+    last_incident: str = ""
+
+
+ToAgent = Welcome | Refused | Assign | Drain | DrainTarget | Stop | Release | Close | Alive | Report

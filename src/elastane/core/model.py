@@ -1,0 +1,179 @@
+"""The nouns of a job: nodes, worlds, assignments, failures, the durable record.
+
+All are immutable values that travel over the wire or into a store. They know nothing of clocks
+or connections. `Fence` is the pair that everything which outlives a process carries.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastane.core.limits import Timing
+
+
+class Fence(msgspec.Struct, frozen=True, order=True):
+    """The fencing token: the number of an agreed membership, and of the start of workers in it."""
+
+    round: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"round {self.round} attempt {self.attempt}"
+
+
+class Versions(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal on all nodes of a job; an empty string means not installed."""
+
+    elastane: str
+    python: str
+    torch: str = ""
+    accelerator: str = ""
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What all agents of a job must agree on before the first of them is let in."""
+
+    job: str
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+    # Every worker of every node is alike (TORCH_ELASTIC_WORKER_IDENTICAL=1 in torchrun).
+    identical_workers: bool = False
+    timing: Timing = Timing()
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of nodes may change."""
+        return self.min_nodes < self.max_nodes
+
+
+class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent, as it presents itself.
+
+    `node_id` is stable over restarts of the agent; `incarnation` is new with each process.
+    `node_rank` is a wish (an order, for the static backend). `local_addr` is what the user
+    gave by --local-addr, or empty: then the address is taken from the connection.
+    """
+
+    node_id: str
+    incarnation: str
+    local_world_size: int
+    role: str = "default"
+    node_rank: int | None = None
+    local_addr: str = ""
+    versions: Versions
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Where a node would serve the process-group store of its next attempt, were it node rank 0.
+
+    The port is held by the agent from before it is offered, and is new for each attempt.
+    `agent_store`: the agent's side serves it, and all workers are clients (the meaning of
+    TORCHELASTIC_USE_AGENT_STORE); else the worker of rank 0 is to bind it.
+    """
+
+    port: int
+    agent_store: bool
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's place in a world."""
+
+    node_id: str
+    incarnation: str
+    local_world_size: int
+    role: str
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True):
+    """The immutable record of one round and attempt: its members in the order of node rank."""
+
+    fence: Fence
+    members: tuple[Member, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers of all nodes."""
+        return sum(member.local_world_size for member in self.members)
+
+    def node_rank(self, node_id: str) -> int | None:
+        """Return the node rank of `node_id`, or None where it is no member."""
+        for rank, member in enumerate(self.members):
+            if member.node_id == node_id:
+                return rank
+        return None
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What one agent is told to run: its own place, and totals; never the list of all members.
+
+    So the bytes per node of a membership change do not grow with the job.
+    """
+
+    fence: Fence
+    node_rank: int
+    nodes: int
+    rank_base: int
+    world_size: int
+    role_rank_base: int
+    role_world_size: int
+    master_addr: str
+    master_port: int
+    agent_store: bool
+    restarts_used: int
+    max_restarts: int
+    reason: str
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's end that was not success.
+
+    `age_s` is how long ago it was when the report was sent, by the sender's own monotonic
+    clock: clocks of two hosts are never compared. `exit_code` is negative for a signal, as in
+    subprocess. `message` is what the worker's error file or last words said.
+    """
+
+    local_rank: int
+    rank: int
+    pid: int
+    exit_code: int
+    age_s: float = 0.0
+    message: str = ""
+    error_file: str = ""
+    log_file: str = ""
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """The root cause of an incident, found over all nodes."""
+
+    kind: str  # "worker" | "departure" | "timeout" | "request"
+    what: str
+    node_id: str = ""
+    fence: Fence | None = None
+    failure: Failure | None = None
+    consequences: int = 0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job ended, as every agent is told."""
+
+    ok: bool
+    reason: str
+    slug: str = ""
+    exit_code: int = 0
+    cause: Cause | None = None
+    next_step: str = ""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """The durable state of a job; written before anything that depends on it is sent.
+
+    `world` is the last world settled, whether or not it still runs. `outcome` is set once, at
+    the end.
+    """
+
+    spec: JobSpec
+    versions: Versions | None = None
+    world: World | None = None
+    restarts_used: int = 0
+    outcome: Outcome | None = None

@@ -1,0 +1,107 @@
+"""The exception tree and the exit codes.
+
+Every error that a person can meet is made of the same parts: what is wrong (with the value and
+its name), where, what was expected, one next step that can be copied, and a slug that is a
+heading in docs/errors.md. This module imports nothing of elastane.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a launcher's exit status tells a scheduler."""
+
+    DONE = 0
+    WORKER_FAILED = 1
+    USAGE = 2
+    NODE_UNFIT = 69  # sysexits EX_UNAVAILABLE: another node may do better
+    TRY_AGAIN = 75  # sysexits EX_TEMPFAIL
+    CONFIGURATION = 78  # sysexits EX_CONFIG
+    DRAINED = 143  # 128 + SIGTERM: left as it was asked to
+
+
+class ElastaneError(Exception):
+    """Base of every error that elastane raises for the world's or the user's sake."""
+
+    exit_code: ExitCode = ExitCode.WORKER_FAILED
+
+    def __init__(
+        self, what: str, *, slug: str, where: str = "", expected: str = "", next_step: str = ""
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.slug = slug
+        self.where = where
+        self.expected = expected
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        lines = [f"{self.what} [{self.slug}]"]
+        for label, text in (
+            ("where", self.where),
+            ("expected", self.expected),
+            ("next", self.next_step),
+        ):
+            if text:
+                lines.append(f"  {label}: {text}")
+        return "\n".join(lines)
+
+
+class UsageError(ElastaneError):
+    """The command line is wrong."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigurationError(ElastaneError):
+    """The job, the environment or a file is configured in a way that cannot work."""
+
+    exit_code = ExitCode.CONFIGURATION
+
+
+class NodeUnfitError(ElastaneError):
+    """This node cannot take part; another may."""
+
+    exit_code = ExitCode.NODE_UNFIT
+
+
+class RendezvousError(ElastaneError):
+    """The nodes could not agree on a membership."""
+
+    exit_code = ExitCode.TRY_AGAIN
+
+
+class RendezvousTimeoutError(RendezvousError):
+    """Too few nodes came within the time that was allowed."""
+
+
+class RendezvousRefusedError(RendezvousError):
+    """The coordinator turned this agent away at the door."""
+
+    exit_code = ExitCode.CONFIGURATION
+
+
+class RendezvousClosedError(RendezvousError):
+    """The job has already ended."""
+
+    exit_code = ExitCode.CONFIGURATION
+
+
+class WireError(ElastaneError):
+    """A peer sent bytes that are not a frame of ours, or proved no knowledge of the secret."""
+
+
+class StoreError(ElastaneError):
+    """The store cannot be reached or answers against its protocol."""
+
+    exit_code = ExitCode.TRY_AGAIN
+
+
+class LeaseLostError(StoreError):
+    """A lease was lost: whoever held it must stop deciding."""
+
+
+class WorkerFailedError(ElastaneError):
+    """Workers failed more often than the restart budget allows."""
