@@ -1,0 +1,1 @@
+"""What decides: pure functions and machines of (state, event, now)."""

@@ -43,6 +43,23 @@ CLOSE_S = 5.0
 ISOLATION_LIMIT_S = 120.0
 # A coordinator that can reach no member of the last world waits for that, and a margin.
 FENCE_WAIT_S = 135.0
+# A store's value: the record of 1,024 nodes is some 120 KB; etcd refuses more than 1.5 MiB.
+STORE_VALUE_BYTES_MAX = 1 << 20
+STORE_KEY_CHARS_MAX = 512
+# One operation on a store; NFS and a dead server would otherwise block for minutes.
+STORE_TIMEOUT_S = 5.0
+# How often a watcher or a candidate of the file store looks: with it, take-over after a SIGKILL
+# of the holder costs the lease's time and at most 0.3 s.
+STORE_POLL_S = 0.1
+# The share of a lease's time after which its holder stops deciding before anybody may take it:
+# covers clocks that run at different speeds.
+LEASE_MARGIN = 0.1
+# Blocking calls of one process that may hang at a time (each holds a thread) before more fail.
+OFFLOAD_THREADS_MAX = 8
+# One look-up of a name; the resolver's own default is 5 s a server and two tries.
+RESOLVE_TIMEOUT_S = 10.0
+# Between two look-ups of a name that does not resolve yet.
+RESOLVE_RETRY_S = 0.5
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -75,6 +92,16 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     lease_renew_s: float = 0.5
 
 
+# Bounds that constrain each other: (small, large, factor, why) demands small * factor <= large.
+PAIRS = (
+    ("heartbeat_s", "silence_s", 2.0, "one lost heartbeat must not be a death"),
+    ("lease_renew_s", "lease_ttl_s", 2.0, "one late renewal must not lose the lease"),
+    ("last_call_s", "last_call_max_s", 1.0, "the bound of all last calls covers one"),
+    ("gather_s", "gather_max_s", 1.0, "the bound of all gathering covers one arrival"),
+    ("last_call_max_s", "join_timeout_s", 1.0, "a last call must end before the job gives up"),
+)
+
+
 def check(timing: Timing) -> list[str]:
     """Return what is contradictory in `timing`, a sentence each; empty when it is sound."""
     faults = [
@@ -84,14 +111,7 @@ def check(timing: Timing) -> list[str]:
     ]
     if timing.shutdown_timeout_s < 0:
         faults.append(f"shutdown_timeout_s = {timing.shutdown_timeout_s:g} s: must not be negative")
-    pairs = (
-        ("heartbeat_s", "silence_s", 2.0, "one lost heartbeat must not be a death"),
-        ("lease_renew_s", "lease_ttl_s", 2.0, "one late renewal must not lose the lease"),
-        ("last_call_s", "last_call_max_s", 1.0, "the bound of all last calls covers one"),
-        ("gather_s", "gather_max_s", 1.0, "the bound of all gathering covers one arrival"),
-        ("last_call_max_s", "join_timeout_s", 1.0, "a last call must end before the job gives up"),
-    )
-    for small, large, factor, why in pairs:
+    for small, large, factor, why in PAIRS:
         a, b = getattr(timing, small), getattr(timing, large)
         if a * factor > b:
             faults.append(f"{small} = {a:g} s needs {large} >= {a * factor:g} s, got {b:g}: {why}")

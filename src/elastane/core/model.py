@@ -39,6 +39,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int
     # Every worker of every node is alike (TORCH_ELASTIC_WORKER_IDENTICAL=1 in torchrun).
     identical_workers: bool = False
+    # Ranks are given by flags and nothing else is accepted (the static backend).
+    static: bool = False
     timing: Timing = Timing()
 
     @property

@@ -1,0 +1,40 @@
+"""The local worker group of one fence, as the agent's core sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from elastane.core.limits import FAILURES_MAX
+from elastane.core.messages import GroupState
+from elastane.core.model import Assignment, Failure, Fence
+
+
+@dataclass(slots=True)
+class Group:
+    """The local worker group of one fence."""
+
+    assignment: Assignment
+    phase: GroupState = "running"
+    done: set[int] = field(default_factory=set)
+    failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
+    draining: bool = False
+    stop_by_s: float | None = None
+
+    @property
+    def fence(self) -> Fence:
+        """The fence of its assignment."""
+        return self.assignment.fence
+
+    def add_failure(self, failure: Failure, now_s: float) -> None:
+        """Keep `failure` with its end on the own clock, so that its age is right when told."""
+        if len(self.failures) < FAILURES_MAX:
+            self.failures[failure.local_rank] = (now_s - failure.age_s, failure)
+
+    def aged_failures(self, now_s: float) -> tuple[Failure, ...]:
+        """Return the failures with their ages as of `now_s`."""
+        return tuple(
+            msgspec.structs.replace(failure, age_s=max(0.0, now_s - ended_s))
+            for ended_s, failure in self.failures.values()
+        )

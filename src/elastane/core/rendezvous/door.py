@@ -1,0 +1,296 @@
+"""Who is let in: each refusal names both sides and the next step."""
+
+from __future__ import annotations
+
+from elastane.core.effects import Hangup, Send
+from elastane.core.events import Received
+from elastane.core.limits import CONTEST_S, NAME_CHARS_MAX
+from elastane.core.messages import Holding, Join, Refused, Stop, Welcome
+from elastane.core.model import Fence
+from elastane.core.notes import EventKind
+from elastane.core.rendezvous import presence, reports
+from elastane.core.rendezvous.state import Claim, Node, Phase, State
+
+
+def knock(state: State, event: Received) -> None:
+    """Let the agent of `event` in, turn it away, or have it wait while its name is contested."""
+    assert isinstance(event.message, Join)
+    join = event.message
+    refusal = _refusal(state, join)
+    if refusal:
+        _refuse(state, event.session, join.node.node_id, refusal)
+        return
+    old = state.nodes.get(join.node.node_id)
+    if old is None:
+        _admit(state, event)
+    elif old.spec.incarnation == join.node.incarnation:
+        _admit_again(state, event, old)
+    elif old.session is None:
+        presence.depart(state, old, "the same node came back as a new agent")
+        _admit(state, event)
+    else:
+        _contest(state, event)
+
+
+def settle_contests(state: State) -> None:
+    """End the contests whose time is up: whoever was heard since its begin keeps the name."""
+    for node_id, event in [*state.contests.items()]:
+        began_s = state.contest_s[node_id]
+        old = state.nodes.get(node_id)
+        proved = old is not None and old.session is not None and old.heard_s > began_s
+        due_s = began_s + max(CONTEST_S, 1.5 * state.spec.timing.heartbeat_s)
+        if old is not None and old.session is not None and not proved and state.now_s < due_s:
+            state.wait_until(due_s)
+            continue
+        del state.contests[node_id], state.contest_s[node_id]
+        if proved:
+            _refuse(state, event.session, node_id, _duplicate(event, old))
+        else:
+            if old is not None:
+                presence.depart(state, old, "the same node came back as a new agent")
+            _admit(state, event)
+
+
+def _contest(state: State, event: Received) -> None:
+    assert isinstance(event.message, Join)
+    node_id = event.message.node.node_id
+    waiting = state.contests.get(node_id)
+    if waiting is not None:
+        _refuse(state, waiting.session, node_id, _duplicate(waiting, None))
+    state.contests[node_id] = event
+    state.contest_s[node_id] = state.now_s
+
+
+def _duplicate(event: Received, old: Node | None) -> Refused:
+    assert isinstance(event.message, Join)
+    node_id = event.message.node.node_id
+    holder = f" at {old.peer_host}" if old else ""
+    return Refused(
+        what=f"node id {node_id!r} is in use by another live agent{holder}, and was also asked"
+        f" for by the agent at {event.peer_host}",
+        slug="duplicate-node",
+        expected="a node id that no other agent of the job has",
+        next_step="give each agent its own: elastane run --node-id NAME ...",
+    )
+
+
+def _refuse(state: State, session: int, node_id: str, refusal: Refused) -> None:
+    state.tell(EventKind.NODE_REFUSED, f"{refusal.what} [{refusal.slug}]", node_id)
+    state.out += [Send(session, refusal), Hangup(session, refusal.what)]
+
+
+def _refusal(state: State, join: Join) -> Refused | None:
+    return (
+        _closed(state)
+        or _bad_name(join)
+        or _other_job(state, join)
+        or _other_versions(state, join)
+        or _other_shape(state, join)
+    )
+
+
+def _closed(state: State) -> Refused | None:
+    if state.outcome is None:
+        return None
+    return Refused(
+        what=f"job {state.spec.job!r} has ended: {state.outcome.reason}",
+        slug="job-closed",
+        expected="a job that still runs",
+        next_step="start a new job under another id: elastane run --rdzv-id NAME ...",
+    )
+
+
+def _bad_name(join: Join) -> Refused | None:
+    node_id = join.node.node_id
+    if node_id and len(node_id) <= NAME_CHARS_MAX and node_id.isprintable():
+        return None
+    return Refused(
+        what=f"node id {node_id[:40]!r}... of {len(node_id)} characters cannot be used",
+        slug="bad-node-id",
+        expected=f"1 to {NAME_CHARS_MAX} printable characters",
+        next_step="give another: elastane run --node-id NAME ...",
+    )
+
+
+def _other_job(state: State, join: Join) -> Refused | None:
+    if join.spec == state.spec:
+        return None
+    ours, theirs = state.spec, join.spec
+    differing = [f for f in ours.__struct_fields__ if getattr(ours, f) != getattr(theirs, f)]
+    slug = "wrong-job" if "job" in differing else "config-mismatch"
+    sides = "; ".join(
+        f"{field}: the job has {getattr(ours, field)!r}, this agent {getattr(theirs, field)!r}"
+        for field in differing
+    )
+    return Refused(
+        what=f"this agent's job is not the one that is running here: {sides}",
+        slug=slug,
+        expected="the same --rdzv-id, --nnodes, --max-restarts and --rdzv-conf on every node",
+        next_step="start every agent of a job with the same command line",
+    )
+
+
+def _other_versions(state: State, join: Join) -> Refused | None:
+    ours, theirs = state.versions, join.node.versions
+    if ours is None or ours == theirs:
+        return None
+    sides = "; ".join(
+        f"{field} {getattr(ours, field) or 'none'} in the job,"
+        f" {getattr(theirs, field) or 'none'} on node {join.node.node_id}"
+        for field in ours.__struct_fields__
+        if getattr(ours, field) != getattr(theirs, field)
+    )
+    return Refused(
+        what=f"versions differ: {sides}",
+        slug="version-skew",
+        expected="the same elastane, torch, Python minor version and accelerator stack everywhere",
+        next_step="install the job's versions on that node, or start the job anew with its own",
+    )
+
+
+def _other_shape(state: State, join: Join) -> Refused | None:
+    size = join.node.local_world_size
+    others = [n for n in state.nodes.values() if n.id != join.node.node_id]
+    if state.spec.identical_workers and others and others[0].spec.local_world_size != size:
+        return Refused(
+            what=f"--nproc-per-node {size} on node {join.node.node_id}, but"
+            f" {others[0].spec.local_world_size} on node {others[0].id}, and the job was"
+            " declared to have identical workers (TORCH_ELASTIC_WORKER_IDENTICAL=1)",
+            slug="unequal-nproc",
+            expected="the same number of workers on every node",
+            next_step="give every node the same --nproc-per-node, or unset the variable",
+        )
+    if not state.spec.static:
+        return None
+    rank = join.node.node_rank
+    if rank is None or not 0 <= rank < state.spec.max_nodes:
+        what = f"--node-rank {rank} on node {join.node.node_id}"
+    else:
+        twin = next((n for n in others if n.spec.node_rank == rank), None)
+        if twin is None:
+            return None
+        what = f"--node-rank {rank} on node {join.node.node_id} and on node {twin.id}"
+    return Refused(
+        what=f"{what}: the static backend takes each rank once",
+        slug="node-rank",
+        expected=f"each of 0 to {state.spec.max_nodes - 1} on exactly one node",
+        next_step="give each node its own --node-rank, or use --rdzv-backend elastane",
+    )
+
+
+def _admit(state: State, event: Received) -> None:
+    assert isinstance(event.message, Join)
+    join = event.message
+    state.arrivals_seen += 1
+    node = Node(
+        session=event.session,
+        spec=join.node,
+        offer=join.offer,
+        peer_host=event.peer_host,
+        local_host=event.local_host,
+        order=state.arrivals_seen,
+        heard_s=state.now_s,
+        ready=join.ready,
+    )
+    state.nodes[node.id] = node
+    state.by_session[event.session] = node.id
+    state.presence_s = min(state.presence_s, state.now_s + state.spec.timing.silence_s)
+    if state.versions is None:
+        state.versions = join.node.versions
+    _take_holding(state, node, join.holding)
+    state.refile(node)
+    state.note_arrival()
+    kind = EventKind.NODE_REGISTERED_AGAIN if join.holding else EventKind.NODE_JOINED
+    held = f", with the workers of {join.holding.assignment.fence}" if join.holding else ""
+    state.tell(
+        kind,
+        f"from {event.peer_host}, {join.node.local_world_size} workers{held}",
+        node.id,
+        local_world_size=join.node.local_world_size,
+    )
+    _welcome(state, node)
+
+
+def _admit_again(state: State, event: Received, node: Node) -> None:
+    """The same agent over a new connection: nothing is lost, and nothing restarts."""
+    assert isinstance(event.message, Join)
+    join = event.message
+    if node.session is not None:
+        state.by_session.pop(node.session, None)
+        state.out.append(Hangup(node.session, "the agent has a newer connection"))
+    node.session, node.heard_s, node.offer = event.session, state.now_s, join.offer
+    node.peer_host, node.local_host, node.ready = event.peer_host, event.local_host, join.ready
+    state.by_session[event.session] = node.id
+    held = join.holding.assignment.fence if join.holding else None
+    _welcome(state, node)
+    if held != node.fence and state.is_member(node) and state.phase is not Phase.STOPPING:
+        why = f"it came back with {held or 'no workers'} instead of {node.fence}"
+        presence.fault(state, f"node {node.id} lost its workers: {why}").departed.append(node.id)
+    _take_holding(state, node, join.holding)
+    state.refile(node)
+    state.tell(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
+
+
+def _welcome(state: State, node: Node) -> None:
+    state.send(node, Welcome(phase=state.phase.value, reason=state.phase_reason))
+
+
+def _take_holding(state: State, node: Node, holding: Holding | None) -> None:
+    """Record what workers an agent brings along, and have them stopped where they are stale."""
+    node.fence = holding.assignment.fence if holding else None
+    node.state = "running"
+    if holding is None:
+        return
+    fence = holding.assignment.fence
+    state.floor = fence if state.floor is None else max(state.floor, fence)
+    if state.world is None and state.phase in (Phase.FORMING, Phase.RECOVERING):
+        _claim(state, node, holding)
+    current = state.world.fence if state.world else (state.claim.fence if state.claim else None)
+    if fence != current or not _in_world(state, node, fence) or state.phase is Phase.STOPPING:
+        _stop(state, node, fence)
+        return
+    if holding.state == "succeeded":
+        node.state = "succeeded"
+    elif holding.state == "failed":
+        state.refile(node)
+        node.failures = holding.failures
+        reports.failed(state, node, holding.failures)
+
+
+def _in_world(state: State, node: Node, fence: Fence) -> bool:
+    """Whether the world in force has this very agent as a member."""
+    if state.world is None:
+        return state.claim is not None and state.claim.fence == fence
+    return any(
+        m.node_id == node.id and m.incarnation == node.spec.incarnation for m in state.world.members
+    )
+
+
+def _claim(state: State, node: Node, holding: Holding) -> None:
+    """Rebuild the last world from what its agents hold, where there is no record of it."""
+    assignment = holding.assignment
+    claim = state.claim
+    if claim is None or assignment.fence > claim.fence:
+        if claim is not None:
+            for node_id in claim.seats.values():
+                if node_id in state.nodes:
+                    _stop(state, state.nodes[node_id], claim.fence)
+        claim = Claim(
+            fence=assignment.fence,
+            size=assignment.nodes,
+            restarts_used=assignment.restarts_used,
+            seats={},
+        )
+        state.claim = claim
+        if state.phase is Phase.FORMING:
+            state.enter(
+                Phase.RECOVERING,
+                f"agents hold {claim.fence}: waiting for all {claim.size} of its nodes",
+            )
+    if assignment.fence == claim.fence:
+        claim.seats[assignment.node_rank] = node.id
+
+
+def _stop(state: State, node: Node, fence: Fence) -> None:
+    grace_s = state.spec.timing.shutdown_timeout_s
+    state.send(node, Stop(fence=fence, grace_s=grace_s, reason=f"{fence} is no longer in force"))

@@ -1,0 +1,164 @@
+"""Gathering nodes, and settling a world.
+
+torchrun waits out a last call of 30 s whenever min <= nodes < max. Here it ends 3 s after the
+latest arrival, and there is none at all when a world is followed by another: everybody who
+could be in it is known.
+"""
+
+from __future__ import annotations
+
+from elastane.core import invariants
+from elastane.core.messages import Assign
+from elastane.core.notes import EventKind
+from elastane.core.ranks import Candidate, Place, assignments, choose, next_fence, world_of
+from elastane.core.rendezvous import ending
+from elastane.core.rendezvous.state import Node, Phase, State
+
+
+def begin(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -> None:
+    """Start to gather the next world; `follow_up`: from those who were in the last one."""
+    state.enter(Phase.FORMING, reason)
+    state.follow_up = follow_up
+    state.not_before_s = state.now_s + delay_s
+    if delay_s:
+        state.tell(EventKind.WAITING, f"{delay_s:g} s before the next attempt: {reason}")
+
+
+def arrivals_due(state: State) -> list[str]:
+    """Return who is to be taken into the running world now; empty: nobody, or not yet."""
+    assert state.world is not None
+    room = state.spec.max_nodes - len(state.world.members)
+    waiting = sorted(state.idle - state.unready)
+    if room <= 0 or not waiting:
+        return []
+    first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
+    timing = state.spec.timing
+    due_s = min(state.last_arrival_s + timing.gather_s, first_s + timing.gather_max_s)
+    if len(waiting) >= room or state.now_s >= due_s:
+        return waiting[:room]
+    state.wait_until(due_s)
+    return []
+
+
+def rule(state: State) -> bool:
+    """Settle the next world when it is due, or end the job when nobody comes."""
+    if state.away:
+        return False  # Its grace to come back is short, and bounded by presence.
+    due_s = max(state.not_before_s, state.fence_until_s)
+    if state.now_s < due_s:
+        _explain_wait(state)
+        state.wait_until(due_s)
+        return False
+    if len(state.idle) < state.spec.min_nodes:
+        state.follow_up = False
+        return _wait_for_nodes(state)
+    if len(state.idle) >= state.spec.max_nodes or state.follow_up:
+        return settle(state)
+    timing = state.spec.timing
+    first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
+    due_s = min(state.last_arrival_s + timing.last_call_s, first_s + timing.last_call_max_s)
+    if state.now_s >= due_s:
+        return settle(state)
+    state.phase_reason = (
+        f"{len(state.idle)} of {state.spec.min_nodes} to {state.spec.max_nodes} nodes are here;"
+        f" the last call ends {timing.last_call_s:g} s after the latest arrival"
+    )
+    state.wait_until(due_s)
+    return False
+
+
+def _explain_wait(state: State) -> None:
+    if state.fence_until_s > max(state.now_s, state.not_before_s):
+        reason = (
+            "no node of the last world can be reached; it may still train where this"
+            " coordinator cannot see it, and stops itself before this wait ends"
+        )
+        if state.phase_reason != reason:
+            state.phase_reason = reason
+            state.tell(EventKind.WAITING, reason)
+
+
+def _wait_for_nodes(state: State) -> bool:
+    needed, here = state.spec.min_nodes, len(state.idle)
+    limit_s = state.spec.timing.join_timeout_s
+    if state.now_s >= state.phase_s + limit_s:
+        return ending.too_few(state, here)
+    names = ", ".join(sorted(state.idle)) or "none"
+    reason = (
+        f"{here} of at least {needed} nodes are here ({names}); the job waits for"
+        f" {needed - here} more, {limit_s:g} s at most"
+    )
+    if reason != state.phase_reason:
+        state.phase_reason = reason
+        state.tell(EventKind.WAITING, reason, nodes=here, min_nodes=needed)
+    state.wait_until(state.phase_s + limit_s)
+    return False
+
+
+def settle(state: State) -> bool:
+    """Decide the next world, make it durable, and tell each member its assignment."""
+    ids = state.idle - state.unready if state.follow_up else state.idle
+    if len(ids) < state.spec.min_nodes:
+        ids = state.idle
+    candidates = [
+        Candidate(spec=state.nodes[i].spec, order=state.nodes[i].order) for i in sorted(ids)
+    ]
+    specs = choose(state.world, candidates, state.spec.max_nodes, state.spec.static)
+    world = world_of(next_fence(state.world, specs, state.floor), specs)
+    fault = invariants.broken_succession(state.world, world) or invariants.broken_size(
+        state.spec, world
+    )
+    assert not fault, fault
+    members = [state.nodes[spec.node_id] for spec in specs]
+    reason = f"{len(members)} nodes, {world.world_size} workers: {state.phase_reason}"
+    place = Place(
+        master_addr=master_addr(state, members[0]),
+        offer=members[0].offer,
+        restarts_used=state.budget.used,
+        max_restarts=state.budget.allowed,
+        reason=reason,
+    )
+    given = assignments(world, place)
+    fault = invariants.broken_ranks(world, given)
+    assert not fault, fault
+    state.world = world
+    state.floor = world.fence
+    state.running_s, state.first_arrival_s = state.now_s, None
+    state.persist()
+    for node, assignment in zip(members, given, strict=True):
+        node.fence, node.state = world.fence, "running"
+        node.failures, node.progress = (), None
+        node.marked = node.drained = False
+        state.refile(node)
+        state.send(node, Assign(assignment))
+    state.enter(Phase.RUNNING, reason)
+    state.tell(
+        EventKind.ROUND_SETTLED,
+        reason,
+        nodes=len(members),
+        world_size=world.world_size,
+        spares=len(state.idle),
+        members=" ".join(m.node_id for m in world.members)[:1000],
+    )
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("", "localhost", "::1") or host.startswith(("127.", "::ffff:127."))
+
+
+def master_addr(state: State, first: Node) -> str:
+    """Return the address under which all members reach the node of rank 0.
+
+    The user's --local-addr; else the address its connection comes from. Where that is a
+    loopback address (it is on the coordinator's own machine), it is the address under which
+    some node of another machine reached the coordinator: never a name that needs a resolver.
+    """
+    if first.spec.local_addr:
+        return first.spec.local_addr
+    if not _is_loopback(first.peer_host):
+        return first.peer_host
+    for node in state.nodes.values():
+        if not _is_loopback(node.peer_host) and not _is_loopback(node.local_host):
+            return node.local_host
+    return first.peer_host or "127.0.0.1"

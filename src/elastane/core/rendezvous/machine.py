@@ -1,0 +1,113 @@
+"""The machine: facts come in by events, decisions are made by level-triggered rules.
+
+An event only records what is now known (`reports`, `door`, `presence`); then the rule of the
+phase is asked, again and again until nothing changes (`phases`). So a fact is never lost by
+coming in the wrong phase, and a coordinator without authority can go on gathering facts while
+it decides nothing.
+"""
+
+from __future__ import annotations
+
+from elastane.core.budget import RestartBudget
+from elastane.core.effects import RendezvousEffect
+from elastane.core.events import AuthorityChanged, Broken, Received, RendezvousEvent, Tick
+from elastane.core.messages import Join, Query, Report
+from elastane.core.model import JobSpec, Record
+from elastane.core.notes import EventKind
+from elastane.core.rendezvous import door, phases, presence, reports, status
+from elastane.core.rendezvous.state import Phase, State
+
+# A chain of phases in one call is at most recovering to stopping to forming to running; more is
+# a rule that contradicts another.
+_STEPS_MAX = 12
+
+
+class Rendezvous:
+    """Membership, restarts and drain of one job.
+
+    `record` is what the store holds of the job, `previous_holder` the node whose coordinator
+    wrote it last, where it is known to have ended. Invariant: the same events at the same times
+    give the same effects.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        now_s: float,
+        record: Record | None = None,
+        *,
+        store_backed: bool = False,
+        previous_holder: str = "",
+    ) -> None:
+        budget = RestartBudget(
+            allowed=spec.max_restarts, used=record.restarts_used if record else 0
+        )
+        self._state = State(spec, budget, store_backed, now_s, now_s)
+        self._state.phase_s = now_s
+        self._state.previous_holder = previous_holder
+        if record is not None:
+            phases.recover(self._state, record)
+
+    def handle(self, event: RendezvousEvent, now_s: float) -> list[RendezvousEffect]:
+        """Take in `event` at `now_s` (monotonic seconds) and return what is to be done."""
+        state = self._state
+        assert now_s >= state.now_s, f"time went back from {state.now_s} to {now_s}"
+        state.now_s = now_s
+        dirty = self._take(event)
+        due = state.wake_s is not None and now_s >= state.wake_s
+        if dirty or due:
+            state.wake_s = None
+            self._advance()
+        out, state.out = state.out, []
+        return out
+
+    @property
+    def wake_s(self) -> float | None:
+        """When a Tick is needed at the latest, in monotonic seconds; None: never."""
+        return self._state.wake_s
+
+    @property
+    def phase(self) -> Phase:
+        """Where the job stands."""
+        return self._state.phase
+
+    def report(self) -> Report:
+        """Return what `elastane status` shows."""
+        return status.report(self._state)
+
+    def _take(self, event: RendezvousEvent) -> bool:
+        """Record what `event` says; return whether a rule could now decide otherwise."""
+        state = self._state
+        match event:
+            case Received(message=Query()):
+                state.out.append(status.answer(state, event.session))
+                return False
+            case Received(message=Join()):
+                door.knock(state, event)
+                return True
+            case Received():
+                return reports.take(state, event.session, event.message)
+            case Broken(session=session, reason=reason):
+                presence.broken(state, session, reason)
+                return True
+            case AuthorityChanged(held=held, reason=reason):
+                self._set_authority(held, reason)
+                return True
+            case Tick():
+                return False
+
+    def _set_authority(self, held: bool, reason: str) -> None:
+        if held == self._state.authority:
+            return
+        self._state.authority = held
+        kind = EventKind.AUTHORITY_REGAINED if held else EventKind.AUTHORITY_LOST
+        self._state.tell(kind, reason)
+
+    def _advance(self) -> None:
+        state = self._state
+        for _ in range(_STEPS_MAX):
+            presence.look(state)
+            door.settle_contests(state)
+            if not state.authority or not phases.RULES[state.phase](state):
+                return
+        raise AssertionError(f"rules contradict one another in phase {state.phase}")

@@ -1,0 +1,241 @@
+"""The rule of each phase: asked after every event, it acts when its time has come.
+
+A rule returns True when it entered another phase, whose rule is then asked in turn.
+
+    RECOVERING -> RUNNING (all are back) | STOPPING (some are) | FORMING (none is)
+    FORMING    -> RUNNING (settled) | CLOSING (nobody came in time)
+    RUNNING    -> STOPPING (a fault) | DRAINING (a planned change) | CLOSING (all succeeded)
+    DRAINING   -> STOPPING
+    STOPPING   -> FORMING | CLOSING (the restart budget is used up)
+    CLOSING    -> CLOSED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastane.core.effects import Finished
+from elastane.core.limits import CLOSE_S, FENCE_WAIT_S, STOP_MARGIN_S, VERDICT_S
+from elastane.core.messages import Drain, DrainTarget, Release, Stop
+from elastane.core.model import Record, World
+from elastane.core.notes import EventKind
+from elastane.core.ranks import member_of
+from elastane.core.rendezvous import ending, forming, presence, reports
+from elastane.core.rendezvous.state import Incident, Node, Phase, State
+
+
+def recover(state: State, record: Record) -> None:
+    """Take up a job from its durable record, in a new coordinator."""
+    state.versions, state.world, state.outcome = record.versions, record.world, record.outcome
+    if record.outcome is not None:
+        state.enter(Phase.CLOSING, f"the job has ended: {record.outcome.reason}")
+    elif record.world is not None:
+        state.enter(
+            Phase.RECOVERING,
+            f"a new coordinator waits for the {len(record.world.members)} nodes of"
+            f" {record.world.fence}",
+        )
+
+
+def _recovering(state: State) -> bool:
+    expected, present = _last_world(state)
+    missing = [node_id for node_id in expected if node_id not in {n.id for n in present}]
+    deadline_s = state.phase_s + state.spec.timing.reregister_s
+    # The one whose coordinator ended has most likely ended with it.
+    waits_for = [node_id for node_id in missing if node_id != state.previous_holder]
+    if missing and (waits_for or not present) and state.now_s < deadline_s:
+        state.wait_until(deadline_s)
+        return False
+    if state.world is None:
+        _adopt_claim(state, present)
+    holders = [n for n in present if state.is_member(n)]
+    if not missing and len(holders) == len(present):
+        return _resume(state, present)
+    if holders:
+        lost = ", ".join(missing) or "workers of " + ", ".join(
+            n.id for n in present if n not in holders
+        )
+        reason = f"{lost} did not come back to the new coordinator within its time"
+        state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=missing)
+        return _stop_world(state, reason)
+    if missing and state.store_backed and not present:
+        state.fence_until_s = state.now_s + FENCE_WAIT_S
+    forming.begin(state, "none of the last world's workers is left", follow_up=bool(present))
+    return True
+
+
+def _last_world(state: State) -> tuple[list[str], list[Node]]:
+    """Return the ids that the last world had (unknown ones made up), and who of them is here."""
+    if state.world is not None:
+        ids = [m.node_id for m in state.world.members]
+    elif state.claim is not None:
+        seats = state.claim.seats
+        ids = [seats.get(rank, f"the node of rank {rank}") for rank in range(state.claim.size)]
+    else:
+        ids = []
+    nodes = [state.nodes[i] for i in ids if i in state.nodes and i not in state.away]
+    return ids, nodes
+
+
+def _adopt_claim(state: State, present: list[Node]) -> None:
+    assert state.claim is not None, "recovering needs a record or a claim"
+    state.world = World(fence=state.claim.fence, members=tuple(member_of(n.spec) for n in present))
+    state.budget.used = max(state.budget.used, state.claim.restarts_used)
+
+
+def _resume(state: State, present: list[Node]) -> bool:
+    state.claim, state.running_s = None, state.now_s
+    state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
+    state.tell(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
+    state.persist()
+    for node in present:
+        failures, node.failures = node.failures, ()
+        reports.failed(state, node, failures)
+    return True
+
+
+def _running(state: State) -> bool:
+    assert state.world is not None
+    if state.incident is not None:
+        return _stop_world(state, state.incident.reason)
+    if len(state.succeeded) == len(state.world.members):
+        return ending.success(state)
+    _release_leaving(state)
+    gone = sorted(state.leaving & state.holding)
+    if gone:
+        reason = ", ".join(f"node {i} leaves ({state.nodes[i].leaving})" for i in gone)
+        return _drain_world(state, reason)
+    arrivals = forming.arrivals_due(state)
+    if arrivals:
+        return _drain_world(state, f"taking in {', '.join(arrivals)}")
+    return False
+
+
+def _drain_world(state: State, reason: str) -> bool:
+    assert state.world is not None
+    fence = state.world.fence
+    state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
+    state.aimed = False
+    state.enter(Phase.DRAINING, reason)
+    state.tell(EventKind.DRAIN_STARTED, reason)
+    message = Drain(fence=fence, timeout_s=state.spec.timing.drain_timeout_s, reason=reason)
+    for node in [state.nodes[i] for i in sorted(state.holding)]:
+        node.marked = node.drained = False
+        state.refile(node)
+        state.send(node, message)
+    return True
+
+
+def _draining(state: State) -> bool:
+    assert state.world is not None and state.incident is not None
+    if not state.incident.planned:
+        return _stop_world(state, state.incident.reason)
+    if len(state.succeeded) == len(state.world.members):
+        return ending.success(state)
+    if not state.aimed and not state.unmarked:
+        _aim(state)
+    if state.aimed and not state.undrained:
+        took_s = state.now_s - state.phase_s
+        state.tell(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
+        return _stop_world(state, state.incident.reason)
+    deadline_s = state.phase_s + state.spec.timing.drain_timeout_s
+    if state.now_s < deadline_s:
+        state.wait_until(deadline_s)
+        return False
+    late = ", ".join(sorted(state.undrained))
+    state.tell(EventKind.DRAIN_ENDED, f"workers of {late} did not checkpoint within the time")
+    return _stop_world(state, state.incident.reason)
+
+
+def _aim(state: State) -> None:
+    """Let all workers checkpoint at one and the same call, which none of them has passed."""
+    assert state.world is not None
+    state.aimed = True
+    nodes = [state.nodes[i] for i in sorted(state.holding)]
+    furthest = max((node.calls or 0 for node in nodes), default=0)
+    target = DrainTarget(fence=state.world.fence, calls=furthest + 1 if furthest else None)
+    for node in nodes:
+        state.send(node, target)
+
+
+def _stop_world(state: State, reason: str) -> bool:
+    state.enter(Phase.STOPPING, reason)
+    grace_s = state.spec.timing.shutdown_timeout_s
+    for node in [state.nodes[i] for i in sorted(state.holding)]:
+        assert node.fence is not None
+        state.send(node, Stop(fence=node.fence, grace_s=grace_s, reason=reason))
+    return True
+
+
+def _stopping(state: State) -> bool:
+    if state.holding:
+        deadline_s = state.phase_s + state.spec.timing.shutdown_timeout_s + STOP_MARGIN_S
+        if state.now_s < deadline_s:
+            state.wait_until(deadline_s)
+            return False
+        for node in [state.nodes[i] for i in sorted(state.holding)]:
+            presence.depart(state, node, "did not report its workers stopped within the time")
+    incident = state.incident
+    assert incident is not None
+    delay_s, reason = 0.0, incident.reason
+    if incident.is_charged:
+        if state.budget.used >= state.budget.allowed and _verdict_pending(state, incident):
+            return False
+        verdict = state.budget.charge(incident.at_s - state.running_s)
+        if not verdict.restart:
+            return ending.failure(state, incident, verdict.reason)
+        delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
+        state.tell(EventKind.RESTART, verdict.reason, used=state.budget.used)
+        state.persist()
+    state.last_incident, state.incident, state.claim = reason, None, None
+    _release_leaving(state)
+    forming.begin(state, reason, follow_up=True, delay_s=delay_s)
+    return True
+
+
+def _verdict_pending(state: State, incident: Incident) -> bool:
+    """Before a job ends for its failures, a departure that caused them may still show."""
+    due_s = incident.at_s + VERDICT_S
+    if state.now_s < due_s:
+        state.wait_until(due_s)
+    return state.now_s < due_s
+
+
+def _forming(state: State) -> bool:
+    _release_leaving(state)
+    return forming.rule(state)
+
+
+def _release_leaving(state: State) -> None:
+    """Let those go who asked to, and have no workers any more."""
+    for node in [state.nodes[i] for i in sorted(state.leaving - state.holding)]:
+        state.send(node, Release(f"drained: {node.leaving}"))
+        state.tell(EventKind.NODE_RELEASED, node.leaving, node.id)
+        state.forget(node)
+
+
+def _closing(state: State) -> bool:
+    due_s = state.phase_s + CLOSE_S
+    if state.nodes and state.now_s < due_s:
+        state.wait_until(due_s)
+        return False
+    assert state.outcome is not None
+    state.enter(Phase.CLOSED, state.outcome.reason)
+    state.finished = True
+    state.out.append(Finished(state.outcome))
+    return False
+
+
+def _closed(state: State) -> bool:
+    return False
+
+
+RULES: dict[Phase, Callable[[State], bool]] = {
+    Phase.RECOVERING: _recovering,
+    Phase.FORMING: _forming,
+    Phase.RUNNING: _running,
+    Phase.DRAINING: _draining,
+    Phase.STOPPING: _stopping,
+    Phase.CLOSING: _closing,
+    Phase.CLOSED: _closed,
+}

@@ -1,0 +1,89 @@
+"""Who is there: broken sessions, silence, and what a departure means.
+
+A session that breaks is a departure once its short grace to come back has passed: the kernel of
+a node closes the connections of an agent that dies, so this is nearly always a death. Silence is
+judged by the coordinator's own clock alone.
+"""
+
+from __future__ import annotations
+
+from elastane.core.effects import Hangup
+from elastane.core.limits import FENCE_WAIT_S, REJOIN_GRACE_S
+from elastane.core.notes import EventKind
+from elastane.core.rendezvous.state import Incident, Node, Phase, State
+
+
+def broken(state: State, session: int, reason: str) -> None:
+    """Take note that `session` ended from the other side."""
+    for contested, event in [*state.contests.items()]:
+        if event.session == session:
+            del state.contests[contested], state.contest_s[contested]
+    node_id = state.by_session.pop(session, None)
+    if node_id is None:
+        return
+    node = state.nodes[node_id]
+    node.session, node.broken_s, node.broken_reason = None, state.now_s, reason
+    state.refile(node)
+    state.presence_s = min(state.presence_s, state.now_s)
+
+
+def look(state: State) -> None:
+    """Bury those who are away for longer than their grace, or silent for too long."""
+    if state.now_s >= state.presence_s:
+        for node in [*state.nodes.values()]:
+            verdict = _verdict(state, node)
+            if verdict:
+                depart(state, node, verdict)
+        state.presence_s = min(
+            (_deadline(state, node) for node in state.nodes.values()), default=float("inf")
+        )
+    if state.nodes:
+        state.wait_until(state.presence_s)
+
+
+def _deadline(state: State, node: Node) -> float:
+    if node.session is None:
+        return node.broken_s + REJOIN_GRACE_S
+    return node.heard_s + state.spec.timing.silence_s
+
+
+def _verdict(state: State, node: Node) -> str:
+    if state.now_s < _deadline(state, node):
+        return ""
+    if node.session is None:
+        return f"its connection ended: {node.broken_reason}"
+    return f"silent for {state.now_s - node.heard_s:.1f} s"
+
+
+def depart(state: State, node: Node, why: str) -> None:
+    """Count `node` out. Where it was a member of the world in force, that is an incident."""
+    if node.session is not None:
+        state.out.append(Hangup(node.session, f"counted as departed: {why}"))
+    # By the record, not by what it holds: a member that has stopped is still part of the incident.
+    member = state.world is not None and state.world.node_rank(node.id) is not None
+    in_force = state.phase in (
+        Phase.RUNNING,
+        Phase.DRAINING,
+        Phase.STOPPING,
+    )
+    silent = node.session is not None
+    state.forget(node)
+    if state.phase in (Phase.CLOSING, Phase.CLOSED):
+        return
+    state.tell(EventKind.NODE_DEPARTED, why, node.id)
+    if not (member and in_force) or (node.leaving and state.phase is Phase.STOPPING):
+        return
+    fault(state, f"node {node.id} departed: {why}").departed.append(node.id)
+    if silent and state.store_backed and not state.holding:
+        # Nobody of the old world is with us: it may still train somewhere that we cannot see.
+        state.fence_until_s = state.now_s + FENCE_WAIT_S
+
+
+def fault(state: State, reason: str) -> Incident:
+    """Return the incident in hand, which from now on is no longer (only) a planned one."""
+    incident = state.incident
+    if incident is None or (incident.planned and state.phase is Phase.DRAINING):
+        incident = Incident(at_s=state.now_s, reason=reason, planned=False)
+        state.incident = incident
+        state.tell(EventKind.INCIDENT, reason)
+    return incident

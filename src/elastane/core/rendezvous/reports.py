@@ -1,0 +1,93 @@
+"""What agents of open sessions report. A message about another fence than theirs is late."""
+
+from __future__ import annotations
+
+from elastane.core.diagnosis import Sighting, exit_text, is_lost_peer
+from elastane.core.messages import (
+    Alive,
+    Drained,
+    Failed,
+    Heartbeat,
+    Leave,
+    Marked,
+    Ready,
+    Stopped,
+    Succeeded,
+    ToCoordinator,
+)
+from elastane.core.model import Failure, Fence
+from elastane.core.notes import EventKind
+from elastane.core.rendezvous import presence
+from elastane.core.rendezvous.state import Node, Phase, State
+
+
+def take(state: State, session: int, message: ToCoordinator) -> bool:
+    """Record what `message` says; return whether a rule could now decide otherwise."""
+    node_id = state.by_session.get(session)
+    if node_id is None:
+        return False  # A session that has not joined, or was replaced by a newer one.
+    node = state.nodes[node_id]
+    node.heard_s = state.now_s
+    match message:
+        case Heartbeat(progress=progress):
+            node.progress = progress
+            state.send(node, Alive(state.authority))
+            return False
+        case Ready():
+            node.ready = True
+            state.note_arrival()
+            state.tell(EventKind.NODE_READY, "its workers can start quickly", node.id)
+        case Leave(reason=reason):
+            node.leaving = reason
+            state.tell(EventKind.NODE_LEAVING, reason, node.id)
+        case Failed(fence=fence, failures=failures) if fence == node.fence:
+            failed(state, node, failures)
+        case Succeeded(fence=fence) if fence == node.fence and node.state == "running":
+            node.state = "succeeded"
+        case Marked(fence=fence, calls=calls) if fence == node.fence:
+            node.marked, node.calls = True, calls
+        case Drained(fence=fence) if fence == node.fence:
+            node.drained = True
+        case Stopped(fence=fence, offer=offer):
+            _stopped(state, node, fence)
+            node.offer = offer
+        case _:
+            return False
+    state.refile(node)
+    return True
+
+
+def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
+    """Put `failures` of `node` on the coordinator's time line."""
+    if not failures:
+        return
+    node.state = "failed"
+    if state.phase is Phase.DRAINING:
+        # Its peers may have checkpointed and gone; a failure now is a drain that ended early.
+        node.marked = node.drained = True
+        return
+    if state.phase not in (Phase.RUNNING, Phase.STOPPING) or not state.is_member(node):
+        return
+    first = failures[0]
+    incident = presence.fault(
+        state,
+        f"worker of rank {first.rank} on node {node.id} ended with {exit_text(first.exit_code)}"
+        + (" after it lost a peer" if is_lost_peer(first) else ""),
+    )
+    known = {(s.node_id, s.failure.local_rank) for s in incident.sightings}
+    incident.sightings += [
+        Sighting(node_id=node.id, at_s=state.now_s - failure.age_s, failure=failure)
+        for failure in failures
+        if (node.id, failure.local_rank) not in known
+    ]
+
+
+def _stopped(state: State, node: Node, fence: Fence) -> None:
+    if node.fence != fence:
+        return
+    if state.phase is Phase.RUNNING and state.is_member(node):
+        # Nobody told it to stop: it had no authority for too long, or its user stopped it.
+        presence.fault(state, f"node {node.id} stopped its workers by itself").departed.append(
+            node.id
+        )
+    node.fence, node.state = None, "running"

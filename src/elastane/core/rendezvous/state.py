@@ -1,0 +1,232 @@
+"""The coordinator's state, and how the rules write to it.
+
+`State` is changed only by the modules of this package, within one call of
+`Rendezvous.handle`. The sets of node ids are kept by `refile`, so that no rule has to look at
+every node for every message: a membership change of 10,000 nodes stays linear.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from elastane.core.budget import RestartBudget
+from elastane.core.diagnosis import Sighting
+from elastane.core.effects import Persist, RendezvousEffect, Send, Tell
+from elastane.core.events import Received
+from elastane.core.messages import GroupState, ToAgent
+from elastane.core.model import (
+    Cause,
+    Failure,
+    Fence,
+    JobSpec,
+    NodeSpec,
+    Offer,
+    Outcome,
+    Record,
+    Versions,
+    World,
+)
+from elastane.core.notes import EventKind, Note
+
+
+class Phase(StrEnum):
+    """Where the job stands; `phases` has the rule of each."""
+
+    RECOVERING = "recovering"  # a new coordinator waits for the agents of the last world
+    FORMING = "forming"  # no world is in force; the next one is being gathered
+    RUNNING = "running"
+    DRAINING = "draining"  # workers checkpoint before a planned change
+    STOPPING = "stopping"  # all workers of the world are being stopped
+    CLOSING = "closing"  # the job has ended and its agents are being told
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One agent as the coordinator knows it."""
+
+    session: int | None  # None: broken, and its grace to come back is running
+    spec: NodeSpec
+    offer: Offer
+    peer_host: str
+    local_host: str
+    order: int
+    heard_s: float
+    ready: bool
+    broken_s: float = 0.0
+    broken_reason: str = ""
+    fence: Fence | None = None  # of the workers that it has, as far as is known
+    state: GroupState = "running"
+    failures: tuple[Failure, ...] = ()  # brought along while a new coordinator recovers
+    leaving: str = ""
+    progress: int | None = None
+    marked: bool = False
+    calls: int | None = None
+    drained: bool = False
+
+    @property
+    def id(self) -> str:
+        """The node id."""
+        return self.spec.node_id
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident:
+    """Why the world in force is being ended, and what was seen since it began."""
+
+    at_s: float
+    reason: str
+    planned: bool
+    sightings: list[Sighting] = field(default_factory=list)
+    departed: list[str] = field(default_factory=list)
+
+    @property
+    def is_charged(self) -> bool:
+        """Whether it uses the restart budget: failed workers do, departures never."""
+        return bool(self.sightings) and not self.planned and not self.departed
+
+
+@dataclass(slots=True, kw_only=True)
+class Claim:
+    """What agents hold of a world of which this coordinator has no record."""
+
+    fence: Fence
+    size: int
+    restarts_used: int
+    seats: dict[int, str]
+
+
+@dataclass(slots=True)
+class State:
+    """All that the coordinator knows."""
+
+    spec: JobSpec
+    budget: RestartBudget
+    store_backed: bool
+    now_s: float
+    started_s: float
+    phase: Phase = Phase.FORMING
+    phase_reason: str = "the job begins"
+    phase_s: float = 0.0
+    versions: Versions | None = None
+    world: World | None = None
+    floor: Fence | None = None  # the highest fence that any agent was ever heard to hold
+    running_s: float = 0.0
+    previous_holder: str = ""
+    outcome: Outcome | None = None
+    authority: bool = True
+    nodes: dict[str, Node] = field(default_factory=dict)
+    by_session: dict[int, str] = field(default_factory=dict)
+    contests: dict[str, Received] = field(default_factory=dict)
+    contest_s: dict[str, float] = field(default_factory=dict)
+    queries: int = 0
+    arrivals_seen: int = 0
+    # Sets of node ids, kept by `refile`.
+    idle: set[str] = field(default_factory=set)
+    unready: set[str] = field(default_factory=set)
+    holding: set[str] = field(default_factory=set)
+    away: set[str] = field(default_factory=set)
+    leaving: set[str] = field(default_factory=set)
+    succeeded: set[str] = field(default_factory=set)
+    unmarked: set[str] = field(default_factory=set)
+    undrained: set[str] = field(default_factory=set)
+    # Of the phase in hand.
+    incident: Incident | None = None
+    last_incident: str = ""
+    cause: Cause | None = None
+    claim: Claim | None = None
+    aimed: bool = False
+    follow_up: bool = False
+    not_before_s: float = 0.0
+    fence_until_s: float = 0.0
+    first_arrival_s: float | None = None
+    last_arrival_s: float = 0.0
+    presence_s: float = 0.0
+    finished: bool = False
+    out: list[RendezvousEffect] = field(default_factory=list)
+    wake_s: float | None = None
+
+    def wait_until(self, deadline_s: float) -> None:
+        """Ask for a tick at `deadline_s`, if none comes sooner."""
+        if self.wake_s is None or deadline_s < self.wake_s:
+            self.wake_s = deadline_s
+
+    def send(self, node: Node, message: ToAgent) -> None:
+        """Send to `node`; where its session is broken, its next Join settles what it missed."""
+        if node.session is not None:
+            self.out.append(Send(node.session, message))
+
+    def tell(
+        self, kind: EventKind, reason: str, node_id: str = "", **data: str | int | float | bool
+    ) -> None:
+        """Write an event that carries the fence of the world in force."""
+        fence = self.world.fence if self.world else None
+        note = Note(kind=kind, reason=reason, node_id=node_id, fence=fence, data=data)
+        self.out.append(Tell(note))
+
+    def persist(self) -> None:
+        """Make the record durable before whatever this call sends next."""
+        self.out.append(Persist(self.record()))
+
+    def record(self) -> Record:
+        """Return the durable part of this state."""
+        return Record(
+            spec=self.spec,
+            versions=self.versions,
+            world=self.world,
+            restarts_used=self.budget.used,
+            outcome=self.outcome,
+        )
+
+    def enter(self, phase: Phase, reason: str) -> None:
+        """Begin `phase`."""
+        self.phase, self.phase_reason, self.phase_s = phase, reason, self.now_s
+
+    def refile(self, node: Node) -> None:
+        """Bring the sets in line with the facts of `node`."""
+        present = node.session is not None
+        has_workers = node.fence is not None
+        member = self.is_member(node)
+        facts = (
+            (self.idle, present and not has_workers and not node.leaving),
+            (self.unready, not node.ready),
+            (self.holding, has_workers),
+            (self.away, not present),
+            (self.leaving, bool(node.leaving)),
+            (self.succeeded, member and node.state == "succeeded"),
+            (self.unmarked, member and not node.marked),
+            (self.undrained, member and not node.drained),
+        )
+        for members, belongs in facts:
+            if belongs:
+                members.add(node.id)
+            else:
+                members.discard(node.id)
+
+    def forget(self, node: Node) -> None:
+        """Remove `node` from everything but the world, which is history."""
+        self.nodes.pop(node.id, None)
+        if node.session is not None:
+            self.by_session.pop(node.session, None)
+        for members in (
+            self.idle,
+            self.unready,
+            self.holding,
+            self.away,
+            self.leaving,
+            self.succeeded,
+            self.unmarked,
+            self.undrained,
+        ):
+            members.discard(node.id)
+
+    def note_arrival(self) -> None:
+        """Start or extend the time in which arrivals are gathered."""
+        if self.first_arrival_s is None:
+            self.first_arrival_s = self.now_s
+        self.last_arrival_s = self.now_s
+
+    def is_member(self, node: Node) -> bool:
+        """Whether `node` has workers of the world in force."""
+        return self.world is not None and node.fence == self.world.fence

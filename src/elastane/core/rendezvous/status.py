@@ -1,0 +1,58 @@
+"""What the coordinator shows of itself."""
+
+from __future__ import annotations
+
+from elastane.core.effects import Send
+from elastane.core.messages import NodeStatus, Report
+from elastane.core.rendezvous.state import Node, State
+
+# More nodes than this are counted, not listed, in a report; one frame has a bound.
+_LISTED_MAX = 1024
+
+
+def answer(state: State, session: int) -> Send:
+    """Return the reply to a `Query` of `session`."""
+    return Send(session, report(state))
+
+
+def report(state: State) -> Report:
+    """Return all that `elastane status` shows."""
+    ranks = {m.node_id: i for i, m in enumerate(state.world.members)} if state.world else {}
+    listed = sorted(state.nodes.values(), key=lambda n: (ranks.get(n.id, 1 << 30), n.order))
+    return Report(
+        job=state.spec.job,
+        phase=state.phase.value,
+        reason=state.phase_reason,
+        fence=state.world.fence if state.world else None,
+        min_nodes=state.spec.min_nodes,
+        max_nodes=state.spec.max_nodes,
+        world_size=state.world.world_size if state.world else 0,
+        restarts_used=state.budget.used,
+        max_restarts=state.budget.allowed,
+        uptime_s=state.now_s - state.started_s,
+        nodes=tuple(_node(state, node, ranks) for node in listed[:_LISTED_MAX]),
+        last_incident=state.incident.reason if state.incident else state.last_incident,
+    )
+
+
+def _node(state: State, node: Node, ranks: dict[str, int]) -> NodeStatus:
+    member = state.is_member(node)
+    return NodeStatus(
+        node_id=node.id,
+        host=node.spec.local_addr or node.peer_host,
+        state=_state_of(node, member),
+        node_rank=ranks.get(node.id) if member else None,
+        local_world_size=node.spec.local_world_size,
+        heard_s=max(0.0, state.now_s - node.heard_s),
+        progress=node.progress,
+    )
+
+
+def _state_of(node: Node, member: bool) -> str:
+    if node.session is None:
+        return "away"
+    if node.leaving:
+        return "leaving"
+    if node.fence is None:
+        return "candidate" if node.ready else "warming up"
+    return node.state if member else "stopping"
