@@ -1,1 +1,1 @@
-"""cli"""
+"""The `elastane` command: one file a verb, found through the table in `cli.main`."""

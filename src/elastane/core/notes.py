@@ -49,6 +49,8 @@ class EventKind(StrEnum):
     SIGNAL = "signal"
     ZYGOTE_WARM = "zygote-warm"
     ZYGOTE_DIED = "zygote-died"
+    # Told by the log itself.
+    EVENTS_LOST = "events-lost"
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

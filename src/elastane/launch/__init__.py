@@ -1,1 +1,1 @@
-"""launch"""
+"""From the command line and the environment to one checked configuration of an agent."""

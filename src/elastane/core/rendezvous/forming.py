@@ -52,13 +52,15 @@ def rule(state: State) -> bool:
     if len(state.idle) < state.spec.min_nodes:
         state.follow_up = False
         return _wait_for_nodes(state)
-    if len(state.idle) >= state.spec.max_nodes or state.follow_up:
-        return settle(state)
+    if state.follow_up:
+        return settle(state, state.phase_reason)
+    if len(state.idle) >= state.spec.max_nodes:
+        return settle(state, "all nodes are here")
     timing = state.spec.timing
     first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
     due_s = min(state.last_arrival_s + timing.last_call_s, first_s + timing.last_call_max_s)
     if state.now_s >= due_s:
-        return settle(state)
+        return settle(state, "the last call has ended")
     state.phase_reason = (
         f"{len(state.idle)} of {state.spec.min_nodes} to {state.spec.max_nodes} nodes are here;"
         f" the last call ends {timing.last_call_s:g} s after the latest arrival"
@@ -95,7 +97,7 @@ def _wait_for_nodes(state: State) -> bool:
     return False
 
 
-def settle(state: State) -> bool:
+def settle(state: State, why: str) -> bool:
     """Decide the next world, make it durable, and tell each member its assignment."""
     ids = state.idle - state.unready if state.follow_up else state.idle
     if len(ids) < state.spec.min_nodes:
@@ -110,7 +112,7 @@ def settle(state: State) -> bool:
     )
     assert not fault, fault
     members = [state.nodes[spec.node_id] for spec in specs]
-    reason = f"{len(members)} nodes, {world.world_size} workers: {state.phase_reason}"
+    reason = f"{len(members)} nodes, {world.world_size} workers: {why}"
     place = Place(
         master_addr=master_addr(state, members[0]),
         offer=members[0].offer,

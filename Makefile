@@ -1,0 +1,63 @@
+# Each of demo, test, bench and soak needs nothing but Python 3.11 or later and make: it makes its
+# own virtual environment, once. `make help` says what there is.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+# Installed before everything else and by exact version: a range would take the newest build, with
+# gigabytes of CUDA packages. For a GPU machine: make test TORCH="torch --index-url ...".
+TORCH ?= torch==2.13.0
+# Parallel test processes. Tests that time real processes want the machine for themselves, so the
+# default is none; JOBS=4 is for a quick look on a larger machine.
+JOBS ?= 0
+ARGS ?=
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+# The stamp is newer than pyproject.toml while the environment is what it asks for.
+STAMP := $(VENV)/.elastane-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help env demo test lint bench soak format clean
+
+help: ## list what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+env: $(STAMP) ## make the virtual environment, if it is not there yet
+
+$(STAMP): pyproject.toml
+	@test -n '$(PYTHON)' || { echo 'no Python 3.11 or later found; name one: make PYTHON=/path/to/python3' >&2; exit 1; }
+	@.ci/packages $(PYTHON)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[demo,test]'
+	@rm -f $(VENV)/.elastane-*
+	@touch $@
+
+demo: env ## train a classifier while workers and nodes die (about a minute)
+	$(BIN)/elastane demo $(ARGS)
+
+lint: env ## style, formatting, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint ## lint, then all tests but the soak
+	$(BIN)/python -m pytest -m 'not soak' -n $(JOBS) $(ARGS)
+
+bench: env ## elastane and torchrun side by side; prints the table, writes JSON
+	$(BIN)/python -m bench $(ARGS)
+
+soak: env ## the tests that take longer than a minute each
+	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+format: env ## format the code and sort its imports
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
+
+clean: ## remove what was made, the virtual environment included
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

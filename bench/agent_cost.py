@@ -1,0 +1,51 @@
+"""What an agent costs while its workers train: resident memory and CPU, by itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.harness import Job, Launcher, Node, Sample
+from bench.recovery import standalone_flags
+
+WINDOW_S = 10.0
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One look at an agent: its proportion of one core, and its resident memory at the end."""
+
+    cpu_percent: float
+    resident_bytes: int
+
+
+def agent_cost(launcher: Launcher, window_s: float = WINDOW_S) -> Cost:
+    """Watch the agent of a job of two workers for a while."""
+    with Job(launcher) as job:
+        node = Node("a")
+        job.start(node, standalone_flags(WORKERS))
+        job.wait_training(WORKERS)
+        begun, used = time.monotonic(), cpu_seconds(node.pid)
+        job.wait_for(lambda: time.monotonic() - begun >= window_s, "window", 2 * window_s)
+        spent = cpu_seconds(node.pid) - used
+        return Cost(100 * spent / (time.monotonic() - begun), resident_bytes(node.pid))
+
+
+def cpu_sample(launcher: Launcher) -> Sample:
+    """CPU of the agent, in percent of one core, in the place of seconds; memory as the note."""
+    cost = agent_cost(launcher)
+    return Sample(cost.cpu_percent, note=f"{cost.resident_bytes / 2**20:.0f} MB resident")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return user and system time of a process, its children not included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

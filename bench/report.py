@@ -1,0 +1,115 @@
+"""What repeated measurements amount to, and in which words and on which machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from bench.harness import BenchError, Launcher, Sample
+
+
+@dataclass
+class Result:
+    """The samples of one row under one launcher, and the faults of measuring it."""
+
+    samples: list[Sample] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def recovered(self) -> int:
+        return sum(sample.seconds is not None for sample in self.samples)
+
+    @property
+    def seconds(self) -> list[float]:
+        return sorted(s.seconds for s in self.samples if s.seconds is not None)
+
+    @property
+    def median_s(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def redone_max(self) -> int | None:
+        return max((s.redone for s in self.samples if s.redone is not None), default=None)
+
+    def notes(self) -> list[str]:
+        return sorted({sample.note for sample in self.samples if sample.note})
+
+
+def run_alternating(
+    measure: Callable[[Launcher], Sample], launchers: Sequence[Launcher], reps: int
+) -> dict[str, Result]:
+    """Measure under each launcher in turn, `reps` times; what cannot be measured is an error."""
+    results = {launcher.name: Result() for launcher in launchers}
+    for _ in range(reps):
+        for launcher in launchers:
+            result = results[launcher.name]
+            try:
+                result.samples.append(measure(launcher))
+            except BenchError as error:
+                result.errors.append(str(error))
+                print(f"bench: {error}", file=sys.stderr, flush=True)
+    return results
+
+
+def summary(result: Result) -> str:
+    """Return a result in one line: median, range, how often never, steps redone, notes."""
+    parts = []
+    if result.median_s is not None:
+        low, high = result.seconds[0], result.seconds[-1]
+        parts.append(f"{spell(result.median_s)} ({spell(low)} to {spell(high)})")
+    if lost := len(result.samples) - result.recovered:
+        parts.append(f"never ({lost} of {len(result.samples)})")
+    if result.redone_max is not None:
+        parts.append(f"{result.redone_max} redone")
+    if result.errors:
+        parts.append(f"{len(result.errors)} not measured")
+    return ", ".join([*parts, *result.notes()]) or "not measured"
+
+
+def spell(seconds: float) -> str:
+    """Return a duration with as many digits as it deserves."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
+
+
+def machine() -> dict[str, str]:
+    """Return what the figures depend on: machine, date, versions, load."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": cpu_model(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": installed("torch"),
+        "elastane": f"{installed('elastane')} {commit()}".strip(),
+        "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+    }
+
+
+def cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def commit() -> str:
+    """Return the commit that is measured, marked where the tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()

@@ -1,0 +1,116 @@
+"""The environment of a worker: torchrun's contract, and what elastane adds.
+
+A pure function of what the agent was assigned, what its job is, and the environment it was started
+in. It reads nothing itself, and what it returns never holds the job's secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastane.core.model import Assignment
+
+# Variables that mean something to one process of one attempt only: never handed on from the
+# environment of the agent, which may itself be a worker of another job.
+_PER_WORKER = (
+    "TORCHELASTIC_ERROR_FILE",
+    "ELASTANE_PAGE_FD",
+    "ELASTANE_LEASH",
+)
+_SECRET = "ELASTANE_TOKEN"
+_CONF = "PET_RDZV_CONF"
+LOCAL_RANK_MACRO = "${local_rank}"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What all local workers of a job have in common, whatever the round."""
+
+    job: str
+    node_id: str
+    role: str
+    local_world_size: int
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What is one worker's own. A descriptor that is None is not there, nor is its variable."""
+
+    local_rank: int
+    error_file: str = ""
+    page_fd: int | None = None
+    leash_fd: int | None = None
+
+
+def worker_environment(
+    base: Mapping[str, str], assignment: Assignment, run: RunFacts, worker: WorkerFacts
+) -> dict[str, str]:
+    """Return the whole environment of one worker, `base` (the agent's own) included.
+
+    TORCHELASTIC_RESTART_COUNT is the job's count, the same on all nodes; torchrun's is each
+    agent's own. OMP_NUM_THREADS is 1 where several workers share a node, unless `base` sets it.
+    """
+    env = _without_secret(base)
+    for name in _PER_WORKER:
+        env.pop(name, None)
+    env.update(_places(assignment, run, worker))
+    env.update(_torchelastic(assignment, run))
+    env.update(
+        ELASTANE_JOB=run.job,
+        ELASTANE_NODE=run.node_id,
+        ELASTANE_ROUND=str(assignment.fence.round),
+        ELASTANE_ATTEMPT=str(assignment.fence.attempt),
+    )
+    if worker.error_file:
+        env["TORCHELASTIC_ERROR_FILE"] = worker.error_file
+    if worker.page_fd is not None:
+        env["ELASTANE_PAGE_FD"] = str(worker.page_fd)
+    if worker.leash_fd is not None:
+        env["ELASTANE_LEASH"] = str(worker.leash_fd)
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if run.local_world_size > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def worker_args(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+    """Return the script's arguments with `${local_rank}` replaced."""
+    return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)
+
+
+def _places(assignment: Assignment, run: RunFacts, worker: WorkerFacts) -> dict[str, str]:
+    assert 0 <= worker.local_rank < run.local_world_size, worker
+    return {
+        "RANK": str(assignment.rank_base + worker.local_rank),
+        "LOCAL_RANK": str(worker.local_rank),
+        "GROUP_RANK": str(assignment.node_rank),
+        "ROLE_RANK": str(assignment.role_rank_base + worker.local_rank),
+        "ROLE_NAME": run.role,
+        "LOCAL_WORLD_SIZE": str(run.local_world_size),
+        "WORLD_SIZE": str(assignment.world_size),
+        "GROUP_WORLD_SIZE": str(assignment.nodes),
+        "ROLE_WORLD_SIZE": str(assignment.role_world_size),
+        "MASTER_ADDR": assignment.master_addr,
+        "MASTER_PORT": str(assignment.master_port),
+    }
+
+
+def _torchelastic(assignment: Assignment, run: RunFacts) -> dict[str, str]:
+    return {
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.restarts_used),
+        "TORCHELASTIC_MAX_RESTARTS": str(assignment.max_restarts),
+        "TORCHELASTIC_RUN_ID": run.job,
+        "TORCHELASTIC_USE_AGENT_STORE": str(assignment.agent_store),
+    }
+
+
+def _without_secret(base: Mapping[str, str]) -> dict[str, str]:
+    env = dict(base)
+    env.pop(_SECRET, None)
+    if _CONF in env:
+        pairs = env[_CONF].split(",")
+        env[_CONF] = ",".join(
+            pair for pair in pairs if pair.partition("=")[0].strip().lower() != "token"
+        )
+    return env

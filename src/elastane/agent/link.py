@@ -1,0 +1,101 @@
+"""The agent's connection to the coordinator: found, kept, and found again.
+
+Posts `Linked`, `Told` and `Unlinked`. A coordinator that says nothing for the time of silence is
+gone, whatever TCP thinks. Errors that no waiting can mend are fatal at the first contact only:
+once a job has run, an agent with workers waits for the right coordinator to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from elastane.core.events import AgentEvent, Linked, Told, Unlinked
+from elastane.core.messages import ToCoordinator
+from elastane.errors import ElastaneError
+from elastane.runtime.rpc import Session
+
+_log = logging.getLogger("elastane.link")
+_RETRY_FIRST_S = 0.05
+_RETRY_MAX_S = 0.5
+# After this long without a coordinator a person should hear what is being waited for.
+_SAY_AFTER_S = 3.0
+_FATAL = ("wrong-token", "wrong-job", "protocol-version", "not-a-coordinator", "tls")
+
+
+class Locator(Protocol):
+    """Finds the coordinator, which may be in this very process."""
+
+    async def locate(self) -> tuple[str, int]:
+        """Return host and port; raises ElastaneError where none is known."""
+
+
+Dial = Callable[[str, int], Awaitable[Session]]
+
+
+class Link:
+    """Keeps one session; `send` drops what has no session to go to."""
+
+    def __init__(
+        self, locator: Locator, dial: Dial, post: Callable[[AgentEvent], None], silence_s: float
+    ) -> None:
+        self._locator = locator
+        self._dial = dial
+        self._post = post
+        self._silence_s = silence_s
+        self._session: Session | None = None
+        self._was_linked = False
+
+    def send(self, message: ToCoordinator) -> None:
+        """Send, if there is a session."""
+        if self._session is not None:
+            self._session.send(message)
+
+    async def run(self) -> None:
+        """Keep a session until cancelled; raises ElastaneError where waiting cannot help."""
+        loop = asyncio.get_running_loop()
+        pause_s, since_s, said = _RETRY_FIRST_S, loop.time(), False
+        while True:
+            try:
+                host, port = await self._locator.locate()
+                session = await self._dial(host, port)
+            except ElastaneError as error:
+                if error.slug in _FATAL and not self._was_linked:
+                    raise
+                self._post(Unlinked(f"{error.what} [{error.slug}]"))
+                if not said and loop.time() - since_s > _SAY_AFTER_S:
+                    said = True
+                    _log.warning("still looking for the coordinator: %s", error.what)
+                await asyncio.sleep(pause_s)
+                pause_s = min(_RETRY_MAX_S, pause_s * 2)
+                continue
+            self._was_linked = True
+            await self._serve(session)
+            pause_s, since_s, said = _RETRY_FIRST_S, loop.time(), False
+
+    async def _serve(self, session: Session) -> None:
+        self._session = session
+        self._post(Linked())
+        reason = "the coordinator closed the connection"
+        try:
+            while True:
+                message = await asyncio.wait_for(session.receive(), self._silence_s)
+                if message is None:
+                    break
+                self._post(Told(message))  # type: ignore[arg-type]
+        except TimeoutError:
+            reason = f"the coordinator was silent for {self._silence_s:g} s"
+        except ElastaneError as error:
+            reason = f"{error.what} [{error.slug}]"
+        finally:
+            self._session = None
+            session.close(reason)
+        self._post(Unlinked(reason))
+
+    async def flush(self) -> None:
+        """Have what was sent on its way, before the process ends."""
+        session = self._session
+        if session is not None:
+            await session.drain()

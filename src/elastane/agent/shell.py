@@ -1,0 +1,119 @@
+"""The agent's loop: events in, effects out, one after the other.
+
+Owns the queue, the timer and the signals. An exception here is our bug: the process ends with a
+trace, the warden takes the workers along, and the coordinator sees the connection break.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from elastane.agent.link import Link
+from elastane.agent.offers import OfferedPort
+from elastane.agent.workers import GroupSetup, WorkerGroup
+from elastane.core.agent import AgentCore
+from elastane.core.effects import (
+    AgentEffect,
+    AimGroup,
+    Exit,
+    MarkGroup,
+    StartGroup,
+    StopGroup,
+    Tell,
+    Transmit,
+)
+from elastane.core.events import AgentEvent, Signalled, Tick, Warm
+from elastane.core.notes import Note
+
+_log = logging.getLogger("elastane.agent")
+
+
+class AgentShell:
+    """Carries out what `core` decides for one node."""
+
+    def __init__(
+        self, core: AgentCore, setup: GroupSetup, port: OfferedPort, tell: Callable[[Note], None]
+    ) -> None:
+        self._core = core
+        self._setup = setup
+        self._port = port
+        self._tell = tell
+        self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
+        self._link: Link | None = None
+        self._group: WorkerGroup | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def post(self, event: AgentEvent) -> None:
+        """Queue an event; from the loop's own thread."""
+        self._queue.put_nowait(event)
+
+    def attach(self, link: Link) -> None:
+        """Give the connection that messages go out by."""
+        self._link = link
+
+    def handle_signals(self, names: Sequence[str]) -> None:
+        """Take these signals as the wish to leave."""
+        loop = asyncio.get_running_loop()
+        for name in names:
+            loop.add_signal_handler(signal.Signals[name], self.post, Signalled(name))
+
+    async def run(self) -> Exit:
+        """Work until the core says that the agent is to exit."""
+        warm = asyncio.ensure_future(self._watch_warmth())
+        self.post(Tick())
+        try:
+            while True:
+                event = await self._queue.get()
+                self._core.progress = self._group.progress() if self._group else None
+                for effect in self._core.handle(event, time.monotonic()):
+                    if isinstance(effect, Exit):
+                        return effect
+                    self._carry_out(effect)
+                self._set_timer()
+        finally:
+            warm.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def _watch_warmth(self) -> None:
+        await self._setup.spawner.warm.wait()
+        self.post(Warm())
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        delay_s = max(0.0, self._core.wake_s - time.monotonic())
+        self._timer = loop.call_later(delay_s, self.post, Tick())
+
+    def _carry_out(self, effect: AgentEffect) -> None:
+        match effect:
+            case Transmit(message=message):
+                if self._link is not None:
+                    self._link.send(message)
+            case StartGroup(assignment=assignment):
+                self._group = WorkerGroup(self._setup, assignment, self._port, self.post)
+                self._group.begin()
+            case Tell(note=note):
+                self._tell(note)
+            case Exit():
+                raise AssertionError("run() returns on Exit")
+            case StopGroup() | MarkGroup() | AimGroup():
+                self._act_on_group(effect)
+
+    def _act_on_group(self, effect: StopGroup | MarkGroup | AimGroup) -> None:
+        group = self._group
+        if group is None or group.assignment.fence != effect.fence:
+            _log.debug("no group of %s any more", effect.fence)
+            return
+        match effect:
+            case StopGroup(grace_s=grace_s):
+                group.stop(grace_s)
+            case MarkGroup():
+                group.mark()
+            case AimGroup(calls=calls):
+                group.aim(calls)

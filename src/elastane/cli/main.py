@@ -1,0 +1,115 @@
+"""The entry of every command: finds the verb, runs it, and turns its errors into exit codes.
+
+A verb is a module with `configure(parser)` and `main(args) -> int`; one that reads its command line
+in a way of its own has a `Parser` too. Nothing is imported before its verb is known, and a verb
+imports what it works with only when it works, so that every help comes at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from elastane import __version__
+from elastane.errors import ElastaneError, ExitCode, UsageError
+
+if TYPE_CHECKING:
+    import argparse
+
+# Verb: what it does. The module is elastane.cli.<verb>.
+VERBS = {
+    "run": "start a job, or join one, as torchrun does",
+    "status": "show a job: its nodes, its round, what it waits for",
+    "logs": "show the output of a job's workers, merged by time",
+    "demo": "train a classifier while workers and nodes die, on this machine",
+}
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "elastane") -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words, prog)
+        sys.stdout.flush()
+        return code
+    except ElastaneError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except BrokenPipeError:
+        # Whoever read our output went away, as head does. Python would complain once more when
+        # it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _dispatch(words: list[str], prog: str) -> int:
+    if not words:
+        print(usage(prog), file=sys.stderr)
+        return int(ExitCode.USAGE)
+    verb = words[0]
+    if verb in ("-h", "--help", "help"):
+        print(usage(prog))
+        return 0
+    if verb in ("-V", "--version", "version"):
+        print(f"elastane {__version__}")
+        return 0
+    if verb not in VERBS:
+        raise unknown_verb(verb, prog)
+    return run_verb(verb, words[1:], f"{prog} {verb}")
+
+
+def run_verb(verb: str, words: list[str], prog: str) -> int:
+    """Parse the words of one verb and run it."""
+    module = import_module(f"elastane.cli.{verb}")
+    parser = make_parser(module, prog, VERBS[verb])
+    try:
+        args = parser.parse_args(words)
+    except SystemExit as stop:  # argparse's own way to end after --help
+        return int(stop.code or 0)
+    return int(module.main(args))
+
+
+def make_parser(module: ModuleType, prog: str, description: str) -> argparse.ArgumentParser:
+    """Return the configured parser of a verb's module."""
+    from elastane.cli.parser import VerbParser
+
+    factory = getattr(module, "Parser", VerbParser)
+    parser: argparse.ArgumentParser = factory(
+        prog=prog, description=description, allow_abbrev=False
+    )
+    module.configure(parser)
+    return parser
+
+
+def usage(prog: str) -> str:
+    """Return the help of the command itself."""
+    width = max(map(len, VERBS))
+    lines = [
+        f"usage: {prog} VERB [options]",
+        "",
+        "Elastic, fault-tolerant training for PyTorch.",
+        "",
+    ]
+    lines += [f"  {verb:<{width}}  {what}" for verb, what in VERBS.items()]
+    lines += ["", f"{prog} VERB --help says more about one; {prog} --version names the version."]
+    return "\n".join(lines)
+
+
+def unknown_verb(verb: str, prog: str) -> UsageError:
+    """Return the error for a verb that is not in the table, with the nearest that is."""
+    import difflib
+
+    near = difflib.get_close_matches(verb, VERBS, n=1)
+    return UsageError(
+        f"no such verb: {verb}",
+        slug="unknown-verb",
+        expected=f"did you mean {near[0]}?" if near else "one of " + ", ".join(VERBS),
+        next_step=f"{prog} run {verb}" if verb.endswith(".py") else f"{prog} --help",
+    )

@@ -1,0 +1,32 @@
+"""The parser of verbs that have nothing special: argparse with our errors."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from elastane.errors import UsageError
+
+
+class VerbParser(argparse.ArgumentParser):
+    """argparse, but a mistake is a UsageError and a typo gets the nearest option."""
+
+    def error(self, message: str) -> Any:
+        """Raise UsageError in place of argparse's exit."""
+        raise UsageError(
+            message,
+            slug="unknown-option" if "unrecognized" in message else "usage",
+            expected=self._nearest(message),
+            next_step=f"{self.prog} --help",
+        )
+
+    def _nearest(self, message: str) -> str:
+        import difflib
+
+        known = list(self._option_string_actions)
+        for word in message.split():
+            if word.startswith("-"):
+                near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+                if near and near[0] != word:
+                    return f"did you mean {near[0]}?"
+        return ""

@@ -1,0 +1,94 @@
+"""The closing box: how a job ended, in what a person needs to know and nothing else.
+
+Pure text. It owns the wording of an end; the verdict itself comes from core.diagnosis.
+"""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+
+from elastane.core.model import Cause, Failure, Outcome
+
+WIDTH = 100
+MESSAGE_LINES_MAX = 12
+_LABEL_CHARS = 12
+
+
+def render_box(outcome: Outcome, log_dir: str = "") -> str:
+    """Return the box of an outcome, at most `WIDTH` columns; `log_dir` is the job's own folder.
+
+    A job that ended well gets one line.
+    """
+    if outcome.ok:
+        return f"elastane: {outcome.reason}"
+    slug = f" [{outcome.slug}]" if outcome.slug else ""
+    body = _wrapped("", f"The job failed: {outcome.reason}{slug}")
+    if outcome.cause is not None:
+        body += _cause_lines(outcome.cause)
+    body += _wrapped("exit code", str(outcome.exit_code))
+    if outcome.next_step:
+        body += _wrapped("next", outcome.next_step)
+    if log_dir:
+        body += _wrapped("logs", log_dir)
+    rule = "═" * (WIDTH - 2)
+    lines = [f"║ {_printable(line):<{WIDTH - 4}} ║" for line in body]
+    return "\n".join([f"╔{rule}╗", *lines, f"╚{rule}╝"])
+
+
+def exit_words(exit_code: int) -> str:
+    """Return what an exit code says: a signal's name where it was one."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+
+
+def _cause_lines(cause: Cause) -> list[str]:
+    lines = _wrapped("root cause", cause.what)
+    where = [f"node {cause.node_id}"] if cause.node_id else []
+    where += [str(cause.fence).replace(" attempt", ", attempt")] if cause.fence else []
+    if cause.failure is not None:
+        failure = cause.failure
+        where.append(f"rank {failure.rank} (local rank {failure.local_rank}, pid {failure.pid})")
+    lines += _wrapped("where", ", ".join(where)) if where else []
+    if cause.failure is not None:
+        lines += _failure_lines(cause.failure)
+    if cause.consequences:
+        one = cause.consequences == 1
+        followed = "1 more failure" if one else f"{cause.consequences} more failures"
+        lines += _wrapped("followed", f"{followed} elsewhere, as a consequence")
+    return lines
+
+
+def _failure_lines(failure: Failure) -> list[str]:
+    lines = _wrapped("evidence", exit_words(failure.exit_code))
+    said = failure.message.strip("\n").splitlines()
+    for number, line in enumerate(said[-MESSAGE_LINES_MAX:]):
+        lines += _wrapped("it said" if number == 0 else " ", line.rstrip(), lines_max=3)
+    for label, path in (("its log", failure.log_file), ("error file", failure.error_file)):
+        lines += _wrapped(label, path) if path else []
+    return lines
+
+
+def _wrapped(label: str, text: str, *, lines_max: int = 8) -> list[str]:
+    """Return `label  text` in lines that fit the box, indented under the text."""
+    lead = f"{label:<{_LABEL_CHARS}}" if label else ""
+    expanded = text.expandtabs(4)
+    indent = " " * (len(lead) + len(expanded) - len(expanded.lstrip()))
+    return textwrap.wrap(
+        expanded.strip(),
+        WIDTH - 4,
+        initial_indent=lead + indent[len(lead) :],
+        subsequent_indent=indent[: WIDTH // 2],
+        max_lines=lines_max,
+        placeholder=" ...",
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    ) or [lead]
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)

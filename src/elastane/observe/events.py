@@ -1,0 +1,214 @@
+"""The event log of a job: append-only JSON lines, one file a host, and its readers.
+
+It owns the files `<log_dir>/<job>/events.<host>.jsonl`. Writing is never in anybody's way: a
+thread does it, a full or hanging disk costs events, which are counted, and the count is written
+once the disk takes lines again. Readers merge all hosts by time and take what they can read.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from elastane.core.notes import EventKind, Note
+from elastane.observe.records import (
+    LINE_BYTES_MAX,
+    LoggedEvent,
+    Teller,
+    decode_line,
+    encode_line,
+    make_event,
+)
+from elastane.runtime.streams.files import ensure_base_dir, open_append
+from elastane.runtime.streams.plan import NO_FILES, safe_name
+from elastane.runtime.streams.writer import BackgroundWriter
+
+__all__ = ["EventLog", "EventReader", "LoggedEvent", "follow", "read_events"]
+
+_log = logging.getLogger("elastane.events")
+# Events that wait for the disk: some hundred lines; a job tells a few a minute.
+QUEUE_BYTES_MAX = 256 << 10
+# What the end of a process waits for its last events.
+CLOSE_S = 1.0
+# Processes of one host write to one file, each line a moment after its time was taken.
+_REORDER_EVENTS = 256
+_READ_BYTES = 1 << 20
+
+
+class EventLog:
+    """The log that one process writes to; `base_dir` empty or `/dev/null`: it writes nothing."""
+
+    def __init__(self, base_dir: str, job: str, node: str, host: str) -> None:
+        self._base_dir = base_dir
+        self._teller = Teller(job=job, node=node, host=host, pid=os.getpid())
+        self.path = Path(base_dir) / safe_name(job) / f"events.{safe_name(host)}.jsonl"
+        self._seq = itertools.count()
+        self._fd = -1
+        self._torn = False
+        self._lost = 0
+        self._writer = BackgroundWriter(self._write, QUEUE_BYTES_MAX, "event-log")
+
+    def tell(self, note: Note, source: str) -> None:
+        """Log a note as told by `source` (coordinator or agent); never raises, never waits."""
+        if self._base_dir not in NO_FILES:
+            self._writer.put(self._line(note, source))
+
+    def flush(self, timeout_s: float = CLOSE_S) -> bool:
+        """Wait until all that was told is in the file, or lost; False where it took too long."""
+        return self._writer.wait_empty(timeout_s)
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Write what was told and close the file."""
+        if self._writer.close(timeout_s):
+            self._close_file()
+
+    def _line(self, note: Note, source: str) -> bytes:
+        seq = next(self._seq)
+        now_ns = time.time_ns()
+        return encode_line(make_event(note, self._teller, source=source, seq=seq, now_ns=now_ns))
+
+    def _write(self, line: bytes, dropped: int) -> None:
+        """Write one line, in the writer's thread."""
+        self._lost += dropped
+        try:
+            self._open()
+            if self._lost:
+                self._append(self._line(_lost_note(self._lost), "log"))
+                self._lost = 0
+            self._append(line)
+        except OSError as error:
+            if not self._lost:
+                _log.warning("event log %s: %s; events are lost until it takes lines again",
+                             self.path, error.strerror or error)  # fmt: skip
+            self._lost += 1
+            self._close_file()
+
+    def _open(self) -> None:
+        if self._fd < 0:
+            ensure_base_dir(self._base_dir)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = open_append(self.path)
+            self._torn = _ends_torn(self.path)
+
+    def _append(self, line: bytes) -> None:
+        """Append a whole line, or raise; what was torn before is ended first."""
+        data = b"\n" + line if self._torn else line
+        self._torn = False
+        written = os.write(self._fd, data)
+        if written < len(data):
+            raise OSError(f"{written} of {len(data)} bytes were taken")
+
+    def _close_file(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _lost_note(lost: int) -> Note:
+    return Note(
+        kind=EventKind.EVENTS_LOST,
+        reason=f"{lost} events could not be written before this one",
+        data={"events": lost},
+    )
+
+
+def _ends_torn(path: Path) -> bool:
+    """Tell whether whoever wrote last was cut off within a line."""
+    with path.open("rb") as file:
+        size_bytes = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size_bytes - 1))
+        return size_bytes > 0 and file.read(1) != b"\n"
+
+
+def read_events(folder: str | Path) -> Iterator[LoggedEvent]:
+    """Yield the events of a job's folder, all hosts merged by time.
+
+    Lines that are torn or not of our format are left out. Memory does not grow with the log.
+    """
+    files = sorted(Path(folder).glob("events.*.jsonl"))
+    return heapq.merge(*(_ordered(_file_events(path)) for path in files), key=lambda e: e.order)
+
+
+def _file_events(path: Path) -> Iterator[LoggedEvent]:
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(LINE_BYTES_MAX * 4):
+                event = decode_line(line)
+                if event is not None:
+                    yield event
+    except OSError as error:
+        _log.warning("event log %s: %s", path, error.strerror or error)
+
+
+def _ordered(events: Iterator[LoggedEvent]) -> Iterator[LoggedEvent]:
+    """Put events in order that are at most `_REORDER_EVENTS` places out of it."""
+    waiting: list[tuple[tuple[float, str, int, int], int, LoggedEvent]] = []
+    for count, event in enumerate(events):
+        heapq.heappush(waiting, (event.order, count, event))
+        if len(waiting) > _REORDER_EVENTS:
+            yield heapq.heappop(waiting)[2]
+    while waiting:
+        yield heapq.heappop(waiting)[2]
+
+
+class EventReader:
+    """Reads a job's folder as it grows; `poll` never waits."""
+
+    def __init__(self, folder: str | Path, *, from_now: bool = False) -> None:
+        self._folder = Path(folder)
+        self._offsets: dict[Path, int] = {}
+        self._from_now = from_now
+        self._first = True
+
+    def poll(self) -> list[LoggedEvent]:
+        """Return what is new since the last poll, in order of time; files may come and go."""
+        new: list[LoggedEvent] = []
+        for path in self._folder.glob("events.*.jsonl"):
+            if path not in self._offsets:
+                skip = self._first and self._from_now
+                self._offsets[path] = _size_bytes(path) if skip else 0
+            new += self._read_on(path)
+        self._first = False
+        return sorted(new, key=lambda event: event.order)
+
+    def _read_on(self, path: Path) -> list[LoggedEvent]:
+        """Read whole lines only: one that is being written comes with the next poll."""
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets[path])
+                data = file.read(_READ_BYTES)
+        except OSError:
+            return []  # It may come back: on NFS a file can be away for a moment.
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) == _READ_BYTES:
+            end = len(data)  # No line of ours is that long.
+        self._offsets[path] += end
+        decoded = (decode_line(line) for line in data[:end].splitlines())
+        return [event for event in decoded if event is not None]
+
+
+def follow(
+    folder: str | Path, *, is_over: Callable[[], bool] = lambda: False, poll_s: float = 0.1
+) -> Iterator[LoggedEvent]:
+    """Yield the events there are, and then each as it comes, until `is_over()`."""
+    reader = EventReader(folder)
+    while True:
+        last = is_over()
+        new = reader.poll()
+        yield from new
+        if last and not new:
+            return
+        if not new:
+            time.sleep(poll_s)
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,250 @@
+"""Where a coordinator listens, and which machine that is.
+
+Owns the form `host[:port]`, name resolution with a bound, the question whether an address is
+this machine's, and the listening socket. Knows nothing of what is spoken over it: whether a port
+in use is served by this job's coordinator or by a foreign program is told by the handshake of
+whoever connects, so `listen` returns None for both. How it fails: UsageError for what was typed,
+RendezvousError for a name that does not resolve, ConfigurationError for a port that cannot be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import re
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from elastane.core.limits import RESOLVE_RETRY_S, RESOLVE_TIMEOUT_S
+from elastane.errors import ConfigurationError, RendezvousError, UsageError
+from elastane.runtime.offload import Offload
+
+DEFAULT_PORT = 29400  # torchrun's, for its c10d backend
+_BACKLOG = 1024  # a job of 1,024 nodes may come at once
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
+_offload = Offload()
+
+
+class Address(msgspec.Struct, frozen=True):
+    """A host, by name or number, and a TCP port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+STANDALONE = Address("127.0.0.1", 0)
+
+
+def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Address:
+    """Return the address that `host`, `host:port`, `[v6]` or `[v6]:port` names.
+
+    Port 0 means: any that is free. Raises UsageError that names the value.
+    """
+    value = text.strip()
+    match = re.fullmatch(r"\[([^\]]*)\](?::(.*))?", value)
+    if match is not None:
+        host, port = match[1], match[2]
+        if ":" not in host:
+            raise _usage(text, f"{host!r} is no IPv6 address")
+    elif value.count(":") > 1:  # an IPv6 address without brackets cannot carry a port
+        host, port = value, None
+    else:
+        host, colon, rest = value.partition(":")
+        port = rest if colon else None
+    if not host:
+        raise _usage(text, "the host is empty")
+    if not _HOST.fullmatch(host) or (":" in host and not _is_ipv6(host)):
+        raise _usage(text, f"{host!r} is no host name or address")
+    return Address(host, default_port if port is None else _parse_port(text, port))
+
+
+def _parse_port(text: str, port: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise _usage(text, f"port {port!r} is not a number from 0 to 65535")
+    return int(port)
+
+
+def _usage(text: str, why: str) -> UsageError:
+    return UsageError(
+        f"--rdzv-endpoint {text!r}: {why}",
+        slug="endpoint-syntax",
+        expected=f"HOST or HOST:PORT, as in node0:{DEFAULT_PORT} or [::1]:{DEFAULT_PORT}",
+    )
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).version == 6
+    except ValueError:
+        return False
+
+
+async def resolve(host: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[str, ...]:
+    """Return the addresses of `host`, in the resolver's order, in one try.
+
+    Raises RendezvousError after `timeout_s` at the latest, with the next step.
+    """
+
+    def look_up() -> tuple[str, ...]:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    try:
+        return await _offload.run(look_up, timeout_s)
+    except TimeoutError as error:
+        raise _unresolvable(host, f"no answer within {timeout_s:g} s") from error
+    except (OSError, UnicodeError) as error:
+        raise _unresolvable(host, getattr(error, "strerror", "") or str(error)) from error
+
+
+async def resolve_within(host: str, patience_s: float) -> tuple[str, ...]:
+    """Return the addresses of `host`, asking again for `patience_s`: DNS may know it later.
+
+    The name of a pod, for one, resolves only once that pod has started. Raises RendezvousError.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            left_s = max(deadline_s - time.monotonic(), 0.1)
+            return await resolve(host, min(RESOLVE_TIMEOUT_S, left_s))
+        except RendezvousError:
+            if time.monotonic() + RESOLVE_RETRY_S >= deadline_s:
+                raise
+        await asyncio.sleep(RESOLVE_RETRY_S)
+
+
+def _unresolvable(host: str, why: str) -> RendezvousError:
+    return RendezvousError(
+        f"endpoint: host {host!r} does not resolve on this node: {why}",
+        slug="endpoint-unresolvable",
+        expected="a name that DNS or /etc/hosts of every node knows, or an address",
+        next_step=f"getent hosts {host}",
+    )
+
+
+def local_addresses() -> frozenset[str]:
+    """Return every address of this machine's interfaces, those that are down included."""
+    return _ipv4_addresses() | _ipv6_addresses()
+
+
+def _ipv4_addresses() -> frozenset[str]:
+    """Read /proc/net/fib_trie: a leaf is followed by a line that says what it is."""
+    found, leaf = set(), ""
+    for line in _lines("/proc/net/fib_trie"):
+        words = line.split()
+        if len(words) == 2 and words[0] == "|--":
+            leaf = words[1]
+        elif words[:3] == ["/32", "host", "LOCAL"]:
+            found.add(leaf)
+    return frozenset(found)
+
+
+def _ipv6_addresses() -> frozenset[str]:
+    """Read /proc/net/if_inet6: 32 hexadecimal digits are the first column."""
+    lines = _lines("/proc/net/if_inet6")
+    return frozenset(
+        str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines if line
+    )
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:  # no IPv6, or a sandbox without these files: is_mine then tries to bind
+        return []
+
+
+def is_mine(addresses: Iterable[str]) -> bool:
+    """Return whether one of `addresses` is this machine's own.
+
+    A loopback address is every machine's. An address behind which another one stands (NAT, a
+    Kubernetes Service) is nobody's.
+    """
+    local = local_addresses()
+    return any(_is_mine(address.partition("%")[0], local) for address in addresses)
+
+
+def _is_mine(address: str, local: frozenset[str]) -> bool:
+    number = ipaddress.ip_address(address)
+    mapped = number.ipv4_mapped if isinstance(number, ipaddress.IPv6Address) else None
+    number = mapped or number
+    if number.is_loopback or number.is_unspecified or str(number) in local:
+        return True
+    # Where /proc told us addresses of this family, it told us all of them.
+    known = any((":" in other) == (number.version == 6) for other in local)
+    return not known and _can_bind(number)
+
+
+def _can_bind(number: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    family = socket.AF_INET6 if number.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((str(number), 0))
+    except OSError:
+        return False
+    return True
+
+
+def listen(host: str, port: int) -> socket.socket | None:
+    """Return a listening, non-blocking socket for the endpoint; None where the port is served.
+
+    A loopback host is bound as such and is out of reach for others. Any other is served on all
+    addresses of this machine: other nodes may know it by a name that resolves differently there
+    (Debian's own is 127.0.1.1 to itself). Port 0 takes a free one. Raises ConfigurationError.
+    """
+    family, bind_host = _bind_address(host)
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart, at once
+        if family == socket.AF_INET6 and bind_host == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((bind_host, port))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise _unlistenable(Address(host, port), error) from error
+    return sock
+
+
+def _bind_address(host: str) -> tuple[socket.AddressFamily, str]:
+    if host == "localhost":
+        return socket.AF_INET, "127.0.0.1"
+    try:
+        number = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        number = None
+    if number is not None and number.is_loopback:
+        return (socket.AF_INET6 if number.version == 6 else socket.AF_INET), str(number)
+    if _has_ipv6():
+        return socket.AF_INET6, "::"
+    return socket.AF_INET, "0.0.0.0"
+
+
+def _has_ipv6() -> bool:
+    return socket.has_ipv6 and _can_bind(ipaddress.IPv6Address("::"))
+
+
+def _unlistenable(address: Address, error: OSError) -> ConfigurationError:
+    if error.errno == errno.EACCES:
+        step = f"choose a port of 1024 or higher, as in --rdzv-endpoint {address.host}:29400"
+    elif error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+        step = "choose an address that `ip address` shows on this node"
+    else:
+        step = "ss -ltnp"
+    return ConfigurationError(
+        f"endpoint: cannot listen on {address}: {error.strerror}",
+        slug="endpoint-listen",
+        next_step=step,
+    )

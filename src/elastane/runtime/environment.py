@@ -1,0 +1,19 @@
+"""The one place that reads this process's environment variables.
+
+Everything else is given a mapping, so that what a program does follows from its arguments. It
+knows no variable's meaning and cannot fail.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def snapshot() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def get(name: str, default: str = "") -> str:
+    """Return one variable, or `default` where it is not set."""
+    return os.environ.get(name, default)

@@ -1,0 +1,84 @@
+"""Kernel calls that the standard library lacks, and the placing of descriptors.
+
+Owns: prctl, membarrier, the memory of the command line. Knows nothing of workers or commands.
+Fails with OSError as the os module does. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Number of membarrier(2), which no header of Python names.
+_MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
+_MEMBARRIER_GLOBAL = 1
+# Where there is no membarrier: a store buffer drains within microseconds.
+_DRAIN_S = 0.001
+# Past the largest descriptor that anybody holds; close_range(2) is what closerange calls.
+_DESCRIPTOR_MAX = 1 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def become_subreaper() -> None:
+    """Adopt every descendant that loses its parent, so that it can be waited for here."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies; raise when it already has.
+
+    The signal comes at the death of the parent's thread that made this process (or adopted
+    it: then the main thread), so workers are started from the agent's main thread only.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise ProcessLookupError(f"parent {parent} is gone")
+
+
+def memory_barrier_everywhere() -> None:
+    """Make every running thread of the machine pass a full memory barrier."""
+    if _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _MEMBARRIER_GLOBAL, 0, 0) != 0:
+        time.sleep(_DRAIN_S)
+
+
+def place_descriptors(wanted: Mapping[int, int], keep: Iterable[int] = ()) -> dict[int, int]:
+    """Make `wanted` (number -> descriptor here) so, inheritable, and close all others but `keep`.
+
+    Those of `keep` may be in the way of a wanted number; returns where each of them went.
+    """
+    floor = max(wanted, default=2) + 1
+    high = {n: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for n, fd in wanted.items()}
+    moved = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in keep}
+    for number, fd in high.items():
+        os.dup2(fd, number, inheritable=True)
+    lowest = 0
+    for fd in sorted({*wanted, *moved.values()}):
+        os.closerange(lowest, fd)
+        lowest = fd + 1
+    os.closerange(lowest, _DESCRIPTOR_MAX)
+    return moved
+
+
+def set_command_line(argv: Iterable[str]) -> None:
+    """Show `argv` where ps and /proc look, cut to the room that this process was started with."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+    text = b"\0".join(os.fsencode(argument) for argument in argv)
+    room = end - start
+    # The last byte stays NUL: another value tells the kernel to read on into the environment.
+    ctypes.memmove(start, text[: room - 1].ljust(room, b"\0"), room)

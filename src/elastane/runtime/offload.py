@@ -1,0 +1,78 @@
+"""Blocking calls off the event loop, each with a bound in time, all with a bound in number.
+
+A file operation on a dead NFS server or a look-up at a dead resolver blocks its thread for
+minutes and cannot be cancelled. So a call runs in a daemon thread of its own: one that hangs
+neither holds up the loop, nor the executor that others use, nor the end of the process (the
+interpreter joins the threads of `asyncio.to_thread` at exit, and daemon threads never).
+
+How it fails: TimeoutError when the bound passes, the thread then ends whenever its call does;
+OffloadFullError when too many calls hang already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from elastane.core.limits import OFFLOAD_THREADS_MAX
+
+T = TypeVar("T")
+
+
+class OffloadFullError(TimeoutError):
+    """As many calls hang as may, so that no further one was begun."""
+
+
+class Offload:
+    """Runs blocking calls for one event loop, `threads_max` at a time."""
+
+    def __init__(self, threads_max: int = OFFLOAD_THREADS_MAX) -> None:
+        self.threads_max = threads_max
+        self._lock = threading.Lock()
+        self._running = 0
+
+    @property
+    def running(self) -> int:
+        """Number of calls that have not returned yet."""
+        return self._running
+
+    async def run(self, call: Callable[[], T], timeout_s: float) -> T:
+        """Return what `call()` returns, or raise what it raises, within `timeout_s`."""
+        with self._lock:
+            if self._running >= self.threads_max:
+                raise OffloadFullError(f"{self._running} blocking calls hang")
+            self._running += 1
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def body() -> None:
+            try:
+                outcome = _outcome(future, call)
+            finally:
+                with self._lock:
+                    self._running -= 1
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody asks any more
+                loop.call_soon_threadsafe(outcome)
+
+        try:
+            threading.Thread(target=body, name="elastane-offload", daemon=True).start()
+        except RuntimeError as error:  # no more threads to be had
+            with self._lock:
+                self._running -= 1
+            raise OffloadFullError(f"no thread for a blocking call: {error}") from error
+        async with asyncio.timeout(timeout_s):
+            return await future
+
+
+def _outcome(future: asyncio.Future[T], call: Callable[[], T]) -> Callable[[], None]:
+    """Run `call` and return what tells `future` of it, if anybody still waits there."""
+    try:
+        result = call()
+    except Exception as error:
+        # The frames' locals would keep the folder's files and buffers alive with the error.
+        failure = error
+        return lambda: None if future.done() else future.set_exception(failure)
+    return lambda: None if future.done() else future.set_result(result)

@@ -1,0 +1,50 @@
+"""Every bound of worker output, with unit and reason, checked against each other at import.
+
+Durations are seconds, sizes are bytes. None of these can lose output that goes to a file: they
+bound what reaches the console, and what the agent holds in memory on the way.
+"""
+
+from __future__ import annotations
+
+# How often growth of a file is looked for while something is teed; torchrun's tail_log.py too.
+TEE_POLL_S = 0.1
+# The same while files are only redirected: all it serves then is the time index.
+INDEX_POLL_S = 0.25
+# What one look may read of one stream. With TEE_POLL_S that is 2.5 MB/s and stream, more than
+# any terminal shows; a burst is taken over several looks.
+READ_BYTES_MAX = 256 << 10
+# A line that is longer is shown in pieces, each with a mark.
+LINE_BYTES_MAX = 64 << 10
+# A line without its end waits this long for it: prompts and progress bars write none.
+PARTIAL_WAIT_S = 0.5
+# Further behind than this the console skips ahead: a burst of this size is shown in full.
+LAG_BYTES_MAX = 8 << 20
+# After a skip this much of the newest output is shown.
+LAG_KEEP_BYTES = 64 << 10
+# A worker that is skipped time and again is said to be so no more often than this.
+SKIP_TELL_S = 1.0
+# Output that waits for one console. Small: whatever waits here delays the other workers' lines.
+CONSOLE_BYTES_MAX = 128 << 10
+# The least share of the console's room that one stream gets.
+SHARE_BYTES_MIN = 4 << 10
+# One write to a console; POSIX keeps writes to a pipe whole up to this size (PIPE_BUF on Linux).
+WRITE_BYTES = 4096
+# When the workers are gone, the console may take this long to show the rest.
+FINISH_S = 3.0
+# A console that somebody made non-blocking, and that is full, is tried again after this.
+RETRY_S = 0.1
+# Last lines of a file, for a diagnosis.
+TAIL_LINES_MAX = 30
+TAIL_BYTES_MAX = 8 << 10
+# Entries of a time index at the full rate; each further such number halves the rate, so a file
+# that grows for a week at ten looks a second has 46,000 entries of 16 bytes.
+INDEX_EPOCH_ENTRIES = 4096
+# Characters of a job's, node's or host's name in a path; POSIX bounds a whole name at 255.
+PATH_NAME_CHARS_MAX = 100
+# Workers of one log that write to the same fence and rank again: names tried for an error file.
+ERROR_FILES_MAX = 1000
+
+assert WRITE_BYTES <= SHARE_BYTES_MIN <= CONSOLE_BYTES_MAX <= READ_BYTES_MAX
+assert LINE_BYTES_MAX <= READ_BYTES_MAX <= LAG_BYTES_MAX
+assert LAG_KEEP_BYTES < LAG_BYTES_MAX
+assert TEE_POLL_S <= PARTIAL_WAIT_S

@@ -1,0 +1,206 @@
+"""What a forked worker does to become what a fresh interpreter would be, and the run itself.
+
+Owns every trace that the zygote would leave: environment, arguments, import path, `__main__`,
+standard streams, random state, what modules computed once for their process. Runs in the worker
+only. An error of the script is the script's: it leaves through the interpreter, without the
+frames of this file. What is not restored, and why, is in the docstring of `become`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, TracebackType
+from typing import Any, TextIO
+
+from elastane.runtime.execspawn import RUN_PATH_CODE, command_line
+from elastane.runtime.kernel import set_command_line
+from elastane.runtime.process import WorkerCommand
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What the zygote noted of its interpreter before it imported anything of the user's."""
+
+    main: dict[str, Any]  # `__main__` as every program begins
+    path: tuple[str, ...]  # the import path without its first entry
+
+
+def note_birth() -> Birth:
+    """Return the state of this interpreter that every worker is to begin with."""
+    here = vars(sys.modules["__main__"])
+    main = {
+        "__name__": "__main__",
+        "__doc__": None,
+        "__package__": None,
+        "__loader__": importlib.machinery.BuiltinImporter,
+        "__spec__": None,
+        "__builtins__": sys.modules["builtins"],
+    }
+    if "__annotations__" in here:  # until Python 3.13
+        main["__annotations__"] = {}
+    return Birth(main=main, path=tuple(sys.path if sys.flags.safe_path else sys.path[1:]))
+
+
+def first_path_entry(command: WorkerCommand) -> str:
+    """Return what Python puts first on the import path for `command`."""
+    if command.kind == "script":
+        return os.path.dirname(os.path.realpath(command.target))
+    return command.cwd if command.kind == "module" else ""
+
+
+def become(command: WorkerCommand, birth: Birth) -> Callable[[], None]:
+    """Make this process the one of `command`; returns the script, to be called at the bottom.
+
+    Descriptors and folder are in place already. Not restored: the hash seed (shared by all
+    workers of a node, as by forks of `multiprocessing`), garbage frozen by the zygote, modules
+    that are imported already, and three frames of `python -m` below the script.
+    """
+    os.environ.clear()
+    os.environ.update(command.env)
+    time.tzset()
+    sys.orig_argv[:] = command_line(command, sys.executable)
+    set_command_line(sys.orig_argv)
+    _renew_streams()
+    _renew_import_path(command, birth)
+    _renew_modules()
+    _renew_random_state()
+    return _program(command, birth)
+
+
+def _renew_import_path(command: WorkerCommand, birth: Birth) -> None:
+    added = [entry for entry in sys.path[1:] if entry not in birth.path]
+    first = () if sys.flags.safe_path else (first_path_entry(command),)
+    sys.path[:] = [*first, *birth.path, *added]
+    importlib.invalidate_caches()
+
+
+def _renew_streams() -> None:
+    """Give the three text streams the buffering that suits what they now lead to.
+
+    The objects stay the same, for handlers that modules made at import hold on to them. As
+    create_stdio of CPython's pylifecycle.c.
+    """
+    for fd, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        _renew_stream(fd, stream)
+
+
+def _renew_stream(fd: int, stream: TextIO) -> None:
+    assert isinstance(stream, io.TextIOWrapper)
+    name, mode, encoding, errors = stream.name, stream.mode, stream.encoding, stream.errors
+    unbuffered = bool(sys.flags.unbuffered) and mode == "w"
+    binary: Any = open(fd, f"{mode}b", buffering=0 if unbuffered else -1, closefd=False)
+    raw = binary if unbuffered else binary.raw
+    raw.name = name
+    line_buffering = not sys.flags.unbuffered and (raw.isatty() or fd == 2)
+    renew: Any = stream.__init__  # type: ignore[misc]
+    renew(binary, encoding, errors, "\n", line_buffering, bool(sys.flags.unbuffered))
+    setattr(stream, "mode", mode)  # noqa: B010 - settable in C, read-only in typeshed
+
+
+def _renew_modules() -> None:
+    """Take back what modules computed once for their process, where they are imported."""
+    processes: Any = sys.modules.get("multiprocessing.process")
+    if processes is not None:  # its key authenticates connections: never shared by workers
+        processes._current_process = processes._MainProcess()
+        processes._process_counter = itertools.count(1)
+        processes._children = set()
+    tempfile: Any = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None  # TMPDIR is read once
+    logging: Any = sys.modules.get("logging")
+    if logging is not None:  # the origin of relativeCreated; nanoseconds since Python 3.13
+        whole = isinstance(logging._startTime, int)
+        logging._startTime = time.time_ns() if whole else time.time()
+    linecache: Any = sys.modules.get("linecache")
+    if linecache is not None:
+        linecache.clearcache()
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available():
+        distributed.set_debug_level_from_env()
+
+
+def _renew_random_state() -> None:
+    """Seed from the operating system, as each library does at import; forks share a seed.
+
+    `random` does so by itself after a fork. CUDA generators are made when CUDA is first used.
+    """
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+
+
+def _program(command: WorkerCommand, birth: Birth) -> Callable[[], None]:
+    main = sys.modules["__main__"]
+    vars(main).clear()
+    vars(main).update(birth.main)
+    if command.kind == "module":
+        sys.argv[:] = ["-m", *command.args]
+        return _with_own_frames_hidden(lambda: _run_module(command.target))
+    if command.kind == "run-path":
+        sys.argv[:] = ["-c", command.target, *command.args]
+        return _with_own_frames_hidden(lambda: _run(RUN_PATH_CODE.encode(), "<string>"))
+    sys.argv[:] = [command.target, *command.args]
+    path = _absolute(command.target)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    return _with_own_frames_hidden(lambda: _run(loader.get_data(path), path))
+
+
+def _absolute(path: str) -> str:
+    """Return `path` as the interpreter shows it in `__file__` (_Py_abspath of fileutils.c)."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path.removeprefix("./"))
+
+
+def _run(source: bytes, path: str) -> None:
+    code: CodeType = compile(source, path, "exec", dont_inherit=True)
+    exec(code, vars(sys.modules["__main__"]))
+
+
+def _run_module(name: str) -> None:
+    run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+    run_as_main(name)
+
+
+def _with_own_frames_hidden(program: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            program()
+        except SystemExit:
+            raise
+        except BaseException:
+            _hide_own_frames()
+            raise
+
+    return run
+
+
+def _hide_own_frames() -> None:
+    """Let the interpreter end as ever, but call the excepthook with the script's frames only."""
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, full: TracebackType | None) -> None:
+        sys.excepthook = hook
+        error.__traceback__ = sys.last_traceback = _below_own_frames(full)
+        hook(kind, error, error.__traceback__)
+
+    sys.excepthook = show
+
+
+def _below_own_frames(full: TracebackType | None) -> TracebackType | None:
+    below, here = full, full
+    while here is not None:
+        if here.tb_frame.f_code.co_filename == __file__:
+            below = here.tb_next
+        here = here.tb_next
+    return below

@@ -1,0 +1,77 @@
+"""When a forked worker could not be told from a fresh one, and when it could: reasons in words.
+
+Pure checks. An empty answer means fit; any other is why the worker is to be a plain exec. What
+is read once, when the interpreter or a library starts, cannot be changed by setting a variable
+later, so a worker that wants it otherwise than the zygote has it is not forked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from elastane.runtime.process import WorkerCommand
+
+# Read at start or at import by: the interpreter, the loader, malloc, the C library's locale, the
+# thread pools of OpenMP, MKL and OpenBLAS, NumPy, torch.
+FROZEN_PREFIXES = (
+    "PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG",
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "DNNL_",
+    "NPY_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_",
+)  # fmt: skip
+# Read when a process group is made, or read again in the worker.
+THAWED_PREFIXES = ("TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_", "TORCH_WORKER_")
+PYC_SUFFIX = ".pyc"
+ZIP_MAGIC = b"PK\x03\x04"
+
+
+def unfit_environment(zygote: Mapping[str, str], worker: Mapping[str, str]) -> str:
+    """Return which variable the zygote, started with another value, cannot honour."""
+    for name in sorted({*zygote, *worker}):
+        if not name.startswith(FROZEN_PREFIXES) or name.startswith(THAWED_PREFIXES):
+            continue
+        if zygote.get(name) != worker.get(name):
+            have, want = zygote.get(name, "unset"), worker.get(name, "unset")
+            return f"{name} is {want!r} for the worker, but the zygote started with {have!r}"
+    return ""
+
+
+def unfit_folder(zygote_env: Mapping[str, str], zygote_cwd: str, command: WorkerCommand) -> str:
+    """Return why the worker's folder changes what its import path means."""
+    entries = zygote_env.get("PYTHONPATH", "").split(os.pathsep)
+    relative = [entry for entry in entries if entry and not os.path.isabs(entry)]
+    if relative and command.cwd != zygote_cwd:
+        return f"PYTHONPATH has the relative entry {relative[0]!r}, and the worker another folder"
+    return ""
+
+
+def unfit_script(path: str) -> str:
+    """Return why `path` is not a plain source file, which Python itself is left to say or run."""
+    if not os.path.isfile(path):
+        return f"{path} is not a file"
+    if path.endswith(PYC_SUFFIX):
+        return f"{path} is compiled"
+    with open(path, "rb") as file:
+        if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
+            return f"{path} is an archive"
+    return ""
+
+
+def shadowed(folder: str, origins: Iterable[tuple[str, str]]) -> str:
+    """Return why a module in `folder`, first on the import path, is not the one preloaded.
+
+    `origins` are the preloaded top-level modules that have a file, each with that file.
+    """
+    try:
+        names = set(os.listdir(folder or "."))
+    except OSError:
+        return ""
+    home = os.path.realpath(folder or ".")
+    for module, origin in origins:
+        package = module in names and os.path.isfile(os.path.join(home, module, "__init__.py"))
+        if not package and f"{module}.py" not in names:
+            continue
+        mine = os.path.join(home, module if package else f"{module}.py")
+        if not os.path.realpath(origin).startswith(mine):
+            return f"{mine} hides {origin}, which the zygote has imported"
+    return ""

@@ -1,0 +1,205 @@
+"""The zygote's loop: import what workers need, then fork one for each request.
+
+Owns the zygote process. It must stay single-threaded and must never touch CUDA, for a fork
+carries neither over; `warm` says so where the preloaded modules break that, and the agent then
+starts workers by exec. It installs no signal handler and opens nothing, for workers would inherit
+it. It dies with its agent; its own death harms no worker, for each is a child of the agent.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from elastane.runtime.kernel import die_with_parent, place_descriptors
+from elastane.runtime.process import WorkerCommand
+from elastane.runtime.zygote import fitness, protocol
+from elastane.runtime.zygote.child import Birth, become, first_path_entry, note_birth
+from elastane.runtime.zygote.store import serve
+
+# A forked process waits this long to become the agent's child; it takes microseconds.
+ADOPTION_TIMEOUT_S = 5.0
+ADOPTION_POLL_S = 0.0002
+
+Work = Callable[[], None]
+
+
+class RefusedError(Exception):
+    """This worker cannot be a fork; the text says why."""
+
+
+def main(args: Sequence[str]) -> Work | None:
+    """Serve the agent; returns None when it is gone, and in each worker what that is to do."""
+    agent, preload = int(args[0]), [name for name in args[1].split(",") if name]
+    birth = note_birth()
+    sock = socket.socket(fileno=protocol.ZYGOTE_FD)
+    begun = time.monotonic()
+    problems = import_all(preload)
+    unfit = settle()
+    gc.collect()
+    gc.freeze()  # so that a collection in a worker does not copy every page of the modules
+    protocol.send(
+        sock,
+        {
+            "op": "warm",
+            "problems": problems,
+            "unfit": unfit,
+            "torch": "torch" in sys.modules,
+            "took_s": time.monotonic() - begun,
+        },
+    )
+    return _loop(sock, agent, birth)
+
+
+def import_all(names: Iterable[str]) -> list[str]:
+    """Import what can be, modules of the current folder too; returns what could not."""
+    problems: dict[str, str] = {}
+    if not sys.flags.safe_path:
+        sys.path.append(sys.path.pop(0))  # last: it hides nothing that a worker would import
+    for name in names:
+        package = name.partition(".")[0]
+        if package in problems:
+            continue
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            problems[name] = f"{name}: {type(error).__name__}: {error}"[:1000]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, sys.path.pop())
+    return list(problems.values())[:32]
+
+
+def settle() -> str:
+    """End the threads that end at a fork, and say why no fork is safe; empty when it is.
+
+    OpenBLAS starts a pool when NumPy is imported, ends it in its own handler before a fork, and
+    starts another on first use (both sides). Other pools have no such handler.
+    """
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    if tasks:
+        names = ", ".join((task / "comm").read_text().strip() for task in tasks[:8])
+        return f"a preloaded module runs {len(tasks)} threads ({names})"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "a preloaded module has initialised CUDA"
+    return ""
+
+
+def _loop(sock: socket.socket, agent: int, birth: Birth) -> Work | None:
+    while (request := protocol.receive(sock)) is not None:
+        message, fds = request
+        work = _fork_twice(sock, agent, message, fds, birth)
+        if work is not None:
+            return work
+        for fd in fds:
+            os.close(fd)
+    return None
+
+
+def _fork_twice(
+    sock: socket.socket, agent: int, message: protocol.Message, fds: list[int], birth: Birth
+) -> Work | None:
+    """Fork a worker that is the agent's child; returns its work there, None in the zygote."""
+    try:
+        middle = os.fork()
+    except OSError as error:
+        protocol.send(sock, {"op": "failed", "id": message["id"], "reason": f"fork: {error}"})
+        return None
+    if middle != 0:
+        _, status = os.waitpid(middle, 0)
+        if status != 0:
+            reason = f"fork: the process between ended with status {status}"
+            protocol.send(sock, {"op": "failed", "id": message["id"], "reason": reason})
+        return None
+    try:
+        worker = os.fork()
+    except OSError:
+        os._exit(1)
+    if worker != 0:
+        os._exit(0)
+    return _as_worker(sock, agent, message, fds, birth)
+
+
+def _as_worker(
+    sock: socket.socket, agent: int, message: protocol.Message, fds: list[int], birth: Birth
+) -> Work:
+    """Become the agent's child, get everything in place, and report; leaves on any failure."""
+    pidfd = os.pidfd_open(os.getpid())
+    reply = {"id": message["id"], "pid": os.getpid()}
+    try:
+        os.setsid()
+        _wait_for_adoption(agent)
+        if message["op"] == "store":
+            descriptors = {0: 0, 1: 1, 2: 2, 3: fds[0]}
+            work: Work = functools.partial(serve, 3)
+        else:
+            descriptors = dict(zip(message["numbers"], fds[1:], strict=True))
+            command = protocol.unpack_command(fds[0], descriptors)
+            _check(command)
+            work = functools.partial(_start, command, birth)
+    except (OSError, ValueError, RefusedError) as error:
+        _leave(sock, {"op": "failed", "reason": str(error), **reply}, pidfd)
+    moved = place_descriptors(descriptors, (sock.detach(), pidfd))
+    channel, pidfd = moved.values()
+    with socket.socket(fileno=channel) as agent_side:
+        try:
+            protocol.send(agent_side, {"op": "started", **reply}, (pidfd,))
+        except OSError:
+            os._exit(1)  # given up by the agent, which has started another in its place
+    os.close(pidfd)
+    return work
+
+
+def _start(command: WorkerCommand, birth: Birth) -> None:
+    become(command, birth)()
+
+
+def _leave(sock: socket.socket, message: protocol.Message, pidfd: int) -> NoReturn:
+    try:
+        protocol.send(sock, message, (pidfd,))
+    finally:
+        os._exit(1)
+
+
+def _wait_for_adoption(agent: int) -> None:
+    deadline = time.monotonic() + ADOPTION_TIMEOUT_S
+    while os.getppid() != agent and time.monotonic() < deadline:
+        time.sleep(ADOPTION_POLL_S)
+    die_with_parent(agent)
+
+
+def _check(command: WorkerCommand) -> None:
+    """Go to the worker's folder, and raise where only a fresh interpreter will do."""
+    os.chdir(command.cwd)
+    reason = ""
+    if command.kind == "script":
+        reason = fitness.unfit_script(command.target)
+    elif command.kind == "module" and command.target in sys.modules:
+        reason = f"{command.target} is preloaded, and runs as a program"
+    elif command.kind == "run-path" and not os.path.exists(command.target):
+        reason = f"{command.target} does not exist"
+    if not reason and not sys.flags.safe_path:
+        reason = fitness.shadowed(first_path_entry(command), _preloaded_files())
+    if reason:
+        raise RefusedError(reason)
+
+
+def _preloaded_files() -> list[tuple[str, str]]:
+    found = []
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        if "." not in name and name != "__main__" and origin and os.path.isabs(origin):
+            found.append((name, origin))
+    return found

@@ -1,0 +1,365 @@
+"""A store in a folder that all nodes of a job share, on NFS too.
+
+Owns the layout: `<folder>/<key>/@entry/` holds the versions of a key as numbered pages,
+`<folder>/<key>/@lease/` the terms of a lease as numbered pages and the holder's heartbeat,
+`<folder>/@identity/` tells this folder from an empty mount point. Knows nothing of jobs.
+
+A lease's rules, which make it safe without a server and without any two clocks being compared:
+1. Who links term n+1 holds it. A term is `held` or `free`; release links a `free` one.
+2. The holder rewrites the small file `beat.<n>` at each renewal (in place, so that a full disk
+   does not cost it the lease).
+3. Anybody else may link term n+1 once it has read the same heartbeat twice with at least the
+   holder's ttl between the end of the first read and the start of the second, by its own clock.
+4. The holder counts its ttl, less a margin, from before it wrote. So it stops before rule 3 can
+   be met. A renewal that came too late for that is none: then the holder too must link term
+   n+1, in the same race as the others, and nobody came between if it wins.
+
+A holder that was stopped (SIGSTOP, a suspended machine) finds out by its own clock, which counts
+suspension. What it has in flight is fenced as stores.protocol says.
+
+How it fails: StoreError that names the path and the next step; a folder that hangs costs a
+daemon thread and the operation's bound, never the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import stat
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from elastane.core.limits import LEASE_MARGIN, STORE_POLL_S, STORE_TIMEOUT_S
+from elastane.errors import ConfigurationError, LeaseLostError
+from elastane.runtime.offload import Offload
+from elastane.stores.pages import (
+    Hooks,
+    Page,
+    Pages,
+    Reading,
+    read_plain,
+    write_all,
+)
+from elastane.stores.protocol import (
+    ConflictError,
+    Entry,
+    Holder,
+    check_key,
+    check_ttl,
+    check_value,
+)
+from elastane.stores.trouble import folder_changed, hangs, trouble
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_SKIPS_NAMED_MAX = 1000
+_BEAT_BYTES = 20
+
+
+def boot_clock() -> float:
+    """Return seconds since boot, those of suspension included (time.monotonic leaves them out)."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _no_step(step: str) -> None:
+    """The step hook of an ordinary store."""
+
+
+@dataclass(frozen=True)
+class _Sighting:
+    """A heartbeat as this process saw it, and when its first read of it had ended."""
+
+    nonce: str
+    content: bytes
+    seen_s: float
+
+
+class FileStore:
+    """One process's view of the folder. Nothing is read or made before the first operation."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        timeout_s: float = STORE_TIMEOUT_S,
+        poll_s: float = STORE_POLL_S,
+        clock: Callable[[], float] = boot_clock,
+        on_step: Callable[[str], None] = _no_step,
+    ) -> None:
+        self.folder = folder
+        self.timeout_s = timeout_s
+        self.clock = clock
+        self._poll_s = poll_s
+        self._on_step = on_step
+        self._offload = Offload()
+        self._identity: Page | None = None
+        self._sightings: dict[str, _Sighting] = {}
+        self._skipped: set[Path] = set()
+
+    async def get(self, key: str) -> Entry | None:
+        """See Store.get."""
+        return await self.run(lambda: _entry(self.entries(key).latest()))
+
+    async def compare_and_set(self, key: str, value: bytes, expected_version: int) -> Entry:
+        """See Store.compare_and_set."""
+        check_value(key, value)
+        page = await self.run(lambda: self._replace(key, expected_version, "value", value))
+        return Entry(value, page.number)
+
+    async def delete(self, key: str, expected_version: int) -> None:
+        """See Store.delete. The value itself is gone from the folder, it may be a secret."""
+        if expected_version < 1:
+            raise ConflictError(key, expected_version, await self.get(key))
+        await self.run(lambda: self._replace(key, expected_version, "gone", b""))
+
+    async def lease(self, key: str, value: bytes, ttl_s: float) -> FileLease | None:
+        """See Store.lease."""
+        check_value(key, value)
+        check_ttl(key, ttl_s)
+        return await self.run(lambda: self._take(key, value, ttl_s))
+
+    async def holder(self, key: str) -> Holder | None:
+        """See Store.holder. May name one that died up to a ttl ago, as seen by this process."""
+        return await self.run(lambda: self._holder(key))
+
+    async def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+        """See Store.watch."""
+        known = after_version
+        while True:
+            entry = await self.get(key)
+            if entry is not None and entry.version > known:
+                known = entry.version
+                yield entry
+            elif entry is None and known:
+                known = 0
+                yield None
+            else:
+                await asyncio.sleep(self._poll_s)
+
+    async def purge(self, prefix: str) -> None:
+        """See Store.purge."""
+        path = self._path(prefix)
+        await self.run(lambda: shutil.rmtree(path) if path.exists() else None)
+
+    async def close(self) -> None:
+        """See Store.close."""
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a blocking operation on the folder within the bound."""
+
+        def checked() -> T:
+            self._check_identity()
+            return call()
+
+        try:
+            return await self._offload.run(checked, self.timeout_s)
+        except TimeoutError as error:
+            raise hangs(self.folder, self.timeout_s) from error
+        except OSError as error:
+            raise trouble(self.folder, error) from error
+
+    def entries(self, key: str) -> Pages:
+        """Return the versions of a key."""
+        return Pages(self._path(key) / "@entry", self.folder, self._hooks())
+
+    def terms(self, key: str) -> Pages:
+        """Return the terms of a lease."""
+        return Pages(self._path(key) / "@lease", self.folder, self._hooks())
+
+    def _replace(self, key: str, expected_version: int, kind: str, value: bytes) -> Page:
+        pages = self.entries(key)
+        while True:
+            reading = pages.latest()
+            current = _entry(reading)
+            if (current.version if current else 0) != expected_version:
+                raise ConflictError(key, expected_version, current)
+            if (page := pages.append(reading, kind, value)) is not None:
+                break
+        if kind == "gone":
+            pages.tidy(page, keep=0)
+        else:
+            pages.tidy(page)
+        return page
+
+    def _take(self, key: str, value: bytes, ttl_s: float) -> FileLease | None:
+        terms = self.terms(key)
+        reading = terms.latest()
+        page = reading.page
+        if page is not None and page.kind == "held" and not self._is_silent(key, terms, page):
+            return None
+        lease = FileLease(self, key, value, ttl_s)
+        return lease if lease.take(terms, reading) else None
+
+    def _holder(self, key: str) -> Holder | None:
+        terms = self.terms(key)
+        page = terms.latest().page
+        if page is None or page.kind != "held" or self._is_silent(key, terms, page):
+            return None
+        return Holder(page.value.partition(b"\n")[2], page.number)
+
+    def _is_silent(self, key: str, terms: Pages, page: Page) -> bool:
+        """Rule 3: whether `page`'s heartbeat has stood still for its holder's ttl."""
+        begun = self.clock()
+        content = _read_beat(terms, page)
+        seen = self._sightings.get(key)
+        if seen is None or seen.nonce != page.nonce or seen.content != content:
+            self._sightings[key] = _Sighting(page.nonce, content, self.clock())
+            return False
+        return begun - seen.seen_s >= float(page.value.partition(b"\n")[0])
+
+    def _check_identity(self) -> None:
+        """Make sure that this is the folder this store began with; the first time, make it."""
+        pages = Pages(self.folder / "@identity", self.folder, self._hooks())
+        if self._identity is not None:
+            try:
+                if pages.read(self._identity.number) == self._identity:
+                    return
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise folder_changed(self.folder) from error
+            raise folder_changed(self.folder)
+        if not self.folder.is_dir():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_mode(self.folder)
+        reading = pages.latest()
+        if reading.page is None:
+            pages.append(reading, "identity", b"")
+            reading = pages.latest()
+        self._identity = reading.page
+
+    def _hooks(self) -> Hooks:
+        deadline = self.clock() + self.timeout_s
+
+        def guard() -> None:
+            if self.clock() > deadline:  # the caller was told so: do not write behind its back
+                raise hangs(self.folder, self.timeout_s)
+
+        return Hooks(on_step=self._on_step, on_skip=self._skip, guard=guard)
+
+    def _skip(self, path: Path, why: str) -> None:
+        if path not in self._skipped and len(self._skipped) < _SKIPS_NAMED_MAX:
+            self._skipped.add(path)
+            _log.warning("file store: %s is skipped: %s [store-file-skipped]", path, why)
+
+    def _path(self, key: str) -> Path:
+        return self.folder.joinpath(*check_key(key).split("/"))
+
+
+class FileLease:
+    """A lease of a FileStore; the store makes it."""
+
+    def __init__(self, store: FileStore, key: str, value: bytes, ttl_s: float) -> None:
+        self._store = store
+        self._key = key
+        self._ttl_s = ttl_s
+        self._payload = f"{ttl_s!r}\n".encode() + value
+        self._page: Page | None = None
+        self._until = float("-inf")
+        self._lost = False
+        self._beats = 0
+
+    @property
+    def term(self) -> int:
+        """See Lease.term."""
+        assert self._page is not None, "a lease that was never taken was handed out"
+        return self._page.number
+
+    def remaining_s(self) -> float:
+        """See Lease.remaining_s."""
+        return float("-inf") if self._lost else self._until - self._store.clock()
+
+    def held(self) -> bool:
+        """See Lease.held."""
+        return self.remaining_s() > 0
+
+    async def renew(self) -> None:
+        """See Lease.renew."""
+        await self._store.run(self._renew)
+
+    async def release(self) -> None:
+        """See Lease.release."""
+        self._lost = True
+        await self._store.run(self._release)
+
+    def take(self, terms: Pages, reading: Reading) -> bool:
+        """Try to link the term after `reading`; blocks."""
+        begun = self._store.clock()
+        page = terms.append(reading, "held", self._payload)
+        if page is None:
+            return False
+        self._page = page
+        self._beat(terms, page)
+        terms.tidy(page)
+        self._until = begun + self._ttl_s * (1 - LEASE_MARGIN)
+        return True
+
+    def _renew(self) -> None:
+        terms, begun = self._store.terms(self._key), self._store.clock()
+        reading = terms.latest()
+        if self._lost or reading.page is None or reading.page.number != self.term:
+            raise self._deposed(reading)
+        if self.held():
+            self._beat(terms, reading.page)
+            if self.held():  # rule 4: in time, for all who look
+                self._until = max(self._until, begun + self._ttl_s * (1 - LEASE_MARGIN))
+                return
+        if not self.take(terms, reading):
+            raise self._deposed(terms.latest())
+
+    def _release(self) -> None:
+        terms = self._store.terms(self._key)
+        reading = terms.latest()
+        if reading.page is not None and reading.page.number == self.term:
+            terms.append(reading, "free", b"")
+
+    def _deposed(self, reading: Reading) -> LeaseLostError:
+        self._lost = True
+        found = f"term {reading.page.number}" if reading.page else "no term at all"
+        return LeaseLostError(
+            f"lease {self._key}: term {self.term} was followed by {found}",
+            slug="lease-lost",
+            where=f"folder {self._store.folder}",
+        )
+
+    def _beat(self, terms: Pages, page: Page) -> None:
+        self._beats += 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(_beat_file(terms, page), flags, 0o600)
+        try:
+            write_all(descriptor, f"{self._beats:0{_BEAT_BYTES}d}".encode())
+        finally:
+            os.close(descriptor)
+
+
+def _beat_file(terms: Pages, page: Page) -> Path:
+    return terms.path / f"beat.{page.number:018d}"
+
+
+def _read_beat(terms: Pages, page: Page) -> bytes:
+    """Return the heartbeat's content; whatever it is, only whether it changes is looked at."""
+    try:
+        return read_plain(_beat_file(terms, page), 4 * _BEAT_BYTES)
+    except FileNotFoundError:
+        return b""
+    except ValueError:
+        return b"?"
+
+
+def _entry(reading: Reading) -> Entry | None:
+    page = reading.page
+    return Entry(page.value, page.number) if page is not None and page.kind == "value" else None
+
+
+def _check_mode(folder: Path) -> None:
+    """Refuse a folder in which anybody may replace what we write, the job's secret included."""
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ConfigurationError(
+            f"file store: {folder} can be written by every user (mode {stat.S_IMODE(mode):o})",
+            slug="store-folder-mode",
+            next_step=f"chmod o-w {folder}",
+        )

@@ -1,0 +1,217 @@
+"""A store in this process's memory: for tests, for simulation, and as the shortest reading.
+
+`MemoryBackend` is the server, `MemoryStore` one client of it. The clock and the faults are
+injected: a client can be out of reach, or lose the reply to a write that was done. Knows
+nothing of other processes; what it holds dies with this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from elastane.core.limits import LEASE_MARGIN
+from elastane.errors import LeaseLostError, StoreError
+from elastane.stores.protocol import (
+    ConflictError,
+    Entry,
+    Holder,
+    check_key,
+    check_ttl,
+    check_value,
+)
+
+
+@dataclass
+class _Seat:
+    """A lease as the backend keeps it: the latest holding, or that it is free."""
+
+    term: int = 0
+    value: bytes | None = None
+    until: float = 0.0
+
+
+@dataclass
+class MemoryBackend:
+    """What all clients share. `clock` gives seconds and never goes back."""
+
+    clock: Callable[[], float] = time.monotonic
+    entries: dict[str, Entry] = field(default_factory=dict)
+    seats: dict[str, _Seat] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def put(self, key: str, value: bytes) -> Entry:
+        """Store the next version of `key`."""
+        entry = self.entries[key] = Entry(value, next(self._versions))
+        self.announce()
+        return entry
+
+    def announce(self) -> None:
+        """Wake every watcher."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def seat(self, key: str) -> _Seat:
+        """Return the lease `key`, which is free where nobody took it yet."""
+        return self.seats.setdefault(key, _Seat())
+
+
+@dataclass
+class Faults:
+    """What is wrong between one client and the backend."""
+
+    unreachable: bool = False
+    # So many writes are done, but answered with a StoreError.
+    replies_to_lose: int = 0
+
+
+class MemoryStore:
+    """One client; `faults` may be changed at any time."""
+
+    def __init__(self, backend: MemoryBackend, faults: Faults | None = None) -> None:
+        self.backend = backend
+        self.faults = faults or Faults()
+
+    async def get(self, key: str) -> Entry | None:
+        """See Store.get."""
+        check_key(key)
+        await self.reach()
+        return self.backend.entries.get(key)
+
+    async def compare_and_set(self, key: str, value: bytes, expected_version: int) -> Entry:
+        """See Store.compare_and_set."""
+        check_key(key)
+        check_value(key, value)
+        await self.reach()
+        self._expect(key, expected_version)
+        entry = self.backend.put(key, value)
+        self._reply()
+        return entry
+
+    async def delete(self, key: str, expected_version: int) -> None:
+        """See Store.delete."""
+        check_key(key)
+        await self.reach()
+        self._expect(key, expected_version)
+        if self.backend.entries.pop(key, None) is None:
+            raise ConflictError(key, expected_version, None)
+        self.backend.announce()
+        self._reply()
+
+    async def lease(self, key: str, value: bytes, ttl_s: float) -> MemoryLease | None:
+        """See Store.lease."""
+        check_key(key)
+        check_value(key, value)
+        check_ttl(key, ttl_s)
+        await self.reach()
+        seat, now = self.backend.seat(key), self.backend.clock()
+        if seat.value is not None and now < seat.until:
+            return None
+        seat.term, seat.value, seat.until = seat.term + 1, value, now + ttl_s
+        self._reply()
+        return MemoryLease(self, key, seat.term, ttl_s)
+
+    async def holder(self, key: str) -> Holder | None:
+        """See Store.holder."""
+        check_key(key)
+        await self.reach()
+        seat = self.backend.seat(key)
+        if seat.value is None or self.backend.clock() >= seat.until:
+            return None
+        return Holder(seat.value, seat.term)
+
+    async def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+        """See Store.watch."""
+        check_key(key)
+        known = after_version
+        while True:
+            await self.reach()
+            changed = self.backend.changed
+            entry = self.backend.entries.get(key)
+            if entry is not None and entry.version > known:
+                known = entry.version
+                yield entry
+            elif entry is None and known:
+                known = 0
+                yield None
+            else:
+                await changed.wait()
+
+    async def purge(self, prefix: str) -> None:
+        """See Store.purge."""
+        check_key(prefix)
+        await self.reach()
+        for table in (self.backend.entries, self.backend.seats):
+            for key in [key for key in table if f"{key}/".startswith(f"{prefix}/")]:
+                del table[key]
+        self.backend.announce()
+
+    async def close(self) -> None:
+        """See Store.close."""
+
+    async def reach(self) -> None:
+        """Let others run, as every operation does, and fail where the fault says so."""
+        await asyncio.sleep(0)
+        if self.faults.unreachable:
+            raise StoreError("memory store: out of reach", slug="store-unreachable")
+
+    def _expect(self, key: str, expected_version: int) -> None:
+        current = self.backend.entries.get(key)
+        if (current.version if current else 0) != expected_version:
+            raise ConflictError(key, expected_version, current)
+
+    def _reply(self) -> None:
+        if self.faults.replies_to_lose > 0:
+            self.faults.replies_to_lose -= 1
+            raise StoreError("memory store: the reply was lost", slug="store-unsure")
+
+
+class MemoryLease:
+    """A lease of a MemoryStore."""
+
+    def __init__(self, store: MemoryStore, key: str, term: int, ttl_s: float) -> None:
+        self._store = store
+        self._key = key
+        self._term = term
+        self._ttl_s = ttl_s
+        self._until = store.backend.clock() + ttl_s * (1 - LEASE_MARGIN)
+
+    @property
+    def term(self) -> int:
+        """See Lease.term."""
+        return self._term
+
+    def remaining_s(self) -> float:
+        """See Lease.remaining_s."""
+        return self._until - self._store.backend.clock()
+
+    def held(self) -> bool:
+        """See Lease.held."""
+        return self.remaining_s() > 0
+
+    async def renew(self) -> None:
+        """See Lease.renew."""
+        begun = self._store.backend.clock()
+        await self._store.reach()
+        seat = self._store.backend.seat(self._key)
+        if seat.term != self._term or seat.value is None:
+            self._until = begun
+            raise LeaseLostError(
+                f"lease {self._key}: term {self._term} was followed by term {seat.term}",
+                slug="lease-lost",
+            )
+        seat.until = self._store.backend.clock() + self._ttl_s
+        self._until = begun + self._ttl_s * (1 - LEASE_MARGIN)
+
+    async def release(self) -> None:
+        """See Lease.release."""
+        self._until = self._store.backend.clock()
+        await self._store.reach()
+        seat = self._store.backend.seat(self._key)
+        if seat.term == self._term:
+            seat.value = None
+            self._store.backend.announce()

@@ -1,0 +1,357 @@
+"""Options and environment into one checked configuration, or a refusal that says what to do."""
+
+import pytest
+
+from elastane.errors import ConfigurationError, ElastaneError, UsageError
+from elastane.launch.build import build, read_nnodes, read_nproc
+from elastane.launch.config import Streams
+from elastane.launch.facts import cpu_count
+from elastane.launch.parser import parse
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return "train.py"
+
+
+@pytest.fixture
+def make(script):
+    def run(*argv, **environ):
+        return build(parse([*argv, script], environ), environ)
+
+    return run
+
+
+def refused(make, *argv, slug, error=ElastaneError, **environ):
+    with pytest.raises(error) as caught:
+        make(*argv, **environ)
+    assert caught.value.slug == slug, caught.value
+    return caught.value
+
+
+# Where the nodes meet
+
+
+def test_one_node_with_nothing_said_stands_alone(make):
+    for argv in (
+        (),
+        ("--standalone",),
+        ("--nproc-per-node", "2"),
+        ("--rdzv-backend", "c10d"),
+        ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        ("--node-rank", "0", "--master-addr", "10.0.0.1"),
+    ):
+        config = make(*argv)
+        assert config.rendezvous.backend == "standalone"
+        assert config.rendezvous.hosts is True
+        assert config.rendezvous.alone
+        assert (config.spec.min_nodes, config.spec.max_nodes) == (1, 1)
+
+
+def test_standalone_overrides_backend_endpoint_and_id(make):
+    config = make(
+        "--standalone", "--rdzv-backend", "c10d", "--rdzv-endpoint", "far:1", "--rdzv-id", "mine"
+    )
+    assert config.rendezvous.backend == "standalone"
+    assert config.spec.job != "mine"
+
+
+def test_standalone_of_several_nodes_is_refused(make):
+    refused(make, "--standalone", "--nnodes", "2", slug="standalone-nodes")
+    assert make("--standalone", "--nnodes", "1:4").spec.max_nodes == 1
+
+
+def test_an_endpoint_means_our_coordinator_there(make):
+    for argv in ((), ("--rdzv-backend", "c10d"), ("--rdzv-backend", "elastane")):
+        config = make("--nnodes", "1:4", "--rdzv-endpoint", "10.1.2.3", *argv)
+        found = config.rendezvous
+        assert (found.backend, found.host, found.port) == ("elastane", "10.1.2.3", 29400)
+        assert found.hosts is None
+    assert make("--nnodes", "2", "--rdzv-endpoint", "[::1]:77").rendezvous.port == 77
+
+
+def test_is_host_is_honoured(make):
+    argv = ("--nnodes", "2", "--rdzv-endpoint", "far", "--rdzv-conf")
+    assert make(*argv, "is_host=true").rendezvous.hosts is True
+    assert make(*argv, "is_host=0").rendezvous.hosts is False
+
+
+def test_static_is_hosted_by_node_rank_0_at_the_master_address(make):
+    for rank in (0, 1):
+        config = make(
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(rank),
+            "--master-addr",
+            "10.0.0.1",
+            PET_MASTER_PORT="7",
+        )
+        found = config.rendezvous
+        assert (found.backend, found.host, found.port) == ("static", "10.0.0.1", 7)
+        assert found.hosts is (rank == 0)
+        assert config.node.node_rank == rank
+
+
+def test_static_takes_a_bare_ipv6_address(make):
+    config = make("--nnodes", "2", "--master-addr", "::1", "--node-rank", "1")
+    assert (config.rendezvous.host, config.rendezvous.port) == ("::1", 29500)
+
+
+def test_several_nodes_without_a_place_to_meet_are_refused(make):
+    error = refused(make, "--nnodes", "2", slug="endpoint-missing", error=ConfigurationError)
+    assert "--rdzv-endpoint" in error.next_step
+
+
+def test_static_cannot_be_elastic_nor_hold_an_impossible_rank(make):
+    refused(make, "--nnodes", "1:2", "--master-addr", "a", slug="static-elastic")
+    refused(make, "--nnodes", "2", "--node-rank", "2", slug="bad-node-rank")
+    refused(make, "--nnodes", "2", "--node-rank", "-1", slug="bad-node-rank")
+
+
+def test_file_takes_the_endpoint_as_a_folder(make, tmp_path):
+    argv = ("--rdzv-backend", "file", "--nnodes", "2", "--rdzv-id", "j")
+    found = make(*argv, "--rdzv-endpoint", "shared").rendezvous
+    assert (found.backend, found.folder) == ("file", str(tmp_path / "shared"))
+    refused(make, *argv, slug="endpoint-missing")
+    refused(make, *argv, "--rdzv-endpoint", "train.py", slug="endpoint-missing")
+
+
+@pytest.mark.parametrize("name", ["etcd", "etcd-v2", "kubernetes"])
+def test_a_backend_of_a_later_version_is_refused_honestly(make, name):
+    error = refused(make, "--rdzv-backend", name, slug="not-in-this-version")
+    assert "file" in error.next_step
+
+
+def test_an_unknown_backend_gets_the_nearest_name(make):
+    error = refused(make, "--rdzv-backend", "elastan", slug="bad-option-value", error=UsageError)
+    assert "elastane" in error.expected
+
+
+def test_port_0_is_refused_where_others_must_find_it(make):
+    refused(make, "--nnodes", "2", "--rdzv-endpoint", "host:0", slug="bad-endpoint")
+
+
+# What the job is called
+
+
+def test_jobs_of_one_node_never_share_a_name(make):
+    assert make().spec.job != make().spec.job
+    assert make().spec.job.startswith("train-")
+
+
+def test_nodes_of_one_job_find_the_same_name_and_other_jobs_another(script):
+    def job(*argv, tail=(), **environ):
+        argv = ("--nnodes", "2", "--rdzv-endpoint", "h", *argv, script, *tail)
+        return build(parse(argv, environ), environ).spec.job
+
+    name = job()
+    assert name == job("--node-id", "b", "--nproc-per-node", "4", "--role", "x")
+    others = {
+        job(tail=("--lr", "1")),
+        job("--rdzv-endpoint", "h:1"),
+        job("--nnodes", "1:2"),
+        job("-m"),
+    }
+    assert name not in others
+    assert len(others) == 4
+
+
+def test_a_given_name_is_used_and_must_fit_into_a_path(make):
+    assert make("--rdzv-endpoint", "h", "--nnodes", "2", "--rdzv-id", "exp 7").spec.job == "exp 7"
+    for name in ("a/b", "..", "x" * 300, "tab\t"):
+        argv = ("--rdzv-endpoint", "h", "--nnodes", "2", "--rdzv-id", name)
+        refused(make, *argv, slug="bad-name", error=ConfigurationError)
+
+
+def test_several_nodes_in_a_folder_need_a_name(make):
+    argv = ("--rdzv-backend", "file", "--nnodes", "2", "--rdzv-endpoint", "shared")
+    refused(make, *argv, slug="rdzv-id-missing")
+
+
+# Secrets
+
+
+def test_a_job_of_one_machine_makes_its_own_secret(make):
+    assert len(make().rendezvous.token) >= 32
+    assert make().rendezvous.token != make().rendezvous.token
+
+
+def test_the_secret_comes_from_flag_then_variable_and_is_never_shown(make, tmp_path):
+    far = ("--nnodes", "2", "--rdzv-endpoint", "h")
+    (tmp_path / "token").write_text("from file\n")
+    assert make(*far, "--token-file", "token", ELASTANE_TOKEN="v").rendezvous.token == "from file"
+    assert make(*far, "--rdzv-conf", "token=c", ELASTANE_TOKEN="v").rendezvous.token == "c"
+    config = make(*far, ELASTANE_TOKEN="hush")
+    assert config.rendezvous.token == "hush"
+    assert "hush" not in repr(config)
+
+
+def test_a_job_without_a_secret_is_told_so(make):
+    far = ("--nnodes", "2", "--rdzv-endpoint", "h")
+    assert any("no secret" in note for note in make(*far).notes)
+    assert not any("no secret" in note for note in make(*far, ELASTANE_TOKEN="x").notes)
+
+
+def test_a_token_file_that_cannot_be_used_is_refused(make, tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "huge").write_text("x" * 10_000)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name in ("none", "empty", "huge", "binary"):
+        refused(make, "--token-file", name, slug="token-unreadable")
+    (tmp_path / "token").write_text("t")
+    refused(make, "--token-file", "token", "--rdzv-conf", "token=c", slug="token-unreadable")
+
+
+def test_tls_needs_all_three_files(make, tmp_path):
+    for name in ("c", "k", "a"):
+        (tmp_path / name).write_text("")
+    argv = ("--tls-cert", "c", "--tls-key", "k")
+    refused(make, *argv, slug="tls-files")
+    refused(make, *argv, "--tls-ca", "none", slug="tls-files")
+    assert make(*argv, "--tls-ca", "a").rendezvous.tls is not None
+
+
+# Nodes, workers, durations
+
+
+@pytest.mark.parametrize(("text", "nodes"), [("1", (1, 1)), ("3", (3, 3)), ("2:5", (2, 5))])
+def test_nnodes(text, nodes):
+    assert read_nnodes(text) == nodes
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "3:2", "1:2:3", "x", "", ":2", "1:"])
+def test_bad_nnodes(text):
+    with pytest.raises(UsageError, match="--nnodes"):
+        read_nnodes(text)
+
+
+def test_nproc_counts_cpus_and_visible_devices():
+    assert read_nproc("4", {}) == 4
+    assert read_nproc("cpu", {}) == cpu_count()
+    assert read_nproc("gpu", {"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
+    assert read_nproc("auto", {"CUDA_VISIBLE_DEVICES": ""}) == cpu_count()
+    with pytest.raises(ConfigurationError) as caught:
+        read_nproc("gpu", {"CUDA_VISIBLE_DEVICES": ""})
+    assert caught.value.slug == "no-gpu"
+    for text in ("0", "-1", "xpu", "two"):
+        with pytest.raises(UsageError):
+            read_nproc(text, {})
+
+
+def test_durations_come_from_flag_variable_and_conf(make):
+    timing = make("--drain-timeout", "2.5", "--rdzv-conf", "join_timeout=60").spec.timing
+    assert (timing.drain_timeout_s, timing.join_timeout_s) == (2.5, 60)
+    assert make(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").spec.timing.shutdown_timeout_s == 7
+    both = make("--shutdown-timeout", "0.5", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7")
+    assert both.spec.timing.shutdown_timeout_s == 0.5
+    refused(make, slug="bad-option-value", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="soon")
+    refused(make, "--shutdown-timeout", "-1", slug="bad-timing")
+    refused(make, "--drain-timeout", "nan", slug="bad-option-value")
+
+
+def test_max_restarts_is_not_negative(make):
+    assert make("--max-restarts", "3").spec.max_restarts == 3
+    refused(make, "--max-restarts", "-1", slug="bad-option-value")
+
+
+def test_a_wished_rank_is_a_wish_only_when_given(make):
+    assert make().node.node_rank is None
+    assert make("--node-rank", "0").node.node_rank == 0
+
+
+# What is run
+
+
+def test_the_kinds_of_command(make, script):
+    assert make().command.kind == "script"
+    assert make("-m").command.kind == "module"
+    assert make("--run-path").command.kind == "run-path"
+    assert make("--run-path", "--no-python").command.kind == "run-path"
+    refused(make, "-m", "--no-python", slug="usage")
+    config = build(parse(["--no-python", "sh", "-c", "x"], {}), {})
+    assert (config.command.kind, config.command.zygote) == ("exec", False)
+
+
+def test_the_zygote_forks_only_its_own_interpreter(make):
+    assert make().command.zygote
+    assert "torch" in make().command.preload
+    assert not make("--no-zygote").command.zygote
+    other = make(PYTHON_EXEC="/usr/bin/other-python").command
+    assert (other.zygote, other.python) == (False, "/usr/bin/other-python")
+    assert make("--preload", "a, b,").command.preload == ("a", "b")
+
+
+def test_a_script_that_is_not_there_gets_the_nearest_name(script):
+    with pytest.raises(UsageError, match=r"trian\.py") as caught:
+        build(parse(["trian.py"], {}), {})
+    assert "train.py" in caught.value.expected
+    for argv in (["no/such/folder.py"], ["--no-python", "no-such-program"]):
+        with pytest.raises(UsageError) as caught:
+            build(parse(argv, {}), {})
+        assert caught.value.slug == "script-not-found"
+
+
+# Output and signals
+
+
+def test_streams_by_bits_and_by_local_rank(make):
+    logs = make("-r", "3", "--tee", "0:1,12:2", "--local-ranks-filter", "0,2").logs
+    assert logs.redirects.of(5) == 3
+    assert [logs.tee.of(rank) for rank in (0, 1, 12)] == [1, 0, 2]
+    assert logs.shown == {0, 2}
+    assert make().logs.shown is None
+    assert Streams().of(0) == 0
+    for text in ("4", "x", "0:4", "0:1:2", ":1"):
+        refused(make, "-t", text, slug="bad-option-value")
+    refused(make, "--local-ranks-filter", "0,a", slug="bad-option-value")
+
+
+def test_dev_null_means_no_files(make):
+    assert make("--log-dir", "/dev/null").logs.files is False
+    assert make("--log-dir", "out").logs.folder == "out"
+
+
+def test_signals_are_names_that_can_be_handled(make):
+    assert "SIGUSR1" in make().signals
+    assert make("--signals-to-handle", "SIGUSR2, SIGTERM,SIGUSR2").signals == ("SIGUSR2", "SIGTERM")
+    for text in ("SIGKILL", "TERM", "SIGNOPE", "SIG_BLOCK"):
+        refused(make, "--signals-to-handle", text, slug="bad-option-value")
+
+
+# What this version does not do
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--numa-binding", "node"),
+        ("--logs-specs", "mine"),
+        ("--event-log-handler", "console"),
+        ("--virtual-local-rank",),
+        ("--duplicate-stdout-filters", "a,b"),
+        ("--duplicate-stderr-filters", "a"),
+    ],
+)
+def test_a_flag_of_a_later_version_is_refused_with_what_to_do(make, argv):
+    error = refused(make, *argv, slug="not-in-this-version", error=ConfigurationError)
+    assert argv[0] in error.what
+    assert error.next_step
+
+
+def test_a_later_flag_at_its_default_is_taken(make):
+    make("--event-log-handler", "null", PET_VIRTUAL_LOCAL_RANK="0")
+
+
+def test_a_flag_with_nothing_left_to_do_is_noted(make):
+    notes = make("--monitor-interval", "5", "--start-method", "fork").notes
+    assert [note for note in notes if "--monitor-interval" in note]
+    assert [note for note in notes if "--start-method" in note]
+    assert not make().notes
+
+
+def test_the_thread_default_is_noted_once_where_it_applies(make):
+    assert len([n for n in make("--nproc-per-node", "2").notes if "OMP_NUM_THREADS" in n]) == 1
+    assert not make("--nproc-per-node", "2", OMP_NUM_THREADS="3").notes

@@ -1,0 +1,129 @@
+"""The command line of `elastane run`, read as torchrun reads it."""
+
+import pytest
+
+from elastane.errors import UsageError
+from elastane.launch.options import BY_DEST, TABLE
+from elastane.launch.parser import parse, split
+
+
+def read(*argv, **environ):
+    return parse(argv, environ)
+
+
+def test_every_name_is_given_once():
+    spellings = [spelling for option in TABLE for spelling in option.spellings]
+    assert len(spellings) == len(set(spellings))
+    assert len(BY_DEST) == len(TABLE)
+
+
+@pytest.mark.parametrize("option", TABLE, ids=lambda option: option.name)
+def test_each_option_is_read_in_every_spelling_and_from_its_variable(option):
+    value = option.choices[0] if option.choices else "7"
+    for spelling in option.spellings:
+        if option.kind == "flag":
+            found = [read(spelling, "s.py")]
+        else:
+            found = [read(spelling, value, "s.py")]
+            if spelling.startswith("--"):
+                found.append(read(f"{spelling}={value}", "s.py"))
+            else:
+                found.append(read(f"{spelling}{value}", "s.py"))
+        for options in found:
+            assert options.given == {option.dest}
+            assert options.script == "s.py"
+            assert options.text(option.dest) == ("1" if option.kind == "flag" else value)
+    if option.env:
+        variable = "1" if option.kind == "flag" else value
+        options = read("s.py", **{option.env: variable})
+        assert options.given == {option.dest}
+        assert options.text(option.dest) == variable
+
+
+def test_the_command_line_wins_over_the_variable_and_an_empty_variable_is_none():
+    assert read("--nnodes", "2", "s.py", PET_NNODES="3").text("nnodes") == "2"
+    assert read("s.py", PET_NNODES="3").text("nnodes") == "3"
+    assert read("s.py", PET_NNODES="").given == frozenset()
+
+
+@pytest.mark.parametrize("word", ["1", "true", "YES", "on"])
+def test_a_flag_variable_may_be_any_yes(word):
+    assert read("s.py", PET_STANDALONE=word).flag("standalone")
+
+
+@pytest.mark.parametrize("word", ["0", "false", "No", "off"])
+def test_a_flag_variable_may_be_any_no(word):
+    assert not read("s.py", PET_STANDALONE=word).flag("standalone")
+
+
+def test_a_flag_variable_that_is_neither_is_refused_by_name():
+    with pytest.raises(UsageError, match="standalone") as caught:
+        read("s.py", PET_STANDALONE="maybe").flag("standalone")
+    assert "PET_STANDALONE" in caught.value.where
+
+
+def test_what_follows_the_script_is_the_scripts_own():
+    options = read("--nnodes", "2", "s.py", "--nnodes", "9", "-m", "--", "-x", "--no-such")
+    assert options.text("nnodes") == "2"
+    assert options.script_args == ("--nnodes", "9", "-m", "--", "-x", "--no-such")
+
+
+def test_two_dashes_end_the_options():
+    options = read("--nnodes", "2", "--", "s.py", "--a")
+    assert (options.script, options.script_args) == ("s.py", ("--a",))
+
+
+def test_an_option_may_be_shortened_while_it_is_unique_among_torchruns():
+    options = read("--nno", "2", "--nproc", "4", "--max_r=3", "--te", "1", "s.py")
+    assert options.given == {"nnodes", "nproc_per_node", "max_restarts", "tee"}
+    # Ours stand in nobody's way: --t is --tee, not --token-file or --tls-cert.
+    assert read("--t", "3", "s.py").text("tee") == "3"
+    assert read("--no-p", "s.sh").flag("no_python")
+
+
+def test_ours_are_never_shortened():
+    with pytest.raises(UsageError) as caught:
+        read("--prel", "torch", "s.py")
+    assert caught.value.slug == "unknown-option"
+    assert "--preload" in caught.value.expected
+
+
+def test_an_ambiguous_option_names_what_it_could_be():
+    with pytest.raises(UsageError, match="ambiguous") as caught:
+        read("--rdzv", "x", "s.py")
+    assert "--rdzv-backend" in caught.value.expected
+    assert "--rdzv-id" in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("--nnods", "--nnodes"), ("--standalon3", "--standalone"), ("--hlep", "--help")],
+)
+def test_a_typo_gets_the_nearest_name(typo, meant):
+    with pytest.raises(UsageError) as caught:
+        read(typo, "2", "s.py")
+    assert meant in caught.value.expected
+
+
+def test_a_missing_script_or_value_is_a_usage_error():
+    for argv in ([], ["--nnodes", "2"], ["--nnodes"], ["--start-method", "x", "s.py"]):
+        with pytest.raises(UsageError):
+            read(*argv)
+    with pytest.raises(UsageError):
+        read("s.py", PET_START_METHOD="thread")
+
+
+def test_a_value_may_begin_with_a_dash():
+    assert read("--node-rank", "-1", "s.py").text("node_rank") == "-1"
+
+
+def test_a_number_that_is_none_is_refused_with_the_option():
+    with pytest.raises(UsageError, match="--max-restarts = 'x'"):
+        read("--max-restarts", "x", "s.py").whole("max_restarts")
+    with pytest.raises(UsageError, match="--drain-timeout = 'x'"):
+        read("--drain-timeout", "x", "s.py").seconds("drain_timeout")
+
+
+def test_split_of_nothing_is_nothing():
+    assert split([]) == ([], [])
+    assert split(["-"]) == ([], ["-"])

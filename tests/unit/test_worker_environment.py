@@ -1,0 +1,135 @@
+"""The environment of a worker: torchrun's contract, ours, and what must not leak."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from elastane.agent.environment import RunFacts, WorkerFacts, worker_args, worker_environment
+from elastane.core.model import Assignment, Fence
+
+ASSIGNMENT = Assignment(
+    fence=Fence(3, 1),
+    node_rank=1,
+    nodes=2,
+    rank_base=4,
+    world_size=6,
+    role_rank_base=1,
+    role_world_size=3,
+    master_addr="10.0.0.1",
+    master_port=40001,
+    agent_store=True,
+    restarts_used=2,
+    max_restarts=5,
+    reason="test",
+)
+RUN = RunFacts(job="digits-1", node_id="host-a", role="trainer", local_world_size=2)
+
+
+def env(base=None, local_rank=1, **changes):
+    worker = WorkerFacts(
+        local_rank=local_rank, error_file="/logs/error.json", page_fd=7, leash_fd=9
+    )
+    return worker_environment(base or {}, ASSIGNMENT, replace(RUN, **changes), worker)
+
+
+def test_every_variable_that_torchrun_sets_is_set():
+    assert (
+        env().items()
+        >= {
+            "RANK": "5",
+            "LOCAL_RANK": "1",
+            "GROUP_RANK": "1",
+            "ROLE_RANK": "2",
+            "ROLE_NAME": "trainer",
+            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": "6",
+            "GROUP_WORLD_SIZE": "2",
+            "ROLE_WORLD_SIZE": "3",
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "40001",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+            "TORCHELASTIC_MAX_RESTARTS": "5",
+            "TORCHELASTIC_RUN_ID": "digits-1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "OMP_NUM_THREADS": "1",
+        }.items()
+    )
+
+
+def test_ours_say_job_node_round_and_attempt():
+    assert (
+        env().items()
+        >= {
+            "ELASTANE_JOB": "digits-1",
+            "ELASTANE_NODE": "host-a",
+            "ELASTANE_ROUND": "3",
+            "ELASTANE_ATTEMPT": "1",
+            "ELASTANE_PAGE_FD": "7",
+            "ELASTANE_LEASH": "9",
+        }.items()
+    )
+
+
+def test_the_agents_environment_is_handed_on_and_not_changed():
+    base = {"PATH": "/bin", "RANK": "77", "HOME": "/home"}
+    found = env(base)
+    assert (found["PATH"], found["HOME"], found["RANK"]) == ("/bin", "/home", "5")
+    assert base["RANK"] == "77"
+
+
+def test_the_secret_never_reaches_a_worker():
+    base = {"ELASTANE_TOKEN": "hush", "PET_RDZV_CONF": "join_timeout=3, token=hush,silence=4"}
+    found = env(base)
+    assert not [name for name, value in found.items() if "hush" in value]
+    assert found["PET_RDZV_CONF"] == "join_timeout=3,silence=4"
+
+
+def test_a_users_own_thread_count_and_nccl_setting_stay():
+    found = env({"OMP_NUM_THREADS": "4", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})
+    assert found["OMP_NUM_THREADS"] == "4"
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+def test_a_single_worker_keeps_all_threads():
+    assert "OMP_NUM_THREADS" not in env(local_rank=0, local_world_size=1)
+
+
+def test_what_was_another_workers_own_is_not_inherited():
+    base = {"TORCHELASTIC_ERROR_FILE": "/outer", "ELASTANE_PAGE_FD": "3", "ELASTANE_LEASH": "4"}
+    found = worker_environment(base, ASSIGNMENT, RUN, WorkerFacts(local_rank=0))
+    assert not found.keys() & base.keys()
+
+
+def test_a_store_in_a_worker_is_said_so():
+    plain = msgspec.structs.replace(ASSIGNMENT, agent_store=False)
+    found = worker_environment({}, plain, RUN, WorkerFacts(local_rank=0))
+    assert found["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+
+def test_a_local_rank_that_the_node_does_not_have_is_our_bug():
+    with pytest.raises(AssertionError):
+        env(local_rank=2)
+
+
+def test_the_macro_is_replaced_in_every_argument():
+    args = ("--device=cuda:${local_rank}", "x", "${local_rank}-${local_rank}")
+    assert worker_args(args, 3) == ("--device=cuda:3", "x", "3-3")
+
+
+def test_torchruns_own_list_of_variables_is_covered():
+    """The names are read from the source of the installed torch, so that a new one is noticed."""
+    import re
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        pytest.skip("torch is not installed")
+    source = Path(spec.origin).parent / "distributed/elastic/agent/server/local_elastic_agent.py"
+    body = source.read_text().split("worker_env = {")[1].split("}\n")[0]
+    names = set(re.findall(r'"([A-Z_]+)":', body))
+    assert len(names) > 10
+    assert names <= env().keys()
