@@ -104,20 +104,28 @@ def node_arrives(launcher: Launcher, newcomer: str = "127.0.0.2", mode: str = "s
         return replace(done, seconds=new.at - last)
 
 
+def start_on(network: Network, job: Job, name: str) -> Node:
+    """Start a node in its namespace; the rendezvous is at the address of node a."""
+    node = Node(name, network.addresses[name], network.prefix(name))
+    flags = node_flags(job, node, "1:2", WORKERS, f"{network.addresses['a']}:{job.port}")
+    if not job.launcher.is_elastane:
+        # It looks for itself among its host name's addresses, which a namespace lacks.
+        flags += ["--rdzv-conf", f"is_host={'1' if name == 'a' else '0'}"]
+    job.start(node, flags, {"GLOO_SOCKET_IFNAME": network.interface})
+    return node
+
+
 def host_killed(launcher: Launcher) -> Sample:
-    """SIGKILL to the node that hosts the rendezvous, default store, and its return."""
-    with Job(launcher) as job:
-        a, b = start_pair(job)
+    """SIGKILL to the host of the rendezvous, default store; it comes back after a while."""
+    with Network(("a", "b")) as network, Job(launcher) as job:
+        a, b = (start_on(network, job, name) for name in network.addresses)
+        job.wait_training(2 * WORKERS)
         at = time.monotonic()
         kill(tree_of(a.pid))
         if wait_until(lambda: not b.alive, SETTLE_S):
             return Sample(None, note=f"the other agent is gone after {time.monotonic() - at:.1f} s")
-        if any(line.at > at + 0.5 for line in job.steps("b")):
-            new = recovery_after(job, at, node="b", cap_s=1.0)
-            return replace(new, note="goes on without it")
-        back = Node("a", "127.0.0.1")
         at = time.monotonic()
-        job.start(back, node_flags(job, back, "1:2", WORKERS))
+        start_on(network, job, "a")
         done = recovery_after(job, at, node="b", cap_s=CAP_S)
         return replace(done, note=f"alive after {SETTLE_S:g} s; time from the return of the host")
 
@@ -142,11 +150,8 @@ def host_killed_file_store(launcher: Launcher) -> Sample:
 def network_cut(launcher: Launcher) -> Sample:
     """Two nodes in network namespaces; every packet between them is lost from one instant on."""
     with Network(("a", "b")) as network, Job(launcher) as job:
-        for name, address in network.addresses.items():
-            node = Node(name, address, network.prefix(name))
-            endpoint = f"{network.addresses['a']}:{job.port}"
-            env = {"GLOO_SOCKET_IFNAME": network.interface}
-            job.start(node, node_flags(job, node, "1:2", WORKERS, endpoint), env)
+        for name in network.addresses:
+            start_on(network, job, name)
         job.wait_training(2 * WORKERS)
         at = time.monotonic()
         network.cut("b")

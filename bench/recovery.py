@@ -12,7 +12,7 @@ from functools import partial
 
 from bench.harness import CAP_S, ELASTANE, TORCHRUN, Job, Launcher, Node, Sample, kill
 from bench.harness import recovery_after as recovery
-from bench.report import Result, run_alternating, summary
+from bench.report import Result, machine, run_alternating, summary, write_json
 
 CASES = [(workers, nodes) for nodes in (1, 2) for workers in (2, 3, 4)]
 
@@ -73,11 +73,15 @@ def main() -> int:
     parser.add_argument("--only", choices=("torchrun", "elastane"))
     options = parser.parse_args()
     launchers = [one for one in (TORCHRUN, ELASTANE) if options.only in (None, one.name)]
+    about, measured = machine(), matrix(launchers, options.reps)
+    print(f"{about['date']}, {about['cores']} cores of {about['cpu']}, torch {about['torch']}")
     failed = False
-    for case, results in matrix(launchers, options.reps).items():
+    for case, results in measured.items():
         for name, result in results.items():
-            print(f"{case:20} {name:10} {summary(result)}", flush=True)
+            score = f"{result.recovered} of {options.reps}"
+            print(f"{case:20} {name:10} {score:12} {summary(result)}", flush=True)
             failed = failed or (name == ELASTANE.name and result.recovered < options.reps)
+    write_json("recovery", about, measured)
     return 1 if failed else 0
 
 

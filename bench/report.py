@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bench.harness import BenchError, Launcher, Sample
+
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass
@@ -92,6 +95,19 @@ def machine() -> dict[str, str]:
         "elastane": f"{installed('elastane')} {commit()}".strip(),
         "load": " ".join(f"{load:.2f}" for load in os.getloadavg()),
     }
+
+
+def write_json(name: str, about: dict[str, str], measured: dict[str, dict[str, Result]]) -> None:
+    """Write all samples to bench/results/, in a file that is named by what and when."""
+    RESULTS.mkdir(exist_ok=True)
+    stamp = about["date"][:16].replace(" ", "T").replace(":", "")
+    rows = {
+        key: {launcher: asdict(result) for launcher, result in results.items()}
+        for key, results in measured.items()
+    }
+    path = RESULTS / f"{name}-{stamp}.json"
+    path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    print(f"bench: written to {path}", file=sys.stderr)
 
 
 def cpu_model() -> str:

@@ -6,18 +6,23 @@ Prints Markdown, and writes what was measured to bench/results/ as JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from bench import agent_cost, network, nodes, recovery, startup, steptime
-from bench.harness import ELASTANE, NO_LAUNCHER, TORCHRUN, TORCHRUN_UNSHARED, Launcher, Sample
-from bench.report import Result, machine, run_alternating, summary
+from bench.harness import (
+    CAP_S,
+    ELASTANE,
+    NO_LAUNCHER,
+    TORCHRUN,
+    TORCHRUN_UNSHARED,
+    Launcher,
+    Sample,
+)
+from bench.report import Result, machine, run_alternating, summary, write_json
 
-RESULTS = Path(__file__).parent / "results"
 BOTH = (TORCHRUN, ELASTANE)
 # Where torchrun's default shares one store between attempts and loses the job, both its settings.
 ALL = (TORCHRUN, TORCHRUN_UNSHARED, ELASTANE)
@@ -102,6 +107,7 @@ ROWS = (
         "death of the node that hosts the rendezvous, default store",
         "the others live until the address answers again",
         nodes.host_killed,
+        needs_network=True,
     ),
     Row(
         "host-killed-file",
@@ -167,7 +173,8 @@ def table(measured: dict[str, dict[str, Result]], about: dict[str, str]) -> str:
     head = [
         f"Measured {about['date']} on {about['cores']} cores of {about['cpu']}, {about['memory']}, "
         f"Linux {about['kernel']}, Python {about['python']}, torch {about['torch']} (gloo), "
-        f"elastane {about['elastane']}; load at the start {about['load']}. Medians (range).",
+        f"elastane {about['elastane']}; load at the start {about['load']}. "
+        f"Medians (range); never: not within {CAP_S:g} s.",
         "",
         "| what | torchrun | elastane |",
         "|---|---|---|",
@@ -200,20 +207,14 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Result]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reps", type=int, default=3, help="repetitions of each row (3)")
-    parser.add_argument("--rows", nargs="*", choices=[row.key for row in ROWS], help="only these")
+    keys = [row.key for row in ROWS]
+    parser.add_argument("--rows", nargs="*", choices=keys, metavar="ROW", help=", ".join(keys))
     parser.add_argument("--only", help="only this launcher, by its name in the table")
     options = parser.parse_args()
     about = machine()
     measured = measure(options)
     print(table(measured, about))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"table-{about['date'][:16].replace(' ', 'T').replace(':', '')}.json"
-    rows = {
-        key: {name: asdict(result) for name, result in results.items()}
-        for key, results in measured.items()
-    }
-    path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
-    print(f"bench: written to {path}", file=sys.stderr)
+    write_json("table", about, measured)
     return 1 if any(r.errors for results in measured.values() for r in results.values()) else 0
 
 

@@ -198,7 +198,7 @@ def test_worker_that_writes_100_mb_a_second_without_newlines_harms_nobody(agent,
     assert len(delays) == 15
     assert max(delays) < 1.0
     assert report["grown_kib"] < 8 << 10
-    assert report["latency_s"] < 0.1
+    assert report["latency_s"] < 0.25
 
 
 def test_console_that_nobody_reads_stops_no_worker_and_no_agent(agent, tmp_path):
@@ -209,8 +209,8 @@ def test_console_that_nobody_reads_stops_no_worker_and_no_agent(agent, tmp_path)
     _, _, report = ended(process, tmp_path)
     os.close(read_end)
     assert report["codes"] == [0]
-    assert report["finish_s"] < 6
-    assert report["latency_s"] < 0.1
+    assert report["finish_s"] < 1, "a stuck console holds up the next attempt"
+    assert report["latency_s"] < 0.25
     assert Path(report["paths"][0][0]).read_text().count("\n") == 20000
 
 
@@ -264,3 +264,26 @@ def test_full_disk_under_the_log_folder_costs_the_files_and_one_warning(agent, t
     assert out == "out 0\n"
     assert "No space left on device" in err
     assert err.count("no log files") == 1
+
+
+TURNS = """
+import time
+start = {start}
+for turn in range({first}, 6, 2):
+    time.sleep(max(0, start + turn * 0.7 - time.monotonic()))
+    print("turn", turn, flush=True)
+"""
+
+
+def test_redirected_output_of_two_workers_is_merged_by_the_time_it_was_written(agent, tmp_path):
+    start = time.monotonic() + 0.5
+    workers = [TURNS.format(start=start, first=first) for first in (0, 1)]
+    ended(agent(workers, redirects="3"), tmp_path)
+    shown = subprocess.run(
+        [sys.executable, "-m", "elastane", "logs", str(tmp_path / "logs"), "--merge-by-time"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    turns = [line.partition("]: ")[2] for line in shown.stdout.splitlines()]
+    assert turns == [f"turn {turn}" for turn in range(6)]

@@ -4,7 +4,6 @@ import pytest
 
 from elastane.errors import ConfigurationError, ElastaneError, UsageError
 from elastane.launch.build import build, read_nnodes, read_nproc
-from elastane.launch.config import Streams
 from elastane.launch.facts import cpu_count
 from elastane.launch.parser import parse
 
@@ -95,6 +94,16 @@ def test_static_is_hosted_by_node_rank_0_at_the_master_address(make):
         assert config.node.node_rank == rank
 
 
+def test_a_static_rank_is_exact_and_0_by_default(make):
+    config = make("--nnodes", "2", "--master-addr", "a")
+    assert config.spec.static
+    assert config.node.node_rank == 0
+    argv = ("--nnodes", "3", "--master-addr", "a", "--rdzv-conf", "rank=2")
+    assert make(*argv).node.node_rank == 2
+    assert make(*argv, "--node-rank", "1").node.node_rank == 1
+    assert not make("--nnodes", "2", "--rdzv-endpoint", "h").spec.static
+
+
 def test_static_takes_a_bare_ipv6_address(make):
     config = make("--nnodes", "2", "--master-addr", "::1", "--node-rank", "1")
     assert (config.rendezvous.host, config.rendezvous.port) == ("::1", 29500)
@@ -107,8 +116,8 @@ def test_several_nodes_without_a_place_to_meet_are_refused(make):
 
 def test_static_cannot_be_elastic_nor_hold_an_impossible_rank(make):
     refused(make, "--nnodes", "1:2", "--master-addr", "a", slug="static-elastic")
-    refused(make, "--nnodes", "2", "--node-rank", "2", slug="bad-node-rank")
-    refused(make, "--nnodes", "2", "--node-rank", "-1", slug="bad-node-rank")
+    refused(make, "--nnodes", "2", "--node-rank", "2", slug="node-rank")
+    refused(make, "--nnodes", "2", "--node-rank", "-1", slug="node-rank")
 
 
 def test_file_takes_the_endpoint_as_a_folder(make, tmp_path):
@@ -131,7 +140,7 @@ def test_an_unknown_backend_gets_the_nearest_name(make):
 
 
 def test_port_0_is_refused_where_others_must_find_it(make):
-    refused(make, "--nnodes", "2", "--rdzv-endpoint", "host:0", slug="bad-endpoint")
+    refused(make, "--nnodes", "2", "--rdzv-endpoint", "host:0", slug="endpoint-syntax")
 
 
 # What the job is called
@@ -212,6 +221,8 @@ def test_tls_needs_all_three_files(make, tmp_path):
     refused(make, *argv, slug="tls-files")
     refused(make, *argv, "--tls-ca", "none", slug="tls-files")
     assert make(*argv, "--tls-ca", "a").rendezvous.tls is not None
+    found = make("--rdzv-conf", "tls_cert=c,tls_key=k,tls_ca=a", "--tls-ca", "c").rendezvous.tls
+    assert (found.cert, found.key, found.ca) == ("c", "k", "c")
 
 
 # Nodes, workers, durations
@@ -297,21 +308,23 @@ def test_a_script_that_is_not_there_gets_the_nearest_name(script):
 # Output and signals
 
 
-def test_streams_by_bits_and_by_local_rank(make):
-    logs = make("-r", "3", "--tee", "0:1,12:2", "--local-ranks-filter", "0,2").logs
-    assert logs.redirects.of(5) == 3
-    assert [logs.tee.of(rank) for rank in (0, 1, 12)] == [1, 0, 2]
-    assert logs.shown == {0, 2}
-    assert make().logs.shown is None
-    assert Streams().of(0) == 0
+def test_output_is_planned_for_each_local_rank(make):
+    logs = make("--nproc-per-node", "13", "-r", "3", "--tee", "0:1,12:2").logs
+    assert logs.redirects[5] == 3
+    assert [logs.tee[rank] for rank in (0, 1, 12)] == [1, 0, 2]
+    assert make("--local-ranks-filter", "0,2").logs.console_ranks == {0, 2}
+    assert not make().logs.console_ranks
     for text in ("4", "x", "0:4", "0:1:2", ":1"):
-        refused(make, "-t", text, slug="bad-option-value")
-    refused(make, "--local-ranks-filter", "0,a", slug="bad-option-value")
+        error = refused(make, "-t", text, slug="std-streams")
+        assert "--tee" in error.what
+    refused(make, "--local-ranks-filter", "0,a", slug="rank-list")
 
 
-def test_dev_null_means_no_files(make):
-    assert make("--log-dir", "/dev/null").logs.files is False
-    assert make("--log-dir", "out").logs.folder == "out"
+def test_logs_go_to_a_folder_that_is_said_or_of_the_users_own(make):
+    assert make("--log-dir", "out").logs.base_dir == "out"
+    assert make("--log-dir", "/dev/null").logs.has_files is False
+    assert make().logs.has_files
+    assert make(TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="${rank}:").logs.prefix == "${rank}:"
 
 
 def test_signals_are_names_that_can_be_handled(make):

@@ -28,7 +28,7 @@ RUN = RunFacts(job="digits-1", node_id="host-a", role="trainer", local_world_siz
 
 def env(base=None, local_rank=1, **changes):
     worker = WorkerFacts(
-        local_rank=local_rank, error_file="/logs/error.json", page_fd=7, leash_fd=9
+        local_rank=local_rank, error_file="/logs/error.json", page_fd=7, leash="abc"
     )
     return worker_environment(base or {}, ASSIGNMENT, replace(RUN, **changes), worker)
 
@@ -68,7 +68,7 @@ def test_ours_say_job_node_round_and_attempt():
             "ELASTANE_ROUND": "3",
             "ELASTANE_ATTEMPT": "1",
             "ELASTANE_PAGE_FD": "7",
-            "ELASTANE_LEASH": "9",
+            "ELASTANE_LEASH": "abc",
         }.items()
     )
 

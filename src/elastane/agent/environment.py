@@ -35,12 +35,15 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What is one worker's own. A descriptor that is None is not there, nor is its variable."""
+    """What is one worker's own; what is empty or None is not there, nor is its variable.
+
+    `leash` marks every process of this agent, so that none of them outlives it.
+    """
 
     local_rank: int
     error_file: str = ""
     page_fd: int | None = None
-    leash_fd: int | None = None
+    leash: str = ""
 
 
 def worker_environment(
@@ -66,8 +69,8 @@ def worker_environment(
         env["TORCHELASTIC_ERROR_FILE"] = worker.error_file
     if worker.page_fd is not None:
         env["ELASTANE_PAGE_FD"] = str(worker.page_fd)
-    if worker.leash_fd is not None:
-        env["ELASTANE_LEASH"] = str(worker.leash_fd)
+    if worker.leash:
+        env["ELASTANE_LEASH"] = worker.leash
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if run.local_world_size > 1:
         env.setdefault("OMP_NUM_THREADS", "1")

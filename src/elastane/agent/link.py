@@ -8,13 +8,19 @@ once a job has run, an agent with workers waits for the right coordinator to com
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from elastane.core.events import AgentEvent, Linked, Told, Unlinked
 from elastane.core.messages import ToCoordinator
-from elastane.errors import ElastaneError
+from elastane.errors import (
+    ConfigurationError,
+    ElastaneError,
+    RendezvousClosedError,
+    RendezvousRefusedError,
+)
 from elastane.runtime.rpc import Session
 
 _log = logging.getLogger("elastane.link")
@@ -22,7 +28,10 @@ _RETRY_FIRST_S = 0.05
 _RETRY_MAX_S = 0.5
 # After this long without a coordinator a person should hear what is being waited for.
 _SAY_AFTER_S = 3.0
-_FATAL = ("wrong-token", "wrong-job", "protocol-version", "not-a-coordinator", "tls")
+_FLUSH_S = 1.0
+# What no waiting mends. A foreign program on the port counts: it will not go away by itself.
+_FATAL_SLUGS = ("not-elastane", "tls-files", "tls-mismatch", "tls-untrusted")
+_FATAL_ERRORS = (RendezvousRefusedError, RendezvousClosedError, ConfigurationError)
 
 
 class Locator(Protocol):
@@ -30,6 +39,9 @@ class Locator(Protocol):
 
     async def locate(self) -> tuple[str, int]:
         """Return host and port; raises ElastaneError where none is known."""
+
+    def found(self) -> None:
+        """Hear that there is a session, so that nothing is sought until `locate` is called."""
 
 
 Dial = Callable[[str, int], Awaitable[Session]]
@@ -62,7 +74,7 @@ class Link:
                 host, port = await self._locator.locate()
                 session = await self._dial(host, port)
             except ElastaneError as error:
-                if error.slug in _FATAL and not self._was_linked:
+                if not self._was_linked and _is_fatal(error):
                     raise
                 self._post(Unlinked(f"{error.what} [{error.slug}]"))
                 if not said and loop.time() - since_s > _SAY_AFTER_S:
@@ -72,19 +84,21 @@ class Link:
                 pause_s = min(_RETRY_MAX_S, pause_s * 2)
                 continue
             self._was_linked = True
+            self._locator.found()
             await self._serve(session)
             pause_s, since_s, said = _RETRY_FIRST_S, loop.time(), False
 
     async def _serve(self, session: Session) -> None:
         self._session = session
         self._post(Linked())
-        reason = "the coordinator closed the connection"
+        reason = ""
         try:
             while True:
                 message = await asyncio.wait_for(session.receive(), self._silence_s)
                 if message is None:
+                    reason = session.reason
                     break
-                self._post(Told(message))  # type: ignore[arg-type]
+                self._post(Told(message))
         except TimeoutError:
             reason = f"the coordinator was silent for {self._silence_s:g} s"
         except ElastaneError as error:
@@ -95,7 +109,11 @@ class Link:
         self._post(Unlinked(reason))
 
     async def flush(self) -> None:
-        """Have what was sent on its way, before the process ends."""
-        session = self._session
-        if session is not None:
-            await session.drain()
+        """Send what is enqueued, before the agent ends; takes `_FLUSH_S` at most."""
+        if self._session is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._session.drain(), _FLUSH_S)
+
+
+def _is_fatal(error: ElastaneError) -> bool:
+    return isinstance(error, _FATAL_ERRORS) or error.slug in _FATAL_SLUGS

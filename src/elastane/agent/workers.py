@@ -13,8 +13,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from elastane.agent.environment import RunFacts, WorkerFacts, worker_args, worker_environment
@@ -31,10 +32,11 @@ from elastane.core.events import (
 from elastane.core.limits import FAILURE_TEXT_CHARS_MAX
 from elastane.core.model import Assignment, Failure, Offer
 from elastane.errors import ElastaneError
+from elastane.runtime.offload import Offload
 from elastane.runtime.page import Page
 from elastane.runtime.process import Spawner, WorkerCommand, WorkerKind, WorkerProcess
-from elastane.runtime.streams import GroupStreams, LogPlan, WorkerStreams, last_lines
 from elastane.runtime.strays import kill_strays
+from elastane.runtime.streams import GroupStreams, LogPlan, WorkerStreams, last_lines
 
 _log = logging.getLogger("elastane.workers")
 # The page's descriptor in every worker: above what programs open by themselves.
@@ -43,6 +45,8 @@ _PAGE_FD = 250
 _DRAIN_POLL_S = 0.002
 # A SIGKILLed process in uninterruptible sleep may take its time; then it is reported, not hidden.
 _KILL_WAIT_S = 5.0
+# Reading a failed worker's last words from its log folder, which may be a network's.
+_WORDS_WAIT_S = 1.0
 # What the exit code of a worker that could not be started says: command cannot be executed.
 _EXIT_NOT_STARTED = 126
 
@@ -60,7 +64,6 @@ class GroupSetup:
     run: RunFacts
     logs: LogPlan
     spawner: Spawner
-    agent_store: bool
 
 
 @dataclass
@@ -89,13 +92,14 @@ class WorkerGroup:
     _store: WorkerProcess | None = None
     _streams: GroupStreams | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _started: asyncio.Event = field(default_factory=asyncio.Event)
+    _starting: asyncio.Task[None] | None = None
+    _offload: Offload = field(default_factory=Offload)
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: bool = False
 
     def begin(self) -> None:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
-        self._spawn_task(self._start())
+        self._starting = self._spawn_task(self._start())
 
     def stop(self, grace_s: float) -> None:
         """Stop the workers in the background; a later call may shorten the grace."""
@@ -124,8 +128,6 @@ class WorkerGroup:
         counts = [w.page.calls for w in self._workers if w.is_alive]
         return min(counts) if counts and all(counts) else None
 
-    # Start -----------------------------------------------------------------------------------
-
     async def _start(self) -> None:
         fence, run = self.assignment.fence, self.setup.run
         self._streams = GroupStreams(self.setup.logs, run.job, run.node_id, fence)
@@ -138,14 +140,13 @@ class WorkerGroup:
                     break
         finally:
             self._streams.close_worker_ends()
-            self._started.set()
         pids = tuple(w.process.pid for w in self._workers if w.process is not None)
         self.post(GroupStarted(fence, pids))
 
     async def _start_one(self, local_rank: int) -> None:
         assert self._streams is not None
         rank = self.assignment.rank_base + local_rank
-        streams = self._streams.open(local_rank, rank, self.setup.run.role)
+        streams = await self._streams.open_soon(local_rank, rank, self.setup.run.role)
         worker = _Worker(local_rank, rank, streams, Page.create())
         self._workers.append(worker)
         try:
@@ -182,7 +183,10 @@ class WorkerGroup:
         if code == 0:
             self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank))
             return
-        message = await asyncio.to_thread(_last_words, worker.streams)
+        try:
+            message = await self._offload.run(partial(_last_words, worker.streams), _WORDS_WAIT_S)
+        except TimeoutError:
+            message = ""  # The log folder hangs; that a worker failed must be told all the same.
         failure = self._failure(worker, process.pid, code, message, time.monotonic() - ended_s)
         self.post(WorkerFailed(self.assignment.fence, failure))
 
@@ -200,17 +204,17 @@ class WorkerGroup:
             log_file=worker.streams.stderr_path,
         )
 
-    # Drain -----------------------------------------------------------------------------------
-
     async def _drain(self, calls: int | None) -> None:
-        await self._started.wait()
         for worker in self._workers:
             if calls is not None:
                 worker.page.aim(calls)
             elif worker.process is not None and worker.process.catches(signal.SIGTERM):
                 worker.termed = True
                 worker.process.send_signal(signal.SIGTERM)
-        while not self._stopping and any(self._is_busy(w, calls) for w in self._workers):
+        # A page of memory has no event that could be waited for.
+        while not self._stopping and any(  # noqa: ASYNC110
+            self._is_busy(w, calls) for w in self._workers
+        ):
             await asyncio.sleep(_DRAIN_POLL_S)
         if not self._stopping:
             self.post(GroupDrained(self.assignment.fence))
@@ -221,17 +225,15 @@ class WorkerGroup:
             return False
         return worker.termed if calls is None else not worker.page.is_parked
 
-    # Stop ------------------------------------------------------------------------------------
-
     async def _stop(self) -> None:
-        await self._started.wait()
+        await self._end_start()
         alive = [w.process for w in self._workers if w.process is not None and w.is_alive]
         for worker in self._workers:
             # One that was asked to checkpoint by SIGTERM is not asked twice.
             if worker.process is not None and worker.is_alive and not worker.termed:
                 worker.process.send_signal(signal.SIGTERM)
-        ended = asyncio.gather(*(process.wait() for process in alive))
-        kill = asyncio.ensure_future(self._kill.wait())
+        ended = asyncio.create_task(_wait_all(alive))
+        kill = asyncio.create_task(_wait_set(self._kill))
         await asyncio.wait({ended, kill}, return_when=asyncio.FIRST_COMPLETED)
         kill.cancel()
         for worker in self._workers:
@@ -240,7 +242,14 @@ class WorkerGroup:
         await self._reap(ended)
         await self._finish()
 
-    async def _reap(self, ended: asyncio.Future[list[int]]) -> None:
+    async def _end_start(self) -> None:
+        """Wait for the start in hand; one that waits for a zygote's imports is given up."""
+        assert self._starting is not None, "begin() comes first"
+        if not self.setup.spawner.warm.is_set():
+            self._starting.cancel()
+        await asyncio.wait({self._starting})
+
+    async def _reap(self, ended: asyncio.Task[None]) -> None:
         """Wait for what was killed; what a worker left behind is killed as well."""
         if self._store is not None:
             self._store.kill_group(signal.SIGKILL)
@@ -261,8 +270,8 @@ class WorkerGroup:
             _log.info("killed %d processes that workers had left behind", strays)
 
     async def _finish(self) -> None:
-        assert self._streams is not None
-        await self._streams.finish()
+        if self._streams is not None:
+            await self._streams.finish()
         for worker in self._workers:
             worker.page.close()
         self.post(GroupGone(self.assignment.fence, self._next_offer()))
@@ -272,10 +281,11 @@ class WorkerGroup:
         self.port.close()
         return self.port.open()
 
-    def _spawn_task(self, work: asyncio._CoroutineLike[None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
+        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -283,6 +293,15 @@ class WorkerGroup:
             # Our bug; the agent must not live on with a group that nobody watches.
             _log.critical("the worker group's task failed", exc_info=task.exception())
             os.kill(os.getpid(), signal.SIGABRT)
+
+
+async def _wait_all(processes: list[WorkerProcess]) -> None:
+    for process in processes:
+        await process.wait()
+
+
+async def _wait_set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def _last_words(streams: WorkerStreams) -> str:

@@ -19,11 +19,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Build the configuration and launch; returns the agent's exit code."""
     from elastane.launch.build import build
-    from elastane.launch.main import launch
     from elastane.runtime import environment
 
     environ = environment.snapshot()
     config = build(read(args, environ), environ)
     for note in config.notes:
         print(f"elastane: {note}", file=sys.stderr)
+    from elastane.launch.main import launch
+
     return launch(config)

@@ -7,6 +7,7 @@ the coordinator is away, healthy workers go on.
 
 from __future__ import annotations
 
+from elastane.core.contact import Contact, not_found, refused
 from elastane.core.diagnosis import exit_text
 from elastane.core.effects import (
     AgentEffect,
@@ -34,7 +35,7 @@ from elastane.core.events import (
     WorkerSucceeded,
 )
 from elastane.core.group import Group
-from elastane.core.limits import ISOLATION_LIMIT_S, STOP_MARGIN_S
+from elastane.core.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, STOP_MARGIN_S
 from elastane.core.messages import (
     Alive,
     Assign,
@@ -44,7 +45,6 @@ from elastane.core.messages import (
     DrainTarget,
     Failed,
     Heartbeat,
-    Holding,
     Join,
     Leave,
     Marked,
@@ -77,14 +77,13 @@ class AgentCore:
         self.spec, self.node, self.offer = spec, node, offer
         self.self_fencing = self_fencing
         self.ready = False
-        self.linked = False
+        self.contact = Contact(now_s)
         self.group: Group | None = None
         self.outcome: Outcome | None = None
         self.progress: int | None = None
         self._now_s = now_s
-        self._away_s = now_s
-        self._away_reason = "none was looked for yet"
-        self._authority_s = now_s
+        self._welcomed = False
+        self._seen: Assignment | None = None
         self._heartbeat_s = now_s
         self._leaving = ""
         self._leave_by_s: float | None = None
@@ -101,7 +100,6 @@ class AgentCore:
             case Unlinked(reason=reason):
                 self._unlink(reason)
             case Told(message=message):
-                self._authority_s = max(self._authority_s, self._heard(message))
                 self._told(message)
             case Warm():
                 self._warm()
@@ -119,49 +117,41 @@ class AgentCore:
     def wake_s(self) -> float:
         """When a Tick is needed at the latest, in monotonic seconds."""
         due = self._heartbeat_s
+        if self.self_fencing and self.group is not None and self.group.phase == "running":
+            due = min(due, self.contact.authority_s + ISOLATION_LIMIT_S)
         if self._leave_by_s is not None:
             due = min(due, self._leave_by_s)
         return max(due, self._now_s)
 
+    @property
+    def linked(self) -> bool:
+        """Whether there is a session with a coordinator."""
+        return self.contact.linked
+
     def _link(self) -> None:
-        self.linked = True
+        self.contact.begin(self._now_s)
         self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
         self._send(
             Join(
                 spec=self.spec,
                 node=self.node,
                 offer=self.offer,
-                holding=self._holding(),
+                holding=self.group.holding(self._now_s) if self.group else None,
                 ready=self.ready,
+                welcomed=self._welcomed,
+                seen=self._seen.fence if self._seen else None,
+                restarts_seen=self._seen.restarts_used if self._seen else 0,
             )
         )
         if self._leaving:
             self._send(Leave(self._leaving))
 
-    def _holding(self) -> Holding | None:
-        if self.group is None:
-            return None
-        return Holding(
-            assignment=self.group.assignment,
-            state=self.group.phase,
-            failures=self.group.aged_failures(self._now_s),
-        )
-
     def _unlink(self, reason: str) -> None:
         if self.linked:
-            self._away_s = self._now_s
             self._tell(EventKind.COORDINATOR_AWAY, reason)
-        self.linked, self._away_reason = False, reason
+        self.contact.end(reason, self._now_s)
         if self._leaving and self.group is None:
             self._leave_now("the coordinator is away")
-
-    def _heard(self, message: ToAgent) -> float:
-        """Return the time up to which this message proves that the coordinator may decide."""
-        return (
-            self._authority_s
-            if isinstance(message, Alive) and not message.authority
-            else (self._now_s)
-        )
 
     def _warm(self) -> None:
         if not self.ready:
@@ -172,6 +162,7 @@ class AgentCore:
     def _told(self, message: ToAgent) -> None:
         match message:
             case Welcome(phase=phase, reason=reason):
+                self._welcomed = True
                 self._tell(EventKind.COORDINATOR_FOUND, f"the job is {phase}: {reason}")
             case Refused():
                 self._refused(message)
@@ -182,23 +173,17 @@ class AgentCore:
             case Drain(fence=fence):
                 self._drain(fence)
             case DrainTarget(fence=fence, calls=calls):
-                if self._is_draining(fence):
-                    self._out.append(AimGroup(fence, calls))
+                self._aim(fence, calls)
             case Release() | Close():
                 self._dismissed(message)
-            case Alive() | Report():
+            case Alive(authority=authority):
+                self.contact.answered(authority)
+            case Report():
                 pass
 
     def _refused(self, message: Refused) -> None:
-        outcome = Outcome(
-            ok=False,
-            reason=message.what,
-            slug=message.slug,
-            exit_code=ExitCode.CONFIGURATION,
-            next_step=message.next_step,
-        )
-        self.outcome = outcome
-        self._end(outcome.exit_code, message.what)
+        self.outcome = refused(message)
+        self._end(self.outcome.exit_code, message.what)
 
     def _dismissed(self, message: Release | Close) -> None:
         if isinstance(message, Release):
@@ -211,7 +196,12 @@ class AgentCore:
         if self._exit is not None or self.group is not None:
             # Told twice, or after it was told to go: the coordinator learns what is held.
             return
-        self.group = Group(assignment)
+        self.contact.decided()
+        if self.self_fencing and self._now_s - self.contact.authority_s >= ISOLATION_LIMIT_S:
+            # It waited in a buffer while this host stood still; others have gone on since.
+            self._send(Stopped(assignment.fence, self.offer))
+            return
+        self.group, self._seen = Group(assignment), assignment
         self._tell(EventKind.WORKERS_STARTING, assignment.reason)
         self._out.append(StartGroup(assignment))
 
@@ -231,9 +221,24 @@ class AgentCore:
             self._send(Marked(fence=fence, calls=None))
             self._send(Drained(fence))
             return
+        if group.aimed:
+            # A new coordinator goes on with the drain of the last one: the target stays.
+            calls = group.target - 1 if group.target is not None else None
+            self._send(Marked(fence=fence, calls=calls))
+            return
         group.draining = True
         self._tell(EventKind.WORKERS_DRAINING, "asked to checkpoint before a planned change")
         self._out.append(MarkGroup(fence))
+
+    def _aim(self, fence: Fence, calls: int | None) -> None:
+        group = self.group
+        if group is None or not self._is_draining(fence):
+            return
+        if group.drained:
+            self._send(Drained(fence))
+        elif not group.aimed:
+            group.aimed, group.target = True, calls
+            self._out.append(AimGroup(fence, calls))
 
     def _is_draining(self, fence: Fence) -> bool:
         group = self.group
@@ -250,7 +255,8 @@ class AgentCore:
                 self._failed(group, failure)
             case GroupMarked(fence=fence, calls=calls) if self._is_draining(fence):
                 self._send(Marked(fence=fence, calls=calls))
-            case GroupDrained(fence=fence) if self._is_draining(fence):
+            case GroupDrained(fence=fence) if group and self._is_draining(fence):
+                group.drained = True
                 self._send(Drained(fence))
             case GroupGone(fence=fence, offer=offer) if group and fence == group.fence:
                 self._gone(fence, offer)
@@ -344,6 +350,8 @@ class AgentCore:
         if self._now_s >= self._heartbeat_s:
             self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
             fence = self.group.fence if self.group else None
+            if self.linked:
+                self.contact.asked(self._now_s)
             self._send(Heartbeat(fence=fence, progress=self.progress))
         if self._leave_by_s is not None and self._now_s >= self._leave_by_s:
             self._leave_by_s = None
@@ -354,13 +362,15 @@ class AgentCore:
         self._mind_absence()
 
     def _mind_isolation(self) -> None:
-        away_s = self._now_s - self._authority_s
+        away_s = self._now_s - self.contact.authority_s
         group = self.group
         if not self.self_fencing or group is None or away_s < ISOLATION_LIMIT_S:
             return
+        if group.phase == "succeeded":
+            return  # No worker is left, and what they achieved is still to be told.
         self._stop_group(
             group,
-            self.spec.timing.shutdown_timeout_s,
+            min(self.spec.timing.shutdown_timeout_s, ISOLATION_GRACE_S),
             f"no coordinator with authority for {away_s:.0f} s: another side of the network may"
             " have gone on",
         )
@@ -368,19 +378,13 @@ class AgentCore:
     def _mind_absence(self) -> None:
         """Give up on a coordinator that is not to be found, unless there are workers to keep."""
         limit_s = self.spec.timing.join_timeout_s
-        if self.linked or self._exit is not None or self._now_s - self._away_s < limit_s:
+        if self.linked or self._exit is not None or self._now_s - self.contact.away_s < limit_s:
             return
         if self.group is not None and self.group.phase == "succeeded":
             self._end(ExitCode.DONE, "all local workers succeeded, and the coordinator is gone")
-        elif self.group is None:
-            self.outcome = Outcome(
-                ok=False,
-                reason=f"no coordinator was found within {limit_s:g} s: {self._away_reason}",
-                slug="no-coordinator",
-                exit_code=ExitCode.TRY_AGAIN,
-                next_step="check --rdzv-endpoint, and that an agent runs on that host",
-            )
-            self._end(ExitCode.TRY_AGAIN, self.outcome.reason)
+        elif self.group is None or self.group.phase == "failed" or self.group.draining:
+            self.outcome = not_found(limit_s, self.contact.reason)
+            self._end(self.outcome.exit_code, self.outcome.reason)
 
     def _send(self, message: ToCoordinator) -> None:
         if self.linked:

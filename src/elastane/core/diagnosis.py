@@ -24,6 +24,7 @@ _LOST_PEER = (
     "remote process exited",
     "ncclremoteerror",
     "read timeout",
+    "timed out waiting",
 )
 
 

@@ -22,10 +22,15 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """A session ended from the other side; `clean` when the peer's kernel closed it."""
+    """A session ended from the other side.
+
+    `clean`: the peer's kernel closed it in order (end of file), as it does when a process dies.
+    A reset, a timeout or an unreachable host is not clean: the agent may well live.
+    """
 
     session: int
     reason: str
+    clean: bool = True
 
 
 class AuthorityChanged(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from elastane.core.limits import FAILURES_MAX
-from elastane.core.messages import GroupState
+from elastane.core.messages import GroupState, Holding
 from elastane.core.model import Assignment, Failure, Fence
 
 
@@ -20,12 +20,24 @@ class Group:
     done: set[int] = field(default_factory=set)
     failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
     draining: bool = False
+    aimed: bool = False
+    target: int | None = None
+    drained: bool = False
     stop_by_s: float | None = None
 
     @property
     def fence(self) -> Fence:
         """The fence of its assignment."""
         return self.assignment.fence
+
+    def holding(self, now_s: float) -> Holding:
+        """Return what an agent that registers says of it."""
+        return Holding(
+            assignment=self.assignment,
+            state=self.phase,
+            failures=self.aged_failures(now_s),
+            draining=self.draining,
+        )
 
     def add_failure(self, failure: Failure, now_s: float) -> None:
         """Keep `failure` with its end on the own clock, so that its age is right when told."""

@@ -16,12 +16,39 @@ FRAME_BYTES_MAX = 4 << 20
 HANDSHAKE_BYTES_MAX = 4 << 10
 # An honest handshake is two small frames; a peer that needs longer holds a descriptor for nothing.
 HANDSHAKE_TIMEOUT_S = 5.0
+# Connections that have not proved it yet, at once; more wait in the kernel's backlog. An honest
+# handshake takes about a millisecond, so 1,024 agents pass through this in a second.
+UNPROVEN_MAX = 256
+# At that bound, one that has been there for this long makes room for the next.
+UNPROVEN_PATIENCE_S = 1.0
+# Sessions of one coordinator; sixteen times the largest job that was measured.
+SESSIONS_MAX = 16_384
+# Descriptors that a coordinator leaves to the agent it runs in, for pidfds, logs and pipes.
+DESCRIPTORS_SPARED = 128
+# Bytes that wait for a peer that does not read, before it is cut; holds the largest frame twice.
+SEND_BYTES_MAX = 8 << 20
+# A peer for which bytes have waited in this process for so long, without a break, is cut.
+SEND_STALL_S = 10.0
+# Received bytes that wait for their turn; beyond, the session is not read any further.
+INBOX_BYTES_MAX = 64 << 10
+# What one session may ask of the coordinator; an honest agent sends about one message a second,
+# and a few dozen at once when its workers fail.
+MESSAGES_PER_S_MAX = 100.0
+MESSAGES_BURST_MAX = 400
+# Sent bytes that a peer's kernel leaves unacknowledged for this long break the connection; the
+# backstop of heartbeats, which notice in a few seconds.
+TCP_USER_TIMEOUT_S = 20.0
+# Notes about refused connections in one such interval; the rest are counted.
+REFUSAL_NOTES_MAX = 10
+REFUSAL_NOTES_INTERVAL_S = 10.0
 # Text that one worker's failure may carry: a traceback is about 4 KB.
 FAILURE_TEXT_CHARS_MAX = 8 << 10
 # Failures that one report may carry; a node has at most a few dozen workers.
 FAILURES_MAX = 256
 # Characters of a job or node name: it becomes part of paths, which POSIX bounds at 255.
 NAME_CHARS_MAX = 200
+# Workers of one node: more than any machine has of cores or accelerators worth a process each.
+LOCAL_WORLD_SIZE_MAX = 4096
 # A session that broke may come back as quickly as a TCP connect and two frames; until then its
 # node is not yet a departure. Short, since a dead agent's broken session must count at once.
 REJOIN_GRACE_S = 0.1
@@ -41,6 +68,8 @@ CLOSE_S = 5.0
 # An agent of a store-backed job that has heard of no authority for this long stops its workers:
 # another side may have formed a world by then. Longer than a minute's outage of the store.
 ISOLATION_LIMIT_S = 120.0
+# ... and gives them no longer than this to end, however long --shutdown-timeout is.
+ISOLATION_GRACE_S = 5.0
 # A coordinator that can reach no member of the last world waits for that, and a margin.
 FENCE_WAIT_S = 135.0
 # A store's value: the record of 1,024 nodes is some 120 KB; etcd refuses more than 1.5 MiB.
@@ -78,6 +107,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     gather_s: float = 1.0
     # ... and at most this long, so that five arrivals are one change.
     gather_max_s: float = 5.0
+    # How often an agent and its coordinator tell each other that they live.
     heartbeat_s: float = 1.0
     # A peer that was silent for this long is dead.
     silence_s: float = 3.0
@@ -87,8 +117,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     shutdown_timeout_s: float = 30.0
     # A new coordinator waits this long for the agents of the last world.
     reregister_s: float = 2.0
-    # A lease on the store, where there is one, and how often it is renewed.
+    # A lease on the store, where there is one, is void so long after it was last renewed, ...
     lease_ttl_s: float = 2.0
+    # ... and is renewed this often.
     lease_renew_s: float = 0.5
 
 
@@ -107,9 +138,9 @@ def check(timing: Timing) -> list[str]:
     faults = [
         f"{field} = {value:g} s: must be positive"
         for field in timing.__struct_fields__
-        if field != "shutdown_timeout_s" and (value := getattr(timing, field)) <= 0
+        if field != "shutdown_timeout_s" and not (value := getattr(timing, field)) > 0  # nor NaN
     ]
-    if timing.shutdown_timeout_s < 0:
+    if not timing.shutdown_timeout_s >= 0:
         faults.append(f"shutdown_timeout_s = {timing.shutdown_timeout_s:g} s: must not be negative")
     for small, large, factor, why in PAIRS:
         a, b = getattr(timing, small), getattr(timing, large)
@@ -119,6 +150,9 @@ def check(timing: Timing) -> list[str]:
 
 
 assert not check(Timing()), check(Timing())
-assert Timing().silence_s < ISOLATION_LIMIT_S < FENCE_WAIT_S
+assert Timing().silence_s < ISOLATION_LIMIT_S
+assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < FENCE_WAIT_S
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
-assert HANDSHAKE_BYTES_MAX < FRAME_BYTES_MAX
+assert HANDSHAKE_BYTES_MAX < INBOX_BYTES_MAX < FRAME_BYTES_MAX
+assert SEND_BYTES_MAX >= 2 * FRAME_BYTES_MAX
+assert UNPROVEN_PATIENCE_S < HANDSHAKE_TIMEOUT_S

@@ -30,12 +30,17 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     assignment: Assignment
     state: GroupState
     failures: tuple[Failure, ...] = ()
+    # Its workers were asked to checkpoint; they will not go on by themselves.
+    draining: bool = False
 
 
 class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
     """An agent's first message in every session, and what it still holds.
 
     `ready` is False while its workers could not start quickly yet (the zygote still imports).
+    `welcomed`: a coordinator of this job has let it in before. `seen` is the highest fence that it
+    was ever assigned, with the restarts used by then: where there is no record, a coordinator
+    learns from it how far the job had come.
     """
 
     spec: JobSpec
@@ -43,6 +48,9 @@ class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
     offer: Offer
     holding: Holding | None = None
     ready: bool = True
+    welcomed: bool = False
+    seen: Fence | None = None
+    restarts_seen: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -6,9 +6,18 @@ or connections. `Fence` is the pair that everything which outlives a process car
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from elastane.core.limits import Timing
+from elastane.core.limits import LOCAL_WORLD_SIZE_MAX, NAME_CHARS_MAX, Timing
+
+# What the wire refuses to decode otherwise; a NaN is in no range. Names may be somewhat too long
+# here, so that the coordinator's door can refuse them in words.
+Name = Annotated[str, msgspec.Meta(max_length=4 * NAME_CHARS_MAX)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+LocalSize = Annotated[int, msgspec.Meta(ge=1, le=LOCAL_WORLD_SIZE_MAX)]
 
 
 class Fence(msgspec.Struct, frozen=True, order=True):
@@ -33,7 +42,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What all agents of a job must agree on before the first of them is let in."""
 
-    job: str
+    job: Name
     min_nodes: int
     max_nodes: int
     max_restarts: int
@@ -57,12 +66,12 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     gave by --local-addr, or empty: then the address is taken from the connection.
     """
 
-    node_id: str
-    incarnation: str
-    local_world_size: int
-    role: str = "default"
+    node_id: Name
+    incarnation: Name
+    local_world_size: LocalSize
+    role: Name = "default"
     node_rank: int | None = None
-    local_addr: str = ""
+    local_addr: Name = ""
     versions: Versions
 
 
@@ -74,7 +83,7 @@ class Offer(msgspec.Struct, frozen=True):
     TORCHELASTIC_USE_AGENT_STORE); else the worker of rank 0 is to bind it.
     """
 
-    port: int
+    port: Port
     agent_store: bool
 
 
@@ -139,7 +148,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     pid: int
     exit_code: int
-    age_s: float = 0.0
+    age_s: Seconds = 0.0
     message: str = ""
     error_file: str = ""
     log_file: str = ""

@@ -49,6 +49,8 @@ class EventKind(StrEnum):
     SIGNAL = "signal"
     ZYGOTE_WARM = "zygote-warm"
     ZYGOTE_DIED = "zygote-died"
+    ZYGOTE_PROBLEM = "zygote-problem"
+    ZYGOTE_FALLBACK = "zygote-fallback"
     # Told by the log itself.
     EVENTS_LOST = "events-lost"
 

@@ -47,8 +47,11 @@ def _place(survivors: list[NodeSpec], arrivals: list[NodeSpec]) -> list[NodeSpec
         (spec for spec in arrivals if spec.node_rank is not None), key=lambda s: s.node_rank or 0
     )
     order += [spec for spec in arrivals if spec.node_rank is None]
+    last = -1
     for spec in wishes:
-        order.insert(min(spec.node_rank or 0, len(order)), spec)
+        # Of two with the same wish, the first to arrive has it.
+        last = min(max(spec.node_rank or 0, last + 1), len(order))
+        order.insert(last, spec)
     return order
 
 

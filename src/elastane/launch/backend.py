@@ -49,6 +49,14 @@ def resolve(options: Options, conf: Conf, nodes: tuple[int, int]) -> tuple[Rende
     return Rendezvous("elastane", where.host, where.port, hosts=conf.is_host), notes
 
 
+def wished_rank(options: Options, conf: Conf) -> int | None:
+    """Return the place that this node asks for, None where it asks for none."""
+    rank = options.whole("node_rank") if "node_rank" in options.given else conf.rank
+    if rank is not None and rank < 0:
+        raise UsageError(f"--node-rank = {rank}", slug="node-rank", expected="0 or higher")
+    return rank
+
+
 def _backend(options: Options, max_nodes: int) -> Backend:
     if options.flag("standalone"):
         return "standalone"
@@ -136,11 +144,11 @@ def _static(options: Options, conf: Conf, nodes: tuple[int, int]) -> Rendezvous:
             expected="--rdzv-endpoint, or --master-addr and --node-rank",
             next_step="--rdzv-endpoint HOST:PORT, the same on all nodes, HOST one of them",
         )
-    rank = conf.rank if conf.rank is not None else options.whole("node_rank")
-    if not 0 <= rank < max_nodes:
+    rank = wished_rank(options, conf) or 0
+    if rank >= max_nodes:
         raise ConfigurationError(
             f"--node-rank {rank} of --nnodes {max_nodes}",
-            slug="bad-node-rank",
+            slug="node-rank",
             expected=f"0 to {max_nodes - 1}",
         )
     if not written:
@@ -157,7 +165,7 @@ def _check_port(where: Endpoint, written: str) -> None:
     if where.port == 0:
         raise ConfigurationError(
             f"port 0 in {written}: nobody else could find it",
-            slug="bad-endpoint",
+            slug="endpoint-syntax",
             expected="HOST:PORT with a port from 1 to 65535",
             next_step="--standalone needs no port",
         )

@@ -30,7 +30,10 @@ def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
     rendezvous, more = backend.resolve(options, conf, nodes)
     if rendezvous.backend == "standalone":
         nodes = (1, 1)
+    static = rendezvous.backend == "static"
     node = _node(options, conf, environ)
+    if static:
+        node = replace(node, node_rank=node.node_rank or 0)
     job, alone = identity.job_id(options, rendezvous, nodes)
     rendezvous = secured(replace(rendezvous, alone=alone), options, conf, environ)
     notes += [*conf.notes, *more, *_advice(rendezvous, node, environ)]
@@ -41,12 +44,13 @@ def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
             max_nodes=nodes[1],
             max_restarts=_max_restarts(options),
             identical_workers=environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1",
+            static=static,
             timing=_timing(options, conf, environ),
         ),
         node=node,
         rendezvous=rendezvous,
         command=command,
-        logs=read_logs(options, environ),
+        logs=read_logs(options, environ, node.local_world_size),
         signals=read_signals(options),
         environment=dict(environ),
         notes=tuple(notes),
@@ -149,14 +153,11 @@ def _node(options: Options, conf: Conf, environ: Mapping[str, str]) -> NodeWish:
     if node_id:
         identity.check_name("--node-id", node_id)
     identity.check_name("--role", options.text("role"))
-    rank = options.whole("node_rank") if "node_rank" in options.given else conf.rank
-    if rank is not None and rank < 0:
-        raise UsageError(f"--node-rank = {rank}", slug="bad-node-rank", expected="0 or higher")
     return NodeWish(
         node_id=node_id,
         local_world_size=read_nproc(options.text("nproc_per_node"), environ),
         role=options.text("role"),
-        node_rank=rank,
+        node_rank=backend.wished_rank(options, conf),
         local_addr=options.text("local_addr"),
     )
 
@@ -168,7 +169,8 @@ def _advice(rendezvous: Rendezvous, node: NodeWish, environ: Mapping[str, str]) 
             f"OMP_NUM_THREADS=1 for each of {node.local_world_size} workers, so that they do not "
             "fight over the CPUs; set it to choose another number"
         )
-    if not rendezvous.token and rendezvous.tls is None:
+    # A shared folder holds a secret of its own, for whoever may read the folder.
+    if not rendezvous.token and rendezvous.tls is None and rendezvous.backend != "file":
         notes.append(
             "this job has no secret: whoever reaches its coordinator can join it; set "
             "ELASTANE_TOKEN or --token-file to the same on all nodes"

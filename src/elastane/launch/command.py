@@ -12,10 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastane.errors import UsageError
-from elastane.launch.config import Command, CommandKind, Logs, Streams
+from elastane.launch.config import Command
 from elastane.launch.parser import Options
-
-_STD_MAX = 3
+from elastane.runtime.process import WorkerKind
+from elastane.runtime.streams.files import default_base_dir
+from elastane.runtime.streams.plan import (
+    LogPlan,
+    StdMap,
+    parse_ranks,
+    parse_std_map,
+    prefix_template,
+)
 
 
 def read_command(options: Options, environ: Mapping[str, str]) -> Command:
@@ -34,36 +41,23 @@ def read_command(options: Options, environ: Mapping[str, str]) -> Command:
         python=python,
         zygote=zygote,
         preload=tuple(filter(None, preload)),
+        cwd=str(Path.cwd()),
     )
 
 
-def read_logs(options: Options, environ: Mapping[str, str]) -> Logs:
-    """Return where output goes."""
-    folder = options.text("log_dir")
-    return Logs(
-        folder="" if folder == "/dev/null" else folder,
-        files=folder != "/dev/null",
-        redirects=read_streams("--redirects", options.text("redirects")),
-        tee=read_streams("--tee", options.text("tee")),
-        shown=_read_ranks(options.text("local_ranks_filter")),
-        prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
+def read_logs(options: Options, environ: Mapping[str, str], local_world_size: int) -> LogPlan:
+    """Return where output goes; without --log-dir, to a folder of this user's own."""
+
+    def streams(dest: str) -> StdMap:
+        return parse_std_map(options.text(dest), local_world_size, option=f"--{dest}")
+
+    return LogPlan(
+        base_dir=options.text("log_dir") or default_base_dir(),
+        redirects=streams("redirects"),
+        tee=streams("tee"),
+        console_ranks=parse_ranks(options.text("local_ranks_filter")),
+        prefix=prefix_template(environ),
     )
-
-
-def read_streams(option: str, text: str) -> Streams:
-    """Read `0` to `3`, or `RANK:STD,RANK:STD` (ranks that are not named have 0)."""
-    try:
-        if ":" not in text:
-            return Streams(default=_std(text))
-        pairs = [pair.split(":") for pair in text.split(",")]
-        by_rank = {int(rank): _std(std) for rank, std in pairs}
-    except ValueError:
-        raise UsageError(
-            f"{option} = {text!r}",
-            slug="bad-option-value",
-            expected="0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as in 0:3,1:2",
-        ) from None
-    return Streams(by_rank=tuple(sorted(by_rank.items())))
 
 
 def read_signals(options: Options) -> tuple[str, ...]:
@@ -80,7 +74,7 @@ def read_signals(options: Options) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _kind(options: Options) -> CommandKind:
+def _kind(options: Options) -> WorkerKind:
     if options.flag("run_path"):
         return "run-path"  # it takes precedence over --no-python, as in torchrun
     if options.flag("no_python"):
@@ -94,7 +88,7 @@ def _kind(options: Options) -> CommandKind:
     return "module" if options.flag("module") else "script"
 
 
-def _check_target(kind: CommandKind, target: str) -> None:
+def _check_target(kind: WorkerKind, target: str) -> None:
     if kind == "module":
         return
     if kind == "exec":
@@ -125,23 +119,3 @@ def _nearest(path: Path) -> str:
         return f"a folder {path.parent}, which does not exist"
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean {path.with_name(near[0])}?" if near else ""
-
-
-def _std(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= _STD_MAX:
-        raise ValueError(text)
-    return value
-
-
-def _read_ranks(text: str) -> frozenset[int] | None:
-    if not text:
-        return None
-    pieces = text.split(",")
-    if not all(piece.strip().isdecimal() for piece in pieces):
-        raise UsageError(
-            f"--local-ranks-filter = {text!r}",
-            slug="bad-option-value",
-            expected="local ranks with commas between, as in 0,1,2",
-        )
-    return frozenset(int(piece) for piece in pieces)

@@ -26,7 +26,8 @@ _IDLE = {
     "read_timeout": "no store is read; see silence",
     "store_type": "the coordinator keeps the state itself",
 }
-_OTHER = ("token", "is_host", "rank", "keep_alive_max_attempt")
+_TLS = ("tls_cert", "tls_key", "tls_ca")
+_OTHER = ("token", "is_host", "rank", "keep_alive_max_attempt", *_TLS)
 _FIELDS = Timing.__struct_fields__
 
 
@@ -38,6 +39,7 @@ class Conf:
     token: str = field(default="", repr=False)
     is_host: bool | None = None
     rank: int | None = None
+    tls: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -62,6 +64,7 @@ def read_conf(text: str) -> Conf:
         token=pairs.get("token", ""),
         is_host=_yes(pairs["is_host"]) if "is_host" in pairs else None,
         rank=int(_number("rank", pairs["rank"])) if "rank" in pairs else None,
+        tls={key: pairs[key] for key in _TLS if key in pairs},
         notes=tuple(
             f"--rdzv-conf {key} has no effect here: {_IDLE[key]}" for key in pairs if key in _IDLE
         ),

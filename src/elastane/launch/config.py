@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastane.core.model import JobSpec
+from elastane.runtime.process import WorkerKind
+from elastane.runtime.streams.plan import LogPlan
 
 Backend = Literal["standalone", "elastane", "static", "file"]
-CommandKind = Literal["script", "module", "run-path", "exec"]
 
 
 @dataclass(frozen=True)
@@ -58,36 +59,13 @@ class NodeWish:
 class Command:
     """What each worker runs. `args` may hold the `${local_rank}` macro."""
 
-    kind: CommandKind
+    kind: WorkerKind
     target: str
     args: tuple[str, ...]
     python: str
     zygote: bool
     preload: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Which streams of which local rank are meant: 0 none, 1 stdout, 2 stderr, 3 both."""
-
-    default: int = 0
-    by_rank: tuple[tuple[int, int], ...] = ()
-
-    def of(self, local_rank: int) -> int:
-        """Return the bits for one local rank."""
-        return dict(self.by_rank).get(local_rank, self.default)
-
-
-@dataclass(frozen=True)
-class Logs:
-    """Where output goes. `shown` is the local ranks on the console; None for all."""
-
-    folder: str = ""
-    files: bool = True
-    redirects: Streams = Streams()
-    tee: Streams = Streams()
-    shown: frozenset[int] | None = None
-    prefix: str = ""
+    cwd: str
 
 
 @dataclass(frozen=True)
@@ -98,7 +76,7 @@ class LaunchConfig:
     node: NodeWish
     rendezvous: Rendezvous
     command: Command
-    logs: Logs
+    logs: LogPlan
     signals: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
     notes: tuple[str, ...] = ()

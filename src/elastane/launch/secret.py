@@ -31,13 +31,19 @@ def secured(
             slug="token-unreadable",
             expected="one of them",
         )
-    token = _read(path) if path else conf.token or environ.get("ELASTANE_TOKEN", "").strip()
+    token = read_token(path) if path else conf.token or environ.get("ELASTANE_TOKEN", "").strip()
     if not token and rendezvous.alone:
         token = secrets.token_hex(16)
-    return replace(rendezvous, token=token, tls=_tls(options))
+
+    def file(name: str) -> str:
+        return options.text(name) or conf.tls.get(name, "")
+
+    tls = read_tls((file("tls_cert"), file("tls_key"), file("tls_ca")))
+    return replace(rendezvous, token=token, tls=tls)
 
 
-def _read(path: str) -> str:
+def read_token(path: str) -> str:
+    """Return the secret in a file; ConfigurationError where it holds none."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             token = file.read(_TOKEN_CHARS_MAX + 1).strip()
@@ -58,8 +64,8 @@ def _unreadable(path: str, reason: str) -> ConfigurationError:
     )
 
 
-def _tls(options: Options) -> Tls | None:
-    files = [options.text(f"tls_{part}") for part in ("cert", "key", "ca")]
+def read_tls(files: tuple[str, str, str]) -> Tls | None:
+    """Return certificate, key and authority, which are all given or none; they must be there."""
     if not any(files):
         return None
     if not all(files):

@@ -5,9 +5,9 @@ Pure text. It owns the wording of an end; the verdict itself comes from core.dia
 
 from __future__ import annotations
 
-import signal
 import textwrap
 
+from elastane.core.diagnosis import exit_text
 from elastane.core.model import Cause, Failure, Outcome
 
 WIDTH = 100
@@ -36,16 +36,6 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
     return "\n".join([f"╔{rule}╗", *lines, f"╚{rule}╝"])
 
 
-def exit_words(exit_code: int) -> str:
-    """Return what an exit code says: a signal's name where it was one."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"killed by signal {-exit_code}"
-
-
 def _cause_lines(cause: Cause) -> list[str]:
     lines = _wrapped("root cause", cause.what)
     where = [f"node {cause.node_id}"] if cause.node_id else []
@@ -64,7 +54,7 @@ def _cause_lines(cause: Cause) -> list[str]:
 
 
 def _failure_lines(failure: Failure) -> list[str]:
-    lines = _wrapped("evidence", exit_words(failure.exit_code))
+    lines = _wrapped("evidence", exit_text(failure.exit_code))
     said = failure.message.strip("\n").splitlines()
     for number, line in enumerate(said[-MESSAGE_LINES_MAX:]):
         lines += _wrapped("it said" if number == 0 else " ", line.rstrip(), lines_max=3)

@@ -112,7 +112,7 @@ class EventLog:
 def _lost_note(lost: int) -> Note:
     return Note(
         kind=EventKind.EVENTS_LOST,
-        reason=f"{lost} events could not be written before this one",
+        reason=f"{lost} events before this one could not be written",
         data={"events": lost},
     )
 

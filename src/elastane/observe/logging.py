@@ -13,7 +13,20 @@ from collections import OrderedDict
 
 from elastane.core.notes import EventKind, Note
 from elastane.errors import UsageError
+from elastane.observe.box import render_box
 from elastane.runtime.streams.console import Console, process_console
+
+__all__ = [
+    "ConsoleHandler",
+    "flush",
+    "level_of",
+    "note_level",
+    "note_line",
+    "one_line",
+    "render_box",
+    "setup",
+    "tell",
+]
 
 DEFAULT_LEVEL = "WARNING"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

@@ -79,7 +79,7 @@ def make_event(note: Note, teller: Teller, *, source: str, seq: int, now_ns: int
         pid=teller.pid,
         round=note.fence.round if note.fence else None,
         attempt=note.fence.attempt if note.fence else None,
-        data={key: _bounded(value) for key, value in note.data.items()},
+        data={_text(key, NAME_CHARS_MAX): _bounded(value) for key, value in note.data.items()},
         source=source,
     )
 

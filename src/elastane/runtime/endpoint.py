@@ -30,7 +30,7 @@ _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|[0-9A-Fa-f:.]+(%[A-Za-z
 _offload = Offload()
 
 
-class Address(msgspec.Struct, frozen=True):
+class Endpoint(msgspec.Struct, frozen=True):
     """A host, by name or number, and a TCP port."""
 
     host: str
@@ -41,10 +41,10 @@ class Address(msgspec.Struct, frozen=True):
         return f"{host}:{self.port}"
 
 
-STANDALONE = Address("127.0.0.1", 0)
+STANDALONE = Endpoint("127.0.0.1", 0)
 
 
-def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Address:
+def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
     """Return the address that `host`, `host:port`, `[v6]` or `[v6]:port` names.
 
     Port 0 means: any that is free. Raises UsageError that names the value.
@@ -64,7 +64,7 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Address:
         raise _usage(text, "the host is empty")
     if not _HOST.fullmatch(host) or (":" in host and not _is_ipv6(host)):
         raise _usage(text, f"{host!r} is no host name or address")
-    return Address(host, default_port if port is None else _parse_port(text, port))
+    return Endpoint(host, default_port if port is None else _parse_port(text, port))
 
 
 def _parse_port(text: str, port: str) -> int:
@@ -214,7 +214,7 @@ def listen(host: str, port: int) -> socket.socket | None:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             return None
-        raise _unlistenable(Address(host, port), error) from error
+        raise _unlistenable(Endpoint(host, port), error) from error
     return sock
 
 
@@ -236,7 +236,7 @@ def _has_ipv6() -> bool:
     return socket.has_ipv6 and _can_bind(ipaddress.IPv6Address("::"))
 
 
-def _unlistenable(address: Address, error: OSError) -> ConfigurationError:
+def _unlistenable(address: Endpoint, error: OSError) -> ConfigurationError:
     if error.errno == errno.EACCES:
         step = f"choose a port of 1024 or higher, as in --rdzv-endpoint {address.host}:29400"
     elif error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:

@@ -60,6 +60,9 @@ async def launch(
     except TimeoutError:
         process.kill_group(signal.SIGKILL)
         error = f"no answer in {EXEC_TIMEOUT_S:g} s".encode()
+    except asyncio.CancelledError:
+        process.kill_group(signal.SIGKILL)  # nobody would hold it
+        raise
     finally:
         os.close(read)
     if error:
@@ -78,12 +81,17 @@ async def _read_to_end(fd: int) -> bytes:
     """Return what comes until the other end closes, which exec does."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(fd, lambda: readable.done() or readable.set_result(None))
+    loop.add_reader(fd, _settle, readable)
     try:
         await asyncio.wait_for(readable, EXEC_TIMEOUT_S)
         return os.read(fd, ERROR_BYTES_MAX)
     finally:
         loop.remove_reader(fd)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _become(

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Number of membarrier(2), which no header of Python names.
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
-_MEMBARRIER_GLOBAL = 1
+_BARRIER_FOR_REGISTERED, _BARRIER_REGISTER = 2, 4
 # Where there is no membarrier: a store buffer drains within microseconds.
 _DRAIN_S = 0.001
 # Past the largest descriptor that anybody holds; close_range(2) is what closerange calls.
@@ -50,9 +50,15 @@ def die_with_parent(parent: int) -> None:
         raise ProcessLookupError(f"parent {parent} is gone")
 
 
-def memory_barrier_everywhere() -> None:
-    """Make every running thread of the machine pass a full memory barrier."""
-    if _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _MEMBARRIER_GLOBAL, 0, 0) != 0:
+def accept_barriers() -> None:
+    """Have this process pass a full barrier whenever another one calls `impose_barrier`."""
+    if _MEMBARRIER is not None:
+        _libc.syscall(_MEMBARRIER, _BARRIER_REGISTER, 0, 0)
+
+
+def impose_barrier() -> None:
+    """Make every running thread of processes that accept it pass a full memory barrier."""
+    if _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _BARRIER_FOR_REGISTERED, 0, 0) != 0:
         time.sleep(_DRAIN_S)
 
 
@@ -68,7 +74,8 @@ def place_descriptors(wanted: Mapping[int, int], keep: Iterable[int] = ()) -> di
         os.dup2(fd, number, inheritable=True)
     lowest = 0
     for fd in sorted({*wanted, *moved.values()}):
-        os.closerange(lowest, fd)
+        if lowest < fd:  # an empty range at 0 would mean all
+            os.closerange(lowest, fd)
         lowest = fd + 1
     os.closerange(lowest, _DESCRIPTOR_MAX)
     return moved
@@ -78,7 +85,8 @@ def set_command_line(argv: Iterable[str]) -> None:
     """Show `argv` where ps and /proc look, cut to the room that this process was started with."""
     fields = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-    text = b"\0".join(os.fsencode(argument) for argument in argv)
+    text = b" ".join(os.fsencode(argument) for argument in argv)
     room = end - start
-    # The last byte stays NUL: another value tells the kernel to read on into the environment.
-    ctypes.memmove(start, text[: room - 1].ljust(room, b"\0"), room)
+    # One string whose area does not end in NUL: the kernel shows it up to its own NUL, where
+    # a list would show all the NULs that pad it (get_mm_proctitle of fs/proc/base.c).
+    ctypes.memmove(start, text[: room - 2].ljust(room - 1, b"\0") + b"\1", room)

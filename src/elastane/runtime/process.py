@@ -162,6 +162,11 @@ def adopt(pid: int, pidfd: int | None = None) -> WorkerProcess:
     return process
 
 
+def is_ours(pid: int) -> bool:
+    """Whether `pid` is, or while one is being spawned may be, a child that was started here."""
+    return pid in _ours or _spawns_in_flight > 0
+
+
 @contextmanager
 def spawning() -> Iterator[None]:
     """Hold orphan reaping off: a child that just arrived may not be known as ours yet."""

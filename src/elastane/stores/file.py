@@ -95,7 +95,7 @@ class FileStore:
         self.timeout_s = timeout_s
         self.clock = clock
         self._poll_s = poll_s
-        self._on_step = on_step
+        self.on_step = on_step
         self._offload = Offload()
         self._identity: Page | None = None
         self._sightings: dict[str, _Sighting] = {}
@@ -238,7 +238,7 @@ class FileStore:
             if self.clock() > deadline:  # the caller was told so: do not write behind its back
                 raise hangs(self.folder, self.timeout_s)
 
-        return Hooks(on_step=self._on_step, on_skip=self._skip, guard=guard)
+        return Hooks(on_step=self.on_step, on_skip=self._skip, guard=guard)
 
     def _skip(self, path: Path, why: str) -> None:
         if path not in self._skipped and len(self._skipped) < _SKIPS_NAMED_MAX:
@@ -327,6 +327,7 @@ class FileLease:
 
     def _beat(self, terms: Pages, page: Page) -> None:
         self._beats += 1
+        self._store.on_step("beat")
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(_beat_file(terms, page), flags, 0o600)
         try:

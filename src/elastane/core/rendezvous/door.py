@@ -5,10 +5,10 @@ from __future__ import annotations
 from elastane.core.effects import Hangup, Send
 from elastane.core.events import Received
 from elastane.core.limits import CONTEST_S, NAME_CHARS_MAX
-from elastane.core.messages import Holding, Join, Refused, Stop, Welcome
-from elastane.core.model import Fence
+from elastane.core.messages import Close, Holding, Join, Refused, Stop, Welcome
+from elastane.core.model import Fence, Outcome
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import presence, reports
+from elastane.core.rendezvous import phases, presence, reports
 from elastane.core.rendezvous.state import Claim, Node, Phase, State
 
 
@@ -17,9 +17,15 @@ def knock(state: State, event: Received) -> None:
     assert isinstance(event.message, Join)
     join = event.message
     refusal = _refusal(state, join)
-    if refusal:
+    if state.outcome is not None and join.welcomed and join.spec == state.spec:
+        _dismiss(state, event, state.outcome)
+    elif refusal:
         _refuse(state, event.session, join.node.node_id, refusal)
-        return
+    else:
+        _enter(state, event, join)
+
+
+def _enter(state: State, event: Received, join: Join) -> None:
     old = state.nodes.get(join.node.node_id)
     if old is None:
         _admit(state, event)
@@ -30,6 +36,15 @@ def knock(state: State, event: Received) -> None:
         _admit(state, event)
     else:
         _contest(state, event)
+
+
+def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
+    """Tell an agent of this job, which comes back after its end, how it ended."""
+    assert isinstance(event.message, Join)
+    old = state.nodes.get(event.message.node.node_id)
+    if old is not None:
+        state.forget(old)
+    state.out += [Send(event.session, Close(outcome)), Hangup(event.session, outcome.reason)]
 
 
 def settle_contests(state: State) -> None:
@@ -48,7 +63,7 @@ def settle_contests(state: State) -> None:
         else:
             if old is not None:
                 presence.depart(state, old, "the same node came back as a new agent")
-            _admit(state, event)
+            knock(state, event)
 
 
 def _contest(state: State, event: Received) -> None:
@@ -192,6 +207,7 @@ def _admit(state: State, event: Received) -> None:
         heard_s=state.now_s,
         ready=join.ready,
     )
+    _learn(state, join)
     state.nodes[node.id] = node
     state.by_session[event.session] = node.id
     state.presence_s = min(state.presence_s, state.now_s + state.spec.timing.silence_s)
@@ -218,6 +234,7 @@ def _admit_again(state: State, event: Received, node: Node) -> None:
     if node.session is not None:
         state.by_session.pop(node.session, None)
         state.out.append(Hangup(node.session, "the agent has a newer connection"))
+    _learn(state, join)
     node.session, node.heard_s, node.offer = event.session, state.now_s, join.offer
     node.peer_host, node.local_host, node.ready = event.peer_host, event.local_host, join.ready
     state.by_session[event.session] = node.id
@@ -228,7 +245,26 @@ def _admit_again(state: State, event: Received, node: Node) -> None:
         presence.fault(state, f"node {node.id} lost its workers: {why}").departed.append(node.id)
     _take_holding(state, node, join.holding)
     state.refile(node)
+    if state.phase is Phase.DRAINING and state.is_member(node):
+        phases.ask_to_drain(state, node)
     state.tell(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
+
+
+def _learn(state: State, join: Join) -> None:
+    """Take in what this agent knows of the job's past."""
+    state.hold_up(join.seen)
+    if not state.store_backed:
+        used = min(join.restarts_seen, state.budget.allowed)
+        state.budget.used = max(state.budget.used, used)
+        if join.welcomed and state.world is None:
+            # There was a coordinator before this one: others may yet come with their workers.
+            wait_s = state.spec.timing.reregister_s
+            state.not_before_s = max(state.not_before_s, state.started_s + wait_s)
+    world, held = state.world, join.holding
+    holds = held is not None and world is not None and held.assignment.fence == world.fence
+    if state.intact and world is not None and not holds:
+        if world.node_rank(join.node.node_id) is not None:
+            state.intact = False  # One of its nodes has no workers of it.
 
 
 def _welcome(state: State, node: Node) -> None:
@@ -238,15 +274,19 @@ def _welcome(state: State, node: Node) -> None:
 def _take_holding(state: State, node: Node, holding: Holding | None) -> None:
     """Record what workers an agent brings along, and have them stopped where they are stale."""
     node.fence = holding.assignment.fence if holding else None
-    node.state = "running"
+    node.state, node.draining, node.stray = "running", False, False
     if holding is None:
         return
     fence = holding.assignment.fence
-    state.floor = fence if state.floor is None else max(state.floor, fence)
+    state.hold_up(fence)
+    node.draining = holding.draining
     if state.world is None and state.phase in (Phase.FORMING, Phase.RECOVERING):
         _claim(state, node, holding)
     current = state.world.fence if state.world else (state.claim.fence if state.claim else None)
-    if fence != current or not _in_world(state, node, fence) or state.phase is Phase.STOPPING:
+    if state.store_backed and current is not None and fence > current:
+        return  # Another coordinator has settled it: this one is deposed, and is to learn of it.
+    node.stray = fence != current or not _in_world(state, node, fence)
+    if node.stray or state.phase is Phase.STOPPING:
         _stop(state, node, fence)
         return
     if holding.state == "succeeded":
@@ -278,7 +318,6 @@ def _claim(state: State, node: Node, holding: Holding) -> None:
         claim = Claim(
             fence=assignment.fence,
             size=assignment.nodes,
-            restarts_used=assignment.restarts_used,
             seats={},
         )
         state.claim = claim

@@ -8,6 +8,7 @@ could be in it is known.
 from __future__ import annotations
 
 from elastane.core import invariants
+from elastane.core.limits import FENCE_WAIT_S
 from elastane.core.messages import Assign
 from elastane.core.notes import EventKind
 from elastane.core.ranks import Candidate, Place, assignments, choose, next_fence, world_of
@@ -30,6 +31,7 @@ def arrivals_due(state: State) -> list[str]:
     room = state.spec.max_nodes - len(state.world.members)
     waiting = sorted(state.idle - state.unready)
     if room <= 0 or not waiting:
+        state.first_arrival_s = None  # Those who only warm up are not being gathered yet.
         return []
     first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
     timing = state.spec.timing
@@ -44,9 +46,15 @@ def rule(state: State) -> bool:
     """Settle the next world when it is due, or end the job when nobody comes."""
     if state.away:
         return False  # Its grace to come back is short, and bounded by presence.
-    due_s = max(state.not_before_s, state.fence_until_s)
+    holders = [i for i in state.holding if state.is_member(state.nodes[i])]
+    if holders:
+        state.enter(Phase.RECOVERING, f"{', '.join(sorted(holders))} still has its workers")
+        return True
+    fenced_s = state.phase_s + FENCE_WAIT_S if state.store_backed and state.intact else 0.0
+    due_s = max(state.not_before_s, fenced_s)
     if state.now_s < due_s:
-        _explain_wait(state)
+        if state.now_s < fenced_s:
+            _explain_wait(state)
         state.wait_until(due_s)
         return False
     if len(state.idle) < state.spec.min_nodes:
@@ -70,14 +78,13 @@ def rule(state: State) -> bool:
 
 
 def _explain_wait(state: State) -> None:
-    if state.fence_until_s > max(state.now_s, state.not_before_s):
-        reason = (
-            "no node of the last world can be reached; it may still train where this"
-            " coordinator cannot see it, and stops itself before this wait ends"
-        )
-        if state.phase_reason != reason:
-            state.phase_reason = reason
-            state.tell(EventKind.WAITING, reason)
+    reason = (
+        "no node of the last world can be reached; it may still train where this"
+        " coordinator cannot see it, and stops itself before this wait ends"
+    )
+    if state.phase_reason != reason:
+        state.phase_reason = reason
+        state.tell(EventKind.WAITING, reason)
 
 
 def _wait_for_nodes(state: State) -> bool:
@@ -90,7 +97,7 @@ def _wait_for_nodes(state: State) -> bool:
         f"{here} of at least {needed} nodes are here ({names}); the job waits for"
         f" {needed - here} more, {limit_s:g} s at most"
     )
-    if reason != state.phase_reason:
+    if reason != state.phase_reason and state.nodes:  # with nobody here, nobody waits
         state.phase_reason = reason
         state.tell(EventKind.WAITING, reason, nodes=here, min_nodes=needed)
     state.wait_until(state.phase_s + limit_s)
@@ -99,7 +106,10 @@ def _wait_for_nodes(state: State) -> bool:
 
 def settle(state: State, why: str) -> bool:
     """Decide the next world, make it durable, and tell each member its assignment."""
-    ids = state.idle - state.unready if state.follow_up else state.idle
+    ids = state.idle
+    if state.follow_up and state.world is not None:
+        # Nobody waits for an arrival that is not ready; a survivor is never left out for that.
+        ids = ids - (state.unready - {m.node_id for m in state.world.members})
     if len(ids) < state.spec.min_nodes:
         ids = state.idle
     candidates = [
@@ -125,12 +135,13 @@ def settle(state: State, why: str) -> bool:
     assert not fault, fault
     state.world = world
     state.floor = world.fence
+    state.intact = True
     state.running_s, state.first_arrival_s = state.now_s, None
     state.persist()
     for node, assignment in zip(members, given, strict=True):
-        node.fence, node.state = world.fence, "running"
+        node.fence, node.state, node.stray = world.fence, "running", False
         node.failures, node.progress = (), None
-        node.marked = node.drained = False
+        node.marked = node.drained = node.draining = False
         state.refile(node)
         state.send(node, Assign(assignment))
     state.enter(Phase.RUNNING, reason)

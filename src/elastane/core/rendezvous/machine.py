@@ -45,6 +45,7 @@ class Rendezvous:
         self._state = State(spec, budget, store_backed, now_s, now_s)
         self._state.phase_s = now_s
         self._state.previous_holder = previous_holder
+        self._state.wake_s = now_s
         if record is not None:
             phases.recover(self._state, record)
 
@@ -87,8 +88,8 @@ class Rendezvous:
                 return True
             case Received():
                 return reports.take(state, event.session, event.message)
-            case Broken(session=session, reason=reason):
-                presence.broken(state, session, reason)
+            case Broken():
+                presence.broken(state, event)
                 return True
             case AuthorityChanged(held=held, reason=reason):
                 self._set_authority(held, reason)

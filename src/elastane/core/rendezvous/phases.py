@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastane.core.effects import Finished
-from elastane.core.limits import CLOSE_S, FENCE_WAIT_S, STOP_MARGIN_S, VERDICT_S
+from elastane.core.limits import CLOSE_S, STOP_MARGIN_S, VERDICT_S
 from elastane.core.messages import Drain, DrainTarget, Release, Stop
-from elastane.core.model import Record, World
+from elastane.core.model import Fence, Record, World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
 from elastane.core.rendezvous import ending, forming, presence, reports
@@ -28,8 +28,10 @@ def recover(state: State, record: Record) -> None:
     """Take up a job from its durable record, in a new coordinator."""
     state.versions, state.world, state.outcome = record.versions, record.world, record.outcome
     if record.outcome is not None:
+        state.closes_anew = True
         state.enter(Phase.CLOSING, f"the job has ended: {record.outcome.reason}")
     elif record.world is not None:
+        state.intact = True
         state.enter(
             Phase.RECOVERING,
             f"a new coordinator waits for the {len(record.world.members)} nodes of"
@@ -38,9 +40,14 @@ def recover(state: State, record: Record) -> None:
 
 
 def _recovering(state: State) -> bool:
-    expected, present = _last_world(state)
-    missing = [node_id for node_id in expected if node_id not in {n.id for n in present}]
     deadline_s = state.phase_s + state.spec.timing.reregister_s
+    size = len(state.world.members) if state.world else state.claim.size if state.claim else 0
+    if len(state.nodes) < size - 1 and state.now_s < deadline_s:
+        state.wait_until(deadline_s)  # Keeps the return of a large world linear.
+        return False
+    expected, present = _last_world(state)
+    here = {node.id for node in present}
+    missing = [node_id for node_id in expected if node_id not in here]
     # The one whose coordinator ended has most likely ended with it.
     waits_for = [node_id for node_id in missing if node_id != state.previous_holder]
     if missing and (waits_for or not present) and state.now_s < deadline_s:
@@ -58,8 +65,6 @@ def _recovering(state: State) -> bool:
         reason = f"{lost} did not come back to the new coordinator within its time"
         state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=missing)
         return _stop_world(state, reason)
-    if missing and state.store_backed and not present:
-        state.fence_until_s = state.now_s + FENCE_WAIT_S
     forming.begin(state, "none of the last world's workers is left", follow_up=bool(present))
     return True
 
@@ -79,8 +84,13 @@ def _last_world(state: State) -> tuple[list[str], list[Node]]:
 
 def _adopt_claim(state: State, present: list[Node]) -> None:
     assert state.claim is not None, "recovering needs a record or a claim"
-    state.world = World(fence=state.claim.fence, members=tuple(member_of(n.spec) for n in present))
-    state.budget.used = max(state.budget.used, state.claim.restarts_used)
+    fence = state.claim.fence
+    state.world = World(fence=fence, members=tuple(member_of(n.spec) for n in present))
+    for node in [*state.nodes.values()]:
+        state.refile(node)  # What they said of themselves counts from now on.
+    if sum(node.fence == fence for node in present) < state.claim.size:
+        # Not the membership that this round had: whatever follows is another round.
+        state.hold_up(Fence(fence.round, fence.attempt + 1))
 
 
 def _resume(state: State, present: list[Node]) -> bool:
@@ -91,6 +101,8 @@ def _resume(state: State, present: list[Node]) -> bool:
     for node in present:
         failures, node.failures = node.failures, ()
         reports.failed(state, node, failures)
+    if state.incident is None and any(node.draining for node in present):
+        return _drain_world(state, "going on with the drain that the last coordinator began")
     return True
 
 
@@ -112,25 +124,33 @@ def _running(state: State) -> bool:
 
 
 def _drain_world(state: State, reason: str) -> bool:
-    assert state.world is not None
-    fence = state.world.fence
     state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
-    state.aimed = False
+    state.aimed, state.target = False, None
     state.enter(Phase.DRAINING, reason)
     state.tell(EventKind.DRAIN_STARTED, reason)
-    message = Drain(fence=fence, timeout_s=state.spec.timing.drain_timeout_s, reason=reason)
     for node in [state.nodes[i] for i in sorted(state.holding)]:
-        node.marked = node.drained = False
+        node.marked = node.drained = node.draining = False
         state.refile(node)
-        state.send(node, message)
+        ask_to_drain(state, node)
     return True
+
+
+def ask_to_drain(state: State, node: Node) -> None:
+    """Send what `node` has to know of the drain in hand; again, to one that comes back in it."""
+    assert state.world is not None
+    fence, timeout_s = state.world.fence, state.spec.timing.drain_timeout_s
+    if state.aimed and not node.drained:
+        state.send(node, DrainTarget(fence=fence, calls=state.target))
+    elif not node.marked:
+        state.send(node, Drain(fence=fence, timeout_s=timeout_s, reason=state.phase_reason))
 
 
 def _draining(state: State) -> bool:
     assert state.world is not None and state.incident is not None
     if not state.incident.planned:
         return _stop_world(state, state.incident.reason)
-    if len(state.succeeded) == len(state.world.members):
+    # Once they are asked to checkpoint, workers that exit with 0 may have done just that.
+    if not state.aimed and len(state.succeeded) == len(state.world.members):
         return ending.success(state)
     if not state.aimed and not state.unmarked:
         _aim(state)
@@ -153,9 +173,9 @@ def _aim(state: State) -> None:
     state.aimed = True
     nodes = [state.nodes[i] for i in sorted(state.holding)]
     furthest = max((node.calls or 0 for node in nodes), default=0)
-    target = DrainTarget(fence=state.world.fence, calls=furthest + 1 if furthest else None)
+    state.target = furthest + 1 if furthest else None
     for node in nodes:
-        state.send(node, target)
+        ask_to_drain(state, node)
 
 
 def _stop_world(state: State, reason: str) -> bool:
@@ -216,7 +236,7 @@ def _release_leaving(state: State) -> None:
 
 def _closing(state: State) -> bool:
     due_s = state.phase_s + CLOSE_S
-    if state.nodes and state.now_s < due_s:
+    if (state.nodes or state.closes_anew) and state.now_s < due_s:
         state.wait_until(due_s)
         return False
     assert state.outcome is not None

@@ -8,23 +8,25 @@ judged by the coordinator's own clock alone.
 from __future__ import annotations
 
 from elastane.core.effects import Hangup
-from elastane.core.limits import FENCE_WAIT_S, REJOIN_GRACE_S
+from elastane.core.events import Broken
+from elastane.core.limits import REJOIN_GRACE_S
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous.state import Incident, Node, Phase, State
 
 
-def broken(state: State, session: int, reason: str) -> None:
-    """Take note that `session` ended from the other side."""
-    for contested, event in [*state.contests.items()]:
-        if event.session == session:
+def broken(state: State, event: Broken) -> None:
+    """Take note that a session ended from the other side."""
+    for contested, join in [*state.contests.items()]:
+        if join.session == event.session:
             del state.contests[contested], state.contest_s[contested]
-    node_id = state.by_session.pop(session, None)
+    node_id = state.by_session.pop(event.session, None)
     if node_id is None:
         return
     node = state.nodes[node_id]
-    node.session, node.broken_s, node.broken_reason = None, state.now_s, reason
+    node.session, node.broken_s = None, state.now_s
+    node.broken_reason, node.broken_clean = event.reason, event.clean
     state.refile(node)
-    state.presence_s = min(state.presence_s, state.now_s)
+    state.presence_s = min(state.presence_s, state.now_s + REJOIN_GRACE_S)
 
 
 def look(state: State) -> None:
@@ -66,7 +68,8 @@ def depart(state: State, node: Node, why: str) -> None:
         Phase.DRAINING,
         Phase.STOPPING,
     )
-    silent = node.session is not None
+    if member and (node.fence is None or (node.session is None and node.broken_clean)):
+        state.intact = False  # Its process is gone, and took its workers along.
     state.forget(node)
     if state.phase in (Phase.CLOSING, Phase.CLOSED):
         return
@@ -74,9 +77,6 @@ def depart(state: State, node: Node, why: str) -> None:
     if not (member and in_force) or (node.leaving and state.phase is Phase.STOPPING):
         return
     fault(state, f"node {node.id} departed: {why}").departed.append(node.id)
-    if silent and state.store_backed and not state.holding:
-        # Nobody of the old world is with us: it may still train somewhere that we cannot see.
-        state.fence_until_s = state.now_s + FENCE_WAIT_S
 
 
 def fault(state: State, reason: str) -> Incident:

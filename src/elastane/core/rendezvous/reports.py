@@ -62,9 +62,11 @@ def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
     if not failures:
         return
     node.state = "failed"
+    if state.phase in (Phase.RECOVERING, Phase.FORMING):
+        node.failures = failures  # Told when the world is found to be in force.
+        return
     if state.phase is Phase.DRAINING:
-        # Its peers may have checkpointed and gone; a failure now is a drain that ended early.
-        node.marked = node.drained = True
+        _failed_in_drain(state, node, failures)
         return
     if state.phase not in (Phase.RUNNING, Phase.STOPPING) or not state.is_member(node):
         return
@@ -82,10 +84,24 @@ def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
     ]
 
 
+def _failed_in_drain(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
+    """End the drain where others would wait for this worker; it is never charged.
+
+    Peers that have checkpointed and gone are no fault, nor is what a SIGTERM led to.
+    """
+    asked = not state.aimed or state.target is not None
+    if asked and not node.drained and not all(is_lost_peer(f) for f in failures):
+        text = exit_text(failures[0].exit_code)
+        presence.fault(state, f"a worker of node {node.id} ended with {text} during a drain")
+    node.marked = node.drained = True
+
+
 def _stopped(state: State, node: Node, fence: Fence) -> None:
     if node.fence != fence:
         return
-    if state.phase is Phase.RUNNING and state.is_member(node):
+    if state.is_member(node):
+        state.intact = False
+    if state.phase in (Phase.RUNNING, Phase.DRAINING) and state.is_member(node):
         # Nobody told it to stop: it had no authority for too long, or its user stopped it.
         presence.fault(state, f"node {node.id} stopped its workers by itself").departed.append(
             node.id

@@ -56,7 +56,9 @@ class Node:
     ready: bool
     broken_s: float = 0.0
     broken_reason: str = ""
+    broken_clean: bool = True
     fence: Fence | None = None  # of the workers that it has, as far as is known
+    stray: bool = False  # they are of another world, whatever their fence
     state: GroupState = "running"
     failures: tuple[Failure, ...] = ()  # brought along while a new coordinator recovers
     leaving: str = ""
@@ -64,6 +66,7 @@ class Node:
     marked: bool = False
     calls: int | None = None
     drained: bool = False
+    draining: bool = False  # brought along: its workers wait for the end of a drain
 
     @property
     def id(self) -> str:
@@ -93,7 +96,6 @@ class Claim:
 
     fence: Fence
     size: int
-    restarts_used: int
     seats: dict[int, str]
 
 
@@ -112,6 +114,9 @@ class State:
     versions: Versions | None = None
     world: World | None = None
     floor: Fence | None = None  # the highest fence that any agent was ever heard to hold
+    # Whether the world in force may still train somewhere: nobody of it is known to have no
+    # workers of it any more.
+    intact: bool = False
     running_s: float = 0.0
     previous_holder: str = ""
     outcome: Outcome | None = None
@@ -137,12 +142,13 @@ class State:
     cause: Cause | None = None
     claim: Claim | None = None
     aimed: bool = False
+    target: int | None = None
     follow_up: bool = False
     not_before_s: float = 0.0
-    fence_until_s: float = 0.0
     first_arrival_s: float | None = None
     last_arrival_s: float = 0.0
     presence_s: float = 0.0
+    closes_anew: bool = False  # the job ended under another coordinator: its agents come yet
     finished: bool = False
     out: list[RendezvousEffect] = field(default_factory=list)
     wake_s: float | None = None
@@ -221,6 +227,11 @@ class State:
         ):
             members.discard(node.id)
 
+    def hold_up(self, fence: Fence | None) -> None:
+        """Settle nothing at or below `fence`, which was in force once."""
+        if fence is not None and (self.floor is None or fence > self.floor):
+            self.floor = fence
+
     def note_arrival(self) -> None:
         """Start or extend the time in which arrivals are gathered."""
         if self.first_arrival_s is None:
@@ -229,4 +240,4 @@ class State:
 
     def is_member(self, node: Node) -> bool:
         """Whether `node` has workers of the world in force."""
-        return self.world is not None and node.fence == self.world.fence
+        return self.world is not None and node.fence == self.world.fence and not node.stray

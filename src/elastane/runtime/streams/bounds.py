@@ -29,8 +29,12 @@ CONSOLE_BYTES_MAX = 128 << 10
 SHARE_BYTES_MIN = 4 << 10
 # One write to a console; POSIX keeps writes to a pipe whole up to this size (PIPE_BUF on Linux).
 WRITE_BYTES = 4096
+# A log folder that has not answered for this long (a dead NFS server) does without files.
+OPEN_S = 2.0
 # When the workers are gone, the console may take this long to show the rest.
 FINISH_S = 3.0
+# A console that took nothing for this long is stuck, and the next attempt does not wait for it.
+STALL_S = 0.25
 # A console that somebody made non-blocking, and that is full, is tried again after this.
 RETRY_S = 0.1
 # Last lines of a file, for a diagnosis.
@@ -47,4 +51,5 @@ ERROR_FILES_MAX = 1000
 assert WRITE_BYTES <= SHARE_BYTES_MIN <= CONSOLE_BYTES_MAX <= READ_BYTES_MAX
 assert LINE_BYTES_MAX <= READ_BYTES_MAX <= LAG_BYTES_MAX
 assert LAG_KEEP_BYTES < LAG_BYTES_MAX
+assert STALL_S < FINISH_S
 assert TEE_POLL_S <= PARTIAL_WAIT_S

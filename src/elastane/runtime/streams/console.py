@@ -24,6 +24,7 @@ class Console:
 
     def __init__(self, fd: int, *, bytes_max: int = CONSOLE_BYTES_MAX) -> None:
         self.fd = fd
+        self.written_bytes = 0
         self._lost_writes = 0
         self._writer = BackgroundWriter(self._write, bytes_max, f"console-{fd}")
 
@@ -55,7 +56,9 @@ class Console:
         """Write one chunk; False where the console does not take it (gone, or disk full)."""
         while chunk:
             try:
-                chunk = chunk[os.write(self.fd, chunk) :]
+                written = os.write(self.fd, chunk)
+                self.written_bytes += written
+                chunk = chunk[written:]
             except BlockingIOError:
                 # Somebody else made the shared descriptor non-blocking: wait as if it were not.
                 poller = select.poll()

@@ -7,12 +7,13 @@ of the worker's output is `group`'s business.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-import tempfile
 from pathlib import Path
 
+import msgspec
+
+from elastane.runtime import environment
 from elastane.runtime.streams.bounds import ERROR_FILES_MAX, TAIL_BYTES_MAX, TAIL_LINES_MAX
 from elastane.runtime.streams.plan import WorkerPlace
 
@@ -23,7 +24,7 @@ _CUT_MARK = "[... earlier output is in the file]\n"
 
 def default_base_dir() -> str:
     """Return the folder for logs where none is given: one for each user of this machine."""
-    return str(Path(tempfile.gettempdir()) / f"elastane-{os.getuid()}")
+    return str(Path(environment.get("TMPDIR") or "/tmp") / f"elastane-{os.getuid()}")
 
 
 def ensure_base_dir(base_dir: str) -> None:
@@ -62,7 +63,7 @@ def make_rank_dir(folder: Path, place: WorkerPlace, host: str) -> None:
     }
     fd = open_append(folder / WORKER_FILE)
     try:
-        os.write(fd, json.dumps(line).encode() + b"\n")
+        os.write(fd, msgspec.json.encode(line) + b"\n")
     finally:
         os.close(fd)
 

@@ -13,10 +13,12 @@ import logging
 import os
 import socket
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from elastane.core.model import Fence
-from elastane.runtime.streams.bounds import FINISH_S
+from elastane.runtime.offload import Offload
+from elastane.runtime.streams.bounds import FINISH_S, OPEN_S
 from elastane.runtime.streams.console import process_console
 from elastane.runtime.streams.files import (
     ensure_base_dir,
@@ -56,10 +58,26 @@ class GroupStreams:
         self._fence = fence
         self._ends: list[int] = []
         self._warned = False
+        self._gave_up = False
+        self._offload = Offload()
         self._tailer = Tailer(f"streams-{fence.round}.{fence.attempt}")
 
+    async def open_soon(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
+        """Open the streams of one worker, off the event loop and within `OPEN_S`.
+
+        A log folder that hangs costs this group its files, once, and the console takes over.
+        """
+        if not self._gave_up:
+            try:
+                opening = partial(self.open, local_rank, rank, role)
+                return await self._offload.run(opening, OPEN_S)
+            except TimeoutError:
+                self._gave_up = True
+                self._warn(Path(self._plan.base_dir), OSError(f"no answer within {OPEN_S:g} s"))
+        return self.open(local_rank, rank, role)
+
     def open(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
-        """Open the streams of one worker, before it starts."""
+        """Open the streams of one worker, before it starts; may block on the log folder."""
         place = WorkerPlace(self._fence, local_rank, rank, role, self._node)
         folder = self._make_folder(place)
         stdout, stdout_path = self._open_stream(place, Std.OUT, folder)
@@ -96,7 +114,7 @@ class GroupStreams:
         self._tailer = Tailer("streams-ended")
 
     def _make_folder(self, place: WorkerPlace) -> Path | None:
-        if not self._plan.has_files:
+        if not self._plan.has_files or self._gave_up:
             return None
         folder = self._plan.rank_dir(self._job, place.fence, place.rank)
         try:
@@ -123,6 +141,9 @@ class GroupStreams:
 
     def _open_file(self, place: WorkerPlace, std: Std, path: Path) -> int:
         fd = open_append(path)
+        if self._gave_up:
+            os.close(fd)
+            raise TimeoutError("opened too late")
         self._ends.append(fd)
         teed = self._plan.tees(place.local_rank, std)
         console = process_console(_CONSOLE_FDS[std]) if teed else None

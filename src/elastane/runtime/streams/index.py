@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+from array import array
 from bisect import bisect_right
+from collections.abc import Iterable
 from pathlib import Path
 
 from elastane.runtime.streams.bounds import INDEX_EPOCH_ENTRIES
@@ -67,10 +69,11 @@ class IndexWriter:
 class TimeIndex:
     """Tell when the byte at an offset of a log file was written."""
 
-    def __init__(self, entries: list[tuple[int, int]], fallback_ns: int) -> None:
-        self._sizes = [size for size, _ in entries]
-        self._times = [time_ns for _, time_ns in entries]
+    def __init__(self, entries: Iterable[tuple[int, int]], fallback_ns: int) -> None:
+        self._sizes, self._times = array("Q"), array("Q")
         self._fallback_ns = fallback_ns
+        for size_bytes, time_ns in entries:
+            self._add(size_bytes, time_ns)
 
     @classmethod
     def load(cls, log_path: Path) -> TimeIndex:
@@ -84,7 +87,7 @@ class TimeIndex:
             changed_ns = log_path.stat().st_mtime_ns
         except OSError:
             changed_ns = 0
-        return cls(_growing(list(_ENTRY.iter_unpack(whole))), changed_ns)
+        return cls(_ENTRY.iter_unpack(whole), changed_ns)
 
     def time_ns(self, offset: int) -> int:
         """Return the wall-clock time at which the byte at `offset` had been written."""
@@ -93,13 +96,9 @@ class TimeIndex:
             return self._times[place]
         return max(self._fallback_ns, self._times[-1] if self._times else 0)
 
-
-def _growing(entries: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Keep what grows in both size and time: a clock may have been set back."""
-    kept: list[tuple[int, int]] = []
-    for size, time_ns in entries:
-        if not kept:
-            kept.append((size, time_ns))
-        elif size > kept[-1][0]:
-            kept.append((size, max(time_ns, kept[-1][1])))
-    return kept
+    def _add(self, size_bytes: int, time_ns: int) -> None:
+        """Keep what grows in both: a file may have been emptied, a clock set back."""
+        if self._sizes and size_bytes <= self._sizes[-1]:
+            return
+        self._sizes.append(size_bytes)
+        self._times.append(max(time_ns, self._times[-1] if self._times else 0))

@@ -24,6 +24,7 @@ from elastane.runtime.streams.bounds import (
     READ_BYTES_MAX,
     SHARE_BYTES_MIN,
     SKIP_TELL_S,
+    STALL_S,
     TEE_POLL_S,
 )
 from elastane.runtime.streams.console import Console
@@ -31,7 +32,7 @@ from elastane.runtime.streams.index import IndexWriter
 from elastane.runtime.streams.lines import LineCutter
 
 # While the last lines are shown: the pause that lets a console take what it was given.
-_FINAL_PAUSE_S = 0.01
+_FINAL_PAUSE_S = 0.005
 
 
 class Tail:
@@ -148,7 +149,7 @@ class Tailer:
             self._thread.start()
 
     def stop(self, on_done: Callable[[], None]) -> None:
-        """Show the rest within `FINISH_S`, then close all and call `on_done` in the thread."""
+        """Show the rest, bounded by `_Patience`, close all, call `on_done` in the thread."""
         self._on_done = on_done
         self._stopping.set()
 
@@ -171,13 +172,32 @@ class Tailer:
             tail.look(final=final)
 
     def _finish(self) -> None:
-        deadline_s = time.monotonic() + FINISH_S
+        """Show the rest, for as long as the consoles take it."""
+        consoles = {tail.console for tail in self._tails if tail.console}
+        patience = _Patience()
         self._look_at_all(0, final=True)
-        while any(tail.lag_bytes for tail in self._tails) and time.monotonic() < deadline_s:
+        while self._is_behind(consoles) and patience.lasts(sum(c.written_bytes for c in consoles)):
             time.sleep(_FINAL_PAUSE_S)
             self._look_at_all(0, final=True)
         for tail in self._tails:
             tail.skip_rest()
             tail.close()
-        for console in {tail.console for tail in self._tails if tail.console}:
-            console.wait_empty(max(_FINAL_PAUSE_S, deadline_s - time.monotonic()))
+
+    def _is_behind(self, consoles: set[Console]) -> bool:
+        lagging = any(tail.lag_bytes for tail in self._tails)
+        return lagging or not all(console.wait_empty(0) for console in consoles)
+
+
+class _Patience:
+    """Waits for the last lines: `FINISH_S` in all, `STALL_S` without any progress."""
+
+    def __init__(self) -> None:
+        self._end_s = time.monotonic() + FINISH_S
+        self._progress_s = time.monotonic()
+        self._written_bytes = -1
+
+    def lasts(self, written_bytes: int) -> bool:
+        now_s = time.monotonic()
+        if written_bytes != self._written_bytes:
+            self._written_bytes, self._progress_s = written_bytes, now_s
+        return now_s < min(self._end_s, self._progress_s + STALL_S)

@@ -9,6 +9,7 @@ frames of this file. What is not restored, and why, is in the docstring of `beco
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import io
 import itertools
 import os
@@ -17,7 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, TracebackType
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
 from typing import Any, TextIO
 
 from elastane.runtime.execspawn import RUN_PATH_CODE, command_line
@@ -36,23 +38,23 @@ class Birth:
 def note_birth() -> Birth:
     """Return the state of this interpreter that every worker is to begin with."""
     here = vars(sys.modules["__main__"])
-    main = {
+    main: dict[str, Any] = {
         "__name__": "__main__",
         "__doc__": None,
         "__package__": None,
         "__loader__": importlib.machinery.BuiltinImporter,
         "__spec__": None,
-        "__builtins__": sys.modules["builtins"],
     }
     if "__annotations__" in here:  # until Python 3.13
         main["__annotations__"] = {}
+    main["__builtins__"] = sys.modules["builtins"]
     return Birth(main=main, path=tuple(sys.path if sys.flags.safe_path else sys.path[1:]))
 
 
 def first_path_entry(command: WorkerCommand) -> str:
     """Return what Python puts first on the import path for `command`."""
     if command.kind == "script":
-        return os.path.dirname(os.path.realpath(command.target))
+        return str(Path(command.target).resolve().parent)
     return command.cwd if command.kind == "module" else ""
 
 
@@ -95,13 +97,15 @@ def _renew_streams() -> None:
 def _renew_stream(fd: int, stream: TextIO) -> None:
     assert isinstance(stream, io.TextIOWrapper)
     name, mode, encoding, errors = stream.name, stream.mode, stream.encoding, stream.errors
-    unbuffered = bool(sys.flags.unbuffered) and mode == "w"
-    binary: Any = open(fd, f"{mode}b", buffering=0 if unbuffered else -1, closefd=False)
+    through = stream.write_through  # PYTHONUNBUFFERED
+    unbuffered = through and mode == "w"
+    buffering = 0 if unbuffered else -1
+    binary: Any = io.open(fd, f"{mode}b", buffering, closefd=False)  # noqa: SIM115, UP020
     raw = binary if unbuffered else binary.raw
     raw.name = name
-    line_buffering = not sys.flags.unbuffered and (raw.isatty() or fd == 2)
+    line_buffering = not through and (raw.isatty() or fd == 2)
     renew: Any = stream.__init__  # type: ignore[misc]
-    renew(binary, encoding, errors, "\n", line_buffering, bool(sys.flags.unbuffered))
+    renew(binary, encoding, errors, "\n", line_buffering, through)
     setattr(stream, "mode", mode)  # noqa: B010 - settable in C, read-only in typeshed
 
 
@@ -109,7 +113,7 @@ def _renew_modules() -> None:
     """Take back what modules computed once for their process, where they are imported."""
     processes: Any = sys.modules.get("multiprocessing.process")
     if processes is not None:  # its key authenticates connections: never shared by workers
-        processes._current_process = processes._MainProcess()
+        processes._current_process = type(processes._current_process)()
         processes._process_counter = itertools.count(1)
         processes._children = set()
     tempfile: Any = sys.modules.get("tempfile")
@@ -141,7 +145,10 @@ def _renew_random_state() -> None:
 
 
 def _program(command: WorkerCommand, birth: Birth) -> Callable[[], None]:
-    main = sys.modules["__main__"]
+    # A new module, since the zygote's own is frozen: what refers to it would never be collected.
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if "__mp_main__" in sys.modules:  # how multiprocessing calls it, from its import on
+        sys.modules["__mp_main__"] = main
     vars(main).clear()
     vars(main).update(birth.main)
     if command.kind == "module":
@@ -158,8 +165,8 @@ def _program(command: WorkerCommand, birth: Birth) -> Callable[[], None]:
 
 
 def _absolute(path: str) -> str:
-    """Return `path` as the interpreter shows it in `__file__` (_Py_abspath of fileutils.c)."""
-    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path.removeprefix("./"))
+    """Return `path` as the interpreter shows it in `__file__` (CPython's _Py_abspath)."""
+    return path if path.startswith("/") else f"{Path.cwd()}/{path}"
 
 
 def _run(source: bytes, path: str) -> None:

@@ -8,7 +8,8 @@ later, so a worker that wants it otherwise than the zygote has it is not forked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 
 from elastane.runtime.process import WorkerCommand
 
@@ -21,8 +22,6 @@ FROZEN_PREFIXES = (
 )  # fmt: skip
 # Read when a process group is made, or read again in the worker.
 THAWED_PREFIXES = ("TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_", "TORCH_WORKER_")
-PYC_SUFFIX = ".pyc"
-ZIP_MAGIC = b"PK\x03\x04"
 
 
 def unfit_environment(zygote: Mapping[str, str], worker: Mapping[str, str]) -> str:
@@ -39,7 +38,7 @@ def unfit_environment(zygote: Mapping[str, str], worker: Mapping[str, str]) -> s
 def unfit_folder(zygote_env: Mapping[str, str], zygote_cwd: str, command: WorkerCommand) -> str:
     """Return why the worker's folder changes what its import path means."""
     entries = zygote_env.get("PYTHONPATH", "").split(os.pathsep)
-    relative = [entry for entry in entries if entry and not os.path.isabs(entry)]
+    relative = [entry for entry in entries if entry and not entry.startswith("/")]
     if relative and command.cwd != zygote_cwd:
         return f"PYTHONPATH has the relative entry {relative[0]!r}, and the worker another folder"
     return ""
@@ -47,31 +46,30 @@ def unfit_folder(zygote_env: Mapping[str, str], zygote_cwd: str, command: Worker
 
 def unfit_script(path: str) -> str:
     """Return why `path` is not a plain source file, which Python itself is left to say or run."""
-    if not os.path.isfile(path):
+    if not Path(path).is_file():
         return f"{path} is not a file"
-    if path.endswith(PYC_SUFFIX):
-        return f"{path} is compiled"
-    with open(path, "rb") as file:
-        if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
-            return f"{path} is an archive"
+    if b"\0" in Path(path).read_bytes():
+        return f"{path} is no text: compiled, or an archive"
     return ""
 
 
-def shadowed(folder: str, origins: Iterable[tuple[str, str]]) -> str:
+def shadowed(folder: str, origins: Mapping[str, str]) -> str:
     """Return why a module in `folder`, first on the import path, is not the one preloaded.
 
-    `origins` are the preloaded top-level modules that have a file, each with that file.
+    `origins` are the preloaded top-level modules that have a file, with that file.
     """
+    home = Path(folder or ".").resolve()
     try:
-        names = set(os.listdir(folder or "."))
+        names = {entry.name for entry in home.iterdir()}
     except OSError:
         return ""
-    home = os.path.realpath(folder or ".")
-    for module, origin in origins:
-        package = module in names and os.path.isfile(os.path.join(home, module, "__init__.py"))
-        if not package and f"{module}.py" not in names:
+    for module, origin in origins.items():
+        if module in names and (home / module / "__init__.py").is_file():
+            mine = home / module / "__init__.py"
+        elif f"{module}.py" in names:
+            mine = home / f"{module}.py"
+        else:
             continue
-        mine = os.path.join(home, module if package else f"{module}.py")
-        if not os.path.realpath(origin).startswith(mine):
+        if Path(origin).resolve() != mine.resolve():
             return f"{mine} hides {origin}, which the zygote has imported"
     return ""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import importlib.util
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,11 +54,11 @@ def main(args: Sequence[str]) -> Work | None:
             "op": "warm",
             "problems": problems,
             "unfit": unfit,
-            "torch": "torch" in sys.modules,
+            "torch": importlib.util.find_spec("torch") is not None,
             "took_s": time.monotonic() - begun,
         },
     )
-    return _loop(sock, agent, birth)
+    return _Loop(sock, agent, birth, _preloaded_files()).run()
 
 
 def import_all(names: Iterable[str]) -> list[str]:
@@ -97,69 +99,80 @@ def settle() -> str:
     return ""
 
 
-def _loop(sock: socket.socket, agent: int, birth: Birth) -> Work | None:
-    while (request := protocol.receive(sock)) is not None:
-        message, fds = request
-        work = _fork_twice(sock, agent, message, fds, birth)
-        if work is not None:
-            return work
-        for fd in fds:
-            os.close(fd)
-    return None
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """The zygote, warm. `origins` are the files of the top-level modules it has imported."""
 
+    sock: socket.socket
+    agent: int
+    birth: Birth
+    origins: Mapping[str, str]
 
-def _fork_twice(
-    sock: socket.socket, agent: int, message: protocol.Message, fds: list[int], birth: Birth
-) -> Work | None:
-    """Fork a worker that is the agent's child; returns its work there, None in the zygote."""
-    try:
-        middle = os.fork()
-    except OSError as error:
-        protocol.send(sock, {"op": "failed", "id": message["id"], "reason": f"fork: {error}"})
+    def run(self) -> Work | None:
+        """Fork on request; returns None when the agent is gone, and in each worker its work."""
+        while (request := protocol.receive(self.sock)) is not None:
+            message, fds = request
+            work = self._fork_twice(message, fds)
+            if work is not None:
+                return work
+            for fd in fds:
+                os.close(fd)
         return None
-    if middle != 0:
-        _, status = os.waitpid(middle, 0)
-        if status != 0:
-            reason = f"fork: the process between ended with status {status}"
-            protocol.send(sock, {"op": "failed", "id": message["id"], "reason": reason})
-        return None
-    try:
-        worker = os.fork()
-    except OSError:
-        os._exit(1)
-    if worker != 0:
-        os._exit(0)
-    return _as_worker(sock, agent, message, fds, birth)
 
-
-def _as_worker(
-    sock: socket.socket, agent: int, message: protocol.Message, fds: list[int], birth: Birth
-) -> Work:
-    """Become the agent's child, get everything in place, and report; leaves on any failure."""
-    pidfd = os.pidfd_open(os.getpid())
-    reply = {"id": message["id"], "pid": os.getpid()}
-    try:
-        os.setsid()
-        _wait_for_adoption(agent)
-        if message["op"] == "store":
-            descriptors = {0: 0, 1: 1, 2: 2, 3: fds[0]}
-            work: Work = functools.partial(serve, 3)
-        else:
-            descriptors = dict(zip(message["numbers"], fds[1:], strict=True))
-            command = protocol.unpack_command(fds[0], descriptors)
-            _check(command)
-            work = functools.partial(_start, command, birth)
-    except (OSError, ValueError, RefusedError) as error:
-        _leave(sock, {"op": "failed", "reason": str(error), **reply}, pidfd)
-    moved = place_descriptors(descriptors, (sock.detach(), pidfd))
-    channel, pidfd = moved.values()
-    with socket.socket(fileno=channel) as agent_side:
+    def _fork_twice(self, message: protocol.Message, fds: list[int]) -> Work | None:
+        """Fork a worker that is the agent's child; returns its work there, None in the zygote."""
         try:
-            protocol.send(agent_side, {"op": "started", **reply}, (pidfd,))
+            middle = os.fork()
+        except OSError as error:
+            self._refuse(message, f"fork: {error}")
+            return None
+        if middle != 0:
+            _, status = os.waitpid(middle, 0)
+            if status != 0:
+                self._refuse(message, f"fork: the process between ended with status {status}")
+            return None
+        try:
+            worker = os.fork()
         except OSError:
-            os._exit(1)  # given up by the agent, which has started another in its place
-    os.close(pidfd)
-    return work
+            os._exit(1)
+        if worker != 0:
+            os._exit(0)
+        return self._as_worker(message, fds)
+
+    def _refuse(self, message: protocol.Message, reason: str) -> None:
+        protocol.send(self.sock, {"op": "failed", "id": message["id"], "reason": reason})
+
+    def _as_worker(self, message: protocol.Message, fds: list[int]) -> Work:
+        """Become the agent's child, get everything in place, and report; or leave."""
+        pidfd = os.pidfd_open(os.getpid())
+        reply = {"id": message["id"], "pid": os.getpid()}
+        try:
+            os.setsid()
+            _wait_for_adoption(self.agent)
+            descriptors, work = self._prepare(message, fds)
+        except (OSError, ValueError, RefusedError) as error:
+            _leave(self.sock, {"op": "failed", "reason": str(error), **reply}, pidfd)
+        channel, pidfd = place_descriptors(descriptors, (self.sock.detach(), pidfd)).values()
+        with socket.socket(fileno=channel) as agent_side:
+            try:
+                protocol.send(agent_side, {"op": "started", **reply}, (pidfd,))
+            except OSError:
+                os._exit(1)  # given up by the agent, which has started another in its place
+        os.close(pidfd)
+        return work
+
+    def _prepare(self, message: protocol.Message, fds: list[int]) -> tuple[Mapping[int, int], Work]:
+        """Return the descriptors that the work needs, and the work."""
+        if message["op"] == "store":
+            return {0: 0, 1: 1, 2: 2, 3: fds[0]}, functools.partial(serve, 3)
+        command = protocol.unpack_command(
+            fds[0], dict(zip(message["numbers"], fds[1:], strict=True))
+        )
+        os.chdir(command.cwd)
+        reason = _unfit(command, self.origins)
+        if reason:
+            raise RefusedError(reason)
+        return command.descriptors(), functools.partial(_start, command, self.birth)
 
 
 def _start(command: WorkerCommand, birth: Birth) -> None:
@@ -180,26 +193,24 @@ def _wait_for_adoption(agent: int) -> None:
     die_with_parent(agent)
 
 
-def _check(command: WorkerCommand) -> None:
-    """Go to the worker's folder, and raise where only a fresh interpreter will do."""
-    os.chdir(command.cwd)
+def _unfit(command: WorkerCommand, origins: Mapping[str, str]) -> str:
+    """Return why only a fresh interpreter will do; in the worker's own folder."""
     reason = ""
     if command.kind == "script":
         reason = fitness.unfit_script(command.target)
     elif command.kind == "module" and command.target in sys.modules:
-        reason = f"{command.target} is preloaded, and runs as a program"
-    elif command.kind == "run-path" and not os.path.exists(command.target):
+        reason = f"{command.target} is preloaded, and is to run as a program"
+    elif command.kind == "run-path" and not Path(command.target).exists():
         reason = f"{command.target} does not exist"
     if not reason and not sys.flags.safe_path:
-        reason = fitness.shadowed(first_path_entry(command), _preloaded_files())
-    if reason:
-        raise RefusedError(reason)
+        reason = fitness.shadowed(first_path_entry(command), origins)
+    return reason
 
 
-def _preloaded_files() -> list[tuple[str, str]]:
-    found = []
+def _preloaded_files() -> dict[str, str]:
+    found = {}
     for name, module in list(sys.modules.items()):
         origin = getattr(getattr(module, "__spec__", None), "origin", None)
-        if "." not in name and name != "__main__" and origin and os.path.isabs(origin):
-            found.append((name, origin))
+        if "." not in name and name != "__main__" and origin and origin.startswith("/"):
+            found[name] = origin
     return found

@@ -14,7 +14,7 @@ import sys
 
 def serve(fd: int) -> None:
     """Serve the store on the listening descriptor `fd` until killed."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.socket(fileno=fd)
     host, port = listener.getsockname()[:2]

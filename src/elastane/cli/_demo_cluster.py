@@ -1,0 +1,170 @@
+"""The demo's nodes: real agents of `elastane run` on this machine, in one folder, on one port.
+
+Owns the processes and ends them all, however the demo ends: it adopts whatever loses its parent,
+and the agents die with it should it be killed itself. It stays single-threaded for that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from elastane.runtime.kernel import become_subreaper, die_with_parent
+
+WORKERS_PER_NODE = 2
+# Processes that got SIGKILL are gone within milliseconds; a disk that hangs may hold one longer.
+END_TIMEOUT_S = 5.0
+POLL_S = 0.01
+
+
+@dataclass
+class Agent:
+    """One node of the demo."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def last_words(self, lines: int = 12) -> str:
+        """Return the end of what the agent and its workers said."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class Cluster:
+    """The agents of one job; a context that leaves no process behind."""
+
+    def __init__(self, folder: Path, script: Sequence[str], environ: dict[str, str]) -> None:
+        self.folder = folder
+        self.job = f"demo-{os.getpid()}"
+        self.log_dir = folder / "logs"
+        self.agents: list[Agent] = []
+        self._script = list(script)
+        self._environ = environ
+        self._port = 0
+
+    def __enter__(self) -> Self:
+        become_subreaper()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        end_all_children()
+
+    def start(self, name: str) -> Agent:
+        """Start the agent of a node."""
+        log = self.folder / f"{name}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                self._command(name),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environ,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - one thread
+            )
+        agent = Agent(name, process, log)
+        self.agents.append(agent)
+        return agent
+
+    def _command(self, name: str) -> list[str]:
+        flags = {
+            "--nnodes": "1:2",
+            "--nproc-per-node": str(WORKERS_PER_NODE),
+            "--max-restarts": "3",
+            "--rdzv-endpoint": f"127.0.0.1:{self._port}",
+            "--rdzv-id": self.job,
+            "--node-id": name,
+            "--local-addr": "127.0.0.1",
+            "--log-dir": str(self.log_dir),
+        }
+        words = [word for flag in flags.items() for word in flag]
+        return [sys.executable, "-m", "elastane", "run", *words, *self._script]
+
+    def failed(self) -> Agent | None:
+        """Return an agent that ended as it should not have, and was not killed by the demo."""
+        return next((agent for agent in self.agents if agent.process.poll() not in (None, 0)), None)
+
+    def all_done(self) -> bool:
+        """Say whether every agent has ended with success."""
+        return all(agent.process.poll() == 0 for agent in self.agents)
+
+    def kill_agent(self, agent: Agent) -> None:
+        """SIGKILL to the agent alone: its workers are its own responsibility."""
+        self.agents.remove(agent)
+        agent.process.kill()
+        agent.process.wait()
+
+    def kill_process(self, pid: int) -> None:
+        """SIGKILL to one worker."""
+        _kill(pid)
+
+
+def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
+    """Wait until none of the processes runs any more; return those that still do."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
+
+
+def is_running(pid: int) -> bool:
+    """Say whether a process runs; a zombie does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def end_all_children() -> None:
+    """SIGKILL every process below this one, until none is left."""
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while (pids := _descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
+            _kill(pid)
+        _reap()
+        time.sleep(POLL_S)
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(word) for word in task.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        for child in children:
+            found += [child, *_descendants(child)]
+    return found
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _reap() -> None:
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return

@@ -1,0 +1,162 @@
+"""`elastane logs`: the output of a job's workers, from their files, merged by time if asked.
+
+It owns the words of the command line and the look of a line. It reads a folder, so it works on
+a job that runs and on one that ended long ago, and needs nobody's answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastane.errors import UsageError
+
+if TYPE_CHECKING:
+    from elastane.observe.merge import Follower, LogLine, Selection, StreamFile
+
+_POLL_S = 0.25
+_JOBS_NAMED_MAX = 10
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("job", metavar="JOB_OR_DIR", help="the job's name, or the folder of its logs")
+    add("--log-dir", metavar="DIR", default="", help="where elastane run --log-dir put the jobs")
+    add("--rank", metavar="LIST", default="", help="only these ranks: 0,2 or 0-3")
+    add("--node", metavar="NAMES", default="", help="only these nodes or hosts")
+    add("--round", metavar="LIST", default="", help="only these rounds")
+    add("--attempt", metavar="LIST", default="", help="only these attempts")
+    add("--stdout", action="store_true", help="only what workers wrote to stdout")
+    add("--stderr", action="store_true", help="only what they wrote to stderr")
+    add(
+        "--merge-by-time",
+        action="store_true",
+        help="all workers in the order of time, rather than one after the other",
+    )
+    add("-f", "--follow", action="store_true", help="go on as the job goes on, until interrupted")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the wanted output; 0 also where the reader of a pipe has enough."""
+    from elastane.observe.merge import Cursor, Follower, find_streams, merged
+
+    selection = _selection(args)
+    folder = find_job(args.job, args.log_dir)
+    if args.follow:
+        return _follow(
+            Follower(folder, selection, by_time=args.merge_by_time), timed=args.merge_by_time
+        )
+    streams = find_streams(folder, selection)
+    if not streams:
+        raise _nothing_kept(folder)
+    cursors = [Cursor(stream) for stream in streams]
+    _print(merged(cursors, by_time=args.merge_by_time, partial=True), timed=args.merge_by_time)
+    return 0
+
+
+def find_job(job: str, log_dir: str) -> Path:
+    """Return the folder of a job that is given by its name or by a path."""
+    from elastane.runtime import environment
+    from elastane.runtime.streams.files import default_base_dir
+    from elastane.runtime.streams.plan import safe_name
+
+    given = Path(job)
+    if given.is_dir():
+        if _is_job_dir(given):
+            return given
+        inside = [path for path in sorted(given.iterdir()) if _is_job_dir(path)]
+        if len(inside) == 1:
+            return inside[0]
+        if inside:
+            raise _which_job(job, [str(path) for path in inside])
+    base = Path(log_dir or environment.get("PET_LOG_DIR") or default_base_dir())
+    folder = base / safe_name(job)
+    if folder.is_dir():
+        return folder
+    known = [path.name for path in sorted(base.iterdir())] if base.is_dir() else []
+    raise UsageError(
+        f"no job {job!r} in {base}",
+        slug="no-such-job",
+        expected=f"one of {', '.join(known[:_JOBS_NAMED_MAX])}" if known else "a folder of logs",
+        next_step="elastane logs --log-dir DIR JOB, with the DIR of elastane run",
+    )
+
+
+def _is_job_dir(path: Path) -> bool:
+    return any(path.glob("round_*")) or any(path.glob("events.*.jsonl"))
+
+
+def _which_job(given: str, folders: list[str]) -> UsageError:
+    return UsageError(
+        f"{given} holds the logs of {len(folders)} jobs",
+        slug="several-jobs",
+        expected=f"one of {', '.join(folders[:_JOBS_NAMED_MAX])}",
+        next_step=f"elastane logs {folders[-1]}",
+    )
+
+
+def _nothing_kept(folder: Path) -> UsageError:
+    return UsageError(
+        f"{folder} holds no output of the workers that were asked for",
+        slug="no-output",
+        expected="files that --tee or --redirects of elastane run made",
+        next_step="elastane run --tee 3 ... keeps all output and shows it too",
+    )
+
+
+def _selection(args: argparse.Namespace) -> Selection:
+    from elastane.observe.merge import Selection
+    from elastane.runtime.streams.plan import parse_ranks
+
+    stds = {name for name in ("stdout", "stderr") if getattr(args, name)}
+    return Selection(
+        ranks=parse_ranks(args.rank, option="--rank"),
+        nodes=frozenset(filter(None, args.node.split(","))),
+        rounds=parse_ranks(args.round, option="--round"),
+        attempts=parse_ranks(args.attempt, option="--attempt"),
+        stds=frozenset(stds),
+    )
+
+
+def _follow(follower: Follower, *, timed: bool) -> int:
+    try:
+        while True:
+            _print(follower.poll(), timed=timed)
+            sys.stdout.flush()
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _print(lines: Iterable[LogLine], *, timed: bool) -> None:
+    prefix = _prefixes()
+    out = sys.stdout.buffer
+    for line in lines:
+        when = _time_text(line.time_ns) if timed else b""
+        out.write(b"%s%s%s\n" % (when, prefix(line.stream), line.text))
+
+
+def _prefixes() -> Callable[[StreamFile], bytes]:
+    """Return what gives each file's prefix, made once for each."""
+    made: dict[Path, bytes] = {}
+
+    def prefix(stream: StreamFile) -> bytes:
+        if stream.path not in made:
+            who = f"{stream.worker.role or 'rank'}{stream.rank}"
+            node = f" {stream.worker.node}" if stream.worker.node else ""
+            fence = f"r{stream.fence.round}.{stream.fence.attempt}"
+            made[stream.path] = f"[{who}{node} {fence} {stream.std[3:]}]: ".encode()
+        return made[stream.path]
+
+    return prefix
+
+
+def _time_text(time_ns: int) -> bytes:
+    seconds, rest_ns = divmod(time_ns, 1_000_000_000)
+    day_time = time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
+    return f"{day_time}.{rest_ns // 1_000_000:03d} ".encode()

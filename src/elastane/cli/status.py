@@ -1,0 +1,190 @@
+"""`elastane status`: one screen about a job, asked of its coordinator.
+
+It finds the jobs of this user's agents on this machine by themselves, any other by its endpoint,
+and reads the event log of one that has ended. What it asks never changes a job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elastane.errors import ElastaneError, ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from elastane.core.messages import Report
+    from elastane.observe.records import LoggedEvent
+    from elastane.runtime.files import JobEntry
+    from elastane.runtime.tls import TlsConfig
+
+
+@dataclass
+class _View:
+    """What is known about one job: a report, or why there is none and what its log says."""
+
+    job: str
+    endpoint: str = ""
+    report: Report | None = None
+    trouble: ElastaneError | None = None
+    agents: list[JobEntry] = field(default_factory=list)
+    folder: str = ""
+    events: list[LoggedEvent] = field(default_factory=list)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("job", metavar="JOB", nargs="?", default="", help="the job's name (default: all here)")
+    add("--rdzv-endpoint", metavar="HOST[:PORT]", default="", help="ask the coordinator there")
+    add("--rdzv-id", metavar="NAME", default="", help="the job's name, as elastane run has it")
+    add("--log-dir", metavar="DIR", default="", help="where a job that ended left its event log")
+    add("--token-file", metavar="FILE", default="", help="the job's secret (or ELASTANE_TOKEN)")
+    add("--tls-cert", metavar="FILE", default="", help="certificate of this node (PEM)")
+    add("--tls-key", metavar="FILE", default="", help="its private key (PEM)")
+    add("--tls-ca", metavar="FILE", default="", help="certificate of the authority (PEM)")
+    add("--json", action="store_true", help="everything that is known, as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print what is known; 75 where a job runs but its coordinator does not answer."""
+    if args.job and args.rdzv_id and args.job != args.rdzv_id:
+        raise UsageError(
+            f"two names for one job: {args.job} and --rdzv-id {args.rdzv_id}",
+            slug="usage",
+            expected="one of them",
+        )
+    views = _views(args, args.job or args.rdzv_id)
+    if args.json:
+        _print_json(views)
+    elif not views:
+        print("no job of this user runs on this machine")
+        print(
+            "next: elastane status JOB for one that ended, or --rdzv-endpoint HOST:PORT --rdzv-id"
+        )
+    else:
+        print("\n\n".join("\n".join(_lines(view)) for view in views))
+    troubled = [view for view in views if view.trouble is not None]
+    return int(ExitCode.TRY_AGAIN) if troubled else 0
+
+
+def _views(args: argparse.Namespace, job: str) -> list[_View]:
+    from elastane.runtime import environment
+    from elastane.runtime.files import JobRegistry, runtime_folder
+
+    if args.rdzv_endpoint:
+        return [_from_endpoint(args, job)]
+    running = JobRegistry(runtime_folder(environment.snapshot())).running(job)
+    by_job: dict[str, list[JobEntry]] = {}
+    for entry in running:
+        by_job.setdefault(entry.job, []).append(entry)
+    if not by_job and job:
+        return [_from_log(job, args.log_dir)]
+    return [_from_agents(entries, _tls(args)) for entries in by_job.values()]
+
+
+def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
+    """Ask at an address; whatever stands against it is raised."""
+    from elastane.launch.secret import read_token
+    from elastane.runtime import environment
+    from elastane.runtime.endpoint import parse_endpoint
+
+    if not job:
+        raise UsageError(
+            "--rdzv-endpoint without the job's name",
+            slug="usage",
+            expected="the name, which the secret of each session is bound to",
+            next_step=f"elastane status --rdzv-endpoint {args.rdzv_endpoint} --rdzv-id NAME",
+        )
+    endpoint = str(parse_endpoint(args.rdzv_endpoint))
+    token = read_token(args.token_file) if args.token_file else environment.get("ELASTANE_TOKEN")
+    return _View(job, endpoint, report=_ask(endpoint, job, token, _tls(args)))
+
+
+def _from_agents(entries: list[JobEntry], tls: TlsConfig | None) -> _View:
+    """Ask the coordinators that the job's agents here know; keep what stands against it."""
+    view = _View(entries[0].job, agents=entries)
+    for entry in reversed(entries):  # the youngest knows best
+        view.endpoint = entry.endpoint
+        try:
+            view.report = _ask(entry.endpoint, entry.job, entry.token, tls)
+        except ElastaneError as error:
+            view.trouble = error
+        else:
+            view.trouble = None
+            return view
+    _add_events(view, entries[-1].log_dir)
+    return view
+
+
+def _from_log(job: str, log_dir: str) -> _View:
+    view = _View(job)
+    _add_events(view, log_dir, must_exist=True)
+    return view
+
+
+def _add_events(view: _View, log_dir: str, *, must_exist: bool = False) -> None:
+    from elastane.cli.logs import find_job
+    from elastane.observe.events import read_events
+
+    try:
+        folder = find_job(view.job, log_dir)
+    except UsageError:
+        if must_exist:
+            raise
+        return
+    view.job = view.job if view.job != str(folder) else folder.name
+    view.folder = str(folder)
+    view.events = list(read_events(folder))
+
+
+def _ask(endpoint: str, job: str, token: str, tls: TlsConfig | None) -> Report:
+    """Return the coordinator's report; ElastaneError where none comes."""
+    import asyncio
+
+    from elastane.coordinator.client import query
+    from elastane.core.wire import derive_secret
+    from elastane.runtime.endpoint import parse_endpoint
+
+    where = parse_endpoint(endpoint)
+    secret = derive_secret(job, token or None)
+    return asyncio.run(query(where.host, where.port, job, secret, tls))
+
+
+def _tls(args: argparse.Namespace) -> TlsConfig | None:
+    from elastane.launch.secret import read_tls
+    from elastane.runtime.tls import TlsConfig
+
+    files = read_tls((args.tls_cert, args.tls_key, args.tls_ca))
+    return TlsConfig(cert=files.cert, key=files.key, ca=files.ca) if files else None
+
+
+def _lines(view: _View) -> list[str]:
+    from elastane.cli._status_view import ended_lines, report_lines, trouble_lines
+
+    if view.report is not None:
+        return report_lines(view.report, view.endpoint)
+    if view.trouble is not None:
+        agents = [f"{entry.node} (pid {entry.pid})" for entry in view.agents]
+        return trouble_lines(view.job, view.trouble, agents, view.events)
+    return ended_lines(view.job, view.events, view.folder)
+
+
+def _print_json(views: list[_View]) -> None:
+    import msgspec
+
+    jobs = [
+        {
+            "job": view.job,
+            "running": view.report is not None or view.trouble is not None,
+            "endpoint": view.endpoint,
+            "report": view.report,
+            "trouble": str(view.trouble) if view.trouble else "",
+            "agents": [{"node": entry.node, "pid": entry.pid} for entry in view.agents],
+            "log_dir": view.folder,
+            "events": view.events,
+        }
+        for view in views
+    ]
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode({"jobs": jobs})).decode() + "\n")

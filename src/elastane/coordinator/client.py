@@ -1,0 +1,51 @@
+"""The client of `elastane status`: one question, one answer.
+
+Owns no retries: whoever asks decides whether to ask again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from elastane.core.messages import Query, Refused, Report
+from elastane.errors import RendezvousError, RendezvousRefusedError
+from elastane.runtime.rpc import connect
+from elastane.runtime.tls import TlsConfig
+
+
+async def query(
+    host: str,
+    port: int,
+    job: str,
+    secret: bytes,
+    tls: TlsConfig | None = None,
+    timeout_s: float = 5.0,
+) -> Report:
+    """Return what the coordinator knows. Raises as `connect`, and where no answer comes."""
+    session = await connect(host, port, job, secret, tls, timeout_s)
+    try:
+        session.send(Query())
+        async with asyncio.timeout(timeout_s):
+            answer = await session.receive()
+    except TimeoutError as error:
+        raise _no_answer(f"{host}:{port} did not answer within {timeout_s:g} s") from error
+    finally:
+        session.close("asked")
+    match answer:
+        case Report():
+            return answer
+        case Refused(what=what, slug=slug, expected=expected, next_step=next_step):
+            raise RendezvousRefusedError(what, slug=slug, expected=expected, next_step=next_step)
+        case None:
+            raise _no_answer(f"{host}:{port} closed the session: {session.reason}")
+        case _:
+            raise _no_answer(f"{host}:{port} answered with a {type(answer).__name__}")
+
+
+def _no_answer(what: str) -> RendezvousError:
+    return RendezvousError(
+        what,
+        slug="status-unanswered",
+        expected="a report of the job",
+        next_step="ask again; the job may be ending or changing its coordinator",
+    )

@@ -1,0 +1,1 @@
+"""What a person sees of a job: one view model, and its faces."""

@@ -1,0 +1,77 @@
+"""A coordinator inside this agent: the pure rendezvous, its server, and its ways out.
+
+Owns the composition of one coordinator. It does not know how the seat was won.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from elastane.coordinator import Coordinator
+from elastane.core.model import JobSpec, Outcome, Record
+from elastane.core.notes import EventKind, Note
+from elastane.core.rendezvous import Rendezvous
+from elastane.runtime.tls import TlsConfig
+
+Save = Callable[[Record], Awaitable[None]]
+
+
+async def save_nowhere(record: Record) -> None:
+    """Keep no record: the job has no store, and its agents hold what is known."""
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What a coordinator finds where it begins: the record, and whose coordinator ended."""
+
+    record: Record | None = None
+    previous_holder: str = ""
+    store_backed: bool = False
+
+
+class Hosting:
+    """Makes coordinators for this agent's job; at most one runs at a time."""
+
+    def __init__(
+        self, spec: JobSpec, secret: bytes, tls: TlsConfig | None, tell: Callable[[Note], None]
+    ) -> None:
+        self._spec = spec
+        self._secret = secret
+        self._tls = tls
+        self._tell = tell
+        self.coordinator: Coordinator | None = None
+
+    async def serve(
+        self, listener: socket.socket, takeover: Takeover, save: Save = save_nowhere
+    ) -> Outcome | None:
+        """Serve until the job has ended (its outcome) or the seat was lost (None)."""
+        machine = Rendezvous(
+            self._spec,
+            time.monotonic(),
+            takeover.record,
+            store_backed=takeover.store_backed,
+            previous_holder=takeover.previous_holder,
+        )
+        coordinator = Coordinator(
+            machine,
+            listener,
+            job=self._spec.job,
+            secret=self._secret,
+            tls=self._tls,
+            save=save,
+            tell=self._tell,
+        )
+        port = listener.getsockname()[1]
+        self.coordinator = coordinator
+        self._say(EventKind.COORDINATOR_STARTED, f"on port {port}, in phase {machine.phase.value}")
+        try:
+            return await coordinator.run()
+        finally:
+            self.coordinator = None
+            self._say(EventKind.COORDINATOR_STOPPED, f"in phase {machine.phase.value}")
+
+    def _say(self, kind: EventKind, reason: str) -> None:
+        self._tell(Note(kind=kind, reason=reason))

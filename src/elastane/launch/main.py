@@ -1,0 +1,320 @@
+"""One agent, put together from its configuration, and taken apart again.
+
+The order matters: the warden before anything that it is to end; the zygote at once, since its
+imports take longest and go on beside the rendezvous; the connection last. On the way out the
+workers are gone before the coordinator is, and the coordinator tells all agents before it goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import secrets
+import socket
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from elastane.agent.environment import RunFacts
+from elastane.agent.link import Link
+from elastane.agent.offers import OfferedPort
+from elastane.agent.shell import AgentShell
+from elastane.agent.workers import GroupSetup
+from elastane.core.agent import AgentCore
+from elastane.core.effects import Exit
+from elastane.core.model import NodeSpec, Outcome
+from elastane.core.notes import EventKind, Note
+from elastane.core.wire import derive_secret
+from elastane.errors import ElastaneError, ExitCode
+from elastane.launch.config import LaunchConfig
+from elastane.launch.facts import versions
+from elastane.launch.hosting import Hosting
+from elastane.launch.seat import EndpointSeat, Seat, StoreSeat
+from elastane.observe import logging as say
+from elastane.observe.box import render_box
+from elastane.observe.events import EventLog
+from elastane.runtime import rpc
+from elastane.runtime.endpoint import Endpoint
+from elastane.runtime.execspawn import ExecSpawner
+from elastane.runtime.files import JobEntry, JobRegistry, NodeSlot, process_start, runtime_folder
+from elastane.runtime.kernel import become_subreaper
+from elastane.runtime.process import Spawner
+from elastane.runtime.strays import kill_strays
+from elastane.runtime.tls import TlsConfig
+from elastane.runtime.warden import LEASH_VARIABLE, Warden
+from elastane.runtime.zygote.client import ZygoteSpawner
+from elastane.stores.jobs import JobKeys
+from elastane.stores.registry import make_store
+
+_log = logging.getLogger("elastane.launch")
+# Sessions of a large job on the coordinator's host; the hard limit is the administrator's.
+_DESCRIPTORS_WANTED = 65536
+
+
+def launch(config: LaunchConfig) -> int:
+    """Run one agent to its end; returns its exit code."""
+    _raise_descriptor_limit()
+    try:
+        return asyncio.run(_launch(config))
+    finally:
+        say.flush()
+
+
+@dataclass
+class _Node:
+    """What an agent has of its own on this machine."""
+
+    config: LaunchConfig
+    id: str
+    leash: str
+    events: EventLog
+    warden: Warden
+    spawner: Spawner
+    port: OfferedPort
+
+    def tell(self, note: Note) -> None:
+        """Log a note of this agent's."""
+        say.tell(note)
+        self.events.tell(note, "agent")
+
+    def tell_as_coordinator(self, note: Note) -> None:
+        """Log a note of the coordinator's, which runs here."""
+        say.tell(note)
+        self.events.tell(note, "coordinator")
+
+
+async def _launch(config: LaunchConfig) -> int:
+    folder = runtime_folder(config.environment)
+    host = socket.gethostname()
+    with contextlib.ExitStack() as stack:
+        node_id = config.node.node_id
+        if not node_id:
+            node_id = stack.enter_context(NodeSlot.take(folder, config.spec.job, host)).node_id
+        say.setup(node_id, config.environment.get("LOGLEVEL", ""))
+        async with _node(config, node_id, host) as node:
+            exit_ = await _Agent(node, JobRegistry(folder)).run()
+    _print_end(config, exit_)
+    return exit_.code
+
+
+@contextlib.asynccontextmanager
+async def _node(config: LaunchConfig, node_id: str, host: str) -> AsyncIterator[_Node]:
+    leash = uuid.uuid4().hex
+    become_subreaper()
+    warden = Warden(leash)
+    await warden.start()
+    events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
+    spawner = _spawner(config, leash, events, node_id)
+    port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner))
+    node = _Node(config, node_id, leash, events, warden, spawner, port)
+    await spawner.start()
+    try:
+        yield node
+    finally:
+        await spawner.close()
+        port.close()
+        await kill_strays()
+        await warden.close()
+        events.close()
+
+
+def _spawner(config: LaunchConfig, leash: str, events: EventLog, node_id: str) -> Spawner:
+    command = config.command
+    if not command.zygote:
+        return ExecSpawner(command.python)
+    kinds = {
+        "warm": EventKind.ZYGOTE_WARM,
+        "died": EventKind.ZYGOTE_DIED,
+        "problem": EventKind.ZYGOTE_PROBLEM,
+        "fallback": EventKind.ZYGOTE_FALLBACK,
+    }
+
+    def tell(kind: str, reason: str) -> None:
+        note = Note(kind=kinds[kind], reason=reason, node_id=node_id)
+        say.tell(note)
+        events.tell(note, "agent")
+
+    env = {**config.environment, LEASH_VARIABLE: leash}
+    env.pop("ELASTANE_TOKEN", None)
+    if config.node.local_world_size > 1:
+        # As each worker will have it: OpenMP reads it when torch is imported.
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return ZygoteSpawner(command.preload, env, command.python, tell)
+
+
+class _Agent:
+    """The connection, the seat and the loop of one agent."""
+
+    def __init__(self, node: _Node, registry: JobRegistry) -> None:
+        self._node = node
+        self._config = node.config
+        self._registry = registry
+        self._entry: JobEntry | None = None
+
+    async def run(self) -> Exit:
+        """Take part in the job until it ends, or this agent leaves it."""
+        config, node = self._config, self._node
+        keys = self._store_keys()
+        token = config.rendezvous.token or (await keys.token() if keys else "")
+        secret = derive_secret(config.spec.job, token or None)
+        tls = _tls(config)
+        hosting = Hosting(config.spec, secret, tls, node.tell_as_coordinator)
+        seat = self._seat(keys, hosting)
+
+        async def dial(host: str, port: int) -> rpc.Session:
+            session = await rpc.connect(
+                host, port, job=config.spec.job, secret=secret, tls=tls, timeout_s=5.0
+            )
+            self._register(Endpoint(host, port), token)
+            return session
+
+        core = AgentCore(
+            config.spec,
+            self._node_spec(),
+            node.port.open(),
+            time.monotonic(),
+            self_fencing=keys is not None,
+        )
+        shell = AgentShell(core, self._group_setup(), node.port, node.tell)
+        link = Link(seat, dial, shell.post, config.spec.timing.silence_s)
+        shell.attach(link)
+        shell.handle_signals(config.signals)
+        node.tell(
+            Note(
+                kind=EventKind.AGENT_STARTED,
+                reason=f"job {config.spec.job}, pid {os.getpid()}",
+                node_id=node.id,
+            )
+        )
+        return await self._work(shell, link, seat)
+
+    async def _work(self, shell: AgentShell, link: Link, seat: Seat) -> Exit:
+        work = asyncio.create_task(shell.run())
+        linking, seating = asyncio.create_task(link.run()), asyncio.create_task(seat.run())
+        exit_: Exit | None = None
+        try:
+            await asyncio.wait({work, linking, seating}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and seating.done() and seating.exception() is None:
+                # The coordinator here has finished; its agent still takes its leave.
+                await asyncio.wait({work, linking}, return_when=asyncio.FIRST_COMPLETED)
+            exit_ = work.result() if work.done() else _failed(linking, seating)
+            return exit_
+        finally:
+            await link.flush()
+            for task in (work, linking, seating):
+                task.cancel()
+            await asyncio.gather(work, linking, seating, return_exceptions=True)
+            await seat.close(ended=exit_ is not None and exit_.outcome is not None)
+            if self._entry is not None:
+                self._registry.remove(self._entry)
+
+    def _store_keys(self) -> JobKeys | None:
+        rendezvous = self._config.rendezvous
+        if rendezvous.backend in ("standalone", "elastane", "static"):
+            return None
+        store = make_store(rendezvous.backend, rendezvous.folder, {})
+        assert store is not None, rendezvous.backend
+        return JobKeys(store, self._config.spec.job)
+
+    def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Seat:
+        config = self._config
+        if keys is not None:
+            return StoreSeat(
+                keys, self._node.id, config.spec.timing, config.node.local_addr, hosting
+            )
+        endpoint = Endpoint(config.rendezvous.host or "127.0.0.1", config.rendezvous.port)
+        return EndpointSeat(endpoint, config.rendezvous.hosts, hosting)
+
+    def _node_spec(self) -> NodeSpec:
+        wish = self._config.node
+        return NodeSpec(
+            node_id=self._node.id,
+            incarnation=secrets.token_hex(8),
+            local_world_size=wish.local_world_size,
+            role=wish.role,
+            node_rank=wish.node_rank,
+            local_addr=wish.local_addr,
+            versions=versions(),
+        )
+
+    def _group_setup(self) -> GroupSetup:
+        config, command = self._config, self._config.command
+        return GroupSetup(
+            kind=command.kind,
+            target=command.target,
+            args=command.args,
+            cwd=command.cwd,
+            environment=config.environment,
+            leash=self._node.leash,
+            run=RunFacts(
+                job=config.spec.job,
+                node_id=self._node.id,
+                role=config.node.role,
+                local_world_size=config.node.local_world_size,
+            ),
+            logs=config.logs,
+            spawner=self._node.spawner,
+        )
+
+    def _register(self, endpoint: Endpoint, token: str) -> None:
+        """Let `elastane status` find this job; a machine whose folder is full goes without."""
+        self._entry = JobEntry(
+            job=self._config.spec.job,
+            node=self._node.id,
+            endpoint=str(endpoint),
+            token=token,
+            pid=os.getpid(),
+            process=process_start(os.getpid()),
+            log_dir=self._config.logs.base_dir,
+            started=time.time(),
+        )
+        try:
+            self._registry.write(self._entry)
+        except OSError as error:
+            _log.warning("status will not find this job: %s", error)
+
+
+def _failed(*tasks: asyncio.Task[None]) -> Exit:
+    """Return the exit that an error of the connection or the seat means; raise what is a bug."""
+    for task in tasks:
+        if task.done() and task.exception() is not None:
+            error = task.exception()
+            if not isinstance(error, ElastaneError):
+                raise error  # type: ignore[misc]
+            outcome = Outcome(
+                ok=False,
+                reason=error.what,
+                slug=error.slug,
+                exit_code=error.exit_code,
+                next_step=error.next_step,
+            )
+            return Exit(int(error.exit_code), error.what, outcome)
+    return Exit(int(ExitCode.TRY_AGAIN), "the connection ended", None)
+
+
+def _tls(config: LaunchConfig) -> TlsConfig | None:
+    tls = config.rendezvous.tls
+    return TlsConfig(cert=tls.cert, key=tls.key, ca=tls.ca) if tls else None
+
+
+def _print_end(config: LaunchConfig, exit_: Exit) -> None:
+    """Print the closing box of a job that failed; success and drain need none."""
+    if exit_.outcome is None or exit_.outcome.ok:
+        return
+    say.flush()
+    where = str(config.logs.job_dir(config.spec.job)) if config.logs.has_files else ""
+    sys.stderr.write(render_box(exit_.outcome, where) + "\n")
+    sys.stderr.flush()
+
+
+def _raise_descriptor_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(ValueError, OSError):
+        limit = max(soft, min(wanted, _DESCRIPTORS_WANTED))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,0 +1,207 @@
+"""Where the coordinator is, and whether it is here: one seat a job, two ways to it.
+
+`EndpointSeat`: whichever agent owns the endpoint's address serves it; binding the port is the
+election. `StoreSeat`: whoever holds the store's lease. An agent that leaves gives its seat up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Protocol
+
+from elastane.core.events import AuthorityChanged
+from elastane.core.limits import CLOSE_S, Timing
+from elastane.core.model import Record
+from elastane.errors import ConfigurationError, ElastaneError, RendezvousError, StoreError
+from elastane.launch.hosting import Hosting, Takeover
+from elastane.runtime.endpoint import Endpoint, is_mine, listen, local_addresses, resolve
+from elastane.stores.election import Election
+from elastane.stores.jobs import JobKeys
+
+_log = logging.getLogger("elastane.seat")
+# After a seat was lost, before it is sought again: the store has to answer somebody else first.
+_PAUSE_S = 0.2
+
+
+class Seat(Protocol):
+    """Finds the coordinator, and runs it where that is this agent's part."""
+
+    async def locate(self) -> tuple[str, int]:
+        """Return where the coordinator is; raises ElastaneError where that is not known (yet)."""
+
+    def found(self) -> None:
+        """Hear that there is a session: the seat is not to be sought until `locate` is called."""
+
+    async def run(self) -> None:
+        """Seek the seat for as long as the job runs; raises what waiting cannot mend."""
+
+    async def close(self, *, ended: bool) -> None:
+        """Give the seat up; where the job has `ended`, once all agents have been told."""
+
+
+class EndpointSeat:
+    """The coordinator at an address; port 0 is standalone: here, on any port."""
+
+    def __init__(self, endpoint: Endpoint, hosts: bool | None, hosting: Hosting) -> None:
+        self._endpoint = endpoint
+        self._hosts = hosts
+        self._hosting = hosting
+        self._serving: asyncio.Task[object] | None = None
+        self._port = endpoint.port
+
+    async def locate(self) -> tuple[str, int]:
+        """Serve the endpoint if it is this machine's and nobody does; return where it is."""
+        if self._serving is not None and not self._serving.done():
+            return self._endpoint.host, self._port
+        addresses = await resolve(self._endpoint.host)
+        mine = self._hosts if self._hosts is not None else is_mine(addresses)
+        if mine:
+            listener = listen(self._endpoint.host, self._port)
+            if listener is not None:
+                self._port = listener.getsockname()[1]
+                self._serving = asyncio.create_task(self._serve(listener))
+        return self._endpoint.host, self._port
+
+    async def _serve(self, listener: socket.socket) -> None:
+        with contextlib.closing(listener):
+            await self._hosting.serve(listener, Takeover())
+
+    def found(self) -> None:
+        """See Seat."""
+
+    async def run(self) -> None:
+        """Do nothing: the seat is taken by `locate`, when a coordinator is needed."""
+        await asyncio.Event().wait()
+
+    async def close(self, *, ended: bool) -> None:
+        """See Seat."""
+        await _end(self._serving, ended=ended)
+
+
+class StoreSeat:
+    """The coordinator where the lease is, by a store."""
+
+    def __init__(
+        self, keys: JobKeys, node_id: str, timing: Timing, local_addr: str, hosting: Hosting
+    ) -> None:
+        self._election = Election(keys, node_id, timing, on_authority=self._authority)
+        self._local_addr = local_addr
+        self._hosting = hosting
+        self._running: asyncio.Task[None] | None = None
+        self._sought = asyncio.Event()
+
+    def found(self) -> None:
+        """See Seat: an agent that has its coordinator looks at the store no more."""
+        self._sought.clear()
+
+    async def locate(self) -> tuple[str, int]:
+        """See Seat."""
+        self._sought.set()
+        endpoint = await self._election.locate()
+        if endpoint is None:
+            raise RendezvousError(
+                "no coordinator has been elected yet",
+                slug="no-coordinator",
+                where=f"job {self._election.keys.job}",
+            )
+        return endpoint.host, endpoint.port
+
+    async def run(self) -> None:
+        """Campaign, serve while the lease lasts, and campaign again."""
+        self._running = asyncio.create_task(self._run())
+        await asyncio.shield(self._running)
+
+    async def _run(self) -> None:
+        while True:
+            await self._sought.wait()
+            try:
+                if await self._campaign():
+                    return
+            except StoreError as error:  # LeaseLostError among them
+                _log.warning("the seat was lost: %s", error.what)
+            finally:
+                await self._election.resign()
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _campaign(self) -> bool:
+        """Seek the seat until it is had or another's coordinator was found."""
+        campaign = asyncio.create_task(self._election.campaign())
+        try:
+            while not campaign.done():
+                await asyncio.wait({campaign}, timeout=_PAUSE_S)
+                if not self._sought.is_set() and not campaign.done():
+                    return False
+            return await self._hold(campaign.result())
+        finally:
+            campaign.cancel()
+            await asyncio.gather(campaign, return_exceptions=True)
+
+    async def _hold(self, record: Record | None) -> bool:
+        """Serve under the lease; returns whether the job has ended."""
+        before = await self._election.keys.seat()
+        takeover = Takeover(record, before.node_id if before else "", store_backed=True)
+        listener = listen("0.0.0.0", 0)
+        if listener is None:
+            raise ConfigurationError("no free port", slug="port-in-use")
+        with contextlib.closing(listener):
+            port = listener.getsockname()[1]
+            serving = asyncio.ensure_future(
+                self._hosting.serve(listener, takeover, self._election.save)
+            )
+            keeping = asyncio.ensure_future(self._election.keep())
+            try:
+                await self._election.publish(Endpoint(reachable_host(self._local_addr), port))
+                await asyncio.wait({serving, keeping}, return_when=asyncio.FIRST_COMPLETED)
+                if not serving.done():
+                    await keeping  # which raises LeaseLostError
+                outcome = serving.result()
+                if outcome is not None:
+                    await self._election.keys.tidy()
+                return outcome is not None
+            finally:
+                for task in (serving, keeping):
+                    task.cancel()
+                await asyncio.gather(serving, keeping, return_exceptions=True)
+
+    def _authority(self, change: AuthorityChanged) -> None:
+        """Hand the election's word on to the coordinator in charge."""
+        if self._hosting.coordinator is not None:
+            self._hosting.coordinator.authority(change.held, change.reason)
+
+    async def close(self, *, ended: bool) -> None:
+        """See Seat."""
+        serves = self._hosting.coordinator is not None
+        await _end(self._running, ended=ended and serves)
+        await self._election.resign()
+        await self._election.keys.store.close()
+
+
+async def _end(task: asyncio.Task[object] | asyncio.Task[None] | None, *, ended: bool) -> None:
+    """Let the coordinator finish telling its agents where the job has ended; then end it."""
+    if task is None:
+        return
+    if ended:
+        await asyncio.wait({task}, timeout=CLOSE_S * 2)
+    task.cancel()
+    result = (await asyncio.gather(task, return_exceptions=True))[0]
+    if isinstance(result, Exception) and not isinstance(result, ElastaneError):
+        _log.error("the coordinator failed: %r", result)
+
+
+def reachable_host(local_addr: str) -> str:
+    """Return an address of this machine that others are likely to reach.
+
+    The user's --local-addr; else the source address of the default route (a UDP socket's
+    connect sends nothing); else any that is no loopback; else the loopback.
+    """
+    if local_addr:
+        return local_addr
+    for family, probe in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((probe, 9))  # documentation addresses (RFC 5737, RFC 3849)
+            return str(sock.getsockname()[0])
+    others = sorted(a for a in local_addresses() if not a.startswith(("127.", "::1", "fe80")))
+    return others[0] if others else "127.0.0.1"

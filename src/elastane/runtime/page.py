@@ -1,0 +1,127 @@
+"""The page of memory that an agent and one worker share: the worker's calls, the agent's gate.
+
+Owns its layout. A memfd, so that it needs no name and no clean-up, made by the agent: it outlives
+the worker. Each 64-byte line has one writer. Knows nothing of what calls mean; what a stranger
+finds under ELASTANE_PAGE_FD that is no page of this version is refused with ValueError.
+
+Memory order. The worker stores its call number, then loads the gate; the agent stores the gate,
+then loads the call number. If both loads could come before the other side's store became
+visible, a call would slip through the gate uncounted. Every field is an aligned 8-byte word, which
+x86-64 and aarch64 store and load whole, but both let a load pass an earlier store. So the agent,
+which gates rarely, pays for both: membarrier(2) makes every worker that opened its page pass a full
+barrier between the agent's store and its load, and the worker's hot path needs none. After it,
+either the worker sees the gate, or the agent sees the call.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from elastane.runtime.kernel import accept_barriers, impose_barrier
+
+PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
+PAGE_BYTES = 4096
+MAGIC = int.from_bytes(b"ELASTPG1", "little")
+VERSION = 1
+# Word numbers, of 8 bytes each, little-endian.
+_MAGIC, _VERSION = 0, 1  # line 0: the agent, once
+_CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
+_GATE, _TARGET = 16, 17  # line 2: the agent
+
+
+class _Words:
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+
+    def close(self) -> None:
+        """Unmap, and close the descriptor."""
+        self._words.release()
+        self._memory.close()
+        os.close(self.fd)
+
+
+class Page(_Words):
+    """The agent's side. `fd` goes to the worker, its number there in ELASTANE_PAGE_FD."""
+
+    @classmethod
+    def create(cls) -> Page:
+        """Make a page of zeros; raises OSError."""
+        fd = os.memfd_create("elastane-page", os.MFD_CLOEXEC)
+        os.ftruncate(fd, PAGE_BYTES)
+        page = cls(fd, mmap.mmap(fd, PAGE_BYTES))
+        page._words[_VERSION] = VERSION
+        page._words[_MAGIC] = MAGIC
+        return page
+
+    @property
+    def calls(self) -> int:
+        """How often the worker has asked; final only while it is gated."""
+        return int(self._words[_CALLS])
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the worker asked again after the target, and now waits to be stopped."""
+        return bool(self._words[_PARKED])
+
+    def gate(self) -> None:
+        """Have the worker wait in its next call; once this returns, `calls` may be read."""
+        self._words[_TARGET] = 0
+        self._words[_GATE] = 1
+        impose_barrier()
+
+    def aim(self, calls: int) -> None:
+        """Set the call at which the worker is to checkpoint; those before it go on."""
+        assert calls > 0, "the target is past a call that was counted"
+        self._words[_TARGET] = calls
+
+    def release(self) -> None:
+        """Take gate and target back: the worker goes on as before."""
+        self._words[_GATE] = 0
+        self._words[_TARGET] = 0
+
+
+class WorkerPage(_Words):
+    """The worker's side."""
+
+    @classmethod
+    def open(cls, fd: int) -> WorkerPage:
+        """Map the page that the agent passed as `fd`; raises OSError or ValueError if none is."""
+        if os.fstat(fd).st_size != PAGE_BYTES:
+            raise ValueError(f"descriptor {fd} is no page")
+        page = cls(fd, mmap.mmap(fd, PAGE_BYTES))
+        words = page._words
+        if words[_MAGIC] != MAGIC or words[_VERSION] != VERSION:
+            words.release()
+            raise ValueError(f"descriptor {fd} is no page of version {VERSION}")
+        accept_barriers()
+        return page
+
+    def claim(self, pid: int) -> bool:
+        """Become the one process that counts; False where another one does."""
+        if self._words[_OWNER] == 0:
+            self._words[_OWNER] = pid
+        return bool(self._words[_OWNER] == pid)
+
+    def count(self) -> tuple[int, int]:
+        """Count one call; returns its number and the gate. The store comes before the load."""
+        words = self._words
+        calls = words[_CALLS] + 1
+        words[_CALLS] = calls
+        return calls, words[_GATE]
+
+    @property
+    def gated(self) -> bool:
+        """Whether the agent drains."""
+        return bool(self._words[_GATE])
+
+    @property
+    def target(self) -> int:
+        """The call at which to checkpoint, 0 while none is set."""
+        return int(self._words[_TARGET])
+
+    def park(self, parked: bool) -> None:
+        """Say whether the worker waits to be stopped."""
+        self._words[_PARKED] = parked

@@ -1,0 +1,11 @@
+"""Sessions over TCP: the asyncio shell around `core.wire`, for both sides.
+
+It owns sockets, timers and buffers of connections. It knows nothing of what messages mean. A
+connection that breaks a bound or the protocol is cut and says why; nothing here ends a process.
+"""
+
+from elastane.runtime.rpc.client import Session, connect
+from elastane.runtime.rpc.door import Access, Door
+from elastane.runtime.rpc.link import Link, LinkOwner
+
+__all__ = ["Access", "Door", "Link", "LinkOwner", "Session", "connect"]

@@ -1,0 +1,161 @@
+"""What one job keeps in a store, and how it is written and read.
+
+Owns the keys below `<job>/`: `coordinator` (where it listens, and by which term), `token` (the
+job's secret), `record` (the durable state, under the term of its writer), and the lease `seat`.
+Knows nothing of who is elected. A finished job leaves its record, which holds the outcome; so an
+agent that comes late is told how the job ended. How it fails: StoreError; a record that cannot
+be read is a ConfigurationError, since going on without it could settle a round twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from typing import TypeVar
+
+import msgspec
+
+from elastane.core.model import Record
+from elastane.errors import ConfigurationError, RendezvousClosedError
+from elastane.runtime.endpoint import Endpoint
+from elastane.runtime.files import safe_name
+from elastane.stores.protocol import ConflictError, Entry, Store
+
+T = TypeVar("T")
+_TOKEN_BYTES = 32
+# Agents that race to make the token or to clean up; each turn of the loop is one that won.
+_RACES_MAX = 1000
+_CHECK_OPEN_S = 1.0
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the coordinator of a term listens."""
+
+    term: int
+    node_id: str
+    endpoint: Endpoint
+
+
+class Filed(msgspec.Struct, frozen=True, kw_only=True):
+    """The record as it is stored. `term` is its writer's; None: the job has no record yet."""
+
+    term: int
+    record: Record | None
+
+
+class JobKeys:
+    """One job's place in a store, for agents and the coordinator alike."""
+
+    def __init__(self, store: Store, job: str) -> None:
+        self.store = store
+        self.job = job
+        self.prefix = safe_name(job)
+        self.coordinator = f"{self.prefix}/coordinator"
+        self.token_key = f"{self.prefix}/token"
+        self.record = f"{self.prefix}/record"
+        self.seat_lease = f"{self.prefix}/seat"
+
+    async def load(self) -> Record | None:
+        """Return the job's record, or None where it has none."""
+        filed, _ = await self.filed()
+        return filed.record if filed else None
+
+    async def filed(self) -> tuple[Filed | None, int]:
+        """Return the record with its writer's term, and the version that a write must expect."""
+        entry = await self.store.get(self.record)
+        return (self.decode(entry), entry.version) if entry else (None, 0)
+
+    def decode(self, entry: Entry) -> Filed:
+        """Return the record that an entry of the key `record` holds."""
+        return _decode(entry, Filed, self.record)
+
+    async def check_open(self) -> None:
+        """Raise RendezvousClosedError where the job has ended, with its outcome."""
+        record = await self.load()
+        outcome = record.outcome if record else None
+        if outcome is not None:
+            raise RendezvousClosedError(
+                f"closed: job {self.job} has ended: {outcome.reason}",
+                slug="rdzv-closed",
+                expected="a --rdzv-id that no job has used in this store",
+                next_step=outcome.next_step,
+            )
+
+    async def token(self) -> str:
+        """Return the job's secret: the first agent makes it, 32 random bytes as hex."""
+        for _ in range(_RACES_MAX):
+            entry = await self.store.get(self.token_key)
+            if entry is not None:
+                return entry.value.decode()
+            await self.check_open()
+            made = secrets.token_hex(_TOKEN_BYTES).encode()
+            try:
+                entry = await self.store.compare_and_set(self.token_key, made, 0)
+            except ConflictError:
+                continue
+            return entry.value.decode()
+        raise AssertionError("a token that appears and disappears for ever")
+
+    async def seat(self) -> Seat | None:
+        """Return where the latest coordinator said that it listens; it may be dead by now."""
+        seat, _ = await self.seated()
+        return seat
+
+    async def seated(self) -> tuple[Seat | None, int]:
+        """Return the seat, and the version that a write must expect."""
+        entry = await self.store.get(self.coordinator)
+        return (_decode(entry, Seat, self.coordinator), entry.version) if entry else (None, 0)
+
+    async def locate(self) -> Endpoint | None:
+        """Return the latest coordinator's address, None while there is none.
+
+        Raises RendezvousClosedError where the job has ended.
+        """
+        if (seat := await self.seat()) is not None:
+            return seat.endpoint
+        await self.check_open()
+        return None
+
+    async def wait_for_seat(self, after_term: int = 0) -> Seat:
+        """Return the seat of a later term than `after_term` as soon as there is one.
+
+        Raises RendezvousClosedError where the job ends meanwhile.
+        """
+        while True:
+            seat, version = await self.seated()
+            if seat is not None and seat.term > after_term:
+                return seat
+            await self.check_open()
+            # A job may end without a seat ever having been published: look at it now and then.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CHECK_OPEN_S):
+                    await anext(self.store.watch(self.coordinator, version))
+
+    async def tidy(self) -> None:
+        """Remove what only a running job needs: the address and the secret."""
+        for key in (self.coordinator, self.token_key):
+            for _ in range(_RACES_MAX):
+                entry = await self.store.get(key)
+                if entry is None:
+                    break
+                try:
+                    await self.store.delete(key, entry.version)
+                except ConflictError:
+                    await asyncio.sleep(0)
+
+    async def purge(self) -> None:
+        """Remove all that the job left, its record included. Only for a job that has ended."""
+        await self.store.purge(self.prefix)
+
+
+def _decode(entry: Entry, kind: type[T], key: str) -> T:
+    try:
+        return msgspec.json.decode(entry.value, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(
+            f"store: {key} version {entry.version} cannot be read: {error}",
+            slug="store-record",
+            expected="what this version of elastane writes there",
+            next_step="use the elastane version that began the job, or another --rdzv-id",
+        ) from error

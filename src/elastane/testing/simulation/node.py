@@ -1,0 +1,219 @@
+"""The shell of a simulated agent: its session, its worker groups, its search for a coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elastane.core.agent import AgentCore
+from elastane.core.effects import (
+    AgentEffect,
+    AimGroup,
+    Exit,
+    MarkGroup,
+    StartGroup,
+    StopGroup,
+    Tell,
+    Transmit,
+)
+from elastane.core.events import AgentEvent, Linked, Tick, Told, Unlinked, Warm
+from elastane.core.messages import Alive, ToAgent, Welcome
+from elastane.core.model import NodeSpec, Offer, Versions
+from elastane.testing.simulation.clock import Timer
+from elastane.testing.simulation.network import Session
+from elastane.testing.simulation.workers import LocalGroup
+
+if TYPE_CHECKING:
+    from elastane.testing.simulation.cluster import Cluster
+
+VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
+
+
+class SimulatedNode:
+    """One host with (at times) an agent on it; a new life is a new incarnation."""
+
+    def __init__(self, cluster: Cluster, name: str, size: int, node_rank: int | None) -> None:
+        self.cluster, self.name, self.size, self.node_rank = cluster, name, size, node_rank
+        self.alive = False
+        self.paused = False
+        self.life = 0
+        self.exit: Exit | None = None
+        self.session: Session | None = None
+        self.group: LocalGroup | None = None
+        self.core: AgentCore | None = None
+        self.signalled = False
+        self.welcomed = False
+        self.backlog: list[tuple[int, AgentEvent]] = []
+        self._ports = 20_000
+        self._heard_s = 0.0
+        self._tick: Timer | None = None
+
+    def boot(self, warm_s: float = 0.0) -> None:
+        """Start a new agent on this host."""
+        assert not self.alive, self.name
+        self.alive, self.paused, self.exit, self.signalled = True, False, None, False
+        self.welcomed = False
+        self.life += 1
+        spec = NodeSpec(
+            node_id=self.name,
+            incarnation=f"{self.name}.{self.life}",
+            local_world_size=self.size,
+            node_rank=self.node_rank,
+            versions=VERSIONS,
+        )
+        self.core = AgentCore(
+            self.cluster.spec,
+            spec,
+            self.new_offer(),
+            self.cluster.clock.now_s,
+            self_fencing=self.cluster.store_backed,
+        )
+        self.cluster.story.tell(f"{self.name}: agent {spec.incarnation} starts")
+        self._later(warm_s, Warm())
+        self.look(0.0)
+
+    def new_offer(self) -> Offer:
+        """Return an offer of a port that was never offered before."""
+        self._ports += 1
+        return Offer(self._ports, True)
+
+    def feed(self, event: AgentEvent) -> None:
+        """Give the core an event, or keep it while the host is paused."""
+        if not self.alive:
+            return
+        if self.paused:
+            self.backlog.append((self.life, event))
+            return
+        assert self.core is not None
+        effects = self.core.handle(event, self.cluster.clock.now_s)
+        for effect in effects:
+            self._carry_out(effect)
+        self._schedule()
+
+    def resume(self) -> None:
+        """Go on after a pause, with all that came meanwhile."""
+        self.paused, self._heard_s = False, self.cluster.clock.now_s
+        backlog, self.backlog = self.backlog, []
+        for life, event in backlog:
+            if life == self.life:
+                self.feed(event)
+
+    def die(self) -> None:
+        """The agent and its workers are no more."""
+        self.alive, self.paused = False, False
+        self.backlog.clear()
+        if self._tick is not None:
+            self._tick.cancel()
+        group, self.group = self.group, None
+        if group is not None:
+            self.cluster.training.vanish(group)
+
+    def told(self, session: Session, message: ToAgent) -> None:
+        """A message from the coordinator has come."""
+        if self.session is not session:
+            return
+        if not self.paused:
+            self._heard_s = self.cluster.clock.now_s
+        self.welcomed = self.welcomed or isinstance(message, Welcome)
+        self.feed(Told(message))
+        if isinstance(message, Alive) and not message.authority:
+            self.cluster.ask_holder(self, lambda holder: self._doubt(session, holder))
+
+    def unlinked(self, session: Session, reason: str) -> None:
+        """The session was ended from the other side."""
+        if self.session is session and self.alive:
+            self.session = None
+            self.feed(Unlinked(reason))
+            self.look(0.05)
+
+    def linked(self, session: Session) -> None:
+        """A session stands."""
+        self.session, self._heard_s = session, self.cluster.clock.now_s
+        self.feed(Linked())
+
+    def not_found(self, reason: str) -> None:
+        """No coordinator could be had this time."""
+        self.feed(Unlinked(reason))
+        self.look(0.2 + self.cluster.rng.random() * 0.3)
+
+    def look(self, delay_s: float) -> None:
+        """Look for a coordinator in a moment."""
+        life = self.life
+
+        def now() -> None:
+            if self.alive and self.life == life and self.session is None:
+                if self.paused:
+                    self.look(0.5)
+                else:
+                    self.cluster.find(self)
+
+        self.cluster.clock.after(delay_s, now)
+
+    def drop(self, reason: str) -> None:
+        """End the own session without a goodbye."""
+        session, self.session = self.session, None
+        if session is not None:
+            self.cluster.close_from_agent(session, reason, clean=False)
+            self.feed(Unlinked(reason))
+            self.look(0.05)
+
+    def _doubt(self, session: Session, holder: str) -> None:
+        if self.session is session and holder and holder != session.down.source:
+            self.drop(f"{holder} is the coordinator now")
+
+    def _carry_out(self, effect: AgentEffect) -> None:
+        training, checks = self.cluster.training, self.cluster.checks
+        match effect:
+            case Transmit(message=message):
+                if self.session is not None:
+                    self.cluster.send_up(self.session, message)
+            case StartGroup(assignment=assignment):
+                checks.starts(self, assignment)
+                self.group = LocalGroup(self.name, assignment, self.size, self._own_feed())
+                training.start(self.group)
+            case StopGroup(grace_s=grace_s):
+                assert self.group is not None
+                training.stop(self.group, grace_s, self.new_offer)
+            case MarkGroup():
+                assert self.group is not None
+                training.mark(self.group)
+            case AimGroup(calls=calls):
+                assert self.group is not None
+                checks.aims(self, self.group, calls)
+                training.aim(self.group, calls)
+            case Tell(note=note):
+                self.cluster.note(self.name, note)
+            case Exit():
+                self.exit = effect
+                self.cluster.agent_exits(self, effect)
+
+    def _own_feed(self) -> Callable[[AgentEvent], None]:
+        life = self.life
+
+        def feed(event: AgentEvent) -> None:
+            if self.life == life:
+                self.feed(event)
+
+        return feed
+
+    def _later(self, delay_s: float, event: AgentEvent) -> None:
+        feed = self._own_feed()
+        self.cluster.clock.after(delay_s, lambda: feed(event))
+
+    def _schedule(self) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+        if not self.alive or self.core is None:
+            return
+        life = self.life
+        delay_s = max(0.001, self.core.wake_s - self.cluster.clock.now_s)
+
+        def tick() -> None:
+            if self.life != life or not self.alive:
+                return
+            silent_s = self.cluster.clock.now_s - self._heard_s
+            if self.session and not self.paused and silent_s > self.cluster.spec.timing.silence_s:
+                self.drop(f"the coordinator was silent for {silent_s:.1f} s")
+            self.feed(Tick())
+
+        self._tick = self.cluster.clock.after(delay_s, tick)

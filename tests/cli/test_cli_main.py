@@ -1,0 +1,131 @@
+"""The command itself: verbs, help, exit codes, and what it must not import."""
+
+import subprocess
+import sys
+
+import pytest
+
+from elastane import __version__
+from elastane.cli import main as cli
+from elastane.errors import ConfigurationError, ExitCode
+
+# What makes a help slow: torch, the live view, the event loop, and what they bring.
+HEAVY = ("torch", "numpy", "rich", "asyncio", "ssl", "importlib.metadata", "multiprocessing")
+
+
+def run(*argv, **changes):
+    return subprocess.run(
+        [sys.executable, "-m", "elastane", *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], *([v, "--help"] for v in cli.VERBS)])
+def test_help_imports_nothing_heavy(argv):
+    code = (
+        "import sys; from elastane.cli.main import main; code = main(sys.argv[1:]);"
+        f"print('heavy:', [m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert done.stderr.strip() == "heavy: []"
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_a_help_that_says_how_it_is_called(verb, capsys):
+    assert cli.main([verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: elastane {verb}")
+    assert cli.VERBS[verb][:20] in out
+
+
+def test_the_command_lists_its_verbs(capsys):
+    for word in ("--help", "-h", "help"):
+        assert cli.main([word]) == 0
+        out = capsys.readouterr().out
+        assert all(verb in out for verb in cli.VERBS)
+
+
+def test_the_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"elastane {__version__}"
+
+
+def test_no_verb_is_a_usage_error_with_the_help_on_stderr(capsys):
+    assert cli.main([]) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "usage: elastane" in captured.err
+
+
+def test_an_unknown_verb_gets_the_nearest(capsys):
+    assert cli.main(["rnu", "x.py"]) == ExitCode.USAGE
+    assert "did you mean run?" in capsys.readouterr().err
+    assert cli.main(["train.py"]) == ExitCode.USAGE
+    assert "elastane run train.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_a_typo_in_an_option_of_a_verb_is_a_usage_error(verb, capsys):
+    assert cli.main([verb, "--hlep"]) == ExitCode.USAGE
+    assert "--help" in capsys.readouterr().err
+
+
+def test_an_error_is_words_on_stderr_and_its_exit_code(capsys, monkeypatch):
+    def fail(words, prog):
+        raise ConfigurationError("nodes = 0", slug="bad-nnodes", next_step="--nnodes 1")
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    assert cli.main(["run"]) == ExitCode.CONFIGURATION
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "elastane: nodes = 0 [bad-nnodes]\n  next: --nnodes 1\n"
+
+
+def test_a_mistake_has_no_stack_trace():
+    done = run("run", "--nnodes", "0", "x.py")
+    assert done.returncode == ExitCode.USAGE
+    assert "[bad-nnodes]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_module_that_torchrun_users_type_is_the_verb():
+    done = subprocess.run(
+        [sys.executable, "-m", "elastane.run", "--nnodes", "0", "x.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == ExitCode.USAGE
+    assert "[bad-nnodes]" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["--help", "run --help"])
+def test_a_reader_that_goes_away_is_no_error_of_ours(words):
+    """As in `elastane --help | head -1`: the pipe is closed before anything is written."""
+    code = f"import sys; from elastane.cli.main import main; sys.exit(main({words.split()}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    stderr = process.stderr.read()
+    # argparse itself swallows the failure of a long help, and ends with 0.
+    assert process.wait(timeout=60) in ((128 + 13,) if words == "--help" else (0, 128 + 13))
+    assert stderr == b""
+
+
+def test_ctrl_c_is_an_exit_code_without_a_trace(monkeypatch):
+    def interrupt(words, prog):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_dispatch", interrupt)
+    assert cli.main(["run"]) == 130

@@ -1,0 +1,186 @@
+"""`elastane logs`: which files it shows, in which order, and how it follows them."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastane.cli.main import main
+from elastane.runtime.streams import safe_name
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """Two attempts of two workers on two nodes; in time they take turns."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    for attempt in (0, 1):
+        for rank, node in enumerate(("host-a", "host-b")):
+            worker = Worker(tmp_path / "logs", "job", (1, attempt, rank), node)
+            for turn in range(2):
+                worker.say(f"a{attempt} rank{rank} turn{turn}", attempt * 100 + turn * 10 + rank)
+    Worker(tmp_path / "logs", "job", (1, 0, 1), "host-b", "stderr").say("a0 oops", 15)
+    return tmp_path / "logs"
+
+
+class Worker:
+    """Writes a worker's files as the agent and the worker do."""
+
+    def __init__(self, base, job, place, node, std="stdout"):
+        round_, attempt, rank = place
+        self.folder = base / safe_name(job) / f"round_{round_}/attempt_{attempt}/rank_{rank}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        note = {"node": node, "host": node, "role": "default", "rank": rank, "local_rank": 0}
+        (self.folder / "worker.jsonl").write_text(json.dumps(note) + "\n")
+        self.path = self.folder / f"{std}.log"
+
+    def say(self, text, at_s, end="\n"):
+        with self.path.open("ab") as file:
+            file.write((text + end).encode())
+        with Path(f"{self.path}.idx").open("ab") as file:
+            file.write(struct.pack("<QQ", self.path.stat().st_size, int(at_s * 1e9)))
+
+
+def shown(capsysbinary, *words):
+    assert main(["logs", *map(str, words)]) == 0
+    return capsysbinary.readouterr().out.decode().splitlines()
+
+
+def bodies(lines):
+    return [line.partition("]: ")[2] for line in lines]
+
+
+def test_without_options_all_output_comes_one_worker_after_the_other(base, capsysbinary):
+    lines = shown(capsysbinary, "job", "--log-dir", base)
+    assert lines[0] == "[default0 host-a r1.0 out]: a0 rank0 turn0"
+    assert bodies(lines) == [
+        "a0 rank0 turn0",
+        "a0 rank0 turn1",
+        "a0 rank1 turn0",
+        "a0 rank1 turn1",
+        "a0 oops",
+        "a1 rank0 turn0",
+        "a1 rank0 turn1",
+        "a1 rank1 turn0",
+        "a1 rank1 turn1",
+    ]
+
+
+def test_merged_by_time_workers_take_turns_and_lines_carry_their_time(base, capsysbinary):
+    lines = shown(capsysbinary, "job", "--log-dir", base, "--merge-by-time", "--attempt", "0")
+    assert bodies(lines) == [
+        "a0 rank0 turn0",
+        "a0 rank1 turn0",
+        "a0 rank0 turn1",
+        "a0 rank1 turn1",
+        "a0 oops",
+    ]
+    assert lines[1].startswith("01-01 00:00:01.000 [default1 host-b r1.0 out]: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        (["--rank", "1"], 5),
+        (["--rank", "0-1"], 9),
+        (["--node", "host-a"], 4),
+        (["--attempt", "1"], 4),
+        (["--round", "2,1"], 9),
+        (["--stderr"], 1),
+        (["--stdout"], 8),
+        (["--stdout", "--stderr", "--rank", "1", "--attempt", "0"], 3),
+    ],
+)
+def test_options_select(base, capsysbinary, options, count):
+    assert len(shown(capsysbinary, "job", "--log-dir", base, *options)) == count
+
+
+def test_job_is_found_by_its_folder_or_by_the_folder_of_one_job(base, capsysbinary):
+    assert len(shown(capsysbinary, base / "job")) == 9
+    assert len(shown(capsysbinary, base)) == 9
+
+
+def refused(capsys, *words):
+    assert main(["logs", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def test_unknown_job_is_refused_with_the_ones_that_are_there(base, capsys):
+    said = refused(capsys, "nope", "--log-dir", base)
+    assert "no job 'nope'" in said
+    assert "one of job" in said
+
+
+def test_folder_of_several_jobs_is_refused_with_their_names(base, capsys):
+    Worker(base, "other/job", (1, 0, 0), "host-a").say("x", 1)
+    said = refused(capsys, base)
+    assert "2 jobs" in said
+    assert safe_name("other/job") in said
+
+
+def test_selection_that_matches_nothing_says_so_and_how_output_is_kept(base, capsys):
+    assert "--tee" in refused(capsys, base, "--rank", "7")
+
+
+def test_lines_are_whole_at_the_edges_of_what_is_read_at_once(tmp_path, capsysbinary):
+    worker = Worker(tmp_path, "job", (1, 0, 0), "host-a")
+    sizes = [1, 32767, 32768, 40000, 65535, 0, 200, 10]
+    for number, size in enumerate(sizes):
+        worker.say("x" * size, number)
+    worker.say("no end", 99, end="")
+    lines = bodies(shown(capsysbinary, tmp_path, "--merge-by-time"))
+    assert [len(line) for line in lines] == [*sizes, len("no end")]
+
+
+def test_line_without_end_of_any_length_is_shown_in_pieces(tmp_path, capsysbinary):
+    Worker(tmp_path, "job", (1, 0, 0), "host-a").say("x" * 300_000, 1, end="")
+    lines = bodies(shown(capsysbinary, tmp_path))
+    assert sum(map(len, lines)) == 300_000
+    assert max(map(len, lines)) <= 64 << 10
+
+
+def test_file_without_index_or_note_is_shown_all_the_same(tmp_path, capsysbinary):
+    worker = Worker(tmp_path, "job", (1, 0, 3), "host-a")
+    worker.path.write_text("plain\n")
+    (worker.folder / "worker.jsonl").write_text('{"torn')
+    lines = shown(capsysbinary, tmp_path, "--merge-by-time")
+    assert lines[0].endswith("[rank3 r1.0 out]: plain")
+
+
+def test_follow_shows_what_is_there_then_each_line_and_workers_that_start_later(base):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elastane", "logs", str(base), "--follow", "--rank", "0,5"],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        read = [process.stdout.readline() for _ in range(4)]
+        assert read[0].endswith(b"a0 rank0 turn0\n")
+        late = Worker(base, "job", (2, 0, 5), "host-c")
+        late.say("hel", 300, end="")
+        late.say("lo", 301)
+        assert process.stdout.readline() == b"[default5 host-c r2.0 out]: hello\n"
+        process.send_signal(2)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_reader_of_a_pipe_that_has_enough_gets_no_trace(base):
+    for number in range(3):
+        Worker(base, "job", (3, number, 0), "host-a").say("x" * 60000, 1)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elastane", "logs", str(base)],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+    )
+    os.close(write_end)
+    _, err = process.communicate(timeout=30)
+    assert err == b""

@@ -1,0 +1,221 @@
+"""compare_and_set, get, delete and watch, of every store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from store_harness import Harness, asynchronous
+
+from elastane.core.limits import STORE_VALUE_BYTES_MAX
+from elastane.errors import ConfigurationError
+from elastane.stores.protocol import ConflictError, Entry, Store
+
+
+@asynchronous
+async def test_a_key_begins_absent_and_holds_what_was_written(harness: Harness) -> None:
+    one, other = harness.client(), harness.client()
+    assert await one.get("job/record") is None
+    written = await one.compare_and_set("job/record", b"\x00 value \n\xff", 0)
+    assert written.version > 0
+    assert await other.get("job/record") == written == Entry(b"\x00 value \n\xff", written.version)
+
+
+@asynchronous
+async def test_a_write_that_expects_another_version_conflicts_and_says_what_is_there(
+    harness: Harness,
+) -> None:
+    store = harness.client()
+    with pytest.raises(ConflictError) as absent:
+        await store.compare_and_set("k", b"x", 7)
+    assert absent.value.current is None
+    first = await store.compare_and_set("k", b"1", 0)
+    second = await store.compare_and_set("k", b"2", first.version)
+    assert second.version > first.version
+    for expected in (0, first.version, second.version + 1):
+        with pytest.raises(ConflictError) as conflict:
+            await store.compare_and_set("k", b"3", expected)
+        assert conflict.value.current == second
+    assert await store.get("k") == second
+
+
+@asynchronous
+async def test_versions_grow_over_deletion_and_a_stale_writer_loses(harness: Harness) -> None:
+    store = harness.client()
+    first = await store.compare_and_set("k", b"1", 0)
+    with pytest.raises(ConflictError):
+        await store.delete("k", first.version + 1)
+    await store.delete("k", first.version)
+    assert await store.get("k") is None
+    with pytest.raises(ConflictError) as gone:
+        await store.delete("k", first.version)
+    assert gone.value.current is None
+    with pytest.raises(ConflictError):
+        await store.compare_and_set("k", b"stale", first.version)
+    again = await store.compare_and_set("k", b"2", 0)
+    assert again.version > first.version
+
+
+@asynchronous
+async def test_deleting_an_absent_key_conflicts(harness: Harness) -> None:
+    store = harness.client()
+    with pytest.raises(ConflictError):
+        await store.delete("k", 0)
+    with pytest.raises(ConflictError):
+        await store.delete("k", 3)
+
+
+@asynchronous
+async def test_a_key_and_one_below_it_are_two(harness: Harness) -> None:
+    store = harness.client()
+    await store.compare_and_set("a/b", b"below", 0)
+    await store.compare_and_set("a", b"above", 0)
+    found = [await store.get("a"), await store.get("a/b"), await store.get("a/b/c")]
+    assert [entry and entry.value for entry in found] == [b"above", b"below", None]
+
+
+@asynchronous
+async def test_a_value_of_the_greatest_size_is_kept_and_a_greater_one_refused(
+    harness: Harness,
+) -> None:
+    store = harness.client()
+    big = bytes(range(256)) * (STORE_VALUE_BYTES_MAX // 256)
+    written = await store.compare_and_set("k", big, 0)
+    assert await store.get("k") == written
+    with pytest.raises(ConfigurationError, match="store-value"):
+        await store.compare_and_set("k", big + b"x", written.version)
+    assert await store.get("k") == written
+    assert await store.compare_and_set("empty", b"", 0) == await store.get("empty")
+
+
+BAD_KEYS = ["", "/", "a/", "/a", "a//b", ".", "..", "a/../b", "a/.b", "a b", "a\0", "ä", "a" * 201]
+BAD_KEYS += ["@entry", "a/@lease", "/".join(["abcdefghi"] * 60)]
+
+
+@pytest.mark.parametrize("key", BAD_KEYS)
+@asynchronous
+async def test_a_key_that_is_no_name_is_refused_by_every_operation(
+    harness: Harness, key: str
+) -> None:
+    store = harness.client()
+    calls = [
+        store.get(key),
+        store.compare_and_set(key, b"", 0),
+        store.delete(key, 1),
+        store.lease(key, b"", 1.0),
+        store.holder(key),
+        anext(store.watch(key, 0)),
+        store.purge(key),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match="store-key"):
+            await call
+
+
+@asynchronous
+async def test_a_watch_gives_the_present_at_once_and_then_each_last_change(
+    harness: Harness,
+) -> None:
+    store, writer = harness.client(), harness.client()
+    entry = await writer.compare_and_set("k", b"0", 0)
+    watch = store.watch("k", 0)
+    assert await anext(watch) == entry
+    for number in range(1, 30):
+        entry = await writer.compare_and_set("k", str(number).encode(), entry.version)
+    seen = [await anext(watch)]
+    while seen[-1] != entry:
+        seen.append(await anext(watch))
+    versions = [found.version for found in seen if found]
+    assert versions == sorted(set(versions))
+
+
+@asynchronous
+async def test_a_watch_from_the_present_version_waits_for_the_next(harness: Harness) -> None:
+    store, writer = harness.client(), harness.client()
+    first = await writer.compare_and_set("k", b"1", 0)
+    following = asyncio.ensure_future(anext(store.watch("k", first.version)))
+    done, _ = await asyncio.wait({following}, timeout=0.1)
+    assert not done
+    second = await writer.compare_and_set("k", b"2", first.version)
+    assert await following == second
+
+
+@asynchronous
+async def test_a_watch_goes_on_over_deletion_and_creation(harness: Harness) -> None:
+    store, writer = harness.client(), harness.client()
+    watch = store.watch("k", 0)
+    waiting = asyncio.ensure_future(anext(watch))
+    done, _ = await asyncio.wait({waiting}, timeout=0.1)
+    assert not done, "an absent key of which nothing was known is no news"
+    first = await writer.compare_and_set("k", b"1", 0)
+    assert await waiting == first
+    await writer.delete("k", first.version)
+    assert await anext(watch) is None
+    second = await writer.compare_and_set("k", b"2", 0)
+    assert await anext(watch) == second
+
+
+@asynchronous
+async def test_a_watch_after_a_known_version_tells_of_a_deletion_before_it_began(
+    harness: Harness,
+) -> None:
+    store = harness.client()
+    first = await store.compare_and_set("k", b"1", 0)
+    await store.delete("k", first.version)
+    assert await anext(store.watch("k", first.version)) is None
+
+
+@asynchronous
+async def test_of_many_tasks_that_expect_the_same_version_one_writes(harness: Harness) -> None:
+    clients = [harness.client() for _ in range(6)]
+
+    async def attempt(store: Store, number: int) -> Entry | None:
+        try:
+            return await store.compare_and_set("k", str(number).encode(), 0)
+        except ConflictError:
+            return None
+
+    results = await asyncio.gather(*(attempt(store, i) for i, store in enumerate(clients)))
+    winners = [entry for entry in results if entry]
+    assert len(winners) == 1
+    assert await clients[0].get("k") == winners[0]
+
+
+@asynchronous
+async def test_purge_removes_all_below_the_prefix_and_nothing_else(harness: Harness) -> None:
+    store = harness.client()
+    for key in ("job/a", "job/b/c", "job2/a"):
+        await store.compare_and_set(key, b"x", 0)
+    assert await store.lease("job/seat", b"n", 5.0)
+    await store.purge("job")
+    await store.purge("job")
+    assert await store.get("job/a") is None
+    assert await store.get("job/b/c") is None
+    assert await store.holder("job/seat") is None
+    assert await store.get("job2/a") is not None
+
+
+def test_writers_in_several_processes_are_linearisable(harness: Harness) -> None:
+    if harness.specification is None:
+        pytest.skip("this store lives in one process")
+    writers, count = 4, 25
+    script = Path(__file__).with_name("cas_writer.py")
+    command = [sys.executable, str(script), harness.specification, "job/counter", str(count)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(writers)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * writers
+    writes = [json.loads(line) for output in outputs for line in output.splitlines()]
+    writes.sort(key=lambda write: write["version"])
+    assert [write["value"] for write in writes] == list(range(1, writers * count + 1))
+    chain = [0, *(write["version"] for write in writes)]
+    assert [write["saw"] for write in writes] == chain[:-1]
+    for before in writes:
+        for after in writes:
+            if before["ended"] < after["begun"]:
+                assert before["version"] <= after["saw"], "a read missed a write that had ended"

@@ -1,0 +1,129 @@
+"""Leases of every store: one holder, terms that grow, expiry, renewal, release."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from store_harness import Harness, asynchronous, until
+
+from elastane.errors import ConfigurationError, LeaseLostError
+from elastane.stores.protocol import Holder
+
+TTL_S = 0.4
+
+
+@asynchronous
+async def test_a_free_lease_is_taken_at_once_and_by_one(harness: Harness) -> None:
+    clients = [harness.client() for _ in range(6)]
+    leases = await asyncio.gather(
+        *(client.lease("seat", str(i).encode(), 5.0) for i, client in enumerate(clients))
+    )
+    held = [(i, lease) for i, lease in enumerate(leases) if lease]
+    assert len(held) == 1
+    index, lease = held[0]
+    assert lease.held()
+    assert 0 < lease.remaining_s() < 5.0
+    expected = Holder(str(index).encode(), lease.term)
+    assert [await client.holder("seat") for client in clients] == [expected] * 6
+
+
+@asynchronous
+async def test_nobody_has_held_a_lease_that_was_never_taken(harness: Harness) -> None:
+    assert await harness.client().holder("seat") is None
+
+
+@asynchronous
+async def test_a_holder_that_renews_keeps_the_lease_from_others(harness: Harness) -> None:
+    holder, other = harness.client(), harness.client()
+    lease = await holder.lease("seat", b"holder", TTL_S)
+    assert lease is not None
+    term, end = lease.term, time.monotonic() + 4 * TTL_S
+    while time.monotonic() < end:
+        await lease.renew()
+        assert await other.lease("seat", b"other", TTL_S) is None
+        await asyncio.sleep(TTL_S / 10)
+    assert lease.held()
+    assert lease.term == term
+
+
+@asynchronous
+async def test_a_silent_holder_stops_before_another_takes_the_lease(harness: Harness) -> None:
+    holder, other = harness.client(), harness.client()
+    lease = await holder.lease("seat", b"holder", TTL_S)
+    assert lease is not None
+    begun = time.monotonic()
+
+    async def take():
+        was_held = lease.held()
+        found = await other.lease("seat", b"other", TTL_S)
+        assert not (found and was_held), "two hold the lease"
+        return found
+
+    second = await until(take, "the lease runs out")
+    assert TTL_S * 0.9 <= time.monotonic() - begun < TTL_S + 0.3
+    assert not lease.held()
+    assert lease.remaining_s() <= 0
+    assert second.term > lease.term
+    assert await harness.client().holder("seat") == Holder(b"other", second.term)
+    with pytest.raises(LeaseLostError):
+        await lease.renew()
+    assert not lease.held()
+    assert second.held()
+
+
+@asynchronous
+async def test_a_late_renewal_succeeds_while_nobody_came(harness: Harness) -> None:
+    lease = await harness.client().lease("seat", b"holder", TTL_S)
+    assert lease is not None
+    term = lease.term
+
+    async def ran_out() -> bool:
+        return lease.remaining_s() < -TTL_S * 0.2
+
+    await until(ran_out, "the lease has run out for others too")
+    await lease.renew()
+    assert lease.held()
+    assert lease.term >= term
+    assert await harness.client().lease("seat", b"other", TTL_S) is None
+
+
+@asynchronous
+async def test_released_is_free_at_once_and_terms_go_on(harness: Harness) -> None:
+    one, other = harness.client(), harness.client()
+    terms = []
+    for turn in range(12):
+        lease = await (one if turn % 2 else other).lease("seat", b"x", 60.0)
+        assert lease is not None, "a released lease was not free"
+        terms.append(lease.term)
+        await lease.release()
+        assert not lease.held()
+        assert await other.holder("seat") is None
+    assert terms == sorted(set(terms))
+
+
+@asynchronous
+async def test_release_by_a_deposed_holder_harms_nobody(harness: Harness) -> None:
+    one, other = harness.client(), harness.client()
+    first = await one.lease("seat", b"1", TTL_S)
+    assert first is not None
+    second = await until(lambda: other.lease("seat", b"2", 60.0), "the lease runs out")
+    await first.release()
+    assert await one.holder("seat") == Holder(b"2", second.term)
+    await second.renew()
+
+
+@asynchronous
+async def test_leases_of_two_keys_are_two(harness: Harness) -> None:
+    store = harness.client()
+    assert await store.lease("a/seat", b"x", 60.0)
+    assert await store.lease("b/seat", b"x", 60.0)
+    assert await store.lease("a/seat", b"x", 60.0) is None
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
+@asynchronous
+async def test_a_ttl_that_is_no_duration_is_refused(harness: Harness, ttl_s: float) -> None:
+    with pytest.raises(ConfigurationError, match="store-ttl"):
+        await harness.client().lease("seat", b"x", ttl_s)

@@ -1,0 +1,39 @@
+"""An agent as far as supervision goes: a warden, a zygote, one worker forked and one exec'd."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from elastane.runtime.execspawn import ExecSpawner
+from elastane.runtime.kernel import become_subreaper
+from elastane.runtime.process import WorkerCommand
+from elastane.runtime.warden import Warden
+from elastane.runtime.zygote.client import ZygoteSpawner
+
+
+async def main(leash, out):
+    become_subreaper()
+    env = dict(os.environ, ELASTANE_LEASH=leash)
+    warden = Warden(leash)
+    await warden.start()
+    zygote = ZygoteSpawner(("torch",) if "--torch" in sys.argv else (), env, sys.executable)
+    await zygote.start()
+    family = str(Path(__file__).with_name("family.py"))
+    for name, spawner in (("forked", zygote), ("execed", ExecSpawner(sys.executable))):
+        fd = os.open(Path(out) / name, os.O_CREAT | os.O_WRONLY)
+        command = WorkerCommand("script", family, (), env, out, 0, fd, 2, {})
+        await spawner.spawn(command)
+    (Path(out) / "agent").write_text(f"{os.getpid()} {zygote.pid} {warden.pid}\n")
+    if "--close" in sys.argv:
+        while not all(  # noqa: ASYNC110 - a file has no event
+            (Path(out) / name).read_text().endswith("\n") for name in ("forked", "execed")
+        ):
+            await asyncio.sleep(0.01)
+        await zygote.close()
+        await warden.close()
+        return
+    await asyncio.sleep(600)
+
+
+asyncio.run(main(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,46 @@
+"""What the tests of the file store share."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable
+
+from elastane.core.limits import Timing
+from elastane.stores.election import Election
+from elastane.stores.file import FileStore
+from elastane.stores.jobs import JobKeys
+
+QUICK = Timing(lease_ttl_s=0.5, lease_renew_s=0.1)
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(30):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+def poll(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.005)
+
+
+async def take(store: FileStore, ttl_s: float = 60.0):
+    while True:
+        lease = await store.lease("seat", b"parent", ttl_s)
+        if lease:
+            return lease
+        await asyncio.sleep(0.02)
+
+
+def elect(store: FileStore, job: str, timing: Timing) -> Election:
+    return Election(JobKeys(store, job), "parent", timing, on_authority=lambda event: None)

@@ -1,0 +1,120 @@
+"""The demo, whole: real agents, real kills, a real classifier; and nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+DEADLINE_S = 110.0
+
+
+def left_over(marker: str) -> list[str]:
+    """Return the command lines of processes that carry the marker in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def nothing_left_of(marker: str) -> bool:
+    deadline = time.monotonic() + 5.0
+    while left_over(marker):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@contextmanager
+def demo(*options: str, **env: str):
+    """Start the demo; give its process and the marker that all its processes inherit."""
+    marker = f"demo-test-{uuid.uuid4().hex}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elastane", "demo", *options],
+        env={**os.environ, **env, "DEMO_TEST_MARKER": marker},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process, marker
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_demo_recovers_from_every_fault_and_learns_the_digits(tmp_path):
+    folder = tmp_path / "kept"
+    with demo("--fast", "--json", "--keep", str(folder)) as (process, marker):
+        out, err = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, err
+        assert nothing_left_of(marker), left_over(marker)
+    result = json.loads(out)
+    assert result["accuracy"] >= 0.97
+    acts = {act["act"]: act for act in result["acts"]}
+    assert list(acts) == ["kill-worker", "kill-node", "add-node"]
+    assert [act["world_size"] for act in acts.values()] == [4, 2, 4]
+    # At most what lies between two checkpoints is redone; a planned change redoes nothing.
+    assert acts["kill-worker"]["redone_steps"] <= 20
+    assert acts["kill-node"]["redone_steps"] <= 20
+    assert acts["add-node"]["redone_steps"] == 0
+    assert all(act["recovery_s"] > 0 for act in acts.values())
+    for told in ("SIGKILL to the worker", "workers are gone with it", "round-settled", "incident"):
+        assert told in err
+    # Every step of the training was done in the end, in order, by some attempt.
+    lines = (folder / "progress.jsonl").read_text().splitlines()
+    steps = {json.loads(line)["step"] for line in lines}
+    assert steps == set(range(1, result["steps"] + 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_demo_that_is_ended_takes_all_its_processes_along(tmp_path, number):
+    folder = tmp_path / "kept"
+    with demo("--keep", str(folder)) as (process, marker):
+        deadline = time.monotonic() + 60.0
+        while not (folder / "progress.jsonl").exists():
+            assert time.monotonic() < deadline, "the training did not begin"
+            time.sleep(0.05)
+        assert len(left_over(marker)) >= 7  # the demo, two agents, four workers
+        process.send_signal(number)
+        process.communicate(timeout=20.0)
+        assert process.returncode in (-number, 128 + number)
+        assert nothing_left_of(marker), left_over(marker)
+
+
+def test_an_agent_that_cannot_start_ends_the_demo_with_its_own_words(tmp_path):
+    with demo(TMPDIR=str(tmp_path), PET_MONITOR_INTERVAL="soon") as (process, marker):
+        _, err = process.communicate(timeout=30.0)
+        assert process.returncode == 1
+        assert "the agent of node-a ended" in err
+        assert "soon" in err
+        assert nothing_left_of(marker)
+
+
+def test_a_demo_that_takes_too_long_says_at_which_step_and_ends(tmp_path):
+    with demo("--timeout", "0.5", TMPDIR=str(tmp_path)) as (process, marker):
+        _, err = process.communicate(timeout=30.0)
+        assert process.returncode == 1
+        assert "not done within 0.5 s, at step 0" in err
+        assert nothing_left_of(marker)
+
+
+def test_a_folder_that_exists_is_not_overwritten(tmp_path):
+    with demo("--keep", str(tmp_path)) as (process, _):
+        _, err = process.communicate(timeout=30.0)
+        assert process.returncode == 78
+        assert "[demo-folder]" in err

@@ -1,0 +1,132 @@
+"""However an agent ends, nothing of it is left, and nothing else is touched."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from process_harness import SCRIPTS, eventually, until
+
+from elastane.runtime.kernel import become_subreaper
+from elastane.runtime.warden import Warden, sweep
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` is a process that is not a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
+    except OSError:
+        return False
+    return state[0] not in "ZX"
+
+
+def pids(path: Path) -> list[int]:
+    text = path.read_text() if path.exists() else ""
+    return [int(word) for word in text.split()] if text.endswith("\n") else []
+
+
+@pytest.fixture
+def leash() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with another leash, one that begins alike."""
+    with subprocess.Popen(["sleep", "600"], env={"ELASTANE_LEASH": "other"}) as process:
+        yield process
+        process.kill()
+
+
+def start_agent(
+    leash: str, folder: Path, *options: str
+) -> tuple[subprocess.Popen[bytes], set[int]]:
+    agent = subprocess.Popen(
+        [sys.executable, SCRIPTS / "fake_agent.py", leash, folder, *options], cwd=folder
+    )
+    names = ("agent", "forked", "execed")
+    until(lambda: all(pids(folder / name) for name in names), "the whole family runs")
+    found = {pid for name in names for pid in pids(folder / name)}
+    assert len(found) == 11
+    return agent, found
+
+
+def test_sigkill_of_the_agent_leaves_nothing(
+    leash: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
+) -> None:
+    agent, family = start_agent(leash, tmp_path, "--torch")
+    assert all(alive(pid) for pid in family)
+    agent.kill()
+    agent.wait()
+    until(lambda: not any(alive(pid) for pid in family), "all are gone, the warden too", 10)
+    assert alive(stranger.pid)
+
+
+def test_a_stopped_zygote_and_a_stopped_worker_do_not_survive_either(
+    leash: str, tmp_path: Path
+) -> None:
+    agent, family = start_agent(leash, tmp_path)
+    for pid in (pids(tmp_path / "agent")[1], pids(tmp_path / "forked")[0]):
+        os.kill(pid, signal.SIGSTOP)
+    agent.kill()
+    agent.wait()
+    until(lambda: not any(alive(pid) for pid in family), "all are gone", 10)
+
+
+def test_an_orderly_end_leaves_nothing(leash: str, tmp_path: Path) -> None:
+    agent, family = start_agent(leash, tmp_path, "--close")
+    assert agent.wait(timeout=20) == 0
+    assert not any(alive(pid) for pid in family)
+
+
+def test_the_warden_ignores_polite_signals_and_can_be_started_again(leash: str) -> None:
+    async def scenario() -> None:
+        warden = Warden(leash)
+        await warden.start()
+        first = warden.pid
+        assert first is not None
+        await eventually(lambda: b"warden" in Path(f"/proc/{first}/cmdline").read_bytes(), "exec")
+        os.kill(first, signal.SIGKILL)
+        assert await warden.wait() == -signal.SIGKILL
+        assert warden.pid is None
+        await warden.start()
+        assert warden.pid is not None
+        await warden.close()
+        assert warden.pid is None
+
+    asyncio.run(scenario())
+
+
+def test_sweep_finds_a_grandchild_that_took_its_own_session(leash: str, tmp_path: Path) -> None:
+    become_subreaper()
+    with (tmp_path / "pids").open("w") as out:
+        worker = subprocess.Popen(
+            [sys.executable, SCRIPTS / "family.py", "--leave"],
+            env=dict(os.environ, ELASTANE_LEASH=leash),
+            stdout=out,
+        )
+    assert worker.wait(timeout=20) == 0
+    left = pids(tmp_path / "pids")[1:]
+    assert all(alive(pid) for pid in left)
+    spared = left[0]
+    assert sorted(sweep(leash, spare=(spared,))) == sorted(left[1:])
+    assert alive(spared)
+    assert sweep(leash) == [spared]
+    until(lambda: not any(alive(pid) for pid in left), "gone")
+    for pid in left:
+        os.waitpid(pid, 0)
+
+
+def test_sweep_takes_only_the_whole_marker(leash: str) -> None:
+    for env in ({"ELASTANE_LEASH": leash + "0"}, {"XELASTANE_LEASH": leash}, {"A": leash}):
+        with subprocess.Popen(["sleep", "600"], env=env) as process:
+            assert sweep(leash) == []
+            assert alive(process.pid)
+            process.kill()

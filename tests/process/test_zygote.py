@@ -1,0 +1,367 @@
+"""The zygote itself: what it forks, what it leaves to exec, and what its faults cost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+from process_harness import (
+    DEADLINE_S,
+    SCRIPTS,
+    Told,
+    command,
+    ended,
+    eventually,
+    run_spawned,
+    worker_environment,
+)
+
+from elastane.runtime.process import reap_orphans
+from elastane.runtime.warden import sweep
+from elastane.runtime.zygote import client
+from elastane.runtime.zygote.client import ZygoteSpawner
+
+Scenario = Callable[[ZygoteSpawner, Told], Coroutine[None, None, None]]
+
+
+def with_bare_zygote(scenario: Scenario, *preload: str, warm: bool = True) -> None:
+    """Run a scenario with a zygote of its own, that has imported `preload` only."""
+
+    async def run() -> None:
+        told = Told()
+        spawner = ZygoteSpawner(preload, worker_environment(), sys.executable, told)
+        await spawner.start()
+        try:
+            if warm:
+                await asyncio.wait_for(spawner.warm.wait(), DEADLINE_S)
+            await scenario(spawner, told)
+        finally:
+            await spawner.close()
+        assert spawner.pid is None
+        assert not spawner.warm.is_set()
+
+    asyncio.run(run())
+
+
+def in_folder(folder: Path, scenario: Scenario, *preload: str, warm: bool = True) -> None:
+    """The same, with modules of `folder` to preload."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with_bare_zygote(scenario, *preload, warm=warm)
+    finally:
+        os.chdir(before)
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def quick(folder: Path, code: int = 0) -> Path:
+    script = folder / "quick.py"
+    script.write_text(f"import sys; sys.exit({code})")
+    return script
+
+
+def test_the_zygote_has_one_thread_and_no_cuda_when_it_forks(zygote: ZygoteSpawner) -> None:
+    assert len(os.listdir(f"/proc/{zygote.pid}/task")) == 1
+    links = [os.readlink(f"/proc/{zygote.pid}/fd/{fd}") for fd in (0, 3)]
+    assert links[0] == "/dev/null" and links[1].startswith("socket:")
+    assert sorted(os.listdir(f"/proc/{zygote.pid}/fd")) == ["0", "1", "2", "3"]
+
+
+def test_workers_are_children_of_the_agent_and_outlive_the_zygote(tmp_path: Path) -> None:
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        leash = worker_environment(ELASTANE_LEASH="of-this-test")
+        worker = await spawner.spawn(command("run-path", SCRIPTS / "family.py", env=leash))
+        assert str(worker.pid) in children_of(os.getpid())
+        assert spawner.pid is not None
+        os.kill(spawner.pid, signal.SIGKILL)
+        await asyncio.wait_for(spawner.died.wait(), DEADLINE_S)
+        assert worker.exit_code is None and worker.group_is_alive()
+        assert "exit code -9" in told.of("died")[0]
+        await asyncio.wait_for(spawner.warm.wait(), DEADLINE_S)
+        assert await ended(await spawner.spawn(command("script", quick(tmp_path, 5)))) == 5
+        assert told.of("fallback") == []
+        worker.kill_group(signal.SIGKILL)
+        assert await ended(worker) == -signal.SIGKILL
+        await eventually(lambda: not worker.group_is_alive(), "its group too")
+        sweep("of-this-test")
+
+    with_bare_zygote(scenario)
+
+
+def test_a_worker_starts_by_exec_while_the_zygote_is_away(tmp_path: Path) -> None:
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        assert spawner.pid is not None
+        os.kill(spawner.pid, signal.SIGKILL)
+        await asyncio.wait_for(spawner.died.wait(), DEADLINE_S)
+        assert await ended(await spawner.spawn(command("script", quick(tmp_path, 6)))) == 6
+        assert "the zygote died (exit code -9)" in told.of("fallback")[0]
+
+    with_bare_zygote(scenario)
+
+
+def test_a_stopped_zygote_costs_a_bounded_wait_and_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SPAWN_TIMEOUT_S", 0.3)
+    ran = tmp_path / "ran"
+    script = tmp_path / "once.py"
+    script.write_text(f"open({str(ran)!r}, 'a').write('x')")
+
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        first = spawner.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        workers = await asyncio.gather(*(spawner.spawn(command("script", script)) for _ in "ab"))
+        assert [await ended(worker) for worker in workers] == [0, 0]
+        assert "hung" in told.of("fallback")[0]
+        assert len(told.of("fallback")) == 2
+        await asyncio.wait_for(spawner.warm.wait(), DEADLINE_S)
+        assert spawner.pid != first
+        assert ran.read_text() == "xx"
+
+    with_bare_zygote(scenario)
+
+
+def test_a_zygote_killed_amid_spawns_starts_each_worker_exactly_once(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    script = tmp_path / "once.py"
+    script.write_text(f"open({str(ran)!r}, 'a').write('x')")
+
+    async def scenario(spawner: ZygoteSpawner, _told: Told) -> None:
+        spawns = [asyncio.create_task(spawner.spawn(command("script", script))) for _ in range(12)]
+        await spawns[3]
+        assert spawner.pid is not None
+        os.kill(spawner.pid, signal.SIGKILL)
+        assert [await ended(await spawn) for spawn in spawns] == [0] * 12
+        assert ran.read_text() == "x" * 12
+
+    with_bare_zygote(scenario)
+
+
+def test_a_spawn_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        assert spawner.pid is not None
+        before = children_of(os.getpid())
+        os.kill(spawner.pid, signal.SIGSTOP)
+        spawn = asyncio.create_task(spawner.spawn(command("exec", "true")))
+        assert await ended(await spawn) == 0  # what needs no zygote does not wait for it
+        spawn = asyncio.create_task(spawner.spawn(command("run-path", SCRIPTS / "family.py")))
+        await eventually(lambda: spawner._asked, "the zygote was asked")
+        spawn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await spawn
+        os.kill(spawner.pid, signal.SIGCONT)
+        assert await ended(await spawner.spawn(command("script", quick(tmp_path, 4)))) == 4
+        await eventually(lambda: children_of(os.getpid()) == before, "the worker is gone")
+        assert told.of("fallback") == []
+
+    with_bare_zygote(scenario)
+
+
+def test_a_preload_that_touches_cuda_means_exec(tmp_path: Path) -> None:
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        assert await ended(await spawner.spawn(command("script", quick(tmp_path)))) == 0
+        assert told.of("fallback") == ["a preloaded module has initialised CUDA"]
+
+    (tmp_path / "touching.py").write_text(
+        "import sys, types\nsys.modules['torch'] = torch = types.ModuleType('torch')\n"
+        "torch.__spec__ = __spec__\n"
+        "torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)\n"
+    )
+    in_folder(tmp_path, scenario, "touching", warm=False)
+
+
+def test_a_zygote_that_cannot_live_is_given_up(tmp_path: Path) -> None:
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        await eventually(lambda: len(told.of("died")) == client.DEATHS_MAX, "no more tries")
+        assert await ended(await spawner.spawn(command("script", quick(tmp_path)))) == 0
+        assert told.of("fallback")
+
+    (tmp_path / "suicidal.py").write_text("import os; os._exit(3)")
+    in_folder(tmp_path, scenario, "suicidal", warm=False)
+
+
+def test_a_preload_that_fails_is_told_and_harms_nobody(tmp_path: Path) -> None:
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        assert [p.partition(":")[0] for p in told.of("problem")] == ["no_such", "raises", "leaves"]
+        assert "ValueError: what" in told.of("problem")[1]
+        assert await ended(await spawner.spawn(command("script", quick(tmp_path, 2)))) == 2
+        assert told.of("fallback") == []
+
+    (tmp_path / "raises.py").write_text("raise ValueError('what')")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+    in_folder(tmp_path, scenario, "no_such", "no_such.deeper", "raises", "leaves", "json")
+
+
+def test_a_node_without_torch_has_a_zygote_and_no_store(tmp_path: Path) -> None:
+    async def scenario(spawner: ZygoteSpawner, _told: Told) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            assert await spawner.serve_store(listener) is None
+        assert await ended(await spawner.spawn(command("script", quick(tmp_path, 2)))) == 2
+
+    (tmp_path / "without_torch.py").write_text("import sys; sys.modules['torch'] = None")
+    in_folder(tmp_path, scenario, "without_torch")
+
+
+def test_a_preload_that_runs_a_thread_means_exec(tmp_path: Path) -> None:
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        assert await ended(await spawner.spawn(command("script", quick(tmp_path)))) == 0
+        assert "a preloaded module runs 1 threads" in told.of("fallback")[0]
+        assert not spawner.warm.is_set()
+
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    )
+    in_folder(tmp_path, scenario, "threaded", warm=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"PYTHONHASHSEED": "1"}, "PYTHONHASHSEED"), ({"PYTHONPATH": "/x"}, "PYTHONPATH"),
+     ({"PYTHONUNBUFFERED": "1"}, "PYTHONUNBUFFERED"), ({"OMP_NUM_THREADS": "2"}, "OMP_NUM"),
+     ({"LANG": "C"}, "LANG"), ({"LD_LIBRARY_PATH": "/x"}, "LD_LIBRARY_PATH")],
+)  # fmt: skip
+def test_what_is_read_at_start_means_exec_with_the_reason(
+    runner: asyncio.Runner,
+    zygote: ZygoteSpawner,
+    told: Told,
+    tmp_path: Path,
+    change: dict[str, str],
+    why: str,
+) -> None:
+    told.heard.clear()
+    wanted = command("script", quick(tmp_path, 3), env=worker_environment(**change))
+    assert runner.run(run_spawned(zygote, wanted, tmp_path)).code == 3
+    assert why in told.of("fallback")[0]
+
+
+@pytest.mark.parametrize("case", ["missing", "folder", "compiled", "hides", "preloaded"])
+def test_what_only_python_can_run_is_left_to_it(
+    runner: asyncio.Runner, zygote: ZygoteSpawner, told: Told, tmp_path: Path, case: str
+) -> None:
+    told.heard.clear()
+    target, kind, code = quick(tmp_path, 3), "script", 3
+    if case == "missing":
+        target, code = tmp_path / "no.py", 2
+    elif case == "folder":
+        (tmp_path / "__main__.py").write_text("import sys; sys.exit(3)")
+        target = tmp_path
+    elif case == "compiled":
+        import py_compile
+
+        target = Path(py_compile.compile(str(target), str(tmp_path / "quick.pyc")) or "")
+    elif case == "hides":
+        (tmp_path / "numpy.py").write_text("mine = 4")
+        target.write_text("import sys, numpy; sys.exit(numpy.mine)")
+        code = 4
+    else:
+        target, kind, code = Path("json"), "module", 1
+    left = runner.run(run_spawned(zygote, command(kind, target), tmp_path))  # type: ignore[arg-type]
+    assert left.code == code, left.err
+    assert len(told.of("fallback")) == 1
+
+
+def test_a_missing_folder_is_said(runner: asyncio.Runner, zygote: ZygoteSpawner) -> None:
+    from elastane.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError, match="No such file"):
+        runner.run(zygote.spawn(command("module", "json.tool", cwd=Path("/no/such"))))
+
+
+def test_descriptors_arrive_under_their_numbers(
+    runner: asyncio.Runner, zygote: ZygoteSpawner, tmp_path: Path
+) -> None:
+    script = tmp_path / "fds.py"
+    script.write_text(
+        "import os\n"
+        "print(os.read(7, 9), os.read(3, 9), sorted(map(int, os.listdir('/proc/self/fd'))))"
+    )
+    reads = []
+    for text in (b"seven", b"three"):
+        read, write = os.pipe()
+        os.write(write, text)
+        os.close(write)
+        reads.append(read)
+    wanted = command("script", script, fds={7: reads[0], 3: reads[1]})
+    left = runner.run(run_spawned(zygote, wanted, tmp_path))
+    for fd in reads:
+        os.close(fd)
+    assert left.out == "b'seven' b'three' [0, 1, 2, 3, 4, 7]\n", left.err
+
+
+def test_a_worker_dies_with_its_agent_even_where_the_zygote_made_it(
+    runner: asyncio.Runner, zygote: ZygoteSpawner, tmp_path: Path
+) -> None:
+    script = tmp_path / "deathsig.py"
+    script.write_text(
+        "import ctypes; n = ctypes.c_int()\n"
+        "ctypes.CDLL(None).prctl(2, ctypes.byref(n), 0, 0, 0); print(n.value)"
+    )
+    left = runner.run(run_spawned(zygote, command("script", script), tmp_path))
+    assert left.out == "9\n"
+
+
+@pytest.mark.parametrize("how", ["fork", "exec"])
+def test_the_store_is_served_on_the_agents_socket(
+    runner: asyncio.Runner,
+    zygote: ZygoteSpawner,
+    tmp_path: Path,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = tmp_path / "client.py"
+    script.write_text(
+        "import sys\nfrom torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)\n"
+        "print(store.add('n', 2), store.add('n', 1))"
+    )
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+            if how == "exec":
+                monkeypatch.setattr(zygote, "warm", asyncio.Event())
+            store = await zygote.serve_store(listener)
+            monkeypatch.undo()
+            assert store is not None
+            port = str(listener.getsockname()[1])
+            left = await run_spawned(zygote, command("script", script, port), tmp_path)
+            assert left.out == "2 3\n", left.err
+            assert store.exit_code is None
+            store.kill_group(signal.SIGKILL)
+            assert await ended(store) == -signal.SIGKILL
+
+    runner.run(scenario())
+
+
+def test_fifty_forks_leave_nothing(
+    runner: asyncio.Runner, zygote: ZygoteSpawner, tmp_path: Path
+) -> None:
+    script = tmp_path / "leave.py"
+    script.write_text("import os; os._exit(0)")
+
+    def counts() -> tuple[int, ...]:
+        folders = ("/proc/self/fd", f"/proc/{zygote.pid}/fd", f"/proc/{zygote.pid}/task")
+        return (*(len(os.listdir(folder)) for folder in folders), threading.active_count())
+
+    async def scenario(number: int) -> None:
+        for _ in range(number):
+            assert await ended(await zygote.spawn(command("script", script))) == 0
+
+    runner.run(scenario(1))
+    before, children = counts(), children_of(os.getpid())
+    runner.run(scenario(50))
+    assert counts() == before
+    assert reap_orphans() == []
+    assert children_of(os.getpid()) == children
+    assert zygote.pid is not None and children_of(zygote.pid) == []

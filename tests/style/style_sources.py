@@ -1,0 +1,40 @@
+"""The project's own files, as the style tests read them."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src" / "elastane"
+_FOLDERS = ("src", "tests", "bench", "examples")
+_TEXTS = ("*.md", "docs/**/*.md", "pyproject.toml", "Makefile", ".ci/*", "LICENSE")
+
+
+def package_files():
+    """Every module of the package."""
+    return sorted(SRC.rglob("*.py"))
+
+
+def python_files():
+    """Every Python file of the project."""
+    return sorted(path for folder in _FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def text_files():
+    """Every file that a person may read."""
+    texts = {path for pattern in _TEXTS for path in ROOT.glob(pattern) if path.is_file()}
+    return sorted(texts | set(python_files()) | set(SRC.rglob("*.md")))
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text("utf-8"), str(path))
+
+
+def short(path):
+    return str(path.relative_to(ROOT))
+
+
+def functions_of(path):
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, kinds)]

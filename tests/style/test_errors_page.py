@@ -1,0 +1,76 @@
+"""docs/errors.md has a section for every slug that the code can print, and for no other."""
+
+import ast
+import re
+
+import pytest
+from style_sources import ROOT, functions_of, package_files, short, tree_of
+
+PAGE = ROOT / "docs" / "errors.md"
+_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+def _constants(node):
+    """The strings an expression can be, through conditionals."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.IfExp):
+        yield from _constants(node.body)
+        yield from _constants(node.orelse)
+
+
+def _takers(path):
+    """Functions of the module that take a slug, and at which place."""
+    places = {}
+    for node in functions_of(path):
+        names = [arg.arg for arg in node.args.args if arg.arg != "self"]
+        if "slug" in names:
+            places[node.name] = names.index("slug")
+    return places
+
+
+def _slugs(path):
+    takers = _takers(path)
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.keyword) and node.arg == "slug":
+            yield from _constants(node.value)
+        elif isinstance(node, ast.Call):
+            place = takers.get(getattr(node.func, "id", getattr(node.func, "attr", "")))
+            if place is not None and place < len(node.args):
+                yield from _constants(node.args[place])
+        elif isinstance(node, ast.Assign):
+            names = [getattr(target, "id", getattr(target, "attr", "")) for target in node.targets]
+            if any(name.lower() == "slug" for name in names):
+                yield from _constants(node.value)
+
+
+def _used():
+    return {slug: short(path) for path in package_files() for slug in _slugs(path) if slug}
+
+
+def _headings():
+    return re.findall(r"^## (\S+)$", PAGE.read_text("utf-8"), re.MULTILINE)
+
+
+def test_every_slug_in_the_code_has_a_section():
+    missing = {slug: path for slug, path in _used().items() if slug not in _headings()}
+    assert not missing, f"docs/errors.md lacks {missing}"
+
+
+def test_every_section_is_about_a_slug_in_the_code():
+    assert not set(_headings()) - _used().keys()
+
+
+def test_the_sections_are_in_order_and_without_doubles():
+    assert _headings() == sorted(set(_headings()))
+
+
+def test_slugs_are_words_with_dashes():
+    assert all(_SLUG.fullmatch(slug) for slug in _used())
+
+
+@pytest.mark.parametrize("slug", _headings())
+def test_a_section_says_what_why_and_what_to_do(slug):
+    body = PAGE.read_text("utf-8").split(f"\n## {slug}\n")[1].split("\n## ")[0]
+    for label in ("**What.**", "**Why.**", "**Do.**"):
+        assert label in body, f"{slug} has no {label}"

@@ -1,0 +1,78 @@
+"""What may import what, beyond what import-linter holds (see pyproject.toml)."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from style_sources import SRC, package_files, short, tree_of
+
+# signal stays allowed: core uses its table of names, which is data.
+IMPURE = {
+    "asyncio", "logging", "multiprocessing", "os", "pathlib", "random", "secrets", "select",
+    "socket", "subprocess", "sys", "threading", "time", "torch", "uuid",
+}  # fmt: skip
+CORE = sorted((SRC / "core").rglob("*.py"))
+
+
+def _imported(path):
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", CORE, ids=short)
+def test_core_is_pure(path):
+    found = {name.split(".")[0] for name in _imported(path)} & IMPURE
+    assert not found, f"{short(path)} imports {found}"
+
+
+@pytest.mark.parametrize("path", CORE, ids=short)
+def test_core_does_no_io(path):
+    calls = [
+        node.func.id
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    assert not {"open", "print", "input"} & set(calls)
+
+
+# The processes of workers: their environment is how they are told who they are.
+_WORKER_SIDE = ("runtime/zygote/", "job/", "examples/")
+
+
+def test_one_module_of_the_control_plane_reads_the_environment():
+    readers = [
+        str(path.relative_to(SRC))
+        for path in package_files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "putenv")
+        and getattr(node.value, "id", "") == "os"
+    ]
+    others = [path for path in readers if not path.startswith(_WORKER_SIDE)]
+    assert set(others) == {"runtime/environment.py"}
+
+
+def test_importing_elastane_imports_nothing_heavy():
+    code = (
+        "import sys, elastane;"
+        "print([m for m in ('torch','rich','asyncio','msgspec','argparse') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_of_the_package_resolves():
+    import elastane
+
+    assert elastane.__all__
+    for name in elastane.__all__:
+        assert getattr(elastane, name) is not None
+    assert set(elastane.__all__) <= set(dir(elastane))
+    with pytest.raises(AttributeError):
+        _ = elastane.no_such_name

@@ -1,0 +1,77 @@
+"""Small rooms: the length of files and functions, the number of parameters, no sleeping tests."""
+
+import ast
+
+import pytest
+from style_sources import functions_of, package_files, python_files, short, tree_of
+
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 60
+PARAMETERS_MAX = 6
+
+
+@pytest.mark.parametrize("path", python_files(), ids=short)
+def test_a_file_is_at_most_400_lines(path):
+    lines = len(path.read_text("utf-8").splitlines())
+    assert lines <= FILE_LINES_MAX, f"{short(path)} has {lines} lines: divide it by what it owns"
+
+
+@pytest.mark.parametrize("path", python_files(), ids=short)
+def test_a_function_is_at_most_60_lines(path):
+    long = [
+        f"{node.name} has {node.end_lineno - node.lineno + 1}"
+        for node in functions_of(path)
+        if node.end_lineno - node.lineno + 1 > FUNCTION_LINES_MAX
+    ]
+    assert not long, f"{short(path)}: {long}"
+
+
+@pytest.mark.parametrize("path", package_files(), ids=short)
+def test_a_function_has_at_most_6_parameters_all_annotated(path):
+    wrong = []
+    for node in functions_of(path):
+        args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        args = [arg for arg in args if arg.arg not in ("self", "cls")]
+        if len(args) > PARAMETERS_MAX:
+            wrong.append(f"{node.name} takes {len(args)}")
+        wrong += [f"{node.name}({arg.arg})" for arg in args if arg.annotation is None]
+    assert not wrong, f"{short(path)}: {wrong}"
+
+
+def _is_sleep(node):
+    """A call of some sleep(), but for sleep(0), which only lets others run."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    if not is_call or node.func.attr != "sleep":
+        return False
+    return not (node.args and getattr(node.args[0], "value", None) == 0)
+
+
+def _claims(node):
+    """Whether a function asserts by itself; one that does not may play a slow peer."""
+    inner = [child for child in ast.walk(node) if child is not node]
+    return node.name.startswith("test_") or any(isinstance(child, ast.Assert) for child in inner)
+
+
+def _sleeps(node, allowed=False):
+    """Lines of functions that claim something and sleep outside of a loop."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        allowed = not _claims(node)
+    allowed = allowed or isinstance(node, (ast.While, ast.For, ast.AsyncFor, ast.Lambda))
+    if _is_sleep(node) and not allowed:
+        yield node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from _sleeps(child, allowed)
+
+
+TESTS = [path for path in python_files() if path.name.startswith("test_")]
+
+
+@pytest.mark.parametrize("path", TESTS, ids=short)
+def test_no_test_sleeps_to_wait(path):
+    """A loop that polls until a deadline may pause between its looks.
+
+    Where time itself must pass, for a lease to run out say, the line says so in a comment.
+    """
+    source = path.read_text("utf-8").splitlines()
+    lines = [line for line in _sleeps(tree_of(path)) if "#" not in source[line - 1]]
+    assert not lines, f"{short(path)} sleeps in lines {lines}: wait for the thing itself"

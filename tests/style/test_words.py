@@ -1,0 +1,59 @@
+"""The project's words, and what no file of it may hold."""
+
+import re
+
+import pytest
+from style_sources import ROOT, SRC, functions_of, package_files, short, text_files
+
+SELF = "tests/style/test_words.py"
+# Word: what to say in its place.
+REPLACED = {
+    "generation": "round",
+    "generations": "rounds",
+    "incarnations of the group": "attempts",
+    "todo": "an issue",
+    "fixme": "a fix",
+}
+# Folders that exist only on the machine of whoever writes such a path.
+_MACHINE = re.compile(r"(?<![\w.])/(work|root|home/\w+|Users/\w+)/")
+
+
+@pytest.mark.parametrize("path", text_files(), ids=short)
+def test_one_word_for_each_thing(path):
+    if short(path) == SELF:
+        return
+    text = path.read_text("utf-8").lower()
+    for word, instead in REPLACED.items():
+        found = re.search(rf"\b{word}\b", text)
+        assert not found, f"{short(path)} says {word!r}; say {instead}"
+
+
+@pytest.mark.parametrize("path", text_files(), ids=short)
+def test_no_path_of_a_developers_machine(path):
+    if short(path) == SELF:
+        return
+    found = _MACHINE.search(path.read_text("utf-8"))
+    assert not found, f"{short(path)} names {found}"
+
+
+def test_durations_name_their_unit():
+    """A parameter called timeout, delay or interval says in what."""
+    bare = re.compile(r"(timeout|delay|interval|deadline|period)$")
+    wrong = [
+        f"{short(path)}: {node.name}({arg.arg})"
+        for path in package_files()
+        for node in functions_of(path)
+        if not node.name.startswith("_")
+        for arg in [*node.args.args, *node.args.kwonlyargs]
+        if bare.search(arg.arg)
+    ]
+    assert not wrong, wrong
+
+
+def test_the_version_is_one():
+    import elastane
+
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{elastane.__version__}"' in text
+    assert f"## {elastane.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert (SRC / "py.typed").exists()

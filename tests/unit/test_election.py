@@ -1,0 +1,327 @@
+"""The election over a store in memory: who decides, who is told, what a late agent finds."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from elastane.core.events import AuthorityChanged
+from elastane.core.limits import Timing
+from elastane.core.model import JobSpec, Outcome, Record
+from elastane.errors import (
+    ConfigurationError,
+    LeaseLostError,
+    RendezvousClosedError,
+    StoreError,
+)
+from elastane.runtime.endpoint import Endpoint
+from elastane.stores.election import Election
+from elastane.stores.file import FileStore
+from elastane.stores.jobs import Filed, JobKeys
+from elastane.stores.memory import Faults, MemoryBackend, MemoryStore
+from elastane.stores.registry import backends, make_store, register
+
+TIMING = Timing(lease_ttl_s=0.3, lease_renew_s=0.05)
+SPEC = JobSpec(job="j", min_nodes=1, max_nodes=2, max_restarts=3)
+HERE = Endpoint("node0", 29400)
+
+
+def asynchronous(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(10):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+class Node:
+    """A candidate with faults of its own, and what it was told."""
+
+    def __init__(self, backend: MemoryBackend, name: str) -> None:
+        self.faults = Faults()
+        self.told: asyncio.Queue[AuthorityChanged] = asyncio.Queue()
+        self.keys = JobKeys(MemoryStore(backend, self.faults), "j")
+        self.election = Election(self.keys, name, TIMING, on_authority=self.told.put_nowait)
+
+
+def record(restarts_used: int = 0, outcome: Outcome | None = None) -> Record:
+    return Record(spec=SPEC, restarts_used=restarts_used, outcome=outcome)
+
+
+@asynchronous
+async def test_one_is_elected_and_the_next_finds_its_record() -> None:
+    backend = MemoryBackend()
+    a, b = Node(backend, "a"), Node(backend, "b")
+    assert await a.election.campaign() is None
+    assert a.told.get_nowait().held
+    waiting = asyncio.ensure_future(b.election.campaign())
+    await a.election.save(record(1))
+    assert a.election.held()
+    assert not b.election.held()
+    assert not waiting.done()
+    await a.election.resign()
+    assert await waiting == record(1)
+    assert b.election.term > 1
+
+
+@asynchronous
+async def test_a_deposed_holder_is_told_for_good_and_cannot_write() -> None:
+    backend = MemoryBackend()
+    a, b = Node(backend, "a"), Node(backend, "b")
+    await a.election.campaign()
+    await a.election.save(record(1))
+    await b.election.campaign()  # a does not renew
+    with pytest.raises(LeaseLostError):
+        await a.election.keep()
+    assert [a.told.get_nowait().held for _ in range(a.told.qsize())] == [True, False]
+    for write in (a.election.save(record(9)), a.election.publish(HERE)):
+        with pytest.raises(LeaseLostError):
+            await write
+    assert await b.election.load() == record(1)
+
+
+@asynchronous
+async def test_a_write_in_flight_loses_to_the_successor_that_has_read_the_record() -> None:
+    """The holder's last look at its lease was good; only then did it stop for long."""
+    backend = MemoryBackend()
+    a, b = Node(backend, "a"), Node(backend, "b")
+    await a.election.campaign()
+    await a.election.save(record(1))
+    assert await b.election.campaign() == record(1)
+    with pytest.raises(LeaseLostError, match="deposed"):
+        await a.election._file(record(9))
+    assert await b.election.load() == record(1)
+
+
+@asynchronous
+async def test_an_absent_store_is_told_and_so_is_its_return_when_nobody_came() -> None:
+    node = Node(MemoryBackend(), "a")
+    await node.election.campaign()
+    await node.election.save(record(1))
+    keeping = asyncio.ensure_future(node.election.keep())
+    assert (await node.told.get()).held
+    node.faults.unreachable = True
+    away = await node.told.get()
+    assert (away.held, node.election.held()) == (False, False)
+    assert "out of reach" in away.reason
+    with pytest.raises(LeaseLostError, match="cannot renew"):
+        await node.election.save(record(2))
+    node.faults.unreachable = False
+    assert (await node.told.get()).held
+    await node.election.save(record(3))
+    assert await node.keys.load() == record(3)
+    keeping.cancel()
+
+
+@asynchronous
+async def test_a_store_that_is_silent_is_told_the_moment_the_lease_ends() -> None:
+    backend = MemoryBackend()
+    node = Node(backend, "a")
+    await node.election.campaign()
+    assert node.told.get_nowait().held
+    hanging = asyncio.Event()
+
+    async def hang() -> None:
+        await hanging.wait()
+
+    node.keys.store.reach = hang
+    keeping = asyncio.ensure_future(node.election.keep())
+    away = await node.told.get()
+    assert not away.held
+    assert "silent" in away.reason
+    assert backend.clock() < backend.seats["j/seat"].until, "told after others could take it"
+    hanging.set()
+    assert (await node.told.get()).held
+    keeping.cancel()
+
+
+@asynchronous
+async def test_a_save_whose_reply_was_lost_can_be_repeated() -> None:
+    node = Node(MemoryBackend(), "a")
+    await node.election.campaign()
+    await node.election.save(record(1))
+    node.faults.replies_to_lose = 1
+    with pytest.raises(StoreError):
+        await node.election.save(record(2))
+    assert await node.keys.load() == record(2)
+    await node.election.save(record(3))
+    assert await node.keys.load() == record(3)
+
+
+@asynchronous
+async def test_a_late_renewal_with_a_new_term_keeps_what_was_written_last(tmp_path) -> None:
+    """The file store's lease grows a term; a lost reply must not roll the record back."""
+    store = FileStore(tmp_path)
+    told: asyncio.Queue[AuthorityChanged] = asyncio.Queue()
+    election = Election(JobKeys(store, "j"), "a", TIMING, on_authority=told.put_nowait)
+    await election.campaign()
+    await election.save(record(1))
+    filed, version = await election.keys.filed()
+    assert filed is not None
+    newer = JobKeys(store, "j")
+    content = (await store.get(newer.record)).value.replace(
+        b'"restarts_used":1', b'"restarts_used":2'
+    )
+    await store.compare_and_set(newer.record, content, version)  # ours, its reply lost
+    term = election.term
+    await until(lambda: not election.held())
+    keeping = asyncio.ensure_future(election.keep())
+    assert [(await told.get()).held for _ in range(3)] == [True, False, True]
+    keeping.cancel()
+    assert election.term > term
+    assert await election.load() == record(2)
+
+
+@asynchronous
+async def test_tasks_that_all_find_the_lease_late_do_not_depose_one_another(tmp_path) -> None:
+    keys = JobKeys(FileStore(tmp_path), "j")
+    election = Election(keys, "a", TIMING, on_authority=lambda event: None)
+    await election.campaign()
+    await until(lambda: not election.held())
+    await asyncio.gather(*(election.save(record(number)) for number in range(5)))
+    assert election.held()
+
+
+@asynchronous
+async def test_a_record_of_another_term_deposes_whatever_the_lease_says() -> None:
+    backend = MemoryBackend()
+    node = Node(backend, "a")
+    await node.election.campaign()
+    _, version = await node.keys.filed()
+    between = msgspec.json.encode(Filed(term=2, record=record(7)))
+    await node.keys.store.compare_and_set(node.keys.record, between, version)
+    node.election._lease._term = backend.seats["j/seat"].term = 3
+    with pytest.raises(LeaseLostError, match="term 2"):
+        await node.election.save(record(9))
+    assert await node.keys.load() == record(7)
+
+
+@asynchronous
+async def test_of_many_candidates_one_is_elected() -> None:
+    backend = MemoryBackend()
+    nodes = [Node(backend, str(number)) for number in range(8)]
+    campaigns = [asyncio.ensure_future(node.election.campaign()) for node in nodes]
+    await asyncio.wait(campaigns, return_when=asyncio.FIRST_COMPLETED)
+    assert [node.election.held() for node in nodes].count(True) == 1
+    for campaign in campaigns:
+        campaign.cancel()
+
+
+@asynchronous
+async def test_a_campaign_bears_a_store_that_is_away(caplog) -> None:
+    node = Node(MemoryBackend(), "a")
+    node.faults.unreachable = True
+    campaign = asyncio.ensure_future(node.election.campaign())
+    done, _ = await asyncio.wait({campaign}, timeout=0.3)
+    assert not done
+    assert caplog.text.count("out of reach") == 1
+    node.faults.unreachable = False
+    await campaign
+    assert node.election.held()
+
+
+@asynchronous
+async def test_agents_find_the_coordinator_of_the_latest_term() -> None:
+    backend = MemoryBackend()
+    a, b, agent = Node(backend, "a"), Node(backend, "b"), JobKeys(MemoryStore(backend), "j")
+    assert await agent.locate() is None
+    waiting = asyncio.ensure_future(agent.wait_for_seat())
+    await a.election.campaign()
+    await a.election.publish(HERE)
+    seat = await waiting
+    assert (seat.endpoint, seat.node_id, seat.term) == (HERE, "a", a.election.term)
+    waiting = asyncio.ensure_future(agent.wait_for_seat(after_term=seat.term))
+    await a.election.resign()
+    await b.election.campaign()
+    await b.election.publish(Endpoint("node1", 1))
+    assert (await waiting).node_id == "b"
+    assert await agent.locate() == Endpoint("node1", 1)
+
+
+@asynchronous
+async def test_all_agents_get_one_secret() -> None:
+    backend = MemoryBackend()
+    keys = [JobKeys(MemoryStore(backend), "j") for _ in range(5)]
+    tokens = await asyncio.gather(*(one.token() for one in keys))
+    assert len(set(tokens)) == 1
+    assert len(bytes.fromhex(tokens[0])) == 32
+    assert await JobKeys(MemoryStore(backend), "k").token() not in tokens
+
+
+@asynchronous
+async def test_a_finished_job_leaves_its_record_and_tells_late_agents() -> None:
+    backend = MemoryBackend()
+    a, b, late = Node(backend, "a"), Node(backend, "b"), JobKeys(MemoryStore(backend), "j")
+    await late.token()
+    await a.election.campaign()
+    await a.election.publish(HERE)
+    waiting = [
+        asyncio.ensure_future(b.election.campaign()),
+        asyncio.ensure_future(late.wait_for_seat(after_term=a.election.term)),
+    ]
+    await asyncio.sleep(0)
+    outcome = Outcome(ok=True, reason="all workers succeeded")
+    await a.election.save(record(outcome=outcome))
+    await a.keys.tidy()
+    await a.election.resign()
+    assert list(backend.entries) == ["j/record"]
+    calls = [*waiting, late.check_open(), late.token(), late.locate(), late.wait_for_seat()]
+    for call in calls:
+        with pytest.raises(RendezvousClosedError, match="closed: job j has ended: all workers"):
+            await call
+    assert await late.load() == record(outcome=outcome)
+    assert await late.store.holder(late.seat_lease) is None
+    await late.purge()
+    assert backend.entries == {}
+    await late.check_open()
+
+
+@asynchronous
+async def test_a_record_of_another_version_is_refused_with_the_next_step() -> None:
+    node = Node(MemoryBackend(), "a")
+    await node.keys.store.compare_and_set(node.keys.record, b'{"term": 1, "record": 5}', 0)
+    with pytest.raises(ConfigurationError, match="store-record"):
+        await node.election.campaign()
+    assert node.election.term == 0
+
+
+def test_each_backend_has_its_store_or_none(tmp_path) -> None:
+    for name in ("", "elastane", "c10d", "static"):
+        assert make_store(name, "host:1", {}) is None
+    store = make_store("file", str(tmp_path / "new"), {})
+    assert isinstance(store, FileStore)
+    assert not (tmp_path / "new").exists(), "making a store does no I/O"
+    with pytest.raises(ConfigurationError, match="--rdzv-endpoint is empty"):
+        make_store("file", "", {})
+
+
+def test_an_unknown_backend_is_refused_with_the_valid_names() -> None:
+    for name, what in (("zookeper", "is unknown"), ("etcd", "is not built yet")):
+        with pytest.raises(ConfigurationError, match=what) as error:
+            make_store(name, "", {})
+        assert all(known in error.value.expected for known in backends())
+
+
+def test_a_backend_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastane.stores.registry._FACTORIES", {})
+    store = MemoryStore(MemoryBackend())
+    register("mine", lambda endpoint, conf: store)
+    assert make_store("mine", "", {}) is store
+    with pytest.raises(ConfigurationError, match="exists already"):
+        register("mine", lambda endpoint, conf: store)

@@ -1,0 +1,153 @@
+"""What is said on stderr, and the closing box."""
+
+import logging
+import os
+
+import pytest
+
+from elastane.core.model import Cause, Failure, Fence, Outcome
+from elastane.core.notes import EventKind, Note
+from elastane.errors import UsageError
+from elastane.observe import logging as observe_logging
+from elastane.observe.logging import ConsoleHandler, level_of, note_level, note_line, one_line
+from elastane.runtime.streams.console import Console
+
+
+@pytest.fixture
+def said():
+    """Give a handler on a pipe, and what arrived there."""
+    read_end, write_end = os.pipe()
+    console = Console(write_end)
+
+    def read():
+        assert console.close(5)
+        os.close(write_end)
+        with os.fdopen(read_end) as file:
+            return file.read()
+
+    return ConsoleHandler(console, "host-a"), read
+
+
+def record(text, *args, level=logging.WARNING):
+    return logging.LogRecord("elastane", level, "", 0, text, args, None)
+
+
+def test_note_is_one_line_with_node_kind_and_fence(said):
+    handler, read = said
+    note = Note(kind=EventKind.INCIDENT, reason="worker died\nbadly\x1b[2J", fence=Fence(3, 1))
+    handler.emit(record("%s", note_line(note)))
+    assert read() == "elastane[host-a] incident: worker died | badly?[2J (round 3 attempt 1)\n"
+
+
+def test_same_line_again_is_counted_and_not_said(said, monkeypatch):
+    handler, read = said
+    now = [100.0]
+    monkeypatch.setattr(observe_logging.time, "monotonic", lambda: now[0])
+    for _ in range(4):
+        handler.emit(record("coordinator-away: refused"))
+    handler.emit(record("other"))
+    now[0] += observe_logging.REPEAT_S
+    handler.emit(record("coordinator-away: refused"))
+    assert read().splitlines() == [
+        "elastane[host-a] coordinator-away: refused",
+        "elastane[host-a] other",
+        "elastane[host-a] coordinator-away: refused (3 more times meanwhile)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "level"), [("", 30), ("info", 20), ("WARNING", 30), ("10", 10), (" Debug ", 10)]
+)
+def test_loglevel_is_read_as_torchrun_reads_it(text, level):
+    assert level_of(text) == level
+
+
+def test_unknown_loglevel_is_refused_with_the_choices():
+    with pytest.raises(UsageError, match="LOGLEVEL = 'LOUD'") as caught:
+        level_of("LOUD")
+    assert "INFO" in caught.value.expected
+
+
+def test_default_level_shows_what_a_person_must_know_and_no_more():
+    shown = {kind for kind in EventKind if note_level(Note(kind=kind, reason="")) >= 30}
+    assert EventKind.INCIDENT in shown
+    assert EventKind.NODE_REFUSED in shown
+    assert not shown & {EventKind.NODE_JOINED, EventKind.ROUND_SETTLED, EventKind.WORKERS_STARTED}
+    failed = Note(kind=EventKind.JOB_ENDED, reason="", data={"ok": False})
+    assert note_level(failed) == logging.WARNING
+
+
+def test_setup_twice_says_each_line_once():
+    try:
+        observe_logging.setup("a")
+        logger = observe_logging.setup("b", "INFO")
+        assert len(logger.handlers) == 1
+        assert not logger.propagate
+        assert logger.level == logging.INFO
+    finally:
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
+
+
+def test_line_is_bounded():
+    assert len(one_line("x" * 5000)) == observe_logging.LINE_CHARS_MAX
+
+
+def outcome(message="Traceback\n  File 'train.py'\nValueError: no data"):
+    failure = Failure(
+        local_rank=1, rank=3, pid=4711, exit_code=-9, message=message, log_file="/l/stderr.log"
+    )
+    cause = Cause(
+        kind="worker",
+        what="the worker of rank 3 was killed",
+        node_id="host-a",
+        fence=Fence(3, 1),
+        failure=failure,
+        consequences=5,
+    )
+    return Outcome(
+        ok=False,
+        reason="3 of 3 restarts were used",
+        slug="restarts-used-up",
+        exit_code=1,
+        cause=cause,
+        next_step="elastane logs job",
+    )
+
+
+def test_box_names_cause_evidence_place_consequences_next_step_and_logs():
+    box = observe_logging.render_box(outcome(), "/logs/job")
+    for part in (
+        "3 of 3 restarts were used [restarts-used-up]",
+        "the worker of rank 3 was killed",
+        "node host-a, round 3, attempt 1, rank 3 (local rank 1, pid 4711)",
+        "SIGKILL",
+        "ValueError: no data",
+        "5 more failures",
+        "elastane logs job",
+        "/logs/job",
+        "/l/stderr.log",
+    ):
+        assert part in box, part
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["x" * 5000, "\n".join(f"line {n}" for n in range(500)), "\x1b[2J\ttab", "a b " * 900],
+)
+def test_box_is_bounded_in_both_directions_whatever_a_worker_said(message):
+    lines = observe_logging.render_box(outcome(message), "/logs/" + "d" * 300).splitlines()
+    assert {len(line) for line in lines} == {100}
+    assert len(lines) < 50
+    assert all(line.isprintable() for line in lines)
+
+
+def test_box_shows_the_last_lines_for_there_the_error_is():
+    box = observe_logging.render_box(outcome("\n".join(f"line {n}" for n in range(500))))
+    assert "line 499" in box
+    assert "line 400" not in box
+
+
+def test_job_that_ended_well_gets_one_line():
+    assert observe_logging.render_box(Outcome(ok=True, reason="all done")) == "elastane: all done"

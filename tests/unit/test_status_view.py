@@ -1,0 +1,121 @@
+"""The screen of `elastane status`: what a person sees of a report or of a log."""
+
+from elastane.cli._status_view import (
+    NODES_SHOWN_MAX,
+    duration,
+    ended_lines,
+    report_lines,
+    trouble_lines,
+)
+from elastane.core.messages import NodeStatus, Report
+from elastane.core.model import Fence
+from elastane.errors import RendezvousError
+from elastane.observe.records import LoggedEvent
+
+
+def node(name, rank, **changes):
+    fields = {
+        "node_id": name,
+        "host": "10.0.0.1",
+        "state": "running",
+        "node_rank": rank,
+        "local_world_size": 2,
+        "heard_s": 0.25,
+    }
+    return NodeStatus(**{**fields, **changes})
+
+
+def report(nodes, **changes):
+    fields = {
+        "job": "digits-1",
+        "phase": "running",
+        "reason": "all nodes are here",
+        "fence": Fence(3, 1),
+        "min_nodes": 1,
+        "max_nodes": 4,
+        "world_size": 4,
+        "restarts_used": 1,
+        "max_restarts": 3,
+        "uptime_s": 3700.0,
+        "nodes": tuple(nodes),
+        "last_incident": "worker 1 of a: SIGKILL",
+    }
+    return Report(**{**fields, **changes})
+
+
+def event(kind, reason="because", seq=0):
+    return LoggedEvent(
+        time=f"2026-01-02T03:04:{seq:02d}.000000000Z",
+        time_s=float(seq),
+        mono_s=0.0,
+        seq=seq,
+        job="j",
+        kind=kind,
+        reason=reason,
+        node="a",
+        host="a",
+        pid=1,
+    )
+
+
+def test_a_running_job_in_full():
+    nodes = [node("b", 1, progress=40), node("a", 0, progress=41)]
+    assert report_lines(report(nodes), "10.0.0.1:29400") == [
+        "digits-1: running, round 3 attempt 1, 4 workers",
+        "  why           all nodes are here",
+        "  coordinator   10.0.0.1:29400, up 1 h 1 min",
+        "  nodes         2 here, 1 to 4 wanted",
+        "  restarts      1 of 3 used",
+        "  last incident worker 1 of a: SIGKILL",
+        "",
+        "  node  host      state    rank  workers  step  heard",
+        "  a     10.0.0.1  running  0     2        41    0.2 s ago",
+        "  b     10.0.0.1  running  1     2        40    0.2 s ago",
+    ]
+
+
+def test_a_job_without_a_round_or_nodes_says_so():
+    lines = report_lines(report([], fence=None, last_incident="", max_nodes=1), "h:1")
+    assert lines[0].endswith("no round settled yet")
+    assert lines[3].endswith("0 here, 1 wanted")
+    assert not [line for line in lines if "incident" in line]
+
+
+def test_a_thousand_nodes_fit_on_one_screen_and_those_without_a_rank_come_first():
+    nodes = [node(f"n{rank:04d}", rank) for rank in range(1000)]
+    lines = report_lines(report([*nodes, node("late", None, state="waiting")]), "h:1")
+    assert len(lines) < NODES_SHOWN_MAX + 12
+    assert lines[8].split()[0] == "late"
+    assert lines[-1] == f"  and {1001 - NODES_SHOWN_MAX} more; --json lists all"
+
+
+def test_a_job_that_ended_says_how_and_shows_its_last_events():
+    events = [event("round-settled", seq=n) for n in range(30)] + [event("job-ended", "done", 30)]
+    lines = ended_lines("j", events, "/logs/j")
+    assert lines[0] == "j: ended: done"
+    assert "/logs/j" in lines[1]
+    assert len(lines) == 13
+    assert lines[-1] == "  2026-01-02T03:04:30Z job-ended              done"
+
+
+def test_a_job_that_was_cut_off_is_not_said_to_have_ended():
+    lines = ended_lines("j", [event("round-settled")], "/logs/j")
+    assert lines[0] == "j: no longer runs on this machine"
+
+
+def test_a_coordinator_that_does_not_answer_is_named_beside_the_agents_that_live():
+    error = RendezvousError("nobody listens at h:1", slug="x", next_step="start it")
+    text = "\n".join(trouble_lines("j", error, ["a (pid 7)"], [event("coordinator-away")]))
+    for part in ("does not answer", "nobody listens at h:1", "start it", "a (pid 7)", "away"):
+        assert part in text
+
+
+def test_durations_have_the_two_units_that_matter():
+    assert [duration(s) for s in (0.04, 9.94, 59, 61, 3600, 90_061)] == [
+        "0.0 s",
+        "9.9 s",
+        "59 s",
+        "1 min 1 s",
+        "1 h 0 min",
+        "25 h 1 min",
+    ]

@@ -1,0 +1,68 @@
+"""Streams of a group where the log folder does not answer."""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+
+from elastane.core.model import Fence
+from elastane.runtime.streams import GroupStreams, LogPlan, Std, group
+
+
+def test_log_folder_that_hangs_costs_the_files_once_and_never_the_event_loop(
+    tmp_path, monkeypatch, caplog
+):
+    answers = threading.Event()
+    hung = []
+    real = group.make_rank_dir
+
+    def hang(*args):
+        hung.append(args)
+        answers.wait(30)
+        real(*args)
+
+    monkeypatch.setattr(group, "make_rank_dir", hang)
+    monkeypatch.setattr(group, "OPEN_S", 0.1)
+    plan = LogPlan(str(tmp_path), redirects={0: Std.ALL, 1: Std.ALL})
+    streams = GroupStreams(plan, "job", "host-a", Fence(1, 0))
+
+    async def scenario():
+        opened = [await streams.open_soon(rank, rank, "default") for rank in (0, 1)]
+        fds = len(os.listdir("/proc/self/fd"))
+        answers.set()
+        deadline_s = time.monotonic() + 10
+        while streams._offload.running:
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.01)
+        await streams.finish()
+        return opened, fds
+
+    with caplog.at_level(logging.WARNING, "elastane.streams"):
+        opened, fds = asyncio.run(scenario())
+    assert [(o.stdout, o.stderr, o.stdout_path) for o in opened] == [(1, 2, "")] * 2
+    assert len(hung) == 1, "each worker waited for the folder"
+    assert caplog.text.count("no log files") == 1
+    assert len(os.listdir("/proc/self/fd")) <= fds, "what opened too late was not closed"
+
+
+def test_streams_are_opened_off_the_event_loop(tmp_path, monkeypatch):
+    threads = []
+    real = group.make_rank_dir
+    monkeypatch.setattr(
+        group, "make_rank_dir", lambda *a: (threads.append(threading.current_thread()), real(*a))
+    )
+    streams = GroupStreams(
+        LogPlan(str(tmp_path), redirects={0: Std.OUT}), "job", "host-a", Fence(1, 0)
+    )
+
+    async def scenario():
+        opened = await streams.open_soon(0, 0, "default")
+        os.write(opened.stdout, b"x\n")
+        await streams.finish()
+        return opened
+
+    opened = asyncio.run(scenario())
+    assert threads[0] is not threading.main_thread()
+    with open(opened.stdout_path) as file:
+        assert file.read() == "x\n"

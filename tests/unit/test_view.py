@@ -1,0 +1,225 @@
+"""The view model: what a person is shown follows from events and progress alone."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastane.cli._demo_result import Result
+from elastane.cli._demo_story import SCRIPT, SETTLED_STEPS, Cost, Done, cost_of, next_act
+from elastane.core.notes import EventKind
+from elastane.dashboard.terminal import LiveScreen, PlainLines, face_for
+from elastane.dashboard.view import (
+    HISTORY_MAX,
+    LINES_MAX,
+    Progress,
+    View,
+    after_act,
+    after_event,
+    after_progress,
+    decode_progress,
+    sparkline,
+)
+from elastane.observe.records import LoggedEvent
+
+
+def event(kind: str, node: str = "node-a", reason: str = "because", **data) -> LoggedEvent:
+    return LoggedEvent(
+        time="",
+        time_s=data.pop("time_s", 100.0),
+        mono_s=0.0,
+        seq=0,
+        job="demo",
+        kind=kind,
+        reason=reason,
+        node=node,
+        host="h",
+        pid=1,
+        round=data.pop("round", None),
+        attempt=data.pop("attempt", None),
+        data=data,
+    )
+
+
+def play(*events: LoggedEvent) -> View:
+    view = View()
+    for one in events:
+        view = after_event(view, one)
+    return view
+
+
+def started(node: str, *pids: int) -> LoggedEvent:
+    return event(EventKind.WORKERS_STARTED, node, pids=str(tuple(pids)))
+
+
+def settled(round_: int, members: str, size: int) -> LoggedEvent:
+    return event(EventKind.ROUND_SETTLED, round=round_, attempt=0, members=members, world_size=size)
+
+
+def point(step: int, *, pid: int = 1, at: float | None = None, **more) -> Progress:
+    values = {"loss": 1.0, "world_size": 4, "total_steps": 600, **more}
+    return Progress(step=step, pid=pid, time=float(step) if at is None else at, **values)
+
+
+def test_a_nodes_workers_are_those_of_its_latest_start_with_ranks_from_the_world():
+    view = play(
+        settled(1, "node-a node-b", 4),
+        started("node-a", 10, 11),
+        started("node-b", 20, 21),
+        started("node-b", 30, 31),
+    )
+    assert [worker.pid for worker in view.node("node-b").workers] == [30, 31]
+    assert view.node("node-b").state == "training"
+    assert view.first_rank("node-a") == 0
+    assert view.first_rank("node-b") == 2
+    assert (view.round, view.attempt, view.world_size) == (1, 0, 4)
+
+
+def test_only_the_worker_that_failed_is_shown_as_failed():
+    view = play(
+        started("node-a", 10, 11), event(EventKind.WORKER_EXITED, local_rank=1, exit_code=-9)
+    )
+    assert [worker.state for worker in view.node("node-a").workers] == ["training", "failed"]
+    assert view.lines[-1].tone == "bad"
+
+
+def test_a_worker_that_ends_well_is_no_bad_news():
+    view = play(started("node-a", 10), event(EventKind.WORKER_EXITED, local_rank=0))
+    assert view.node("node-a").workers[0].state == "done"
+    assert view.lines[-1].tone == "plain"
+
+
+def test_a_departed_node_stays_gone_until_it_starts_anew():
+    view = play(started("node-b", 20), event(EventKind.NODE_DEPARTED, "node-b"))
+    assert view.node("node-b").state == "gone"
+    late = after_event(view, event(EventKind.WORKERS_STOPPED, "node-b"))
+    assert late.node("node-b").state == "gone"
+    back = after_event(late, event(EventKind.AGENT_STARTED, "node-b"))
+    assert back.node("node-b").state == "starting"
+
+
+def test_a_node_that_ended_well_keeps_its_workers_in_the_picture_and_a_lost_one_does_not():
+    stopped = event(EventKind.AGENT_STOPPED, "node-a", exit_code=0)
+    done = play(started("node-a", 10), stopped).node("node-a")
+    assert (done.state, len(done.workers)) == ("done", 1)
+    gone = play(started("node-a", 10), event(EventKind.NODE_DEPARTED, "node-a")).node("node-a")
+    assert (gone.state, gone.workers) == ("gone", ())
+
+
+def test_the_reason_of_every_event_is_a_line_even_of_a_kind_from_the_future():
+    view = play(event("node-teleported", reason="it could"))
+    assert [(line.kind, line.text) for line in view.lines] == [("node-teleported", "it could")]
+    assert view.nodes == ()
+
+
+def test_one_node_at_a_time_is_shown_as_the_coordinators():
+    view = play(
+        event(EventKind.COORDINATOR_STARTED, "node-a"),
+        event(EventKind.COORDINATOR_STARTED, "node-b"),
+    )
+    assert [node.coordinates for node in view.nodes] == [False, True]
+
+
+def test_what_is_kept_is_bounded():
+    view = View()
+    for index in range(HISTORY_MAX + 10):
+        view = after_progress(view, point(index))
+    for index in range(LINES_MAX + 10):
+        view = after_event(view, event(EventKind.WAITING, reason=str(index)))
+    assert len(view.losses) == HISTORY_MAX
+    assert len(view.lines) == LINES_MAX
+    assert view.lines[-1].text == str(LINES_MAX + 9)
+
+
+def test_a_torn_or_foreign_line_is_no_progress():
+    assert decode_progress(b'{"step": 1, "tot') is None
+    assert decode_progress(b'{"hello": 1}') is None
+    assert decode_progress(b"\xff\xfe") is None
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(0, 80))
+def test_a_sparkline_is_never_wider_than_its_room_and_shows_the_extremes(values, width):
+    line = sparkline(values, width)
+    assert len(line) == min(len(values), width)
+    if line and len(set(values)) > 1 and len(values) <= width:
+        assert line[values.index(max(values))] == "█"
+        assert line[values.index(min(values))] == "▁"
+
+
+def test_plain_lines_say_each_event_once_and_each_tenth_of_the_training():
+    out = StringIO()
+    view = play(event(EventKind.NODE_JOINED, reason="node-a joined"))
+    with PlainLines(out) as face:
+        face.show(view)
+        face.show(view)
+        for step in range(1, 601):
+            view = after_progress(view, point(step))
+            face.show(view)
+        face.show(after_act(view, 101.5, "node-b", "SIGKILL to a worker"))
+    lines = out.getvalue().splitlines()
+    assert sum("node-joined: node-a joined" in line for line in lines) == 1
+    assert sum("step" in line and "/600" in line for line in lines) == 10
+    assert lines[-1].split() == ["1.50", "s", "node-b", "act:", "SIGKILL", "to", "a", "worker"]
+
+
+def test_without_a_terminal_there_is_no_live_screen():
+    assert isinstance(face_for(StringIO(), "title"), PlainLines)
+
+
+def test_the_live_screen_shows_nodes_workers_reasons_and_progress():
+    from rich.console import Console
+
+    out = StringIO()
+    console = Console(file=out, force_terminal=True, width=120, height=40)
+    view = play(
+        settled(3, "node-a", 2), started("node-a", 10, 11), event("incident", reason="rank 1 died")
+    )
+    view = after_progress(view, point(300, accuracy=0.985))
+    with LiveScreen(console, "demo") as face:
+        face.show(view)
+    text = out.getvalue()
+    for expected in ("node-a", "rank 1", "training", "rank 1 died", "98.5%", "300/600", "round 3"):
+        assert expected in text
+
+
+def test_acts_come_in_order_by_progress_and_not_before_training_went_on():
+    kill_worker, kill_node = SCRIPT[0], SCRIPT[1]
+    early = [point(step) for step in range(1, int(kill_worker[1] * 600))]
+    assert next_act(early, []) is None
+    due = [point(step) for step in range(1, int(kill_node[1] * 600) + 1)]
+    assert next_act(due, []) == "kill-worker"
+    done = [Done(act="kill-worker", time_s=200.5, what="")]
+    assert next_act(due, done) is None  # still the same process: it has not recovered
+    again = [point(200 + i, pid=2, at=201.0 + i) for i in range(SETTLED_STEPS - 1)]
+    assert next_act(due[:200] + again, done) is None
+    settled_ = [point(240 + i, pid=2, at=201.0 + i) for i in range(SETTLED_STEPS)]
+    assert next_act(due[:200] + settled_, done) == "kill-node"
+
+
+def test_the_cost_of_an_act_counts_redone_steps_and_ignores_the_old_process():
+    done = Done(act="kill-worker", time_s=50.2, what="")
+    before = [point(step, at=float(step)) for step in range(1, 51)]
+    straggler = point(51, at=50.3)
+    after = [point(41, pid=2, at=51.7, world_size=2), point(42, pid=2, at=51.8)]
+    cost = cost_of([*before, straggler, *after], done)
+    assert cost.redone_steps == 11
+    assert round(cost.recovery_s, 6) == 1.5
+    assert round(cost.interrupted_s, 6) == 1.4
+    assert cost.world_size == 2
+    assert cost_of([*before, straggler], done) is None
+
+
+def test_the_summary_says_accuracy_recovery_and_redone_steps_and_fails_below_the_promise():
+    cost = Cost(
+        act="kill-node", what="", recovery_s=0.42, interrupted_s=0.44, redone_steps=7, world_size=2
+    )
+    good = Result(accuracy=0.9861, accuracy_min=0.97, steps=600, total_s=30.0, acts=[cost])
+    text = good.as_text()
+    assert "98.61%" in text
+    assert "0.42 s" in text
+    assert good.ok
+    bad = Result(accuracy=0.9, accuracy_min=0.97, steps=600, total_s=30.0, acts=[cost])
+    assert not bad.ok
+    assert "below 97%" in bad.as_text()
