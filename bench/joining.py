@@ -19,11 +19,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 NODES = (8, 32, 128, 512, 1024)
-# What one size may take; torchrun's grows with the square of the nodes.
+# What one size may take, connecting included.
 CAP_S = 240.0
 JOB = "joining"
 
@@ -193,7 +195,8 @@ def measure_torchrun(nodes: int) -> dict[str, float]:
         port = sock.getsockname()[1]
     threading.stack_size(1 << 20)
     handlers: list[Any] = []
-    for number in range(nodes):
+
+    def connect(number: int) -> None:
         parameters = RendezvousParameters(
             "c10d",
             f"127.0.0.1:{port}",
@@ -206,28 +209,37 @@ def measure_torchrun(nodes: int) -> dict[str, float]:
         )
         backend, store = create_backend(parameters)
         handlers.append(create_handler(store, backend, parameters))
+
+    # Not measured, and at once as agents do it: one after the other takes minutes for 512.
+    connect(0)
+    together(partial(connect, number) for number in range(1, nodes))
     figures: dict[str, float] = {}
     for name in ("first", "next"):
         began_s, ours_s = time.monotonic(), cpu_s()
-        errors: list[BaseException] = []
-
-        def join(handler: Any, errors: list[BaseException] = errors) -> None:
-            try:
-                handler.next_rendezvous()
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=join, args=(h,), daemon=True) for h in handlers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise SystemExit(f"{len(errors)} of {nodes} failed, the first: {errors[0]!r}")
+        together(handler.next_rendezvous for handler in handlers)
         figures[f"{name}_s"] = time.monotonic() - began_s
         figures[f"{name}_cpu_s"] = cpu_s() - ours_s
         print(json.dumps(figures), flush=True)
     return figures
+
+
+def together(actions: Iterable[Callable[[], object]]) -> None:
+    """Do each in a thread of its own, and wait for all; any failure ends the measurement."""
+    errors: list[BaseException] = []
+
+    def act(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=act, args=(action,), daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise SystemExit(f"{len(errors)} of {len(threads)} failed, the first: {errors[0]!r}")
 
 
 def run_one(side: str, nodes: int, cap_s: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from elastane.core.effects import Hangup, Send
 from elastane.core.events import Received
 from elastane.core.limits import CONTEST_S, NAME_CHARS_MAX
 from elastane.core.messages import Close, Holding, Join, Refused, Stop, Welcome
-from elastane.core.model import Fence, Outcome
+from elastane.core.model import Assignment, Fence, Outcome
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import phases, presence, reports
 from elastane.core.rendezvous.state import Claim, Node, Phase, State
@@ -285,7 +285,7 @@ def _take_holding(state: State, node: Node, holding: Holding | None) -> None:
     current = state.world.fence if state.world else (state.claim.fence if state.claim else None)
     if state.store_backed and current is not None and fence > current:
         return  # Another coordinator has settled it: this one is deposed, and is to learn of it.
-    node.stray = fence != current or not _in_world(state, node, fence)
+    node.stray = fence != current or not _in_world(state, node, holding.assignment)
     if node.stray or state.phase is Phase.STOPPING:
         _stop(state, node, fence)
         return
@@ -297,13 +297,25 @@ def _take_holding(state: State, node: Node, holding: Holding | None) -> None:
         reports.failed(state, node, holding.failures)
 
 
-def _in_world(state: State, node: Node, fence: Fence) -> bool:
-    """Whether the world in force has this very agent as a member."""
+def _in_world(state: State, node: Node, assignment: Assignment) -> bool:
+    """Whether the world in force has this very agent in that place."""
+    rank = assignment.node_rank
     if state.world is None:
-        return state.claim is not None and state.claim.fence == fence
-    return any(
-        m.node_id == node.id and m.incarnation == node.spec.incarnation for m in state.world.members
-    )
+        claim = state.claim
+        return (
+            claim is not None
+            and claim.of == _world_of(assignment)
+            and (claim.seats.get(rank) == node.id)
+        )
+    if assignment.fence != state.world.fence or rank >= len(state.world.members):
+        return False
+    member = state.world.members[rank]
+    return (member.node_id, member.incarnation) == (node.id, node.spec.incarnation)
+
+
+def _world_of(assignment: Assignment) -> tuple[int, str, int]:
+    """What tells two worlds of one fence apart, where a coordinator had forgotten the first."""
+    return (assignment.nodes, assignment.master_addr, assignment.master_port)
 
 
 def _claim(state: State, node: Node, holding: Holding) -> None:
@@ -311,14 +323,10 @@ def _claim(state: State, node: Node, holding: Holding) -> None:
     assignment = holding.assignment
     claim = state.claim
     if claim is None or assignment.fence > claim.fence:
-        if claim is not None:
-            for node_id in claim.seats.values():
-                if node_id in state.nodes:
-                    _stop(state, state.nodes[node_id], claim.fence)
+        for node_id in claim.seats.values() if claim is not None else ():
+            _turn_out(state, node_id)
         claim = Claim(
-            fence=assignment.fence,
-            size=assignment.nodes,
-            seats={},
+            fence=assignment.fence, size=assignment.nodes, of=_world_of(assignment), seats={}
         )
         state.claim = claim
         if state.phase is Phase.FORMING:
@@ -326,8 +334,16 @@ def _claim(state: State, node: Node, holding: Holding) -> None:
                 Phase.RECOVERING,
                 f"agents hold {claim.fence}: waiting for all {claim.size} of its nodes",
             )
-    if assignment.fence == claim.fence:
+    if (assignment.fence, _world_of(assignment)) == (claim.fence, claim.of):
         claim.seats[assignment.node_rank] = node.id
+
+
+def _turn_out(state: State, node_id: str) -> None:
+    """Have workers stopped whose world turned out not to be the last one."""
+    node = state.nodes.get(node_id)
+    if node is not None and node.fence is not None:
+        node.stray = True
+        _stop(state, node, node.fence)
 
 
 def _stop(state: State, node: Node, fence: Fence) -> None:

@@ -56,14 +56,15 @@ def _recovering(state: State) -> bool:
     if state.world is None:
         _adopt_claim(state, present)
     holders = [n for n in present if state.is_member(n)]
-    if not missing and len(holders) == len(present):
+    if state.intact and not missing and len(holders) == len(present):
         return _resume(state, present)
     if holders:
-        lost = ", ".join(missing) or "workers of " + ", ".join(
-            n.id for n in present if n not in holders
-        )
-        reason = f"{lost} did not come back to the new coordinator within its time"
-        state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=missing)
+        without = [node.id for node in present if not state.is_member(node)]
+        lost = ", ".join(missing) or "workers of " + (", ".join(without) or "other nodes")
+        reason = f"{lost} did not come back to the coordinator within the time"
+        # Whatever now fails on those that did, their world had been broken up before.
+        gone = missing + without or ["others"]
+        state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
         return _stop_world(state, reason)
     forming.begin(state, "none of the last world's workers is left", follow_up=bool(present))
     return True
@@ -88,7 +89,8 @@ def _adopt_claim(state: State, present: list[Node]) -> None:
     state.world = World(fence=fence, members=tuple(member_of(n.spec) for n in present))
     for node in [*state.nodes.values()]:
         state.refile(node)  # What they said of themselves counts from now on.
-    if sum(node.fence == fence for node in present) < state.claim.size:
+    state.intact = sum(state.is_member(node) for node in present) == state.claim.size
+    if not state.intact:
         # Not the membership that this round had: whatever follows is another round.
         state.hold_up(Fence(fence.round, fence.attempt + 1))
 

@@ -96,6 +96,7 @@ class Claim:
 
     fence: Fence
     size: int
+    of: tuple[int, str, int]  # its size and the address of its process-group store
     seats: dict[int, str]
 
 

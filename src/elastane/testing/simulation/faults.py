@@ -212,9 +212,7 @@ class Faults:
     def _arrival(self) -> None:
         if self._cluster.checks.outcome is None and len(self._cluster.nodes) < 10:
             wish = self._rng.choice((None, None, 0, 1))
-            self._cluster.boot(
-                self._cluster.add(2, wish), warm_s=self._rng.choice((0.0, 0.3, 8.0))
-            )
+            self._cluster.boot(self._cluster.add(2, wish), warm_s=self._rng.choice((0.0, 0.3, 8.0)))
 
     def _slow_starts(self) -> None:
         self._cluster.training.slow_start_s = self._rng.choice((2.0, 8.0))

@@ -45,15 +45,14 @@ class History:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         rng = random.Random(f"history {setting.seed} {setting.store_backed}")
-        self.cluster = Cluster(
-            setting.spec, setting.script, rng, store_backed=setting.store_backed
-        )
+        self.cluster = Cluster(setting.spec, setting.script, rng, store_backed=setting.store_backed)
         self.faults = Faults(self.cluster, setting, rng)
         for size in (*setting.sizes, *((2,) * setting.spares)):
             node = self.cluster.add(size)
             warm_s = rng.choice((0.0, 0.3, 1.0))
             self.cluster.clock.after(
-                rng.random() * 0.5, lambda n=node, w=warm_s: self.cluster.boot(n, w)  # type: ignore[misc]
+                rng.random() * 0.5,
+                lambda n=node, w=warm_s: self.cluster.boot(n, w),  # type: ignore[misc]
             )
         self.faults.plan()
         self._events = 0

@@ -49,7 +49,9 @@ class Network:
         """Return a new session between two hosts."""
         self._numbers += 1
         session = Session(self._numbers, Direction(agent, seat), Direction(seat, agent))
-        self._sessions = [s for s in self._sessions if s.up.stuck or s.down.stuck or not s.half_open]
+        self._sessions = [
+            s for s in self._sessions if s.up.stuck or s.down.stuck or not s.half_open
+        ]
         self._sessions.append(session)
         return session
 

@@ -161,8 +161,12 @@ class Seat:
             if not self.alive:
                 return
             if not result:
-                self.end("its record could not be written" if result is None else
-                         "another coordinator has written", clean=False)
+                self.end(
+                    "its record could not be written"
+                    if result is None
+                    else "another coordinator has written",
+                    clean=False,
+                )
                 return
             self._version, self._busy = result, False
             if self.dies_after_persist:
