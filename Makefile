@@ -14,7 +14,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 0
 ARGS ?=
 
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
 # The stamp is newer than pyproject.toml while the environment is what it asks for.

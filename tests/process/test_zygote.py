@@ -23,6 +23,7 @@ from process_harness import (
     worker_environment,
 )
 
+from elastane.runtime.kernel import become_subreaper
 from elastane.runtime.process import reap_orphans
 from elastane.runtime.warden import sweep
 from elastane.runtime.zygote import client
@@ -33,6 +34,8 @@ Scenario = Callable[[ZygoteSpawner, Told], Coroutine[None, None, None]]
 
 def with_bare_zygote(scenario: Scenario, *preload: str, warm: bool = True) -> None:
     """Run a scenario with a zygote of its own, that has imported `preload` only."""
+
+    become_subreaper()
 
     async def run() -> None:
         told = Told()

@@ -50,6 +50,7 @@ _WARNINGS = frozenset(
         EventKind.SIGNAL,
         EventKind.WAITING,
         EventKind.ZYGOTE_DIED,
+        EventKind.ZYGOTE_PROBLEM,
     }
 )
 

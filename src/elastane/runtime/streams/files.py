@@ -24,7 +24,7 @@ _CUT_MARK = "[... earlier output is in the file]\n"
 
 def default_base_dir() -> str:
     """Return the folder for logs where none is given: one for each user of this machine."""
-    return str(Path(environment.get("TMPDIR") or "/tmp") / f"elastane-{os.getuid()}")
+    return str(Path(environment.get("TMPDIR") or "/tmp") / f"elastane-logs-{os.getuid()}")
 
 
 def ensure_base_dir(base_dir: str) -> None:

@@ -27,8 +27,9 @@ from elastane.runtime.zygote import fitness, protocol
 from elastane.runtime.zygote.child import Birth, become, first_path_entry, note_birth
 from elastane.runtime.zygote.store import serve
 
-# A forked process waits this long to become the agent's child; it takes microseconds.
-ADOPTION_TIMEOUT_S = 5.0
+# A forked process waits this long to become the agent's child; it takes microseconds. Less than
+# the client's SPAWN_TIMEOUT_S, which would take the zygote itself for hung.
+ADOPTION_TIMEOUT_S = 2.0
 ADOPTION_POLL_S = 0.0002
 
 Work = Callable[[], None]

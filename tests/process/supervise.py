@@ -1,0 +1,272 @@
+"""`elastane run` as its users start it: real agents, real workers, and nothing left of either.
+
+Every process of a test carries a mark in its environment, so that all of them are found, and
+ended at the test's end, whatever session or parent they took. Each wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from process_harness import until, worker_environment
+
+MARK = "SUPERVISE_MARK"
+# What the scripts of these tests use; no torch, so that a start takes milliseconds.
+_TELL = '''
+"""What a worker tells its test: files that appear whole, named what.rank.restarts."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+RANK = int(os.environ["RANK"])
+RESTARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+FOLDER = Path(os.environ["SUPERVISE_FOLDER"])
+
+
+def tell(what, text=""):
+    path = FOLDER / f"{what}.{RANK}.{RESTARTS}"
+    path.with_suffix(".part").write_text(str(text))
+    path.with_suffix(".part").rename(path)
+
+
+def hang():
+    while True:
+        time.sleep(600)
+
+
+def trap(signum=signal.SIGTERM):
+    signal.signal(signum, signal.SIG_IGN)
+
+
+def wait_for(name):
+    while not (FOLDER / name).exists():
+        time.sleep(0.01)
+'''
+
+
+def marked(mark: str) -> set[int]:
+    """Return the pids of living processes that carry `mark`."""
+    wanted = f"{MARK}={mark}".encode()
+    return {pid for pid in _pids() if alive(pid) and wanted in _environ(pid)}
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` is a process that is not a zombie."""
+    return state(pid) not in ("", "Z", "X")
+
+
+def state(pid: int) -> str:
+    """Return the letter of a process's state, or an empty string where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def children(pid: int) -> set[int]:
+    """Return the pids of a process's own children."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found.update(map(int, task.read_text().split()))
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the pids of everything that still hangs below a process."""
+    below = children(pid)
+    return below.union(*(descendants(child) for child in below))
+
+
+def command_line(pid: int) -> str:
+    """Return a process's command line with spaces."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def _environ(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+class Agent:
+    """One `elastane run`, its files, and the family that it started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.logs = folder / "logs"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seen: set[int] = set()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "start() comes first"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def start(self, *words: str, stdio: tuple[int | None, int | None, int | None], **env: str) -> None:
+        """Start `elastane run` with `words`, in a session of its own."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "elastane", "run", *words],
+            cwd=self.folder,
+            env=self.environment(**env),
+            stdin=stdio[0],
+            stdout=stdio[1],
+            stderr=stdio[2],
+            start_new_session=True,
+        )
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Return the environment of the agent, and of whatever asks about it."""
+        own = {
+            MARK: self.mark,
+            "SUPERVISE_FOLDER": str(self.folder),
+            "TMPDIR": str(self.folder),
+            "PYTHONUNBUFFERED": "1",
+        }
+        return worker_environment(**own, **more)
+
+    def wait(self, deadline_s: float = 30.0) -> int:
+        """Return the exit code; the test fails, with what was said, where none comes in time."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the agent lives on after {deadline_s} s\n{self.err}") from None
+
+    def send(self, signum: int) -> None:
+        os.kill(self.pid, signum)
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text(errors="replace")
+
+    def told(self, name: str, deadline_s: float = 30.0) -> str:
+        """Return what a worker told under `name` (what.rank.restarts), once it did."""
+        path = self.folder / name
+        until(path.exists, f"{name}\n{self.err}", deadline_s)
+        return path.read_text()
+
+    def family(self) -> set[int]:
+        """Return every process of this job, the agent and its warden among them."""
+        found = marked(self.mark) | ({self.pid} if alive(self.pid) else set())
+        found |= descendants(self.pid) if alive(self.pid) else set()
+        self._seen |= found
+        return found
+
+    def left(self) -> set[int]:
+        """Return which processes of this job are alive."""
+        return {pid for pid in self.family() | self._seen if alive(pid)}
+
+    def gone(self, deadline_s: float = 5.0) -> None:
+        """Wait until no process of this job is left."""
+        until(lambda: not self.left(), "nothing of the job is left", deadline_s)
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        """Return what the event log holds so far, of one kind or all."""
+        lines = [
+            line
+            for path in sorted(self.logs.glob("*/events.*.jsonl"))
+            for line in path.read_bytes().split(b"\n")[:-1]
+        ]
+        events = [json.loads(line) for line in lines]
+        return [event for event in events if kind in ("", event["kind"])]
+
+    def job_dir(self) -> Path:
+        (found,) = {path.parent for path in self.logs.glob("*/events.*.jsonl")}
+        return found
+
+    def zygote(self) -> int:
+        """Return the zygote's pid, once there is one."""
+        found: list[int] = []
+
+        def look() -> bool:
+            found[:] = [p for p in children(self.pid) if "elastane.runtime.zygote" in command_line(p)]
+            return bool(found)
+
+        until(look, "a zygote runs")
+        return found[0]
+
+    def kill_all(self) -> None:
+        """End whatever is left, by pid."""
+        if self._process is None:
+            return
+        for pid in self.left():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._process.wait(10)
+
+
+@contextmanager
+def agent(
+    folder: Path, *options: str, body: str = "", args: tuple[str, ...] = (), **env: str
+) -> Iterator[Agent]:
+    """Run a script with these options; `--no-zygote` unless `zygote` or `--preload` is asked."""
+    words = ["--standalone", "--log-dir", "logs", *options]
+    if not {"--preload", "--no-python", "--no-zygote"} & set(options):
+        words.append("--no-zygote")
+    with words_agent(folder, *words, write_script(folder, body), *args, **env) as running:
+        yield running
+
+
+@contextmanager
+def words_agent(folder: Path, *words: str, **env: str) -> Iterator[Agent]:
+    """Run `elastane run` with exactly these words, output in files."""
+    one = Agent(folder)
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        try:
+            one.start(*words, stdio=(subprocess.DEVNULL, out.fileno(), err.fileno()), **env)
+            yield one
+        finally:
+            one.kill_all()
+
+
+def write_script(folder: Path, body: str, name: str = "script.py") -> str:
+    """Write a worker's script, and what it tells by; returns its name."""
+    (folder / "tell.py").write_text(_TELL)
+    head = "from tell import *\n" if name.endswith(".py") else ""
+    path = folder / name
+    path.write_text(head + textwrap.dedent(body))
+    path.chmod(0o755)
+    return name
+
+
+def ask(one: Agent, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run another verb of elastane beside an agent."""
+    return subprocess.run(
+        [sys.executable, "-m", "elastane", *words],
+        cwd=one.folder,
+        env=one.environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )

@@ -1,0 +1,146 @@
+"""However an agent ends, and whatever its workers left behind, no process of a job is left."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process_harness import until
+from supervise import Agent, agent, alive, children, command_line, write_script
+
+# A worker with a child as a DataLoader makes them, and a daemon of another session below it.
+FAMILY = """
+import multiprocessing, subprocess, sys
+child = multiprocessing.get_context("fork").Process(target=hang, daemon=True)
+child.start()
+daemon = subprocess.Popen(["setsid", "sleep", "600"])
+tell("family", f"{os.getpid()} {child.pid} {daemon.pid}")
+hang()
+"""
+# Leaves a process behind that is nobody's child, in a session of its own.
+DAEMON = """
+def leave_a_daemon():
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        pid = os.fork()
+        if pid == 0:
+            os.write(write, str(os.getpid()).encode())
+            os.close(write)
+            hang()
+        os._exit(0)
+    os.close(write)
+    os.wait()
+    tell("daemon", os.read(read, 20).decode())
+"""
+
+
+def family_of(one: Agent) -> set[int]:
+    """Return all processes of the job once it runs: 2 x 3 of workers, agent, warden at least."""
+    told = {int(word) for rank in (0, 1) for word in one.told(f"family.{rank}.0").split()}
+    assert len(told) == 6
+    found = one.family()
+    assert told < found
+    assert any("warden.py" in command_line(pid) for pid in children(one.pid))
+    return found
+
+
+def kill_agent(one: Agent) -> None:
+    os.kill(one.pid, signal.SIGKILL)
+
+
+def kill_group(one: Agent) -> None:
+    os.killpg(one.pid, signal.SIGKILL)
+
+
+def kill_zygote_and_agent(one: Agent) -> None:
+    os.kill(one.zygote(), signal.SIGSTOP)
+    os.kill(one.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [kill_agent, kill_group, kill_zygote_and_agent])
+def test_a_killed_agent_takes_everything_along(
+    tmp_path: Path, kill: Callable[[Agent], None]
+) -> None:
+    options = ("--nproc-per-node", "2", "--preload", "json")
+    with agent(tmp_path, *options, body=FAMILY) as one:
+        family = family_of(one)
+        zygote = one.zygote()
+        store = [p for p in children(one.pid) if command_line(p) == command_line(zygote)]
+        assert len(store) == 2, "the zygote, and the store process that it forked"
+        assert len(family) == 10
+        kill(one)
+        one.wait(5)
+        one.gone(2)
+
+
+def test_a_killed_warden_is_replaced_by_another(tmp_path: Path) -> None:
+    def wardens() -> set[int]:
+        return {pid for pid in children(one.pid) if "warden.py" in command_line(pid)}
+
+    with agent(tmp_path, "--nproc-per-node", "2", body=FAMILY) as one:
+        family_of(one)
+        (first,) = wardens()
+        os.kill(first, signal.SIGKILL)
+        until(lambda: wardens() - {first}, "another warden runs")
+        one.family()
+        kill_agent(one)
+        one.wait(5)
+        one.gone(2)
+
+
+def test_a_closed_terminal_drains_the_job_and_leaves_nothing(tmp_path: Path) -> None:
+    write_script(tmp_path, FAMILY)
+    one = Agent(tmp_path)
+    master, slave = pty.openpty()
+    words = ("--standalone", "--no-zygote", "--nproc-per-node", "2", "--log-dir", "logs")
+    (tmp_path / "err").touch()
+    try:
+        # `setsid --ctty` makes the terminal the controlling one, as a login does.
+        one._process = subprocess.Popen(
+            ["setsid", "--ctty", "--wait", "python", "-m", "elastane", "run", *words, "script.py"],
+            cwd=tmp_path,
+            env=one.environment(),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+        )
+        os.close(slave)
+        told = {int(word) for rank in (0, 1) for word in one.told(f"family.{rank}.0").split()}
+        assert all(alive(pid) for pid in told)
+        one.family()
+        os.close(master)
+        one.gone(10)
+        assert [event["reason"] for event in one.events("signal")] == ["SIGHUP: draining"]
+        assert one.events("agent-stopped")[-1]["data"]["exit_code"] == 143
+    finally:
+        one.kill_all()
+
+
+def test_what_a_successful_worker_leaves_behind_goes_when_the_job_ends(tmp_path: Path) -> None:
+    body = f"{DAEMON}\nleave_a_daemon()\n"
+    with agent(tmp_path, "--nproc-per-node", "2", body=body) as one:
+        assert one.wait() == 0
+        daemons = [int(one.told(f"daemon.{rank}.0")) for rank in (0, 1)]
+        assert not any(alive(pid) for pid in daemons)
+        one.gone(2)
+
+
+def test_what_a_failed_worker_left_behind_is_killed_before_the_next_attempt(
+    tmp_path: Path,
+) -> None:
+    body = f"""{DAEMON}
+if RESTARTS == 0:
+    leave_a_daemon()
+    raise SystemExit(1)
+left = (FOLDER / "daemon.0.0").read_text()
+tell("next", Path("/proc", left, "stat").exists())
+"""
+    with agent(tmp_path, "--max-restarts", "1", body=body) as one:
+        assert one.wait() == 0
+        assert one.told("next.0.1") == "False"
