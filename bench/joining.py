@@ -54,6 +54,7 @@ async def coordinate(nodes: int) -> None:
     from elastane.core.model import Record
     from elastane.core.rendezvous import Rendezvous
     from elastane.core.wire import derive_secret
+    from elastane.runtime.rpc import Access
 
     async def save(record: Record) -> None:
         return None
@@ -62,9 +63,7 @@ async def coordinate(nodes: int) -> None:
     coordinator = Coordinator(
         Rendezvous(job_spec(nodes), time.monotonic()),
         listener,
-        job=JOB,
-        secret=derive_secret(JOB, None),
-        tls=None,
+        access=Access(JOB, derive_secret(JOB, None), None),
         save=save,
         tell=lambda note: None,
     )

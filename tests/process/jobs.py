@@ -74,6 +74,12 @@ class Agent:
         """All that it and its workers said."""
         return self.log.read_text(errors="replace")
 
+    @property
+    def box(self) -> str:
+        """The closing box as one line, without its frame; empty where there is none."""
+        _, corner, box = self.words.partition("╔")
+        return " ".join(box.replace("║", " ").split()) if corner else ""
+
 
 @dataclass
 class Job:
@@ -165,7 +171,9 @@ class Job:
         until(lambda: condition(self.seen()), what)
         return self.seen()
 
-    def wait_step(self, *, world: int, fence: tuple[int, int] | None = None, count: int = 3) -> Step:
+    def wait_step(
+        self, *, world: int, fence: tuple[int, int] | None = None, count: int = 3
+    ) -> Step:
         """Wait until the newest world has `world` workers, each of which did `count` steps in it.
 
         `fence`: and is not that one. Returns the newest step.

@@ -14,6 +14,7 @@ from elastane.core.model import JobSpec, Outcome, Record
 from elastane.core.notes import EventKind, Note
 from elastane.core.wire import derive_secret
 from elastane.runtime import rpc
+from elastane.runtime.rpc import Access
 
 JOB = "digits"
 SECRET = derive_secret(JOB, "open sesame")
@@ -136,9 +137,7 @@ class Desk:
         self.coordinator = Coordinator(
             self.machine,
             self.listener,
-            job=JOB,
-            secret=SECRET,
-            tls=tls,
+            access=Access(JOB, SECRET, tls),
             save=save or self.remember,
             tell=self.notes.append,
         )

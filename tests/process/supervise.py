@@ -127,7 +127,9 @@ class Agent:
     def pid(self) -> int:
         return self.process.pid
 
-    def start(self, *words: str, stdio: tuple[int | None, int | None, int | None], **env: str) -> None:
+    def start(
+        self, *words: str, stdio: tuple[int | None, int | None, int | None], **env: str
+    ) -> None:
         """Start `elastane run` with `words`, in a session of its own."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "elastane", "run", *words],
@@ -207,7 +209,9 @@ class Agent:
         found: list[int] = []
 
         def look() -> bool:
-            found[:] = [p for p in children(self.pid) if "elastane.runtime.zygote" in command_line(p)]
+            found[:] = [
+                p for p in children(self.pid) if "elastane.runtime.zygote" in command_line(p)
+            ]
             return bool(found)
 
         until(look, "a zygote runs")

@@ -368,3 +368,27 @@ def test_fifty_forks_leave_nothing(
     assert reap_orphans() == []
     assert children_of(os.getpid()) == children
     assert zygote.pid is not None and children_of(zygote.pid) == []
+
+
+def test_a_terminal_is_line_buffered_and_a_pipe_is_not(
+    runner: asyncio.Runner, zygote: ZygoteSpawner, tmp_path: Path
+) -> None:
+    script = tmp_path / "tty.py"
+    script.write_text(
+        "import os, sys\n"
+        "streams = (sys.stdin, sys.stdout, sys.stderr)\n"
+        "text = ' '.join(f'{s.line_buffering:d}{s.isatty():d}{s.write_through:d}' for s in streams)\n"
+        "os.write(3, text.encode())"
+    )
+    read, write = os.pipe()
+    master, slave = os.openpty()
+
+    async def scenario(stdio: tuple[int, int, int]) -> str:
+        worker = await zygote.spawn(command("script", script, stdio=stdio, fds={3: write}))
+        assert await ended(worker) == 0
+        return os.read(read, 100).decode()
+
+    assert runner.run(scenario((slave, slave, slave))) == "110 110 110"
+    assert runner.run(scenario((read, write, write))) == "000 000 100"
+    for fd in (read, write, master, slave):
+        os.close(fd)

@@ -94,7 +94,9 @@ class Link:
         reason = ""
         try:
             while True:
-                message = await asyncio.wait_for(session.receive(), self._silence_s)
+                # Not wait_for: that of Python 3.11 loses a cancellation that comes with a message.
+                async with asyncio.timeout(self._silence_s):
+                    message = await session.receive()
                 if message is None:
                     reason = session.reason
                     break
@@ -112,7 +114,8 @@ class Link:
         """Send what is enqueued, before the agent ends; takes `_FLUSH_S` at most."""
         if self._session is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._session.drain(), _FLUSH_S)
+                async with asyncio.timeout(_FLUSH_S):
+                    await self._session.drain()
 
 
 def _is_fatal(error: ElastaneError) -> bool:

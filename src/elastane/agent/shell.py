@@ -56,9 +56,14 @@ class AgentShell:
         self._link = link
 
     def handle_signals(self, names: Sequence[str]) -> None:
-        """Take these signals as the wish to leave."""
+        """Take these signals as the wish to leave, but those that whoever started us ignores.
+
+        So a job that was started under nohup outlives its terminal.
+        """
         loop = asyncio.get_running_loop()
         for name in names:
+            if signal.getsignal(signal.Signals[name]) is signal.SIG_IGN:
+                continue
             loop.add_signal_handler(signal.Signals[name], self.post, Signalled(name))
 
     async def run(self) -> Exit:

@@ -92,6 +92,7 @@ class WorkerGroup:
     _store: WorkerProcess | None = None
     _streams: GroupStreams | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _watches: set[asyncio.Task[None]] = field(default_factory=set)
     _starting: asyncio.Task[None] | None = None
     _offload: Offload = field(default_factory=Offload)
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
@@ -155,7 +156,7 @@ class WorkerGroup:
             failure = self._failure(worker, 0, _EXIT_NOT_STARTED, f"not started: {error}")
             self.post(WorkerFailed(self.assignment.fence, failure))
             return
-        self._spawn_task(self._watch(worker, worker.process))
+        self._watches.add(self._spawn_task(self._watch(worker, worker.process)))
 
     def _command(self, worker: _Worker) -> WorkerCommand:
         setup = self.setup
@@ -254,7 +255,8 @@ class WorkerGroup:
         if self._store is not None:
             self._store.kill_group(signal.SIGKILL)
         try:
-            await asyncio.wait_for(asyncio.shield(ended), _KILL_WAIT_S)
+            async with asyncio.timeout(_KILL_WAIT_S):
+                await asyncio.shield(ended)
         except TimeoutError:
             pids = [w.process.pid for w in self._workers if w.process is not None and w.is_alive]
             _log.error(
@@ -265,6 +267,9 @@ class WorkerGroup:
             await ended
         if self._store is not None:
             await self._store.wait()
+        if self._watches:
+            # Each says how its worker ended, within a bound; of a group that is gone nobody hears.
+            await asyncio.wait(self._watches)
         strays = await kill_strays()
         if strays:
             _log.info("killed %d processes that workers had left behind", strays)

@@ -15,11 +15,12 @@ from elastane.dashboard.view import Progress
 
 Act = Literal["kill-worker", "kill-node", "add-node"]
 
-# The place of each act in the training, as a fraction of its steps.
+# The place of each act in the training, as a fraction of its steps. After the arrival much is left:
+# the newcomer imports torch first, which takes seconds on a busy machine.
 SCRIPT: tuple[tuple[Act, float], ...] = (
-    ("kill-worker", 0.2),
-    ("kill-node", 0.42),
-    ("add-node", 0.65),
+    ("kill-worker", 0.15),
+    ("kill-node", 0.3),
+    ("add-node", 0.42),
 )
 # Steps of the new attempt before the next act: one checkpoint at least lies between two acts.
 SETTLED_STEPS = 30

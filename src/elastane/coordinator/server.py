@@ -25,7 +25,6 @@ from elastane.core.notes import EventKind, Note
 from elastane.errors import LeaseLostError
 from elastane.runtime.rpc import Access, Door
 from elastane.runtime.rpc.door import ServerLink
-from elastane.runtime.tls import TlsConfig
 
 _log = logging.getLogger("elastane.coordinator")
 # Events between two turns of the event loop, which also runs the agent: about a millisecond.
@@ -52,21 +51,19 @@ class Coordinator:
     nothing that depends on it is sent. `tell` writes to the event log and must not raise.
     """
 
-    def __init__(  # noqa: PLR0913  the machine, the way in, and its two ways out
+    def __init__(
         self,
         machine: Machine,
         listener: socket.socket,
         *,
-        job: str,
-        secret: bytes,
-        tls: TlsConfig | None,
+        access: Access,
         save: Callable[[Record], Awaitable[None]],
         tell: Callable[[Note], None],
     ) -> None:
         self._machine = machine
         self._save = save
         self._tell = tell
-        self._door = Door(listener, Access(job, secret, tls), self)
+        self._door = Door(listener, access, self)
         self._peers: dict[int, Peer] = {}
         self._number_of: dict[ServerLink, int] = {}
         self._closing: set[ServerLink] = set()

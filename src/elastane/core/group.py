@@ -10,6 +10,10 @@ from elastane.core.limits import FAILURES_MAX
 from elastane.core.messages import GroupState, Holding
 from elastane.core.model import Assignment, Failure, Fence
 
+# All failures of a report must fit a frame, whatever their alphabet; the first say the most.
+FULL_TEXTS_MAX = 32
+SHORT_TEXT_CHARS = 200
+
 
 @dataclass(slots=True)
 class Group:
@@ -41,6 +45,8 @@ class Group:
 
     def add_failure(self, failure: Failure, now_s: float) -> None:
         """Keep `failure` with its end on the own clock, so that its age is right when told."""
+        if len(self.failures) >= FULL_TEXTS_MAX:
+            failure = msgspec.structs.replace(failure, message=failure.message[-SHORT_TEXT_CHARS:])
         if len(self.failures) < FAILURES_MAX:
             self.failures[failure.local_rank] = (now_s - failure.age_s, failure)
 

@@ -34,6 +34,18 @@ NODE_STATES = {
     EventKind.NODE_DEPARTED: "gone",
     EventKind.AGENT_STOPPED: "left",
 }
+# Their reasons repeat those of the incident, the round or the job's end that they follow from.
+ECHOES = frozenset(
+    {
+        EventKind.COORDINATOR_FOUND,
+        EventKind.NODE_READY,
+        EventKind.WORKERS_STARTING,
+        EventKind.WORKERS_STOPPING,
+        EventKind.WORKERS_STOPPED,
+        EventKind.AGENT_STOPPED,
+        EventKind.COORDINATOR_STOPPED,
+    }
+)
 # States that a later event of the same life of a node must not paint over.
 _ENDED = ("gone", "left", "done")
 _REVIVING = (EventKind.AGENT_STARTED, EventKind.NODE_JOINED, EventKind.WORKERS_STARTING)
@@ -41,7 +53,6 @@ TONES = {
     EventKind.INCIDENT: "bad",
     EventKind.NODE_DEPARTED: "bad",
     EventKind.NODE_REFUSED: "bad",
-    EventKind.WORKER_EXITED: "bad",
     EventKind.AUTHORITY_LOST: "bad",
     EventKind.COORDINATOR_AWAY: "bad",
     EventKind.ZYGOTE_DIED: "bad",
@@ -124,16 +135,14 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def after_event(view: View, event: LoggedEvent) -> View:
-    """Return the view after one logged event."""
+    """Return the view after one logged event; what only echoes another one gets no line."""
     kind = EventKind(event.kind) if event.kind in set(EventKind) else None
-    line = Line(
-        time_s=event.time_s,
-        node=event.node,
-        kind=event.kind,
-        text=event.reason,
-        tone=_tone(kind, event),
-    )
-    view = _with_line(view, line)
+    if kind not in ECHOES:
+        tone = _tone(view.node(event.node), kind, event)
+        line = Line(
+            time_s=event.time_s, node=event.node, kind=event.kind, text=event.reason, tone=tone
+        )
+        view = _with_line(view, line)
     if kind is None:
         return view
     if kind is EventKind.ROUND_SETTLED:
@@ -197,9 +206,10 @@ def pids_of(event: LoggedEvent) -> tuple[int, ...]:
     return tuple(int(word) for word in words if word.isdigit())
 
 
-def _tone(kind: EventKind | None, event: LoggedEvent) -> str:
-    if kind is EventKind.WORKER_EXITED and event.data.get("exit_code", 0) == 0:
-        return "plain"
+def _tone(node: NodeView | None, kind: EventKind | None, event: LoggedEvent) -> str:
+    if kind is EventKind.WORKER_EXITED:
+        asked = node is not None and node.state in ("draining", "stopping")
+        return "plain" if asked or event.data.get("exit_code", 0) == 0 else "bad"
     if kind is EventKind.JOB_ENDED and not event.data.get("ok", True):
         return "bad"
     return TONES.get(kind, "plain") if kind else "plain"

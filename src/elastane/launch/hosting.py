@@ -14,7 +14,7 @@ from elastane.coordinator import Coordinator
 from elastane.core.model import JobSpec, Outcome, Record
 from elastane.core.notes import EventKind, Note
 from elastane.core.rendezvous import Rendezvous
-from elastane.runtime.tls import TlsConfig
+from elastane.runtime.rpc import Access
 
 Save = Callable[[Record], Awaitable[None]]
 
@@ -35,12 +35,9 @@ class Takeover:
 class Hosting:
     """Makes coordinators for this agent's job; at most one runs at a time."""
 
-    def __init__(
-        self, spec: JobSpec, secret: bytes, tls: TlsConfig | None, tell: Callable[[Note], None]
-    ) -> None:
+    def __init__(self, spec: JobSpec, access: Access, tell: Callable[[Note], None]) -> None:
         self._spec = spec
-        self._secret = secret
-        self._tls = tls
+        self._access = access
         self._tell = tell
         self.coordinator: Coordinator | None = None
 
@@ -58,9 +55,7 @@ class Hosting:
         coordinator = Coordinator(
             machine,
             listener,
-            job=self._spec.job,
-            secret=self._secret,
-            tls=self._tls,
+            access=self._access,
             save=save,
             tell=self._tell,
         )

@@ -26,6 +26,7 @@ from elastane.agent.offers import OfferedPort
 from elastane.agent.shell import AgentShell
 from elastane.agent.workers import GroupSetup
 from elastane.core.agent import AgentCore
+from elastane.core.diagnosis import exit_text
 from elastane.core.effects import Exit
 from elastane.core.model import NodeSpec, Outcome
 from elastane.core.notes import EventKind, Note
@@ -54,6 +55,8 @@ from elastane.stores.registry import make_store
 _log = logging.getLogger("elastane.launch")
 # Sessions of a large job on the coordinator's host; the hard limit is the administrator's.
 _DESCRIPTORS_WANTED = 65536
+# Between two starts of the warden, so that one that cannot live costs little.
+_WARDEN_PAUSE_S = 0.5
 
 
 def launch(config: LaunchConfig) -> int:
@@ -112,6 +115,7 @@ async def _node(config: LaunchConfig, node_id: str, host: str) -> AsyncIterator[
     spawner = _spawner(config, leash, events, node_id)
     port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner))
     node = _Node(config, node_id, leash, events, warden, spawner, port)
+    keeper = asyncio.create_task(_keep(warden))
     await spawner.start()
     try:
         yield node
@@ -119,8 +123,22 @@ async def _node(config: LaunchConfig, node_id: str, host: str) -> AsyncIterator[
         await spawner.close()
         port.close()
         await kill_strays()
+        keeper.cancel()
         await warden.close()
         events.close()
+
+
+async def _keep(warden: Warden) -> None:
+    """Start the warden again when it was killed: only it can end what outlives this agent."""
+    while True:
+        code = await warden.wait()
+        _log.warning("the warden ended (%s); another one takes its place", exit_text(code))
+        try:
+            await warden.start()
+        except OSError as error:
+            _log.error("no other warden: %s; a killed agent may leave processes behind", error)
+            return
+        await asyncio.sleep(_WARDEN_PAUSE_S)
 
 
 def _spawner(config: LaunchConfig, leash: str, events: EventLog, node_id: str) -> Spawner:
@@ -163,7 +181,9 @@ class _Agent:
         token = config.rendezvous.token or (await keys.token() if keys else "")
         secret = derive_secret(config.spec.job, token or None)
         tls = _tls(config)
-        hosting = Hosting(config.spec, secret, tls, node.tell_as_coordinator)
+        hosting = Hosting(
+            config.spec, rpc.Access(config.spec.job, secret, tls), node.tell_as_coordinator
+        )
         seat = self._seat(keys, hosting)
 
         async def dial(host: str, port: int) -> rpc.Session:

@@ -83,7 +83,9 @@ async def _read_to_end(fd: int) -> bytes:
     readable: asyncio.Future[None] = loop.create_future()
     loop.add_reader(fd, _settle, readable)
     try:
-        await asyncio.wait_for(readable, EXEC_TIMEOUT_S)
+        # Not wait_for: that of Python 3.11 loses a cancellation that comes with the result.
+        async with asyncio.timeout(EXEC_TIMEOUT_S):
+            await readable
         return os.read(fd, ERROR_BYTES_MAX)
     finally:
         loop.remove_reader(fd)

@@ -82,7 +82,8 @@ class Warden:
         if self._process is None:
             return
         try:
-            await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_S)
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._process.wait()
         except TimeoutError:
             return  # it goes on by itself, and ends within its own bound
 

@@ -262,9 +262,10 @@ def _learn(state: State, join: Join) -> None:
             state.not_before_s = max(state.not_before_s, state.started_s + wait_s)
     world, held = state.world, join.holding
     holds = held is not None and world is not None and held.assignment.fence == world.fence
-    if state.intact and world is not None and not holds:
-        if world.node_rank(join.node.node_id) is not None:
-            state.intact = False  # One of its nodes has no workers of it.
+    if not state.intact or world is None or holds:
+        return
+    if world.node_rank(join.node.node_id) is not None:
+        state.intact = False  # One of its nodes has no workers of it.
 
 
 def _welcome(state: State, node: Node) -> None:

@@ -104,7 +104,8 @@ def _resume(state: State, present: list[Node]) -> bool:
         failures, node.failures = node.failures, ()
         reports.failed(state, node, failures)
     if state.incident is None and any(node.draining for node in present):
-        return _drain_world(state, "going on with the drain that the last coordinator began")
+        _drain_world(state, "going on with the drain that the last coordinator began")
+        state.asked = True
     return True
 
 
@@ -127,7 +128,7 @@ def _running(state: State) -> bool:
 
 def _drain_world(state: State, reason: str) -> bool:
     state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
-    state.aimed, state.target = False, None
+    state.aimed, state.asked, state.target = False, False, None
     state.enter(Phase.DRAINING, reason)
     state.tell(EventKind.DRAIN_STARTED, reason)
     for node in [state.nodes[i] for i in sorted(state.holding)]:
@@ -152,7 +153,8 @@ def _draining(state: State) -> bool:
     if not state.incident.planned:
         return _stop_world(state, state.incident.reason)
     # Once they are asked to checkpoint, workers that exit with 0 may have done just that.
-    if not state.aimed and len(state.succeeded) == len(state.world.members):
+    asked = state.aimed or state.asked
+    if not asked and len(state.succeeded) == len(state.world.members):
         return ending.success(state)
     if not state.aimed and not state.unmarked:
         _aim(state)

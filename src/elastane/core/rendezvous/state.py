@@ -143,6 +143,7 @@ class State:
     cause: Cause | None = None
     claim: Claim | None = None
     aimed: bool = False
+    asked: bool = False  # by another coordinator, perhaps
     target: int | None = None
     follow_up: bool = False
     not_before_s: float = 0.0

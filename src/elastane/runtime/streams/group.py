@@ -110,7 +110,8 @@ class GroupStreams:
         self._tailer.stop(tell_done)
         # A file system that hangs holds up its own thread, and not the agent.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), FINISH_S * 2)
+            async with asyncio.timeout(FINISH_S * 2):
+                await done.wait()
         self._tailer = Tailer("streams-ended")
 
     def _make_folder(self, place: WorkerPlace) -> Path | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from elastane.core import invariants
 from elastane.core.effects import Exit
 from elastane.core.messages import Assign, ToAgent
-from elastane.core.model import Assignment, Fence, Member, Outcome, Record
+from elastane.core.model import Assignment, Fence, Member, Outcome, Record, World
 from elastane.core.notes import EventKind, Note
 from elastane.errors import ExitCode
 
@@ -48,6 +48,8 @@ class Checks:
         """A record was written; without a store it only shows what was decided."""
         if durable:
             self._require(not (fault := invariants.broken_record(before, after)), fault)
+            if before is not None and before.world is not None and after.world is not None:
+                self._placed(before.world, after.world)
         if self.outcome is not None and durable:
             self._require(after.outcome == self.outcome, "the job went on after its end")
         self.outcome = after.outcome
@@ -66,6 +68,19 @@ class Checks:
             self._settled(after.world.fence, after.world.members, durable=durable)
         if after.outcome is not None:
             self._ended(after, after.outcome)
+
+    def _placed(self, before: World, after: World) -> None:
+        """Who arrives without a wish for a rank comes after all who were there."""
+        known = {member.node_id for member in before.members}
+        places = [
+            member.node_id in known
+            for member in after.members
+            if member.node_id in known or self._cluster.nodes[member.node_id].node_rank is None
+        ]
+        self._require(
+            places == sorted(places, reverse=True),
+            f"{after.fence}: an arrival was put before survivors",
+        )
 
     def _settled(self, fence: Fence, members: tuple[Member, ...], *, durable: bool) -> None:
         known = self._rounds.setdefault(fence.round, members)

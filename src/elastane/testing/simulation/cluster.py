@@ -27,7 +27,9 @@ from elastane.testing.simulation.workers import Run, Script, Training
 class Cluster:
     """One job on simulated nodes; the first node owns the endpoint of the default store."""
 
-    def __init__(self, spec: JobSpec, script: Script, rng: random.Random, *, store_backed: bool):
+    def __init__(
+        self, spec: JobSpec, script: Script, rng: random.Random, *, store_backed: bool
+    ) -> None:
         self.spec, self.rng, self.store_backed = spec, rng, store_backed
         self.clock = VirtualClock()
         self.story = Story(self.clock)

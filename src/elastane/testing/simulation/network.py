@@ -1,4 +1,4 @@
-"""The simulated network: ordered sessions with delay, cuts, and sessions that silently lost their peer.
+"""The simulated network: ordered sessions with delay, cuts, and sessions that went dead unseen.
 
 While a direction between two hosts is cut, what is sent waits, as TCP would resend it, and
 arrives after the cut is healed if the session still stands. A half-open session swallows all.

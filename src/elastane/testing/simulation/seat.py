@@ -131,8 +131,8 @@ class Seat:
                     else:
                         self._persist(record, effects)
                         return
-                case Send(session=number, message=message):
-                    self._send(number, effect)
+                case Send():
+                    self._send(effect)
                 case Hangup(session=number, reason=reason):
                     session = self.sessions.pop(number, None)
                     if session is not None:
@@ -143,8 +143,8 @@ class Seat:
                     self.finished = True
                     self.end("the job has ended", clean=True)
 
-    def _send(self, number: int, effect: Send) -> None:
-        session = self.sessions.get(number)
+    def _send(self, effect: Send) -> None:
+        session = self.sessions.get(effect.session)
         self.cluster.checks.sends(self, effect.message)
         if session is not None:
             self.cluster.send_down(session, effect.message)
