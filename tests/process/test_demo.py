@@ -57,6 +57,14 @@ def demo(*options: str, **env: str):
         process.communicate()
 
 
+def wait_for_training(process: subprocess.Popen, folder: Path) -> None:
+    deadline = time.monotonic() + 60.0
+    while not (folder / "progress.jsonl").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the training did not begin"
+        time.sleep(0.05)
+
+
 def test_the_demo_recovers_from_every_fault_and_learns_the_digits(tmp_path):
     folder = tmp_path / "kept"
     with demo("--fast", "--json", "--keep", str(folder)) as (process, marker):
@@ -85,10 +93,7 @@ def test_the_demo_recovers_from_every_fault_and_learns_the_digits(tmp_path):
 def test_a_demo_that_is_ended_takes_all_its_processes_along(tmp_path, number):
     folder = tmp_path / "kept"
     with demo("--keep", str(folder)) as (process, marker):
-        deadline = time.monotonic() + 60.0
-        while not (folder / "progress.jsonl").exists():
-            assert time.monotonic() < deadline, "the training did not begin"
-            time.sleep(0.05)
+        wait_for_training(process, folder)
         assert len(left_over(marker)) >= 7  # the demo, two agents, four workers
         process.send_signal(number)
         process.communicate(timeout=20.0)
@@ -96,13 +101,21 @@ def test_a_demo_that_is_ended_takes_all_its_processes_along(tmp_path, number):
         assert nothing_left_of(marker), left_over(marker)
 
 
-def test_an_agent_that_cannot_start_ends_the_demo_with_its_own_words(tmp_path):
-    with demo(TMPDIR=str(tmp_path), PET_MONITOR_INTERVAL="soon") as (process, marker):
-        _, err = process.communicate(timeout=30.0)
+def test_an_agent_that_cannot_train_ends_the_demo_with_its_own_words(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')\n")
+    with demo(TMPDIR=str(tmp_path), PYTHONPATH=str(tmp_path)) as (process, marker):
+        _, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 1
-        assert "the agent of node-a ended" in err
-        assert "soon" in err
+        assert "the agent of node-" in err
+        assert "this torch is broken" in err
         assert nothing_left_of(marker)
+
+
+def test_settings_meant_for_another_job_do_not_reach_the_demo(tmp_path):
+    folder = tmp_path / "kept"
+    wrong = {"PET_RDZV_BACKEND": "static", "PET_NPROC_PER_NODE": "7", "ELASTANE_NODE_ID": "mine"}
+    with demo("--keep", str(folder), **wrong) as (process, _):
+        wait_for_training(process, folder)
 
 
 def test_a_demo_that_takes_too_long_says_at_which_step_and_ends(tmp_path):

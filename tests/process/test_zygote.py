@@ -377,7 +377,8 @@ def test_a_terminal_is_line_buffered_and_a_pipe_is_not(
     script.write_text(
         "import os, sys\n"
         "streams = (sys.stdin, sys.stdout, sys.stderr)\n"
-        "text = ' '.join(f'{s.line_buffering:d}{s.isatty():d}{s.write_through:d}' for s in streams)\n"
+        "facts = [(s.line_buffering, s.isatty(), s.write_through) for s in streams]\n"
+        "text = ' '.join(''.join(str(int(fact)) for fact in three) for three in facts)\n"
         "os.write(3, text.encode())"
     )
     read, write = os.pipe()

@@ -29,6 +29,9 @@ _RETRY_MAX_S = 0.5
 # After this long without a coordinator a person should hear what is being waited for.
 _SAY_AFTER_S = 3.0
 _FLUSH_S = 1.0
+# Who takes connections and closes them this often is no coordinator that is just ending: it
+# speaks TLS to an agent that does not, or something else altogether. About ten seconds.
+_CLOSED_EARLY_MAX = 20
 # What no waiting mends. A foreign program on the port counts: it will not go away by itself.
 _FATAL_SLUGS = ("not-elastane", "tls-files", "tls-mismatch", "tls-untrusted")
 _FATAL_ERRORS = (RendezvousRefusedError, RendezvousClosedError, ConfigurationError)
@@ -69,12 +72,14 @@ class Link:
         """Keep a session until cancelled; raises ElastaneError where waiting cannot help."""
         loop = asyncio.get_running_loop()
         pause_s, since_s, said = _RETRY_FIRST_S, loop.time(), False
+        closed_early = 0
         while True:
             try:
                 host, port = await self._locator.locate()
                 session = await self._dial(host, port)
             except ElastaneError as error:
-                if not self._was_linked and _is_fatal(error):
+                closed_early += error.slug == "endpoint-closed"
+                if not self._was_linked and (_is_fatal(error) or closed_early > _CLOSED_EARLY_MAX):
                     raise
                 self._post(Unlinked(f"{error.what} [{error.slug}]"))
                 if not said and loop.time() - since_s > _SAY_AFTER_S:

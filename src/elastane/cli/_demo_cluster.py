@@ -35,7 +35,7 @@ class Agent:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def last_words(self, lines: int = 12) -> str:
+    def last_words(self, lines: int = 30) -> str:
         """Return the end of what the agent and its workers said."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 

@@ -38,11 +38,11 @@ class Show:
     def play(self, show: Callable[[View], None], timeout_s: float) -> None:
         """Start two nodes, act by the training's progress, and return when the job has ended."""
         deadline_s = time.monotonic() + timeout_s
-        for name in ("node-a", "node-b"):
-            self._cluster.start(name)
+        self._cluster.start("node-a")
         while not self._cluster.all_done():
             self._read()
             self._check(deadline_s, timeout_s)
+            self._start_second()
             if act := next_act(self.points, self.done):
                 self._carry_out(act)
             show(self.view)
@@ -86,6 +86,12 @@ class Show:
                 where=f"{self._cluster.folder}; the agents' last words:\n{words}",
                 next_step="elastane demo --timeout 900",
             )
+
+    def _start_second(self) -> None:
+        """Start node-b once node-a coordinates: the node that is killed is to be the other one."""
+        alone = len(self._cluster.agents) == 1 and not self.points
+        if alone and any(node.coordinates for node in self.view.nodes):
+            self._cluster.start("node-b")
 
     def _carry_out(self, act: Act) -> None:
         match act:

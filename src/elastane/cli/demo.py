@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     stream = sys.stderr if args.json else sys.stdout
     begun = time.monotonic()
     with working_folder(args.keep) as folder, ending_on_signals():
-        environ = {**environment.snapshot(), "OMP_NUM_THREADS": "1"}
+        environ = launch_environment(environment.snapshot())
         with Cluster(folder, script_command(folder, fast=args.fast), environ) as cluster:
             show = Show(cluster)
             with face_for(stream, "elastane demo") as face:
@@ -83,6 +83,16 @@ def check_packages() -> None:
             expected="the packages of elastane's extra `demo`",
             next_step="pip install 'elastane[demo]'",
         )
+
+
+def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without settings that were meant for another job."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(("PET_", "ELASTANE_", "TORCHELASTIC_"))
+    }
+    return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 def script_command(folder: Path, *, fast: bool) -> list[str]:

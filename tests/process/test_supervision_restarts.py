@@ -1,0 +1,144 @@
+"""Failed workers start again: quickly, with nothing of the last attempt, and never for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from process_harness import until
+from supervise import Agent, agent, alive
+
+
+def times(events: list[dict[str, Any]]) -> list[float]:
+    return [event["mono_s"] for event in events]
+
+
+def test_the_shutdown_timeout_holds_on_restarts(tmp_path: Path) -> None:
+    """torchrun ignores it there: one worker that traps SIGTERM costs 30 s."""
+    body = """
+    if RESTARTS == 0 and RANK == 0:
+        trap()
+        tell("up", os.getpid())
+        hang()
+    if RESTARTS == 0:
+        wait_for("up.0.0")
+        raise SystemExit(1)
+    tell("again")
+    """
+    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--shutdown-timeout", "1")
+    with agent(tmp_path, *options, body=body) as one:
+        assert one.wait() == 0
+        stopping, stopped = one.events("workers-stopping")[0], one.events("workers-stopped")[0]
+        took_s = stopped["mono_s"] - stopping["mono_s"]
+        assert 1.0 <= took_s < 6.0
+        (other,) = [e for e in one.events("worker-exited") if e["data"].get("local_rank") == 0][:1]
+        assert other["data"]["exit_code"] == -signal.SIGKILL
+        assert not alive(int(one.told("up.0.0")))
+
+
+def test_a_worker_killed_as_by_the_kernel_is_named_with_its_signal(tmp_path: Path) -> None:
+    body = """
+    if RANK == 1:
+        print("allocating", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    hang()
+    """
+    with agent(tmp_path, "--nproc-per-node", "2", body=body) as one:
+        assert one.wait() == 1
+        assert "SIGKILL" in one.err
+        assert "dmesg" in one.err
+        assert "rank 1" in one.err
+
+
+def test_a_crash_loop_ends_with_its_reason_and_keeps_every_file(tmp_path: Path) -> None:
+    body = """
+    def fail_here():
+        raise RuntimeError(f"attempt {RESTARTS} is bad")
+    tell("ran")
+    fail_here()
+    """
+    with agent(tmp_path, "--max-restarts", "3", "--tee", "3", body=body) as one:
+        assert one.wait() == 1
+        assert sorted(p.name for p in tmp_path.glob("ran.*")) == [f"ran.0.{n}" for n in range(4)]
+        assert [e["data"]["used"] for e in one.events("restart")] == [1, 2, 3]
+        failed, again = times(one.events("workers-stopped")), times(one.events("workers-starting"))
+        pauses = [start - end for end, start in zip(failed, again[1:], strict=False)]
+        assert pauses[1] >= 0.5 and pauses[2] >= 1.0, "the back-off grows"
+        assert "crash loop" in one.err
+        assert "RuntimeError: attempt 3 is bad" in one.err.partition("crash loop")[2]
+        assert "fail_here" in one.err.partition("crash loop")[2]
+        for attempt in range(4):
+            log = one.job_dir() / f"round_1/attempt_{attempt}/rank_0/stderr.log"
+            assert f"attempt {attempt} is bad" in log.read_text()
+
+
+def test_a_stopped_worker_keeps_its_place(tmp_path: Path) -> None:
+    """Nothing here judges hangs: a debugger may hold a worker for as long as it likes."""
+    body = 'tell("up", os.getpid())\nwait_for("go")\n'
+    with agent(tmp_path, body=body) as one:
+        pid = int(one.told("up.0.0"))
+        os.kill(pid, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        heartbeat_s = one.events()[-1]["mono_s"]
+        until(lambda: _uptime_s() > heartbeat_s + 4, "longer than any bound of silence")
+        assert alive(pid)
+        os.kill(pid, signal.SIGCONT)
+        assert one.wait() == 0
+        assert len(one.events("workers-starting")) == 1
+
+
+def test_workers_outlive_their_zygote_and_the_next_attempt_starts(tmp_path: Path) -> None:
+    body = """
+    tell("up", os.getpid())
+    if RESTARTS == 0:
+        hang()
+    """
+    with agent(tmp_path, "--preload", "json", "--max-restarts", "1", body=body) as one:
+        worker = int(one.told("up.0.0"))
+        zygote = one.zygote()
+        os.kill(zygote, signal.SIGKILL)
+        until(lambda: one.events("zygote-died"), "the agent noticed")
+        assert alive(worker)
+        os.kill(worker, signal.SIGKILL)
+        assert one.wait() == 0
+        one.gone(2)
+
+
+def test_restarts_leak_neither_descriptors_nor_threads_and_the_agent_stays_small(
+    tmp_path: Path,
+) -> None:
+    body = """
+    import time
+    tell("up", os.getpid())
+    wait_for(f"fail.{RESTARTS}")
+    raise SystemExit(1)
+    """
+    restarts = 12
+
+    def sizes(one: Agent, restart: int) -> tuple[int, int, int]:
+        for rank in (0, 1):
+            one.told(f"up.{rank}.{restart}")
+        until(lambda: len(one.events("workers-started")) > restart, "the start is over")
+        status = Path(f"/proc/{one.pid}/status").read_text()
+        (rss_kb,) = [int(line.split()[1]) for line in status.splitlines() if "VmRSS" in line]
+        (threads,) = [int(line.split()[1]) for line in status.splitlines() if "Threads" in line]
+        return len(os.listdir(f"/proc/{one.pid}/fd")), threads, rss_kb
+
+    options = ("--nproc-per-node", "2", "--max-restarts", str(restarts), "--tee", "3")
+    with agent(tmp_path, *options, body=body) as one:
+        first = sizes(one, 0)
+        for restart in range(restarts):
+            # An attempt that failed at once would be paused against a crash loop.
+            (tmp_path / f"fail.{restart}").touch()
+        last = sizes(one, restarts)
+        assert last[0] <= first[0]
+        assert last[1] <= first[1] + 1
+        assert last[2] < 40 << 10, "40 MB"
+
+
+def _uptime_s() -> float:
+    import time
+
+    return time.monotonic()
