@@ -2,13 +2,12 @@
 
 Rows (the other files of this folder) are functions of a launcher that give a `Sample`; this file
 knows how to run a node under torchrun, under elastane or under nothing, and what its workers
-wrote. Every process that a job starts is killed at its end, orphans included: the harness is a
-subreaper, so whatever loses its parent becomes its child.
+wrote. Every process that a job starts is killed at its end, orphans included: each inherits a
+variable that names the job.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,6 @@ SCRIPT = Path(__file__).parent / "scripts" / "step.py"
 CAP_S = 60.0  # a job that has not recovered by then counts as "never"
 START_CAP_S = 120.0
 POLL_S = 0.002
-PR_SET_CHILD_SUBREAPER = 36
 
 
 class BenchError(Exception):
@@ -88,11 +87,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def become_subreaper() -> None:
-    """Make orphans of this process its children."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def children_of(pid: int) -> list[int]:
     """Return the pids of the children of a process."""
     found = []
@@ -150,12 +144,12 @@ class Job:
         self.script_args = script_args.split()
         self.folder = Path()
         self.port = 0
+        self.marker = f"elastane-bench-{uuid.uuid4().hex}"
         self.nodes: list[Node] = []
         self._read_to = 0
         self._lines: list[Line] = []
 
     def __enter__(self) -> Self:
-        become_subreaper()
         self.folder = Path(tempfile.mkdtemp(prefix="elastane-bench-"))
         self.port = free_port()
         return self
@@ -177,6 +171,7 @@ class Job:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "BENCH_NODE": node.name,
+            "BENCH_JOB": self.marker,
             **self.launcher.env,
             **(env or {}),
         }
@@ -235,23 +230,25 @@ class Job:
         return "\n".join(parts)
 
     def stop_all(self) -> None:
-        """SIGKILL everything that this process has below it, until nothing is left."""
-        me = os.getpid()
-        while pids := [pid for child in children_of(me) for pid in tree_of(child)]:
+        """SIGKILL everything that was started for this job, orphans too, until nothing is left."""
+        while pids := marked(self.marker):
             kill(pids)
-            reap()
+            for node in self.nodes:
+                if node.process is not None:
+                    node.process.poll()
             time.sleep(POLL_S)
 
 
-def reap() -> None:
-    """Collect every child that has ended, orphans that came to us included."""
-    while True:
+def marked(marker: str) -> list[int]:
+    """Return the processes that inherited a marker in their environment; zombies have none."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
+            if marker.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
 
 
 def parse(text: str) -> Line:

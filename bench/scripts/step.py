@@ -51,11 +51,14 @@ def main() -> None:
         optimizer.zero_grad()
         step += 1
         note("step", step, time.monotonic())
-        stop = agree(asked_to_stop(), options.mode)
-        if stop or step % options.checkpoint_every == 0:
+        # `while` and not `if`: once asked, should_checkpoint() waits in the next call until this
+        # worker is stopped, and so no step is done that the checkpoint does not hold.
+        while agree(asked_to_stop(), options.mode):
             save(checkpoint, step)
-        if stop:
-            leave(options.mode)
+            if options.mode == "sigterm":
+                sys.exit(128 + signal.SIGTERM)
+        if step % options.checkpoint_every == 0:
+            save(checkpoint, step)
         time.sleep(max(0.0, options.step_s - (time.monotonic() - begun)))
     dist.destroy_process_group()
 
@@ -109,12 +112,6 @@ def save(path: Path, step: int) -> None:
         new = path.with_suffix(".tmp")
         new.write_text(str(step))
         new.replace(path)
-
-
-def leave(mode: str) -> None:
-    """After a SIGTERM exit; should_checkpoint() itself parks the worker at the next call."""
-    if mode == "sigterm":
-        sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

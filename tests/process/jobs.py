@@ -25,6 +25,7 @@ from elastane.observe.events import read_events
 from elastane.observe.records import LoggedEvent
 
 SCRIPT = Path(__file__).parent / "scripts" / "member_steps.py"
+LONE = SCRIPT.with_name("lone_coordinator.py")
 # Generous: the bound of a test that fails, on a machine that does other things as well.
 DEADLINE_S = 60.0
 MARK = "TEST_MEMBERSHIP_MARK"
@@ -81,6 +82,18 @@ class Agent:
         return " ".join(box.replace("║", " ").split()) if corner else ""
 
 
+def free_port() -> int:
+    """Return a port that is free now, and that the kernel gives to nobody who asks for any."""
+    while True:
+        port = random.randint(20_000, 31_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
 @dataclass
 class Job:
     """One job of several agents on this machine."""
@@ -92,7 +105,7 @@ class Job:
     mode: str = "plain"
     steps: int = 100_000
     name: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
-    port: int = field(default_factory=lambda: free_port())
+    port: int = field(default_factory=free_port)
     backend: str = "elastane"
     endpoint: str = ""
     agents: list[Agent] = field(default_factory=list)
@@ -137,6 +150,18 @@ class Job:
         agent = Agent(node, process, path)
         self.agents.append(agent)
         return agent
+
+    def start_coordinator(self) -> Agent:
+        """Start a process that holds the coordinator and is no member."""
+        words = self.command("lone", 1, ())
+        words = [sys.executable, str(LONE), *words[words.index("run") + 1 :]]
+        path = self.folder / "lone.log"
+        with path.open("wb") as log:
+            process = subprocess.Popen(
+                words, env=self.environment({}), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        self.agents.append(Agent("lone", process, path))
+        return self.agents[-1]
 
     def command(self, node: str, nproc: int, options: tuple[str, ...]) -> list[str]:
         meeting = ["--rdzv-backend", self.backend, "--rdzv-endpoint", self.endpoint]
@@ -226,7 +251,7 @@ def newest(seen: list[Step]) -> list[Step]:
 
 def ranks(steps: list[Step]) -> dict[int, str]:
     """Return the node of each rank."""
-    return {s.rank: s.node for s in steps}
+    return {s.rank: s.node for s in sorted(steps, key=lambda s: s.rank)}
 
 
 def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -248,18 +273,6 @@ def left_over(mark: str) -> list[tuple[int, str]]:
         except OSError:
             continue
     return found
-
-
-def free_port() -> int:
-    """Return a port that is free now, and that the kernel gives to nobody who asks for any."""
-    while True:
-        port = random.randint(20_000, 31_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def _step(line: str) -> Step:

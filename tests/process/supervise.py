@@ -20,6 +20,7 @@ from typing import Any
 
 from process_harness import until, worker_environment
 
+Stdio = tuple[int | None, int | None, int | None]
 MARK = "SUPERVISE_MARK"
 # What the scripts of these tests use; no torch, so that a start takes milliseconds.
 _TELL = '''
@@ -127,18 +128,16 @@ class Agent:
     def pid(self) -> int:
         return self.process.pid
 
-    def start(
-        self, *words: str, stdio: tuple[int | None, int | None, int | None], **env: str
-    ) -> None:
-        """Start `elastane run` with `words`, in a session of its own."""
+    def start(self, *words: str, stdio: Stdio, lead: tuple[str, ...] = (), **env: str) -> None:
+        """Start `elastane run` with `words`, in a session of its own; `lead` goes before it."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elastane", "run", *words],
+            [*lead, sys.executable, "-m", "elastane", "run", *words],
             cwd=self.folder,
             env=self.environment(**env),
             stdin=stdio[0],
             stdout=stdio[1],
             stderr=stdio[2],
-            start_new_session=True,
+            start_new_session=not lead,
         )
 
     def environment(self, **more: str) -> dict[str, str]:
@@ -206,16 +205,16 @@ class Agent:
 
     def zygote(self) -> int:
         """Return the zygote's pid, once there is one."""
-        found: list[int] = []
+        until(self._of_the_zygote, "a zygote runs")
+        return self._of_the_zygote()[0]
 
-        def look() -> bool:
-            found[:] = [
-                p for p in children(self.pid) if "elastane.runtime.zygote" in command_line(p)
-            ]
-            return bool(found)
+    def forks_of_the_zygote(self) -> list[int]:
+        """Return the pids of processes that are forks of the zygote and no workers."""
+        return self._of_the_zygote()[1:]
 
-        until(look, "a zygote runs")
-        return found[0]
+    def _of_the_zygote(self) -> list[int]:
+        family = sorted(children(self.pid))
+        return [pid for pid in family if "elastane.runtime.zygote" in command_line(pid)]
 
     def kill_all(self) -> None:
         """End whatever is left, by pid."""

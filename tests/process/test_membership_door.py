@@ -55,7 +55,7 @@ def test_a_wrong_token_is_refused(job: Job, tmp_path: Path) -> None:
 def test_a_wrong_job_is_refused(job: Job, tmp_path: Path) -> None:
     with stranger(tmp_path, job, "last_call=0.2,token=right") as other:
         other.name = "another-job"
-        assert_refused(other.start("x"), 78, "another-job", job.name)
+        assert_refused(other.start("x"), 78, "another-job", f"127.0.0.1:{job.port}")
     assert_undisturbed(job)
 
 

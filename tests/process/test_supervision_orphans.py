@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import signal
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from process_harness import until
-from supervise import Agent, agent, alive, children, command_line, write_script
+from supervise import Agent, agent, alive, children, command_line, state, write_script
 
 # A worker with a child as a DataLoader makes them, and a daemon of another session below it.
 FAMILY = """
@@ -50,6 +50,26 @@ def family_of(one: Agent) -> set[int]:
     return found
 
 
+@contextlib.contextmanager
+def terminal(folder: Path, body: str) -> Iterator[tuple[Agent, int]]:
+    """Run two workers from a terminal; gives the agent and the terminal's other end."""
+    write_script(folder, body)
+    (folder / "err").touch()
+    one = Agent(folder)
+    master, slave = pty.openpty()
+    words = ("--standalone", "--no-zygote", "--nproc-per-node", "2", "--log-dir", "logs")
+    try:
+        # `setsid --ctty` makes the terminal the controlling one, as a login does.
+        lead = ("setsid", "--ctty", "--wait")
+        one.start(*words, "script.py", stdio=(slave, slave, slave), lead=lead)
+        os.close(slave)
+        yield one, master
+    finally:
+        one.kill_all()
+        with contextlib.suppress(OSError):
+            os.close(master)
+
+
 def kill_agent(one: Agent) -> None:
     os.kill(one.pid, signal.SIGKILL)
 
@@ -70,9 +90,7 @@ def test_a_killed_agent_takes_everything_along(
     options = ("--nproc-per-node", "2", "--preload", "json")
     with agent(tmp_path, *options, body=FAMILY) as one:
         family = family_of(one)
-        zygote = one.zygote()
-        store = [p for p in children(one.pid) if command_line(p) == command_line(zygote)]
-        assert len(store) == 2, "the zygote, and the store process that it forked"
+        assert len(one.forks_of_the_zygote()) == 1, "the store process"
         assert len(family) == 10
         kill(one)
         one.wait(5)
@@ -95,22 +113,7 @@ def test_a_killed_warden_is_replaced_by_another(tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_drains_the_job_and_leaves_nothing(tmp_path: Path) -> None:
-    write_script(tmp_path, FAMILY)
-    one = Agent(tmp_path)
-    master, slave = pty.openpty()
-    words = ("--standalone", "--no-zygote", "--nproc-per-node", "2", "--log-dir", "logs")
-    (tmp_path / "err").touch()
-    try:
-        # `setsid --ctty` makes the terminal the controlling one, as a login does.
-        one._process = subprocess.Popen(
-            ["setsid", "--ctty", "--wait", "python", "-m", "elastane", "run", *words, "script.py"],
-            cwd=tmp_path,
-            env=one.environment(),
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-        )
-        os.close(slave)
+    with terminal(tmp_path, FAMILY) as (one, master):
         told = {int(word) for rank in (0, 1) for word in one.told(f"family.{rank}.0").split()}
         assert all(alive(pid) for pid in told)
         one.family()
@@ -118,8 +121,64 @@ def test_a_closed_terminal_drains_the_job_and_leaves_nothing(tmp_path: Path) -> 
         one.gone(10)
         assert [event["reason"] for event in one.events("signal")] == ["SIGHUP: draining"]
         assert one.events("agent-stopped")[-1]["data"]["exit_code"] == 143
-    finally:
-        one.kill_all()
+
+
+def test_daemons_that_end_while_the_worker_runs_do_not_pile_up_as_zombies(tmp_path: Path) -> None:
+    body = """
+    for _ in range(20):
+        if os.fork() == 0:
+            if os.fork() == 0:
+                os.execvp("true", ["true"])
+            os._exit(0)
+        os.wait()
+    tell("left")
+    hang()
+    """
+
+    def zombies() -> list[int]:
+        return [pid for pid in children(one.pid) if state(pid) == "Z"]
+
+    with agent(tmp_path, body=body) as one:
+        one.told("left.0.0")
+        until(lambda: not zombies(), "the agent reaps what it adopted", 5)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.1, 0.2, 0.3])
+def test_an_agent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay_s: float) -> None:
+    body = "import subprocess\nsubprocess.Popen(['setsid', 'sleep', '600'])\nhang()\n"
+    options = ("--nproc-per-node", "4", "--preload", "json")
+    with agent(tmp_path, *options, body=body) as one:
+        until(lambda: children(one.pid), "the first child")
+        one.family()
+        with contextlib.suppress(AssertionError):
+            until(lambda: False, "some time passes", delay_s)
+        one.family()
+        kill_agent(one)
+        one.wait(5)
+        one.gone(2)
+
+
+def test_ctrl_c_at_the_terminal_reaches_the_agent_and_not_its_workers(tmp_path: Path) -> None:
+    body = """
+    def interrupted(signum, frame):
+        tell("interrupted")
+
+    def leave(signum, frame):
+        tell("asked")
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGINT, interrupted)
+    signal.signal(signal.SIGTERM, leave)
+    tell("family", os.getpid())
+    hang()
+    """
+    with terminal(tmp_path, body) as (one, master):
+        one.told("family.0.0")
+        os.write(master, b"\x03")
+        one.gone(10)
+        assert one.told("asked.0.0", 0) == ""
+        assert not (tmp_path / "interrupted.0.0").exists()
+        assert [event["reason"] for event in one.events("signal")] == ["SIGINT: draining"]
 
 
 def test_what_a_successful_worker_leaves_behind_goes_when_the_job_ends(tmp_path: Path) -> None:

@@ -52,6 +52,55 @@ def test_a_worker_killed_as_by_the_kernel_is_named_with_its_signal(tmp_path: Pat
         assert "rank 1" in one.err
 
 
+def test_the_first_failure_is_the_cause_and_not_the_lowest_rank(tmp_path: Path) -> None:
+    """torchrun names the lowest rank of the same second."""
+    body = """
+    if RANK == 2:
+        wait_for("up.0.0")
+        wait_for("up.1.0")
+        raise SystemExit(7)
+    def follow(signum, frame):
+        os._exit(5)
+    signal.signal(signal.SIGTERM, follow)
+    tell("up")
+    hang()
+    """
+    with agent(tmp_path, "--nproc-per-node", "3", body=body) as one:
+        assert one.wait() == 1
+        assert "rank 2" in one.err
+        assert "exit code 7" in one.err
+        codes = {e["data"]["rank"]: e["data"]["exit_code"] for e in one.events("worker-exited")}
+        assert codes == {0: 5, 1: 5, 2: 7}, "the followers' ends are in the log all the same"
+
+
+def test_a_worker_that_is_done_waits_for_the_others(tmp_path: Path) -> None:
+    """The exit barrier: success of the first is not the end of the job."""
+    body = """
+    if RANK == 1:
+        wait_for("go")
+        tell("late")
+    """
+    with agent(tmp_path, "--nproc-per-node", "2", body=body) as one:
+        until(lambda: one.events("worker-exited"), "the first is done")
+        (tmp_path / "go").touch()
+        assert one.wait() == 0
+        assert one.told("late.1.0", 0) == ""
+
+
+def test_a_failure_after_the_success_of_another_restarts_both(tmp_path: Path) -> None:
+    body = """
+    tell("ran")
+    if RANK == 1 and RESTARTS == 0:
+        wait_for("go")
+        raise SystemExit(1)
+    """
+    with agent(tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", body=body) as one:
+        until(lambda: one.events("worker-exited"), "the first is done")
+        (tmp_path / "go").touch()
+        assert one.wait() == 0
+        assert {p.name for p in tmp_path.glob("ran.*.1")} == {"ran.0.1", "ran.1.1"}
+
+
 def test_a_crash_loop_ends_with_its_reason_and_keeps_every_file(tmp_path: Path) -> None:
     body = """
     def fail_here():
@@ -110,14 +159,13 @@ def test_restarts_leak_neither_descriptors_nor_threads_and_the_agent_stays_small
     tmp_path: Path,
 ) -> None:
     body = """
-    import time
     tell("up", os.getpid())
     wait_for(f"fail.{RESTARTS}")
     raise SystemExit(1)
     """
     restarts = 12
 
-    def sizes(one: Agent, restart: int) -> tuple[int, int, int]:
+    def sizes(restart: int) -> tuple[int, int, int]:
         for rank in (0, 1):
             one.told(f"up.{rank}.{restart}")
         until(lambda: len(one.events("workers-started")) > restart, "the start is over")
@@ -127,12 +175,11 @@ def test_restarts_leak_neither_descriptors_nor_threads_and_the_agent_stays_small
         return len(os.listdir(f"/proc/{one.pid}/fd")), threads, rss_kb
 
     options = ("--nproc-per-node", "2", "--max-restarts", str(restarts), "--tee", "3")
-    with agent(tmp_path, *options, body=body) as one:
-        first = sizes(one, 0)
+    with agent(tmp_path, *options, "--rdzv-conf", "crash_loop=0", body=body) as one:
+        first = sizes(0)
         for restart in range(restarts):
-            # An attempt that failed at once would be paused against a crash loop.
             (tmp_path / f"fail.{restart}").touch()
-        last = sizes(one, restarts)
+        last = sizes(restarts)
         assert last[0] <= first[0]
         assert last[1] <= first[1] + 1
         assert last[2] < 40 << 10, "40 MB"

@@ -121,3 +121,25 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) ->
             assert not one.events("signal")
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_drain_gives_all_workers_the_same_step_to_checkpoint_at(tmp_path: Path) -> None:
+    body = """
+    import elastane
+    step = 0
+    while True:
+        time.sleep(0.001 + 0.01 * RANK)
+        step += 1
+        if elastane.should_checkpoint():
+            tell("checkpoint", step)
+        if step == 10:
+            tell("up")
+    """
+    with agent(tmp_path, "--nproc-per-node", "2", body=body) as one:
+        for rank in (0, 1):
+            one.told(f"up.{rank}.0")
+        one.send(signal.SIGTERM)
+        assert one.wait() == DRAINED
+        steps = [int(one.told(f"checkpoint.{rank}.0", 0)) for rank in (0, 1)]
+        assert steps[0] == steps[1] > 10
+        one.gone(2)

@@ -62,8 +62,8 @@ def test_one_seed_is_one_history():
 
 def test_histories_meet_what_they_are_meant_to_meet():
     results = [run_seed(seed, store_backed=True) for seed in range(200)]
-    assert sum(r.restarts_used for r in results) > 20
+    assert sum(r.restarts_used for r in results) > 10
     assert sum(r.worlds > 2 for r in results) > 40
     assert sum("succeeded" in r.ended for r in results) > 10
     assert sum("restarts" in r.ended for r in results) > 5
-    assert sum("joined within" in r.ended for r in results) > 2
+    assert sum("joined within" in r.ended for r in results) > 0

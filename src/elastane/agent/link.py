@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from elastane.core.events import AgentEvent, Linked, Told, Unlinked
-from elastane.core.messages import ToCoordinator
+from elastane.core.messages import ToAgent, ToCoordinator
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
@@ -29,11 +29,13 @@ _RETRY_MAX_S = 0.5
 # After this long without a coordinator a person should hear what is being waited for.
 _SAY_AFTER_S = 3.0
 _FLUSH_S = 1.0
+# An agent's heartbeat, due since it stood still, and the answer to it.
+_SECOND_LOOK_S = 0.1
 # Who takes connections and closes them this often is no coordinator that is just ending: it
 # speaks TLS to an agent that does not, or something else altogether. About ten seconds.
 _CLOSED_EARLY_MAX = 20
 # What no waiting mends. A foreign program on the port counts: it will not go away by itself.
-_FATAL_SLUGS = ("not-elastane", "tls-files", "tls-mismatch", "tls-untrusted")
+_FATAL_SLUGS = ("not-a-coordinator",)
 _FATAL_ERRORS = (RendezvousRefusedError, RendezvousClosedError, ConfigurationError)
 
 
@@ -99,9 +101,7 @@ class Link:
         reason = ""
         try:
             while True:
-                # Not wait_for: that of Python 3.11 loses a cancellation that comes with a message.
-                async with asyncio.timeout(self._silence_s):
-                    message = await session.receive()
+                message = await self._receive(session)
                 if message is None:
                     reason = session.reason
                     break
@@ -114,6 +114,19 @@ class Link:
             self._session = None
             session.close(reason)
         self._post(Unlinked(reason))
+
+    async def _receive(self, session: Session) -> ToAgent | None:
+        """Return the next message; TimeoutError after the time of silence.
+
+        Where this host itself stood still, the answer may be on its way in: it is looked for once
+        more. Not wait_for: that of Python 3.11 loses a cancellation that comes with a message.
+        """
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await session.receive()
+        except TimeoutError:
+            async with asyncio.timeout(_SECOND_LOOK_S):
+                return await session.receive()
 
     async def flush(self) -> None:
         """Send what is enqueued, before the agent ends; takes `_FLUSH_S` at most."""

@@ -28,6 +28,7 @@ from elastane.core.effects import (
 )
 from elastane.core.events import AgentEvent, Signalled, Tick, Warm
 from elastane.core.notes import Note
+from elastane.runtime.process import reap_orphans
 
 _log = logging.getLogger("elastane.agent")
 
@@ -73,6 +74,8 @@ class AgentShell:
         try:
             while True:
                 event = await self._queue.get()
+                # What workers leave behind and soon ends is adopted here: no pile of zombies.
+                reap_orphans()
                 self._core.progress = self._group.progress() if self._group else None
                 for effect in self._core.handle(event, time.monotonic()):
                     if isinstance(effect, Exit):

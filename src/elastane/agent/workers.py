@@ -20,6 +20,7 @@ from pathlib import Path
 
 from elastane.agent.environment import RunFacts, WorkerFacts, worker_args, worker_environment
 from elastane.agent.offers import OfferedPort
+from elastane.core.diagnosis import exit_text
 from elastane.core.events import (
     AgentEvent,
     GroupDrained,
@@ -45,6 +46,8 @@ _PAGE_FD = 250
 _DRAIN_POLL_S = 0.002
 # A SIGKILLed process in uninterruptible sleep may take its time; then it is reported, not hidden.
 _KILL_WAIT_S = 5.0
+# Between two store processes, so that one that cannot live costs little.
+_STORE_PAUSE_S = 0.2
 # Reading a failed worker's last words from its log folder, which may be a network's.
 _WORDS_WAIT_S = 1.0
 # What the exit code of a worker that could not be started says: command cannot be executed.
@@ -64,6 +67,8 @@ class GroupSetup:
     run: RunFacts
     logs: LogPlan
     spawner: Spawner
+    # One for all attempts: its threads serve the next one too.
+    offload: Offload = field(default_factory=Offload)
 
 
 @dataclass
@@ -94,7 +99,7 @@ class WorkerGroup:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
     _starting: asyncio.Task[None] | None = None
-    _offload: Offload = field(default_factory=Offload)
+    _minding: asyncio.Task[None] | None = None
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: bool = False
 
@@ -131,10 +136,13 @@ class WorkerGroup:
 
     async def _start(self) -> None:
         fence, run = self.assignment.fence, self.setup.run
-        self._streams = GroupStreams(self.setup.logs, run.job, run.node_id, fence)
+        self._streams = GroupStreams(
+            self.setup.logs, run.job, run.node_id, fence, self.setup.offload
+        )
         try:
             if self.assignment.agent_store and self.assignment.node_rank == 0:
-                self._store = await self.setup.spawner.serve_store(self.port.socket)
+                self._store = await self._serve_store()
+                self._minding = self._spawn_task(self._mind_store())
             for local_rank in range(run.local_world_size):
                 await self._start_one(local_rank)
                 if self._stopping:
@@ -143,6 +151,33 @@ class WorkerGroup:
             self._streams.close_worker_ends()
         pids = tuple(w.process.pid for w in self._workers if w.process is not None)
         self.post(GroupStarted(fence, pids))
+
+    async def _serve_store(self) -> WorkerProcess | None:
+        try:
+            return await self.setup.spawner.serve_store(self.port.socket)
+        except (ElastaneError, OSError) as error:
+            failure = Failure(
+                local_rank=0,
+                rank=self.assignment.rank_base,
+                pid=0,
+                exit_code=_EXIT_NOT_STARTED,
+                message=f"the process-group store was not started: {error}",
+            )
+            self.post(WorkerFailed(self.assignment.fence, failure))
+            return None
+
+    async def _mind_store(self) -> None:
+        """Serve again where the store's process ended: late workers would wait for ever."""
+        while self._store is not None:
+            code = await self._store.wait()
+            if not self._stopping:
+                _log.error("the process-group store ended (%s); starting another", exit_text(code))
+                await asyncio.sleep(_STORE_PAUSE_S)
+            if self._stopping:
+                return
+            self._store = await self._serve_store()
+            if self._stopping and self._store is not None:
+                self._store.kill_group(signal.SIGKILL)
 
     async def _start_one(self, local_rank: int) -> None:
         assert self._streams is not None
@@ -185,7 +220,8 @@ class WorkerGroup:
             self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank))
             return
         try:
-            message = await self._offload.run(partial(_last_words, worker.streams), _WORDS_WAIT_S)
+            read = partial(_last_words, worker.streams)
+            message = await self.setup.offload.run(read, _WORDS_WAIT_S)
         except TimeoutError:
             message = ""  # The log folder hangs; that a worker failed must be told all the same.
         failure = self._failure(worker, process.pid, code, message, time.monotonic() - ended_s)
@@ -265,8 +301,8 @@ class WorkerGroup:
                 pids,
             )
             await ended
-        if self._store is not None:
-            await self._store.wait()
+        if self._minding is not None:
+            await asyncio.wait({self._minding})
         if self._watches:
             # Each says how its worker ended, within a bound; of a group that is gone nobody hears.
             await asyncio.wait(self._watches)

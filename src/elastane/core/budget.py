@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.core.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, CRASH_LOOP_S
+from elastane.core.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,15 +26,16 @@ class RestartBudget(msgspec.Struct, kw_only=True):
     used: int = 0
     quick_failures: int = 0
 
-    def charge(self, lived_s: float) -> Verdict:
+    def charge(self, lived_s: float, crash_loop_s: float) -> Verdict:
         """Use one restart for an attempt that failed after `lived_s` seconds.
 
-        Counts nothing when the budget is used up. The first quick failure restarts at once;
-        from the second in a row on, a pause doubles up to its bound.
+        It was a quick failure if that is less than `crash_loop_s`. Counts nothing when the
+        budget is used up. The first quick failure restarts at once; from the second in a row on,
+        a pause doubles up to its bound.
         """
-        self.quick_failures = self.quick_failures + 1 if lived_s < CRASH_LOOP_S else 0
+        self.quick_failures = self.quick_failures + 1 if lived_s < crash_loop_s else 0
         if self.used >= self.allowed:
-            return Verdict(restart=False, delay_s=0.0, reason=self._exhausted())
+            return Verdict(restart=False, delay_s=0.0, reason=self._exhausted(crash_loop_s))
         self.used += 1
         delay_s = self._delay_s()
         pause = f", after a pause of {delay_s:g} s against a crash loop" if delay_s else ""
@@ -49,12 +50,12 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         doubled: float = BACKOFF_FIRST_S * 2.0 ** min(self.quick_failures - 2, 16)
         return min(BACKOFF_MAX_S, doubled)
 
-    def _exhausted(self) -> str:
+    def _exhausted(self, crash_loop_s: float) -> str:
         if self.allowed == 0:
             return "no restarts are allowed (--max-restarts 0)"
         loop = (
             f"; a crash loop: the last {self.quick_failures} attempts each failed"
-            f" within {CRASH_LOOP_S:g} s of their start"
+            f" within {crash_loop_s:g} s of their start"
             if self.quick_failures > 1
             else ""
         )

@@ -76,7 +76,8 @@ class StopGroup(msgspec.Struct, frozen=True):
 class MarkGroup(msgspec.Struct, frozen=True):
     """Begin a drain: gate the workers that ask should_checkpoint(), and count their calls.
 
-    Obligation: `GroupMarked` follows.
+    Obligation: `GroupMarked` follows. May come again for gated workers (a new coordinator goes on
+    with the drain), and is answered each time.
     """
 
     fence: Fence

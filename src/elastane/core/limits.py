@@ -56,8 +56,6 @@ REJOIN_GRACE_S = 0.1
 CONTEST_S = 1.0
 # Before a job is ended for its failures, evidence of a departure that caused them may come.
 VERDICT_S = 0.3
-# An attempt that failed sooner than this after its start counts towards a crash loop.
-CRASH_LOOP_S = 3.0
 # The longest pause between two attempts of a crash loop, and the first.
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
@@ -115,6 +113,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     drain_timeout_s: float = 30.0
     # SIGTERM to SIGKILL, wherever workers are stopped; torchrun's --shutdown-timeout.
     shutdown_timeout_s: float = 30.0
+    # An attempt that failed sooner than this after its start counts towards a crash loop, and
+    # from the second in a row on there is a pause; 0 for none.
+    crash_loop_s: float = 3.0
     # A new coordinator waits this long for the agents of the last world.
     reregister_s: float = 2.0
     # A lease on the store, where there is one, is void so long after it was last renewed, ...
@@ -123,6 +124,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     lease_renew_s: float = 0.5
 
 
+_MAY_BE_ZERO = ("shutdown_timeout_s", "crash_loop_s")
 # Bounds that constrain each other: (small, large, factor, why) demands small * factor <= large.
 PAIRS = (
     ("heartbeat_s", "silence_s", 2.0, "one lost heartbeat must not be a death"),
@@ -138,10 +140,13 @@ def check(timing: Timing) -> list[str]:
     faults = [
         f"{field} = {value:g} s: must be positive"
         for field in timing.__struct_fields__
-        if field != "shutdown_timeout_s" and not (value := getattr(timing, field)) > 0  # nor NaN
+        if field not in _MAY_BE_ZERO and not (value := getattr(timing, field)) > 0  # nor NaN
     ]
-    if not timing.shutdown_timeout_s >= 0:
-        faults.append(f"shutdown_timeout_s = {timing.shutdown_timeout_s:g} s: must not be negative")
+    faults += [
+        f"{field} = {value:g} s: must not be negative"
+        for field in _MAY_BE_ZERO
+        if not (value := getattr(timing, field)) >= 0
+    ]
     for small, large, factor, why in PAIRS:
         a, b = getattr(timing, small), getattr(timing, large)
         if a * factor > b:

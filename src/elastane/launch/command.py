@@ -17,6 +17,7 @@ from elastane.launch.parser import Options
 from elastane.runtime.process import WorkerKind
 from elastane.runtime.streams.files import default_base_dir
 from elastane.runtime.streams.plan import (
+    NO_FILES,
     LogPlan,
     StdMap,
     parse_ranks,
@@ -51,8 +52,12 @@ def read_logs(options: Options, environ: Mapping[str, str], local_world_size: in
     def streams(dest: str) -> StdMap:
         return parse_std_map(options.text(dest), local_world_size, option=f"--{dest}")
 
+    folder = options.text("log_dir") or default_base_dir()
+    if folder not in NO_FILES:
+        # A worker may change its folder before it writes its error file.
+        folder = str(Path(folder).absolute())
     return LogPlan(
-        base_dir=options.text("log_dir") or default_base_dir(),
+        base_dir=folder,
         redirects=streams("redirects"),
         tee=streams("tee"),
         console_ranks=parse_ranks(options.text("local_ranks_filter")),

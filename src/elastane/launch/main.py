@@ -100,7 +100,10 @@ async def _launch(config: LaunchConfig) -> int:
             node_id = stack.enter_context(NodeSlot.take(folder, config.spec.job, host)).node_id
         say.setup(node_id, config.environment.get("LOGLEVEL", ""))
         async with _node(config, node_id, host) as node:
-            exit_ = await _Agent(node, JobRegistry(folder)).run()
+            try:
+                exit_ = await _Agent(node, JobRegistry(folder)).run()
+            except ElastaneError as error:  # Of the store, before there was anybody to meet.
+                exit_ = _exit_of(error)
     _print_end(config, exit_)
     return exit_.code
 
@@ -306,15 +309,19 @@ def _failed(*tasks: asyncio.Task[None]) -> Exit:
             error = task.exception()
             if not isinstance(error, ElastaneError):
                 raise error  # type: ignore[misc]
-            outcome = Outcome(
-                ok=False,
-                reason=error.what,
-                slug=error.slug,
-                exit_code=error.exit_code,
-                next_step=error.next_step,
-            )
-            return Exit(int(error.exit_code), error.what, outcome)
+            return _exit_of(error)
     return Exit(int(ExitCode.TRY_AGAIN), "the connection ended", None)
+
+
+def _exit_of(error: ElastaneError) -> Exit:
+    outcome = Outcome(
+        ok=False,
+        reason=error.what,
+        slug=error.slug,
+        exit_code=error.exit_code,
+        next_step=error.next_step,
+    )
+    return Exit(int(error.exit_code), error.what, outcome)
 
 
 def _tls(config: LaunchConfig) -> TlsConfig | None:

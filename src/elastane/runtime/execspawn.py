@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from elastane.errors import ConfigurationError
-from elastane.runtime.kernel import die_with_parent, place_descriptors
+from elastane.runtime.kernel import die_with_parent, place_descriptors, restore_descriptor_limit
 from elastane.runtime.process import WorkerCommand, WorkerProcess, adopt, spawning
 
 # From fork to exec: a few milliseconds, unless the program's file system hangs.
@@ -110,6 +110,7 @@ def _become(
         os.setsid()
         die_with_parent(parent)
         report = place_descriptors(descriptors, (report,))[report]
+        restore_descriptor_limit()
         _reset_signals()
         os.chdir(cwd)
         os.execvpe(argv[0], list(argv), dict(env))

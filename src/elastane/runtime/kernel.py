@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import os
 import platform
+import resource
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,9 @@ _BARRIER_FOR_REGISTERED, _BARRIER_REGISTER = 2, 4
 _DRAIN_S = 0.001
 # Past the largest descriptor that anybody holds; close_range(2) is what closerange calls.
 _DESCRIPTOR_MAX = 1 << 20
+
+# The soft and hard limit that this process was started with; it may raise its own.
+_DESCRIPTORS_AT_START = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,6 +52,11 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise ProcessLookupError(f"parent {parent} is gone")
+
+
+def restore_descriptor_limit() -> None:
+    """Give this child of the agent the limit that a program started by hand would have."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, _DESCRIPTORS_AT_START)
 
 
 def accept_barriers() -> None:

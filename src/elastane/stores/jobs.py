@@ -79,7 +79,7 @@ class JobKeys:
                 f"closed: job {self.job} has ended: {outcome.reason}",
                 slug="rdzv-closed",
                 expected="a --rdzv-id that no job has used in this store",
-                next_step=outcome.next_step,
+                next_step="start a new job under another id: elastane run --rdzv-id NAME ...",
             )
 
     async def token(self) -> str:

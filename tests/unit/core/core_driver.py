@@ -121,7 +121,7 @@ class Driver:
             age_s=age_s,
             message=message,
         )
-        return self.says(node_id, Failed(given.fence, (failure,)))
+        return self.says(node_id, Failed(fence=given.fence, failures=(failure,)))
 
     def stops(self, *node_ids):
         for node_id in node_ids:

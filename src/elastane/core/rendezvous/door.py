@@ -285,7 +285,10 @@ def _take_holding(state: State, node: Node, holding: Holding | None) -> None:
         _claim(state, node, holding)
     current = state.world.fence if state.world else (state.claim.fence if state.claim else None)
     if state.store_backed and current is not None and fence > current:
-        return  # Another coordinator has settled it: this one is deposed, and is to learn of it.
+        # Another coordinator has settled it: this one is deposed, and its shell is to learn it.
+        state.authority, node.stray = False, True
+        state.tell(EventKind.AUTHORITY_LOST, f"node {node.id} has workers of {fence}", node.id)
+        return
     node.stray = fence != current or not _in_world(state, node, holding.assignment)
     if node.stray or state.phase is Phase.STOPPING:
         _stop(state, node, fence)

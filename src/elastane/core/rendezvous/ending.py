@@ -7,6 +7,7 @@ from elastane.core.messages import Close
 from elastane.core.model import Cause, Outcome
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous.state import Incident, Phase, State
+from elastane.core.rendezvous.words import named
 from elastane.errors import ExitCode
 
 
@@ -51,7 +52,7 @@ def too_few(state: State, here: int) -> bool:
     """Not enough nodes came within join_timeout."""
     limit_s = state.spec.timing.join_timeout_s
     needed = state.spec.min_nodes
-    present = ", ".join(sorted(state.idle)) or "none"
+    present = named(state.idle) or "none"
     lost = f"; before: {state.last_incident}" if state.last_incident else ""
     what = (
         f"rendezvous: {here} of at least {needed} nodes joined within {limit_s:g} s"

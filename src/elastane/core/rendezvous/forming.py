@@ -14,6 +14,7 @@ from elastane.core.notes import EventKind
 from elastane.core.ranks import Candidate, Place, assignments, choose, next_fence, world_of
 from elastane.core.rendezvous import ending
 from elastane.core.rendezvous.state import Node, Phase, State
+from elastane.core.rendezvous.words import named
 
 
 def begin(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -> None:
@@ -48,7 +49,7 @@ def rule(state: State) -> bool:
         return False  # Its grace to come back is short, and bounded by presence.
     holders = [i for i in state.holding if state.is_member(state.nodes[i])]
     if holders:
-        state.enter(Phase.RECOVERING, f"{', '.join(sorted(holders))} still has its workers")
+        state.enter(Phase.RECOVERING, f"{named(holders)} still has its workers")
         return True
     fenced_s = state.phase_s + FENCE_WAIT_S if state.store_backed and state.intact else 0.0
     due_s = max(state.not_before_s, fenced_s)
@@ -92,7 +93,7 @@ def _wait_for_nodes(state: State) -> bool:
     limit_s = state.spec.timing.join_timeout_s
     if state.now_s >= state.phase_s + limit_s:
         return ending.too_few(state, here)
-    names = ", ".join(sorted(state.idle)) or "none"
+    names = named(state.idle) or "none"
     reason = (
         f"{here} of at least {needed} nodes are here ({names}); the job waits for"
         f" {needed - here} more, {limit_s:g} s at most"

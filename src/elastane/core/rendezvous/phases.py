@@ -22,6 +22,7 @@ from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
 from elastane.core.rendezvous import ending, forming, presence, reports
 from elastane.core.rendezvous.state import Incident, Node, Phase, State
+from elastane.core.rendezvous.words import named
 
 
 def recover(state: State, record: Record) -> None:
@@ -60,7 +61,7 @@ def _recovering(state: State) -> bool:
         return _resume(state, present)
     if holders:
         without = [node.id for node in present if not state.is_member(node)]
-        lost = ", ".join(missing) or "workers of " + (", ".join(without) or "other nodes")
+        lost = named(missing) or f"workers of {named(without) or 'other nodes'}"
         reason = f"{lost} did not come back to the coordinator within the time"
         # Whatever now fails on those that did, their world had been broken up before.
         gone = missing + without or ["others"]
@@ -118,11 +119,12 @@ def _running(state: State) -> bool:
     _release_leaving(state)
     gone = sorted(state.leaving & state.holding)
     if gone:
-        reason = ", ".join(f"node {i} leaves ({state.nodes[i].leaving})" for i in gone)
+        why = {state.nodes[i].leaving for i in gone}
+        reason = f"{named(gone)} to leave ({named(why)})"
         return _drain_world(state, reason)
     arrivals = forming.arrivals_due(state)
     if arrivals:
-        return _drain_world(state, f"taking in {', '.join(arrivals)}")
+        return _drain_world(state, f"taking in {named(arrivals)}")
     return False
 
 
@@ -166,7 +168,7 @@ def _draining(state: State) -> bool:
     if state.now_s < deadline_s:
         state.wait_until(deadline_s)
         return False
-    late = ", ".join(sorted(state.undrained))
+    late = named(state.undrained)
     state.tell(EventKind.DRAIN_ENDED, f"workers of {late} did not checkpoint within the time")
     return _stop_world(state, state.incident.reason)
 
@@ -205,7 +207,9 @@ def _stopping(state: State) -> bool:
     if incident.is_charged:
         if state.budget.used >= state.budget.allowed and _verdict_pending(state, incident):
             return False
-        verdict = state.budget.charge(incident.at_s - state.running_s)
+        verdict = state.budget.charge(
+            incident.at_s - state.running_s, state.spec.timing.crash_loop_s
+        )
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"

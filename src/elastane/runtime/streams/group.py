@@ -51,7 +51,9 @@ class WorkerStreams:
 class GroupStreams:
     """The streams of all workers of one node in one attempt."""
 
-    def __init__(self, plan: LogPlan, job: str, node: str, fence: Fence) -> None:
+    def __init__(
+        self, plan: LogPlan, job: str, node: str, fence: Fence, offload: Offload | None = None
+    ) -> None:
         self._plan = plan
         self._job = job
         self._node = node
@@ -59,7 +61,7 @@ class GroupStreams:
         self._ends: list[int] = []
         self._warned = False
         self._gave_up = False
-        self._offload = Offload()
+        self._offload = offload or Offload()
         self._tailer = Tailer(f"streams-{fence.round}.{fence.attempt}")
 
     async def open_soon(self, local_rank: int, rank: int, role: str) -> WorkerStreams:

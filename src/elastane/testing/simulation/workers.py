@@ -104,6 +104,7 @@ class Training:
         self._clock, self._rng, self.script = clock, rng, script
         self._can_step, self._on_step = can_step, on_step
         self._runs: dict[tuple[Fence, str, int], Run] = {}
+        self._last: Run | None = None
         self.saved_step = 0
         self.crashes = 0
         self.slow_start_s = 0.0
@@ -113,13 +114,24 @@ class Training:
         fence, nodes = group.fence, group.assignment.nodes
         # A store of its own for each start: attempts never mix, even where a fence came again.
         place = (fence, group.assignment.master_addr, group.assignment.master_port)
-        run = self._runs.setdefault(place, Run(fence, nodes, self.saved_step))
+        run = self._runs.get(place)
+        if run is None:
+            self._must_have_saved()
+            run = self._last = self._runs[place] = Run(fence, nodes, self.saved_step)
         group.run = run
         run.groups[group.assignment.node_rank] = group
         pids = tuple(range(100, 100 + group.size))
         self._clock.after(0.002, lambda: group.feed(GroupStarted(fence, pids)))
         delay_s = 0.05 + self._rng.random() * 0.4 + self.slow_start_s
         self._clock.after(delay_s, lambda: self._compute(run, group))
+
+    def _must_have_saved(self) -> None:
+        """A drain that every worker took part in leaves at most the step after it to redo."""
+        last = self._last
+        if last is None or not all(g.saved and g.target for g in last.groups.values()):
+            return
+        redone = last.base + last.steps - self.saved_step
+        assert redone <= 1, f"{redone} steps were lost in the drain of {last.fence}"
 
     def crash(self, group: LocalGroup, local_rank: int, exit_code: int = -9) -> None:
         """One worker dies of itself."""

@@ -1,0 +1,56 @@
+"""A coordinator whose host is no member: the seat of an agent, without the agent.
+
+Takes the words of `elastane run`. On SIGTERM it gives the seat up, as an agent does.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+
+from elastane.core.notes import Note
+from elastane.core.wire import derive_secret
+from elastane.errors import ElastaneError
+from elastane.launch.build import build
+from elastane.launch.hosting import Hosting
+from elastane.launch.parser import parse
+from elastane.launch.seat import EndpointSeat, StoreSeat
+from elastane.observe.events import EventLog
+from elastane.runtime import environment
+from elastane.runtime.endpoint import Endpoint
+from elastane.runtime.rpc import Access
+from elastane.stores.jobs import JobKeys
+from elastane.stores.registry import make_store
+
+
+async def main() -> None:
+    environ = environment.snapshot()
+    config = build(parse(sys.argv[1:], environ), environ)
+    spec, meeting = config.spec, config.rendezvous
+    events = EventLog(config.logs.base_dir, spec.job, "lone", "lone")
+
+    def tell(note: Note) -> None:
+        events.tell(note, "coordinator")
+
+    store = make_store(meeting.backend, meeting.folder, {}) if meeting.folder else None
+    keys = JobKeys(store, spec.job) if store is not None else None
+    token = meeting.token or (await keys.token() if keys else "")
+    secret = derive_secret(spec.job, token or None)
+    hosting = Hosting(spec, Access(spec.job, secret, None), tell)
+    seat = (
+        StoreSeat(keys, "lone", spec.timing, "127.0.0.1", hosting)
+        if keys is not None
+        else EndpointSeat(Endpoint(meeting.host, meeting.port), True, hosting)
+    )
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+    with contextlib.suppress(ElastaneError):  # Nobody is elected yet.
+        await seat.locate()
+    running = asyncio.create_task(seat.run())
+    await asked.wait()
+    await seat.close(ended=False)
+    running.cancel()
+    events.close()
+
+
+asyncio.run(main())

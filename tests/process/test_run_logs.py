@@ -1,0 +1,143 @@
+"""Where the output of workers goes: files that stay, and a console that says whose line it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from supervise import agent, ask
+
+TALK = """
+import sys
+print(f"out {RANK} {RESTARTS}")
+print(f"err {RANK} {RESTARTS}", file=sys.stderr)
+"""
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.glob("round_*/attempt_*/rank_*/*.log"))
+    }
+
+
+def test_redirected_streams_go_to_files_per_rank_and_attempt_and_not_to_the_console(
+    tmp_path: Path,
+) -> None:
+    body = f"""{TALK}
+tell("talked")
+wait_for(f"talked.{{1 - RANK}}.{{RESTARTS}}")
+raise SystemExit(RESTARTS == 0 and RANK == 0)
+"""
+    options = ("--nproc-per-node", "2", "--redirects", "3", "--max-restarts", "1")
+    with agent(tmp_path, *options, body=body) as one:
+        assert one.wait() == 0
+        assert files(one.job_dir()) == {
+            f"round_1/attempt_{a}/rank_{r}/std{s}.log": f"{s} {r} {a}\n"
+            for a in (0, 1)
+            for r in (0, 1)
+            for s in ("err", "out")
+        }
+        assert one.out == ""
+        assert "err 0" not in one.err
+        logs = ask(one, "logs", str(one.job_dir()))
+        assert logs.returncode == 0, logs.stderr
+        assert all(f"{s} {r} {a}" in logs.stdout for s in ("out", "err") for r in (0, 1) for a in (0, 1))
+
+
+def test_teed_streams_go_to_both_and_the_console_says_whose_they_are(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "2", "--tee", "0:1,1:3", "--role", "trainer")
+    with agent(tmp_path, *options, body=TALK) as one:
+        assert one.wait() == 0
+        assert sorted(re.sub(r" \S+ r1\.0\]", " NODE r1.0]", one.out).splitlines()) == [
+            "[trainer0 NODE r1.0]: out 0 0",
+            "[trainer1 NODE r1.0]: out 1 0",
+        ]
+        assert "r1.0]: err 1 0\n" in one.err
+        assert "err 0 0\n" in one.err, "a stream that is not asked for stays on the console"
+        assert "]: err 0 0" not in one.err
+        assert set(files(one.job_dir())) == {
+            "round_1/attempt_0/rank_0/stdout.log",
+            "round_1/attempt_0/rank_1/stdout.log",
+            "round_1/attempt_0/rank_1/stderr.log",
+        }
+
+
+def test_the_ranks_filter_bounds_the_console_and_not_the_files(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "2", "--tee", "3", "--local-ranks-filter", "1")
+    with agent(tmp_path, *options, body=TALK) as one:
+        assert one.wait() == 0
+        assert "out 1 0" in one.out
+        assert "out 0 0" not in one.out
+        assert len(files(one.job_dir())) == 4
+
+
+def test_a_flood_without_newlines_does_not_delay_the_news_of_a_failure(tmp_path: Path) -> None:
+    """Nor does the console then hold up the next attempt."""
+    body = """
+    if RANK == 0 and RESTARTS == 0:
+        tell("flooding")
+        block, end_s = b"x" * (1 << 20), time.monotonic() + 60
+        while time.monotonic() < end_s:
+            os.write(1, block)
+            time.sleep(0.01)
+    if RESTARTS == 0:
+        wait_for("flooding.0.0")
+        time.sleep(1)
+        tell("failed", time.monotonic())
+        raise SystemExit(1)
+    """
+    options = ("--nproc-per-node", "2", "--tee", "3", "--max-restarts", "1")
+    with agent(tmp_path, *options, body=body) as one:
+        assert one.wait() == 0
+        failed_s = float(one.told("failed.1.0", 0))
+        (noticed,) = [e for e in one.events("worker-exited") if e["data"].get("exit_code") == 1]
+        again = one.events("workers-starting")[1]
+        assert noticed["mono_s"] - failed_s < 0.5
+        assert again["mono_s"] - failed_s < 6.0
+        (log,) = one.logs.glob("*/round_1/attempt_0/rank_0/stdout.log")
+        assert log.stat().st_size > 20 << 20
+        assert (tmp_path / "out").stat().st_size < log.stat().st_size
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB that is full."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a file system")
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount a file system here")
+    try:
+        with pytest.raises(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(b"x" * 4096)
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.root
+def test_a_full_disk_costs_logs_and_not_the_job(tmp_path: Path, small_disk: Path) -> None:
+    body = 'tell("ran")\nraise SystemExit(RESTARTS == 0)\n'
+    with agent(tmp_path, "--redirects", "3", "--max-restarts", "1", body=body) as one:
+        assert one.wait() == 0
+        assert one.told("ran.0.1", 0) == ""
+        assert "Traceback" not in one.err
+    assert small_disk.is_mount()
+
+
+def test_no_log_folder_at_all_is_a_choice(tmp_path: Path) -> None:
+    with agent(tmp_path, "--log-dir", "/dev/null", "--redirects", "3", body=TALK) as one:
+        assert one.wait() == 0
+        assert one.out == "out 0 0\n"
+        assert "err 0 0" in one.err
+        assert not (tmp_path / "logs").exists()

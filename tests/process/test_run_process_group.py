@@ -1,0 +1,127 @@
+"""`init_process_group()` works however a worker is started, and no attempt reads another's keys."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from supervise import agent, words_agent, write_script
+
+GROUP = """
+import datetime
+import torch
+import torch.distributed as dist
+
+def join():
+    assert dist.is_torchelastic_launched()
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+
+def total(value):
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor)
+    return int(tensor)
+"""
+ONCE = f"""{GROUP}
+join()
+tell("sum", total(RANK + 1))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--preload", "torch,torch.distributed"), ("--preload", "json"), ("--no-zygote",)],
+    ids=["fork", "fork-without-torch", "exec"],
+)
+def test_a_process_group_forms(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with agent(tmp_path, *options, "--nproc-per-node", "2", body=ONCE) as one:
+        assert one.wait(60) == 0, one.err
+        assert [one.told(f"sum.{rank}.0", 0) for rank in (0, 1)] == ["3", "3"]
+
+
+def test_a_process_group_forms_for_programs_that_start_python_themselves(tmp_path: Path) -> None:
+    write_script(tmp_path, ONCE)
+    shell = write_script(tmp_path, "#!/bin/sh\nexec python script.py\n", "job.sh")
+    words = ("--standalone", "--log-dir", "logs", "--nproc-per-node", "2", "--no-python")
+    with words_agent(tmp_path, *words, f"./{shell}") as one:
+        assert one.wait(60) == 0, one.err
+        assert [one.told(f"sum.{rank}.0", 0) for rank in (0, 1)] == ["3", "3"]
+
+
+def test_workers_that_come_after_the_store_process_was_killed_meet_another(
+    tmp_path: Path,
+) -> None:
+    body = f"""{GROUP}
+tell("up")
+wait_for("go")
+join()
+tell("sum", total(RANK + 1))
+"""
+    options = ("--preload", "torch,torch.distributed", "--nproc-per-node", "2")
+    with agent(tmp_path, *options, body=body) as one:
+        for rank in (0, 1):
+            one.told(f"up.{rank}.0")
+        zygote = one.zygote()
+        (store,) = one.forks_of_the_zygote()
+        os.kill(store, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        assert one.wait(60) == 0, one.err
+        assert [one.told(f"sum.{rank}.0", 0) for rank in (0, 1)] == ["3", "3"]
+        assert zygote != store
+        assert "the process-group store ended (killed by SIGKILL" in one.err
+
+
+def test_a_group_forms_again_after_a_restart_without_a_zygote(tmp_path: Path) -> None:
+    body = f"""{GROUP}
+join()
+tell("sum", total(RESTARTS))
+tell("port", os.environ["MASTER_PORT"])
+if RESTARTS < 1 and RANK == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+"""
+    options = ("--no-zygote", "--nproc-per-node", "2", "--max-restarts", "1")
+    with agent(tmp_path, *options, body=body) as one:
+        assert one.wait(60) == 0, one.err
+        assert one.told("sum.1.1", 0) == "2"
+        assert one.told("port.0.1", 0) != one.told("port.0.0", 0)
+
+
+def test_thirty_restarts_in_a_row_each_meet_a_store_of_their_own(tmp_path: Path) -> None:
+    """torchrun 2.13 by default recovered a killed worker in 7 of 26 runs (3 workers: 3 of 6)."""
+    restarts = 30
+    body = f"""{GROUP}
+tell("port", os.environ["MASTER_PORT"])
+join()
+store = dist.distributed_c10d._get_default_store()
+stale = store.check(["mine"])
+dist.barrier()
+store.set("mine", str(RESTARTS))
+tell("sum", f"{{total(RESTARTS)}} {{stale}}")
+dist.barrier()
+if RESTARTS < {restarts}:
+    if RANK == RESTARTS % 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hang()
+"""
+    options = ("--preload", "torch,torch.distributed", "--nproc-per-node", "3")
+    more = ("--max-restarts", str(restarts), "--rdzv-conf", "crash_loop=0")
+    with agent(tmp_path, *options, *more, body=body) as one:
+        assert one.wait(100) == 0, one.err
+        ports = {one.told(f"port.0.{n}", 0) for n in range(restarts + 1)}
+        assert len(ports) == restarts + 1
+        for n in range(restarts + 1):
+            for rank in range(3):
+                assert one.told(f"sum.{rank}.{n}", 0) == f"{3 * n} False"
+        assert not one.events("zygote-fallback")
+        exits = [e["data"].get("exit_code") for e in one.events("worker-exited")]
+        assert exits.count(-9) == restarts, "each attempt failed where it was meant to"
+        took_s = [
+            start["mono_s"] - failed["mono_s"]
+            for failed, start in zip(
+                one.events("incident"), one.events("workers-started")[1:], strict=True
+            )
+        ]
+        assert sorted(took_s)[restarts // 2] < 1.0, "a restart is a fork, not an import"

@@ -1,0 +1,261 @@
+"""The agent: it says what it holds, keeps healthy workers, and knows when to stop them."""
+
+import pytest
+from core_driver import job_spec, node_spec
+
+from elastane.core.agent import AgentCore
+from elastane.core.effects import AimGroup, Exit, MarkGroup, StartGroup, StopGroup, Transmit
+from elastane.core.events import (
+    GroupDrained,
+    GroupGone,
+    GroupMarked,
+    Linked,
+    Signalled,
+    Tick,
+    Told,
+    Unlinked,
+    WorkerFailed,
+    WorkerSucceeded,
+)
+from elastane.core.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S
+from elastane.core.messages import (
+    Alive,
+    Assign,
+    Close,
+    Drain,
+    Drained,
+    DrainTarget,
+    Failed,
+    Heartbeat,
+    Join,
+    Leave,
+    Marked,
+    Release,
+    Stop,
+    Stopped,
+    Succeeded,
+    Welcome,
+)
+from elastane.core.model import Assignment, Failure, Fence, Offer, Outcome
+
+FENCE = Fence(3, 1)
+
+
+def assignment(fence=FENCE):
+    return Assignment(
+        fence=fence, node_rank=0, nodes=1, rank_base=0, world_size=2, role_rank_base=0,
+        role_world_size=2, master_addr="10.0.0.1", master_port=1, agent_store=True,
+        restarts_used=2, max_restarts=3, reason="all are here",
+    )  # fmt: skip
+
+
+class Agent:
+    def __init__(self, *, self_fencing=True, linked=True):
+        self.now_s = 0.0
+        self.core = AgentCore(
+            job_spec(), node_spec("a"), Offer(5, True), 0.0, self_fencing=self_fencing
+        )
+        if linked:
+            self.does(Linked())
+
+    def does(self, event):
+        self.effects = self.core.handle(event, self.now_s)
+        return self.effects
+
+    def told(self, message):
+        return self.does(Told(message))
+
+    def running(self):
+        self.told(Assign(assignment()))
+        return self
+
+    def sent(self, kind):
+        return [
+            e.message
+            for e in self.effects
+            if isinstance(e, Transmit) and isinstance(e.message, kind)
+        ]
+
+    def effect(self, kind):
+        return next((e for e in self.effects if isinstance(e, kind)), None)
+
+    def passes(self, seconds, answer=None):
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + 1.0)
+            if self.does(Tick()) and answer is not None and self.sent(Heartbeat):
+                kept = self.effects
+                self.told(Alive(answer))
+                self.effects = kept + self.effects
+            if self.effect(StopGroup) or self.effect(Exit):
+                return
+
+
+def failed(rank=0):
+    failure = Failure(local_rank=rank, rank=rank, pid=1, exit_code=-9)
+    return WorkerFailed(FENCE, failure)
+
+
+def test_it_registers_with_what_it_holds_and_what_it_has_seen():
+    agent = Agent().running()
+    agent.told(Welcome(phase="running", reason=""))
+    agent.does(failed())
+    agent.does(Unlinked("EOF"))
+    agent.now_s = 2.0
+    agent.does(Linked())
+    (join,) = agent.sent(Join)
+    assert join.holding.assignment.fence == FENCE and join.holding.state == "failed"
+    assert join.holding.failures[0].age_s == 2.0
+    assert join.welcomed and join.seen == FENCE and join.restarts_seen == 2
+
+
+def test_while_the_coordinator_is_away_healthy_workers_go_on():
+    agent = Agent(self_fencing=False).running()
+    agent.does(Unlinked("EOF"))
+    agent.passes(3000.0)
+    assert agent.core.group.phase == "running"
+
+
+def test_failed_workers_are_not_kept_for_a_coordinator_that_never_comes():
+    agent = Agent(self_fencing=False).running()
+    agent.does(Unlinked("EOF"))
+    agent.does(failed())
+    agent.passes(601.0)
+    assert agent.effect(StopGroup)
+    agent.does(GroupGone(FENCE, Offer(6, True)))
+    assert agent.effect(Exit).code == 75
+
+
+def test_without_authority_for_too_long_it_stops_its_workers():
+    agent = Agent().running()
+    agent.passes(ISOLATION_LIMIT_S - 1.0, answer=False)
+    assert agent.core.group.phase == "running"
+    agent.passes(2.0, answer=False)
+    assert agent.effect(StopGroup).grace_s == ISOLATION_GRACE_S
+
+
+def test_authority_keeps_them_running():
+    agent = Agent().running()
+    agent.passes(5 * ISOLATION_LIMIT_S, answer=True)
+    assert agent.core.group.phase == "running"
+
+
+def test_answers_that_waited_in_a_buffer_prove_no_authority():
+    agent = Agent().running()
+    agent.passes(1.0)
+    agent.now_s += 2 * ISOLATION_LIMIT_S  # The host stood still.
+    agent.told(Alive(True))
+    assert agent.effect(StopGroup)
+
+
+def test_an_assignment_that_waited_in_a_buffer_is_not_started():
+    agent = Agent()
+    agent.now_s += 2 * ISOLATION_LIMIT_S
+    agent.told(Assign(assignment()))
+    assert agent.effect(StartGroup) is None
+    assert agent.sent(Stopped)[0].fence == FENCE
+
+
+def test_a_welcome_alone_proves_no_authority():
+    agent = Agent().running()
+    for _ in range(int(ISOLATION_LIMIT_S) + 1):
+        agent.now_s += 1.0
+        agent.does(Unlinked("EOF"))
+        agent.does(Linked())
+        agent.told(Welcome(phase="running", reason=""))
+    assert agent.core.group.phase == "stopping"
+
+
+def test_workers_that_have_succeeded_are_not_forgotten_in_isolation():
+    agent = Agent().running()
+    for rank in range(2):
+        agent.does(WorkerSucceeded(FENCE, rank))
+    assert agent.sent(Succeeded)
+    agent.passes(2 * ISOLATION_LIMIT_S, answer=False)
+    agent.does(Linked())
+    assert agent.sent(Join)[0].holding.state == "succeeded"
+
+
+def test_a_stop_for_other_workers_is_not_obeyed():
+    agent = Agent().running()
+    agent.told(Stop(fence=Fence(3, 0), grace_s=1.0, reason="late"))
+    assert agent.effect(StopGroup) is None
+
+
+def test_a_stop_is_answered_when_nothing_is_left():
+    agent = Agent().running()
+    agent.told(Stop(fence=FENCE, grace_s=1.0, reason="a peer failed"))
+    assert agent.effect(StopGroup) and not agent.sent(Stopped)
+    agent.does(failed())
+    assert not agent.sent(Failed)  # It died of being stopped.
+    agent.does(GroupGone(FENCE, Offer(6, True)))
+    assert agent.sent(Stopped)[0].offer.port == 6
+
+
+def test_told_twice_it_starts_once():
+    agent = Agent().running()
+    agent.told(Assign(assignment()))
+    assert agent.effect(StartGroup) is None
+
+
+def test_a_drain_goes_through_the_workers():
+    agent = Agent().running()
+    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="an arrival"))
+    assert agent.effect(MarkGroup)
+    agent.does(GroupMarked(FENCE, 4))
+    assert agent.sent(Marked)[0].calls == 4
+    agent.told(DrainTarget(fence=FENCE, calls=6))
+    assert agent.effect(AimGroup).calls == 6
+    agent.does(GroupDrained(FENCE))
+    assert agent.sent(Drained)
+
+
+def test_a_drain_begun_anew_keeps_its_target():
+    agent = Agent().running()
+    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="an arrival"))
+    agent.told(DrainTarget(fence=FENCE, calls=6))
+    agent.does(Unlinked("EOF"))
+    agent.does(GroupDrained(FENCE))
+    agent.does(Linked())
+    assert agent.sent(Join)[0].holding.draining
+    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="going on"))
+    assert agent.sent(Marked)[0].calls == 5
+    agent.told(DrainTarget(fence=FENCE, calls=6))
+    assert agent.effect(AimGroup) is None and agent.sent(Drained)
+
+
+def test_a_signal_asks_to_leave_and_a_second_one_hurries():
+    agent = Agent().running()
+    agent.does(Signalled("SIGTERM"))
+    assert agent.sent(Leave) and agent.effect(StopGroup) is None
+    agent.does(Signalled("SIGTERM"))
+    assert agent.effect(StopGroup).grace_s == 0.0
+    agent.does(GroupGone(FENCE, Offer(6, True)))
+    assert agent.effect(Exit).code == 143
+
+
+def test_a_drain_that_takes_too_long_is_cut_short():
+    agent = Agent().running()
+    agent.does(Signalled("SIGTERM"))
+    agent.passes(69.0, answer=True)
+    assert agent.core.group.phase == "running"
+    agent.passes(2.0, answer=True)
+    assert agent.effect(StopGroup)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_with_nobody_to_say_goodbye_to_it_goes_at_once(linked):
+    agent = Agent(linked=linked)
+    agent.does(Signalled("SIGTERM"))
+    if linked:
+        assert agent.effect(Exit) is None
+        agent.told(Release("drained"))
+    assert agent.effect(Exit).code == 143
+
+
+def test_it_ends_as_the_job_ended():
+    agent = Agent().running()
+    outcome = Outcome(ok=False, reason="all restarts are used", exit_code=1)
+    agent.told(Close(outcome))
+    agent.does(GroupGone(FENCE, Offer(6, True)))
+    assert agent.effect(Exit).code == 1 and agent.effect(Exit).outcome == outcome

@@ -1,0 +1,226 @@
+"""Restarts: the budget, its pause, the verdict, the root cause, and how a drain goes."""
+
+import pytest
+from core_driver import job_spec
+
+from elastane.core import limits
+from elastane.core.budget import RestartBudget
+from elastane.core.diagnosis import Sighting, exit_text, is_lost_peer, root_cause
+from elastane.core.messages import Close, Drain, DrainTarget, Stop
+from elastane.core.model import Failure, Fence
+
+
+def failure(rank, message="", exit_code=1, age_s=0.0):
+    return Failure(
+        local_rank=0, rank=rank, pid=7, exit_code=exit_code, age_s=age_s, message=message
+    )
+
+
+def test_a_failed_worker_restarts_the_group_once_for_the_whole_job(pair):
+    pair.fails("a")
+    pair.fails("b", "Connection closed by peer")
+    assert pair.phase == "stopping"
+    pair.stops("a", "b")
+    assert pair.assigned["a"].fence == Fence(1, 1)
+    assert pair.assigned["a"].restarts_used == 1
+    assert pair.persisted[-1].restarts_used == 1
+
+
+def test_a_used_up_budget_ends_the_job_with_the_root_cause(driver):
+    job = driver(job_spec(restarts=0))
+    job.join("a")
+    job.join("b")
+    job.fails("b", "RuntimeError: Connection reset by peer")
+    job.fails("a", "Traceback ...\nValueError: boom", age_s=0.01)
+    job.stops("a", "b")
+    assert job.phase == "stopping"  # Evidence of a departure may still come.
+    job.passes(0.4, alive="ab")
+    outcome = job.got("a", Close)[0].outcome
+    assert "worker of rank 0 (local rank 0, pid 4242) on node a ended with exit code 1" in (
+        outcome.reason
+    )
+    assert "ValueError: boom" in outcome.reason and "--max-restarts 0" in outcome.reason
+    assert (outcome.exit_code, outcome.cause.consequences) == (1, 1)
+    assert job.persisted[-1].outcome == outcome
+
+
+def test_failures_that_a_departure_caused_cost_nothing(driver):
+    job = driver(job_spec(1, 2, restarts=0))
+    job.join("a")
+    job.join("b")
+    job.fails("b", "Connection closed by peer")
+    job.stops("b")
+    job.breaks("a")
+    job.passes(0.2, alive="b")
+    assert job.phase == "running" and job.ranks() == ["b"]
+    assert job.machine.report().restarts_used == 0
+
+
+def test_a_crash_loop_pauses_longer_each_time_and_says_so(driver):
+    job = driver(job_spec(1, 1, restarts=3))
+    job.join("a")
+    pauses = []
+    for _ in range(3):
+        job.fails("a")
+        job.stops("a")
+        began_s = job.now_s
+        while job.phase == "forming":
+            job.passes(0.1, alive="a")
+        pauses.append(job.now_s - began_s)
+    assert pauses[0] == 0.0 and 0.5 <= pauses[1] < 0.7 and 1.0 <= pauses[2] < 1.2
+    job.fails("a")
+    job.stops("a")
+    job.passes(0.4, alive="a")
+    assert "a crash loop: the last 4 attempts each failed" in job.persisted[-1].outcome.reason
+
+
+def test_the_pause_has_a_bound_and_ends_with_a_good_run():
+    budget = RestartBudget(allowed=100)
+    delays = [budget.charge(0.0, 3.0).delay_s for _ in range(40)]
+    assert delays[0] == 0.0 and delays[1] == limits.BACKOFF_FIRST_S
+    assert max(delays) == delays[-1] == limits.BACKOFF_MAX_S
+    assert budget.charge(60.0, 3.0).delay_s == 0.0
+    assert budget.used == 41
+
+
+def test_a_budget_never_goes_over_what_is_allowed():
+    budget = RestartBudget(allowed=1)
+    assert budget.charge(9.0, 3.0).restart
+    verdict = budget.charge(9.0, 3.0)
+    assert not verdict.restart and verdict.reason == "all 1 restarts of the job are used"
+    assert budget.used == 1
+
+
+def test_the_cause_is_the_earliest_failure_that_is_no_consequence():
+    sightings = [
+        Sighting(node_id="b", at_s=1.0, failure=failure(3, "Connection closed by peer")),
+        Sighting(node_id="c", at_s=1.2, failure=failure(5, exit_code=-9)),
+        Sighting(node_id="a", at_s=1.5, failure=failure(0, "ValueError: later")),
+    ]
+    cause = root_cause(sightings, Fence(2, 1))
+    assert (cause.node_id, cause.failure.rank, cause.consequences) == ("c", 5, 2)
+    assert "SIGKILL" in cause.what
+
+
+def test_where_all_only_lost_a_peer_the_first_is_the_cause():
+    sightings = [
+        Sighting(node_id="b", at_s=2.0, failure=failure(3, "Connection closed by peer")),
+        Sighting(node_id="c", at_s=1.0, failure=failure(5, "Broken pipe")),
+    ]
+    assert root_cause(sightings, Fence(1, 0)).node_id == "c"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(3, "exit code 3"), (-11, "SIGSEGV"), (-250, "signal 250")],
+)
+def test_an_exit_is_told_in_words(code, text):
+    assert exit_text(code) == text
+
+
+def test_a_timeout_of_a_collective_explains_nothing():
+    assert is_lost_peer(failure(0, "Timed out waiting 1800000ms for recv operation to complete"))
+
+
+def leave(job):
+    job.leaves("a")
+    assert [bool(job.got(n, Drain)) for n in "ab"] == [True, True]
+
+
+def test_all_workers_checkpoint_at_one_call_that_none_has_passed(elastic):
+    leave(elastic)
+    elastic.marks("a", 7)
+    assert not elastic.got("a", DrainTarget)
+    elastic.marks("b", 8)
+    assert [elastic.got(n, DrainTarget)[0].calls for n in "ab"] == [9, 9]
+    elastic.drains("a")
+    assert not elastic.got("a", Stop)
+    elastic.drains("b")
+    assert elastic.got("a", Stop) and elastic.got("b", Stop)
+
+
+def test_a_drain_has_a_bound(elastic):
+    leave(elastic)
+    elastic.passes(29.0, alive="ab")
+    assert elastic.phase == "draining"
+    elastic.passes(1.2, alive="ab")
+    assert elastic.phase == "stopping"
+    assert "workers of a, b did not checkpoint" in elastic.notes[-1].reason
+
+
+def test_workers_that_exit_on_a_drain_are_no_success(elastic):
+    leave(elastic)
+    for name in "ab":
+        elastic.marks(name, None)
+    elastic.succeeds("a", "b")
+    assert elastic.phase == "draining"
+    elastic.drains("a")
+    elastic.drains("b")
+    elastic.stops("a", "b")
+    assert elastic.phase == "running" and elastic.ranks() == ["b"]
+
+
+def test_workers_that_finish_before_they_are_asked_are_a_success(elastic):
+    leave(elastic)
+    elastic.succeeds("a", "b")
+    assert elastic.phase == "closing" and elastic.persisted[-1].outcome.ok
+
+
+def test_a_worker_that_dies_in_a_drain_ends_it_at_once_and_is_not_charged(elastic):
+    leave(elastic)
+    elastic.marks("a", 7)
+    elastic.marks("b", 7)
+    elastic.fails("b", "", exit_code=-9)
+    assert elastic.phase == "stopping"
+    elastic.stops("a", "b")
+    assert elastic.machine.report().restarts_used == 0
+
+
+def test_what_a_broken_session_swallowed_of_a_drain_is_told_again(elastic):
+    elastic.breaks("b")
+    elastic.leaves("a")
+    elastic.join("b", holding=elastic.holding("b"))
+    assert elastic.got("b", Drain)
+    elastic.marks("a", 4)
+    elastic.breaks("b")
+    elastic.join("b", holding=elastic.holding("b", draining=True))
+    elastic.marks("b", 5)
+    elastic.breaks("b")
+    elastic.join("b", holding=elastic.holding("b", draining=True))
+    assert [m.calls for m in elastic.got("b", DrainTarget)] == [6, 6]
+
+
+def test_a_drain_is_gone_on_with_by_a_new_coordinator(elastic, driver):
+    new = driver(elastic.spec, record=elastic.persisted[-1], store_backed=True)
+    new.assigned = elastic.assigned
+    new.join("a", holding=elastic.holding("a", draining=True))
+    new.join("b", holding=elastic.holding("b"))
+    assert new.phase == "draining" and new.got("a", Drain) and new.got("b", Drain)
+
+
+def test_the_job_succeeds_when_all_nodes_have(pair):
+    pair.succeeds("a")
+    assert pair.phase == "running"
+    pair.succeeds("b")
+    assert pair.persisted[-1].outcome.reason == "all 4 workers of round 1 attempt 0 succeeded"
+    for name in "ab":
+        pair.breaks(name)
+    pair.passes(0.2)
+    assert pair.finished.ok
+
+
+def test_workers_that_do_not_stop_are_counted_out_after_their_bound(elastic):
+    elastic.fails("a")
+    elastic.stops("b")
+    elastic.passes(39.5, alive="ab")
+    assert elastic.phase == "stopping"
+    elastic.passes(1.0, alive="ab")
+    assert elastic.ranks() == ["b"]
+
+
+def test_bounds_that_contradict_one_another_are_named():
+    faults = limits.check(limits.Timing(heartbeat_s=2.0, lease_ttl_s=0.0, shutdown_timeout_s=-1.0))
+    assert "heartbeat_s = 2 s needs silence_s >= 4 s, got 3: one lost heartbeat" in " ".join(faults)
+    assert any("lease_ttl_s = 0 s: must be positive" in fault for fault in faults)
+    assert any("shutdown_timeout_s = -1 s: must not be negative" in fault for fault in faults)
+    assert limits.check(limits.Timing()) == []
