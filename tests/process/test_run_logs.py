@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from supervise import agent, ask
+from supervise import Agent, agent, ask, write_script
 
 TALK = """
 import sys
@@ -133,6 +133,45 @@ def test_a_full_disk_costs_logs_and_not_the_job(tmp_path: Path, small_disk: Path
         assert one.told("ran.0.1", 0) == ""
         assert "Traceback" not in one.err
     assert small_disk.is_mount()
+
+
+def test_a_console_that_went_away_does_not_change_how_the_job_ends(tmp_path: Path) -> None:
+    write_script(tmp_path, f'{TALK}\ntell("up")\nwait_for("go")\nraise SystemExit(1)\n')
+    one = Agent(tmp_path)
+    read, write = os.pipe()
+    words = ("--standalone", "--no-zygote", "--log-dir", "logs", "--tee", "3", "script.py")
+    try:
+        one.start(*words, stdio=(subprocess.DEVNULL, write, write))
+        os.close(write)
+        (tmp_path / "err").touch()
+        one.told("up.0.0")
+        os.close(read)
+        (tmp_path / "go").touch()
+        assert one.wait() == 1
+        one.gone(2)
+    finally:
+        one.kill_all()
+
+
+def test_a_console_that_takes_nothing_does_not_hold_up_restarts(tmp_path: Path) -> None:
+    body = """
+    print("x" * (1 << 20), flush=True)
+    tell("up")
+    raise SystemExit(RESTARTS < 2)
+    """
+    write_script(tmp_path, body)
+    one = Agent(tmp_path)
+    read, write = os.pipe()
+    words = ("--standalone", "--no-zygote", "--max-restarts", "2", "--tee", "1")
+    try:
+        one.start(*words, "--log-dir", "logs", "script.py", stdio=(subprocess.DEVNULL, write, write))
+        os.close(write)
+        (tmp_path / "err").touch()
+        one.told("up.0.2", 15)
+        assert one.wait(15) == 0
+    finally:
+        one.kill_all()
+        os.close(read)
 
 
 def test_no_log_folder_at_all_is_a_choice(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from process_harness import until
-from supervise import Agent, agent, alive
+from supervise import Agent, agent, alive, state
 
 
 def times(events: list[dict[str, Any]]) -> list[float]:
@@ -131,7 +133,7 @@ def test_a_stopped_worker_keeps_its_place(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGSTOP)
         (tmp_path / "go").touch()
         heartbeat_s = one.events()[-1]["mono_s"]
-        until(lambda: _uptime_s() > heartbeat_s + 4, "longer than any bound of silence")
+        until(lambda: time.monotonic() > heartbeat_s + 4, "longer than any bound of silence")
         assert alive(pid)
         os.kill(pid, signal.SIGCONT)
         assert one.wait() == 0
@@ -155,8 +157,27 @@ def test_workers_outlive_their_zygote_and_the_next_attempt_starts(tmp_path: Path
         one.gone(2)
 
 
+def test_an_agent_that_stood_still_restarts_nothing(tmp_path: Path) -> None:
+    """A suspended machine, a migrated one: longer than any bound of silence."""
+    body = 'tell("up", os.getpid())\nwait_for("go")\n'
+    with agent(tmp_path, "--rdzv-conf", "heartbeat=0.2,silence=0.5", body=body) as one:
+        worker = int(one.told("up.0.0"))
+        one.send(signal.SIGSTOP)
+        until(lambda: state(one.pid) == "T", "the agent stands still")
+        end_s = time.monotonic() + 1.5
+        until(lambda: time.monotonic() > end_s, "three times the bound")
+        one.send(signal.SIGCONT)
+        end_s = time.monotonic() + 1.0
+        until(lambda: time.monotonic() > end_s, "it had time to err")
+        assert alive(worker)
+        (tmp_path / "go").touch()
+        assert one.wait() == 0
+        assert len(one.events("workers-starting")) == 1
+
+
+@pytest.mark.parametrize("options", [("--no-zygote",), ("--preload", "json")], ids=["exec", "fork"])
 def test_restarts_leak_neither_descriptors_nor_threads_and_the_agent_stays_small(
-    tmp_path: Path,
+    tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     body = """
     tell("up", os.getpid())
@@ -174,8 +195,8 @@ def test_restarts_leak_neither_descriptors_nor_threads_and_the_agent_stays_small
         (threads,) = [int(line.split()[1]) for line in status.splitlines() if "Threads" in line]
         return len(os.listdir(f"/proc/{one.pid}/fd")), threads, rss_kb
 
-    options = ("--nproc-per-node", "2", "--max-restarts", str(restarts), "--tee", "3")
-    with agent(tmp_path, *options, "--rdzv-conf", "crash_loop=0", body=body) as one:
+    more = ("--nproc-per-node", "2", "--max-restarts", str(restarts), "--tee", "3")
+    with agent(tmp_path, *options, *more, "--rdzv-conf", "crash_loop=0", body=body) as one:
         first = sizes(0)
         for restart in range(restarts):
             (tmp_path / f"fail.{restart}").touch()
@@ -183,9 +204,3 @@ def test_restarts_leak_neither_descriptors_nor_threads_and_the_agent_stays_small
         assert last[0] <= first[0]
         assert last[1] <= first[1] + 1
         assert last[2] < 40 << 10, "40 MB"
-
-
-def _uptime_s() -> float:
-    import time
-
-    return time.monotonic()

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from elastane.coordinator.clock import READ_S, SteadyClock
 from elastane.coordinator.turns import Peer, Turns
 from elastane.core.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
 from elastane.core.events import AuthorityChanged, Broken, Received, RendezvousEvent, Tick
@@ -31,11 +32,6 @@ _log = logging.getLogger("elastane.coordinator")
 _EVENTS_PER_TURN = 32
 # Ticks are at least this far apart, whatever the machine asks for.
 _TICK_S = 0.001
-# Agents speak each second. A longer pause is theirs, or this process stood still (a stopped or
-# starved host, a slow store): then what they said meanwhile is heard before time judges them.
-_PAUSE_S = 1.3
-_LISTEN_S = 0.05
-_LISTEN_MAX_S = 0.5
 
 
 class Machine(Protocol):
@@ -76,7 +72,7 @@ class Coordinator:
         self._turns = Turns()
         self._authority: deque[AuthorityChanged] = deque()
         self._ticked_s = 0.0
-        self._listen_until_s = 0.0
+        self._clock = SteadyClock()
         self._woken: asyncio.Future[None] | None = None
         self._refusals: deque[float] = deque()
         self._refusals_untold = 0
@@ -156,14 +152,9 @@ class Coordinator:
     # Private.
 
     async def _serve(self) -> Outcome:
-        handled, awake_s = 0, time.monotonic()
+        handled = 0
         while True:
-            now_s = time.monotonic()
-            if now_s - awake_s > _PAUSE_S:
-                await asyncio.sleep(_LISTEN_S)
-                now_s = time.monotonic()
-                self._listen_until_s = now_s + _LISTEN_MAX_S
-            awake_s = now_s
+            now_s = self._clock.read_s()
             event = self._next_event(now_s)
             if event is None:
                 await self._wait(now_s)
@@ -178,23 +169,17 @@ class Coordinator:
     def _next_event(self, now_s: float) -> RendezvousEvent | None:
         if self._authority:
             return self._authority.popleft()
-        if now_s >= self._listen_until_s and (tick := self._due_tick(now_s)):
-            return tick
+        wake_s = self._machine.wake_s
+        if wake_s is not None and wake_s <= now_s and self._ticked_s + _TICK_S <= now_s:
+            self._ticked_s = now_s
+            return Tick()
         while (peer := self._turns.take(now_s)) is not None:
             if peer.number not in self._peers:
                 continue  # hung up meanwhile
             event = self._event_of(peer)
             if event is not None:
                 return event
-        self._listen_until_s = 0.0
-        return self._due_tick(now_s)
-
-    def _due_tick(self, now_s: float) -> Tick | None:
-        wake_s = self._machine.wake_s
-        if wake_s is None or wake_s > now_s or self._ticked_s + _TICK_S > now_s:
-            return None
-        self._ticked_s = now_s
-        return Tick()
+        return None
 
     def _event_of(self, peer: Peer) -> RendezvousEvent | None:
         """Return the peer's next message, or its end after the last one."""
