@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import Agent, Job, newest
+from jobs import Agent, Job, newest, until
 
 from elastane.core.notes import EventKind
 
@@ -145,6 +145,27 @@ def test_a_member_that_holds_the_lease_and_stands_still_comes_back_as_an_arrival
         assert both.round == alone.round + 1
         rounds = [s.round for s in sorted(job.seen(), key=lambda s: s.time_s)]
         assert rounds == sorted(rounds), "never two sides training"
+
+
+def test_a_host_that_stands_still_for_almost_the_time_of_silence_buries_nobody(
+    tmp_path: Path,
+) -> None:
+    with Job(tmp_path, options=("--max-restarts", "0")) as job:
+        job.start("a"), job.start("b")
+        job.wait_step(world=2)
+        host = job.coordinator()
+        host.send(signal.SIGSTOP)
+        _let_pass(2.8)
+        host.send(signal.SIGCONT)
+        job.wait_step(world=2, count=len(newest(job.seen())) // 2 + 75)
+        assert {(s.round, s.attempt) for s in job.seen()} == {(1, 0)}
+        assert not job.events(EventKind.NODE_DEPARTED)
+
+
+def _let_pass(duration_s: float) -> None:
+    """Let the stop that is under test last for so long."""
+    end_s = time.monotonic() + duration_s
+    until(lambda: time.monotonic() >= end_s, "time passes")
 
 
 def test_a_host_of_the_endpoint_that_stands_still_harms_nobody(tmp_path: Path) -> None:

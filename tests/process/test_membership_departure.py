@@ -80,6 +80,42 @@ def test_a_node_that_is_killed_and_started_again_at_once_takes_its_own_place_in_
         assert fence.restarts == 0
 
 
+def test_a_fixed_job_with_a_spare_goes_on_at_once(tmp_path: Path) -> None:
+    with Job(tmp_path, mode="alone", options=("--max-restarts", "0")) as job:
+        job.start("a"), job.start("b")
+        job.wait_step(world=2)
+        host, guest = host_and_guest(job)
+        job.start("spare")
+        job.wait_event(EventKind.NODE_JOINED, "spare")
+        guest.send(signal.SIGKILL)
+        job.wait_step(world=2, fence=(1, 0))
+        assert set(ranks(newest(job.seen())).values()) == {host.name, "spare"}
+
+
+def test_agents_that_wait_for_others_end_at_once_on_sigterm(tmp_path: Path) -> None:
+    with Job(tmp_path, mode="alone", nnodes="3") as job:
+        job.start("a"), job.start("b")
+        job.wait_event(EventKind.WAITING, "2 of at least 3 nodes")
+        host, guest = host_and_guest(job)
+        for agent in (guest, host):
+            agent.send(signal.SIGTERM)
+            assert agent.wait(10) == 143
+            assert not agent.box
+
+
+def test_all_agents_may_get_sigterm_at_once_and_the_checkpoint_is_of_the_last_step(
+    tmp_path: Path,
+) -> None:
+    with Job(tmp_path, nnodes="1:2", mode="drain") as job:
+        a, b = job.start("a"), job.start("b")
+        job.wait_step(world=2, count=13)
+        a.send(signal.SIGTERM), b.send(signal.SIGTERM)
+        assert (a.wait(20), b.wait(20)) == (143, 143)
+        done = [s.step for s in job.seen() if s.rank == 0]
+        assert done == list(range(1, len(done) + 1))
+        assert int((job.folder / "steps.ck").read_text()) == done[-1]
+
+
 @pytest.mark.parametrize("mode", ["drain", "term"])
 @pytest.mark.parametrize("who", ["guest", "host"])
 def test_a_node_that_gets_sigterm_says_goodbye_and_no_step_is_lost_or_done_twice(

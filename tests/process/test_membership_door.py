@@ -12,6 +12,7 @@ import pytest
 from jobs import Agent, Job, free_port, newest, ranks
 
 from elastane.core.notes import EventKind
+from elastane.launch.facts import torch_build
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +131,15 @@ def test_a_job_that_has_ended_is_closed(tmp_path: Path) -> None:
         a, b = job.start("a"), job.start("b")
         assert (a.wait(), b.wait()) == (0, 0)
         assert_refused(job.start("c"), 78, job.name, "ended", "--rdzv-id")
+
+
+def test_another_torch_is_refused_and_both_versions_are_named(job: Job, tmp_path: Path) -> None:
+    fake = tmp_path / "path" / "torch"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").touch()
+    (fake / "version.py").write_text("__version__ = '9.9.9'\n")
+    with stranger(tmp_path, job, "last_call=0.2,token=right") as other:
+        agent = other.start("x", env={"PYTHONPATH": str(fake.parent)})
+        ours = torch_build()["__version__"]
+        assert_refused(agent, 78, f"torch {ours} in the job", "9.9.9 on node x")
+    assert_undisturbed(job)

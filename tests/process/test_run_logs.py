@@ -46,7 +46,9 @@ raise SystemExit(RESTARTS == 0 and RANK == 0)
         assert "err 0" not in one.err
         logs = ask(one, "logs", str(one.job_dir()))
         assert logs.returncode == 0, logs.stderr
-        assert all(f"{s} {r} {a}" in logs.stdout for s in ("out", "err") for r in (0, 1) for a in (0, 1))
+        assert all(
+            f"{s} {r} {a}" in logs.stdout for s in ("out", "err") for r in (0, 1) for a in (0, 1)
+        )
 
 
 def test_teed_streams_go_to_both_and_the_console_says_whose_they_are(tmp_path: Path) -> None:
@@ -164,7 +166,9 @@ def test_a_console_that_takes_nothing_does_not_hold_up_restarts(tmp_path: Path) 
     read, write = os.pipe()
     words = ("--standalone", "--no-zygote", "--max-restarts", "2", "--tee", "1")
     try:
-        one.start(*words, "--log-dir", "logs", "script.py", stdio=(subprocess.DEVNULL, write, write))
+        one.start(
+            *words, "--log-dir", "logs", "script.py", stdio=(subprocess.DEVNULL, write, write)
+        )
         os.close(write)
         (tmp_path / "err").touch()
         one.told("up.0.2", 15)

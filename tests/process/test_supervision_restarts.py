@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from process_harness import until
-from supervise import Agent, agent, alive, state
+from supervise import agent, alive, state
 
 
 def times(events: list[dict[str, Any]]) -> list[float]:

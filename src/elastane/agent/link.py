@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from elastane.core.events import AgentEvent, Linked, Told, Unlinked
-from elastane.core.messages import ToAgent, ToCoordinator
+from elastane.core.messages import Alive, ToAgent, ToCoordinator
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
@@ -64,6 +64,7 @@ class Link:
         self._silence_s = silence_s
         self._session: Session | None = None
         self._was_linked = False
+        self._at = ("", 0)
 
     def send(self, message: ToCoordinator) -> None:
         """Send, if there is a session."""
@@ -91,9 +92,22 @@ class Link:
                 pause_s = min(_RETRY_MAX_S, pause_s * 2)
                 continue
             self._was_linked = True
-            self._locator.found()
+            self._found(host, port)
             await self._serve(session)
             pause_s, since_s, said = _RETRY_FIRST_S, loop.time(), False
+
+    def _found(self, host: str, port: int) -> None:
+        self._at = host, port
+        self._locator.found()
+
+    async def _has_moved(self, message: Alive) -> bool:
+        """Whether a coordinator without authority has a successor elsewhere, or is sought here."""
+        if message.authority:
+            self._locator.found()
+            return False
+        with contextlib.suppress(ElastaneError):
+            return await self._locator.locate() != self._at
+        return False
 
     async def _serve(self, session: Session) -> None:
         self._session = session
@@ -106,8 +120,12 @@ class Link:
                     reason = session.reason
                     break
                 self._post(Told(message))
+                if isinstance(message, Alive) and await self._has_moved(message):
+                    reason = "another coordinator has been elected"
+                    break
         except TimeoutError:
             reason = f"the coordinator was silent for {self._silence_s:g} s"
+            session.reset(reason)
         except ElastaneError as error:
             reason = f"{error.what} [{error.slug}]"
         finally:

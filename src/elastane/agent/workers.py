@@ -176,8 +176,11 @@ class WorkerGroup:
             if self._stopping:
                 return
             self._store = await self._serve_store()
-            if self._stopping and self._store is not None:
-                self._store.kill_group(signal.SIGKILL)
+            self._end_late_store()
+
+    def _end_late_store(self) -> None:
+        if self._stopping and self._store is not None:
+            self._store.kill_group(signal.SIGKILL)
 
     async def _start_one(self, local_rank: int) -> None:
         assert self._streams is not None

@@ -197,7 +197,7 @@ class Coordinator:
         if not link.is_over:
             return None
         self._forget(peer)
-        return Broken(peer.number, link.reason)
+        return Broken(peer.number, link.reason, link.clean)
 
     async def _carry_out(self, effects: list[RendezvousEffect]) -> Outcome | None:
         outcome: Outcome | None = None
@@ -238,19 +238,17 @@ class Coordinator:
         self._wake()
 
     async def _wait(self, now_s: float) -> None:
-        """Wait for an event, or until one is due."""
+        """Wait for an event, until one is due, or until the clock is to be read."""
         due = [at_s for at_s in (self._machine.wake_s, self._turns.next_s) if at_s is not None]
         loop = asyncio.get_running_loop()
         self._woken = loop.create_future()
-        timer = None
-        if due:
-            timer = loop.call_later(max(min(due) - now_s, _TICK_S), self._wake)
+        delay_s = min([READ_S, *(at_s - now_s for at_s in due)])
+        timer = loop.call_later(max(delay_s, _TICK_S), self._wake)
         try:
             await self._woken
         finally:
             self._woken = None
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
 
     def _wake(self) -> None:
         if self._woken is not None and not self._woken.done():

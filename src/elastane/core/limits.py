@@ -124,6 +124,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     lease_renew_s: float = 0.5
 
 
+# A grace of nothing is SIGKILL at once, and a crash loop of nothing never pauses.
 _MAY_BE_ZERO = ("shutdown_timeout_s", "crash_loop_s")
 # Bounds that constrain each other: (small, large, factor, why) demands small * factor <= large.
 PAIRS = (

@@ -14,6 +14,7 @@ from elastane.coordinator import Coordinator
 from elastane.core.model import JobSpec, Outcome, Record
 from elastane.core.notes import EventKind, Note
 from elastane.core.rendezvous import Rendezvous
+from elastane.errors import RendezvousRefusedError
 from elastane.runtime.rpc import Access
 
 Save = Callable[[Record], Awaitable[None]]
@@ -40,6 +41,18 @@ class Hosting:
         self._access = access
         self._tell = tell
         self.coordinator: Coordinator | None = None
+
+    def check(self, record: Record | None) -> None:
+        """Raise where this agent's job is not the recorded one: it must not decide for it."""
+        if record is None or record.spec == self._spec:
+            return
+        raise RendezvousRefusedError(
+            f"job {self._spec.job!r} is on record as {record.spec}, and this agent was started"
+            f" for {self._spec}",
+            slug="config-mismatch",
+            expected="the same --nnodes, --max-restarts and --rdzv-conf on every node",
+            next_step="start every agent of a job with the same command line",
+        )
 
     async def serve(
         self, listener: socket.socket, takeover: Takeover, save: Save = save_nowhere

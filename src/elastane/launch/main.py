@@ -335,8 +335,12 @@ def _print_end(config: LaunchConfig, exit_: Exit) -> None:
         return
     say.flush()
     where = str(config.logs.job_dir(config.spec.job)) if config.logs.has_files else ""
-    sys.stderr.write(render_box(exit_.outcome, where) + "\n")
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(render_box(exit_.outcome, where) + "\n")
+        sys.stderr.flush()
+    except OSError:
+        # The console went away: that has no say in how the job ends, nor has Python's last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _raise_descriptor_limit() -> None:

@@ -141,6 +141,7 @@ class StoreSeat:
 
     async def _hold(self, record: Record | None) -> bool:
         """Serve under the lease; returns whether the job has ended."""
+        self._hosting.check(record)
         before = await self._election.keys.seat()
         takeover = Takeover(record, before.node_id if before else "", store_backed=True)
         listener = listen("0.0.0.0", 0)

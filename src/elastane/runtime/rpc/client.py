@@ -74,6 +74,10 @@ class Session:
         """Send what is enqueued, then close."""
         self.link.close(reason)
 
+    def reset(self, reason: str) -> None:
+        """Close at once, by a reset: this process lives on, and the peer may be silent only."""
+        self.link.reset(reason)
+
     async def drain(self) -> None:
         """Wait until all that was sent is with the kernel, or the session is over.
 

@@ -9,6 +9,8 @@ is to be sent.
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -59,6 +61,7 @@ class Link(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         self.peer_host = ""
         self.local_host = ""
         self.reason = ""
+        self.clean = False  # whether the peer closed it, rather than a broken network or this side
         self.fault: ElastaneError | None = None
         self.when_gone: Callable[[], None] | None = None
         self._handshake: Handshake[Incoming, Outgoing] | None = handshake
@@ -153,6 +156,14 @@ class Link(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
             self._transport.abort()
         self._end(reason)
 
+    def reset(self, reason: str) -> None:
+        """Abort so that the peer, if it lives, does not take this for the end of the process."""
+        if self._transport is not None:
+            sock = self._transport.get_extra_info("socket")
+            # Zero linger: the kernel sends a reset instead of an orderly end.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.abort(reason)
+
     async def wait_sent(self) -> None:
         """Wait until nothing that was sent waits in this process any more.
 
@@ -208,6 +219,7 @@ class Link(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
 
     def eof_received(self) -> None:
         """Let the transport close: a half-open session is of no use."""
+        self.clean = self.clean or not self._over
         self._end("the other side closed the connection")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -217,6 +229,7 @@ class Link(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         self._wake_sender()
         if self.when_gone is not None:
             self.when_gone()
+        self.clean = self.clean or not (exc or self._over)
         self._end(f"the connection broke: {exc}" if exc else "the other side closed the connection")
 
     def pause_writing(self) -> None:
