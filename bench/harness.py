@@ -49,7 +49,7 @@ class Launcher:
 TORCHRUN = Launcher("torchrun", (sys.executable, "-m", "torch.distributed.run"))
 # What a user can do about torchrun's shared store, where by default a job never recovers.
 TORCHRUN_UNSHARED = Launcher(
-    "torchrun, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     TORCHRUN.command,
     {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
 )

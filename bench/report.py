@@ -66,8 +66,8 @@ def summary(result: Result) -> str:
     """Return a result in one line: median, range, how often never, steps redone, notes."""
     parts = []
     if result.median_s is not None:
-        low, high = result.seconds[0], result.seconds[-1]
-        parts.append(f"{spell(result.median_s)} ({spell(low)} to {spell(high)})")
+        low, high = spell(result.seconds[0]), spell(result.seconds[-1])
+        parts.append(spell(result.median_s) + (f" ({low} to {high})" if low != high else ""))
     if lost := len(result.samples) - result.recovered:
         parts.append(f"never ({lost} of {len(result.samples)})")
     if result.redone_max is not None:

@@ -153,8 +153,8 @@ def spell(result: Result, unit: str) -> str:
     if unit == "s" or result.median_s is None:
         return summary(result)
     factor = 1000.0 if unit == "ms" else 1.0
-    low, high = result.seconds[0] * factor, result.seconds[-1] * factor
-    text = f"{result.median_s * factor:.2f} {unit} ({low:.2f} to {high:.2f})"
+    low, high = (f"{seconds * factor:.2f}" for seconds in (result.seconds[0], result.seconds[-1]))
+    text = f"{result.median_s * factor:.2f} {unit}" + (f" ({low} to {high})" if low != high else "")
     return ", ".join([text, *result.notes()])
 
 

@@ -148,7 +148,7 @@ class Agent:
             "TMPDIR": str(self.folder),
             "PYTHONUNBUFFERED": "1",
         }
-        return worker_environment(**own, **more)
+        return worker_environment(**{**own, **more})
 
     def wait(self, deadline_s: float = 30.0) -> int:
         """Return the exit code; the test fails, with what was said, where none comes in time."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from jobs import SCRIPT, Job, free_port, ranks
+from jobs import SCRIPT, Job, free_port, newest, ranks
 
 
 def test_two_standalone_jobs_at_the_same_time_do_not_clash(tmp_path: Path) -> None:
@@ -37,6 +38,22 @@ def test_static_nodes_have_the_ranks_they_were_given(tmp_path: Path) -> None:
         first = job.start("z", "--node-rank", "0")
         assert (first.wait(), second.wait()) == (0, 0)
         assert ranks(job.seen()) == {0: "z", 1: "a"}
+
+
+def test_a_static_rank_is_had_once_and_a_replacement_takes_the_one_that_is_free(
+    tmp_path: Path,
+) -> None:
+    with Job(tmp_path, backend="static", mode="alone", options=("--max-restarts", "0")) as job:
+        first, _ = job.start("z", "--node-rank", "0"), job.start("a", "--node-rank", "1")
+        job.wait_step(world=2)
+        twin = job.start("twin", "--node-rank", "1")
+        assert twin.wait() == 78
+        assert "on node twin and on node a" in twin.box, twin.box
+        first.send(signal.SIGKILL)
+        first.wait()
+        job.start("y", "--node-rank", "0")
+        job.wait_step(world=2, fence=(1, 0))
+        assert ranks(newest(job.seen())) == {0: "y", 1: "a"}
 
 
 def test_jobs_without_an_id_that_meet_at_one_endpoint_never_merge(tmp_path: Path) -> None:

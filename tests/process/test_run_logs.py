@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -106,25 +107,43 @@ def test_a_flood_without_newlines_does_not_delay_the_news_of_a_failure(tmp_path:
         assert (tmp_path / "out").stat().st_size < log.stat().st_size
 
 
+@contextlib.contextmanager
+def mount(folder: Path, options: str) -> Iterator[None]:
+    """Mount a file system of memory, or skip the test where that is not allowed."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a file system")
+    words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if subprocess.run(words, check=False).returncode:
+        pytest.skip("may not mount a file system here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB that is full."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount a file system")
     folder = tmp_path / "logs"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=False
-    )
-    if mounted.returncode:
-        pytest.skip("may not mount a file system here")
-    try:
+    with mount(folder, "size=64k"):
         with pytest.raises(OSError), (folder / "filler").open("wb", buffering=0) as filler:
             while True:
                 filler.write(b"x" * 4096)
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.root
+def test_a_machine_where_nothing_can_be_written_runs_jobs_all_the_same(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    body = 'tell("ran")\nraise SystemExit(RESTARTS == 0)\n'
+    options = ("--log-dir", str(closed / "logs"), "--redirects", "3", "--max-restarts", "1")
+    with mount(closed, "ro"), agent(tmp_path, *options, body=body, TMPDIR=str(closed)) as one:
+        assert one.wait() == 0
+        assert one.told("ran.0.1", 0) == ""
+        assert "Traceback" not in one.err
+        assert "[runtime-folder]" in one.err
 
 
 @pytest.mark.root

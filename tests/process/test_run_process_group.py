@@ -117,10 +117,3 @@ if RESTARTS < {restarts}:
         assert not one.events("zygote-fallback")
         exits = [e["data"].get("exit_code") for e in one.events("worker-exited")]
         assert exits.count(-9) == restarts, "each attempt failed where it was meant to"
-        took_s = [
-            start["mono_s"] - failed["mono_s"]
-            for failed, start in zip(
-                one.events("incident"), one.events("workers-started")[1:], strict=True
-            )
-        ]
-        assert sorted(took_s)[restarts // 2] < 1.0, "a restart is a fork, not an import"

@@ -158,6 +158,22 @@ def test_an_agent_killed_while_it_starts_leaves_nothing(tmp_path: Path, delay_s:
         one.gone(2)
 
 
+def test_a_job_inside_a_worker_goes_with_the_outer_agent(tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text("from tell import *\ntell('inner')\nhang()\n")
+    body = """
+    import subprocess, sys
+    words = ["--standalone", "--no-zygote", "--log-dir", "inner-logs", "inner.py"]
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    subprocess.run([sys.executable, "-m", "elastane", "run", *words])
+    """
+    with agent(tmp_path, body=body) as one:
+        one.told("inner.0.0")
+        assert len(one.family()) == 6, "two agents, two wardens, two workers"
+        kill_agent(one)
+        one.wait(5)
+        one.gone(3)
+
+
 def test_ctrl_c_at_the_terminal_reaches_the_agent_and_not_its_workers(tmp_path: Path) -> None:
     body = """
     def interrupted(signum, frame):

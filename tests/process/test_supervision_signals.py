@@ -123,6 +123,28 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path) ->
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_script_that_fails_when_it_is_asked_to_go_was_drained_all_the_same(
+    tmp_path: Path,
+) -> None:
+    body = POLITE.replace("SystemExit(0)", "SystemExit(9)")
+    with agent(tmp_path, "--max-restarts", "3", body=body) as one:
+        one.told("up.0.0")
+        one.send(signal.SIGTERM)
+        assert one.wait() == DRAINED
+        assert not one.events("restart")
+        assert one.events("worker-exited")[-1]["data"]["exit_code"] == 9
+
+
+def test_a_worker_that_asks_no_more_does_not_outlast_the_drain_timeout(tmp_path: Path) -> None:
+    body = "import elastane\nelastane.should_checkpoint()\ntell('up')\nhang()\n"
+    with agent(tmp_path, "--drain-timeout", "0.5", body=body) as one:
+        one.told("up.0.0")
+        one.send(signal.SIGTERM)
+        assert one.wait(15) == DRAINED
+        (ended,) = one.events("drain-ended")
+        assert "did not checkpoint within the time" in ended["reason"]
+
+
 def test_a_drain_gives_all_workers_the_same_step_to_checkpoint_at(tmp_path: Path) -> None:
     body = """
     import elastane

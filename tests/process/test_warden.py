@@ -118,6 +118,7 @@ def test_sweep_finds_a_grandchild_that_took_its_own_session(leash: str, tmp_path
     spared = left[0]
     assert sorted(sweep(leash, spare=(spared,))) == sorted(left[1:])
     assert alive(spared)
+    until(lambda: not any(alive(pid) for pid in left[1:]), "what was swept is gone")
     assert sweep(leash) == [spared]
     until(lambda: not any(alive(pid) for pid in left), "gone")
     for pid in left:

@@ -42,7 +42,14 @@ from elastane.observe.events import EventLog
 from elastane.runtime import rpc
 from elastane.runtime.endpoint import Endpoint
 from elastane.runtime.execspawn import ExecSpawner
-from elastane.runtime.files import JobEntry, JobRegistry, NodeSlot, process_start, runtime_folder
+from elastane.runtime.files import (
+    JobEntry,
+    JobRegistry,
+    NodeSlot,
+    process_start,
+    runtime_folder,
+    safe_name,
+)
 from elastane.runtime.kernel import become_subreaper
 from elastane.runtime.process import Spawner
 from elastane.runtime.strays import kill_strays
@@ -92,20 +99,40 @@ class _Node:
 
 
 async def _launch(config: LaunchConfig) -> int:
-    folder = runtime_folder(config.environment)
     host = socket.gethostname()
     with contextlib.ExitStack() as stack:
-        node_id = config.node.node_id
-        if not node_id:
-            node_id = stack.enter_context(NodeSlot.take(folder, config.spec.job, host)).node_id
+        registry, node_id = _place(config, host, stack)
         say.setup(node_id, config.environment.get("LOGLEVEL", ""))
         async with _node(config, node_id, host) as node:
             try:
-                exit_ = await _Agent(node, JobRegistry(folder)).run()
+                exit_ = await _Agent(node, registry).run()
             except ElastaneError as error:  # Of the store, before there was anybody to meet.
                 exit_ = _exit_of(error)
     _print_end(config, exit_)
     return exit_.code
+
+
+def _place(
+    config: LaunchConfig, host: str, stack: contextlib.ExitStack
+) -> tuple[JobRegistry | None, str]:
+    """Return where this machine's jobs are noted, and this agent's node id.
+
+    Where nothing can be written (a container with a read-only disk), the job runs all the same.
+    """
+    wished = config.node.node_id
+    try:
+        folder = runtime_folder(config.environment)
+        node_id = (
+            wished or stack.enter_context(NodeSlot.take(folder, config.spec.job, host)).node_id
+        )
+    except OSError as error:
+        _log.warning(
+            "elastane status will not find this job: %s; next: set XDG_RUNTIME_DIR or TMPDIR to a"
+            " folder that can be written [runtime-folder]",
+            error,
+        )
+        return None, wished or f"{safe_name(host)}.{secrets.token_hex(2)}"
+    return JobRegistry(folder), node_id
 
 
 @contextlib.asynccontextmanager
@@ -171,7 +198,7 @@ def _spawner(config: LaunchConfig, leash: str, events: EventLog, node_id: str) -
 class _Agent:
     """The connection, the seat and the loop of one agent."""
 
-    def __init__(self, node: _Node, registry: JobRegistry) -> None:
+    def __init__(self, node: _Node, registry: JobRegistry | None) -> None:
         self._node = node
         self._config = node.config
         self._registry = registry
@@ -233,7 +260,7 @@ class _Agent:
                 task.cancel()
             await asyncio.gather(work, linking, seating, return_exceptions=True)
             await seat.close(ended=exit_ is not None and exit_.outcome is not None)
-            if self._entry is not None:
+            if self._entry is not None and self._registry is not None:
                 self._registry.remove(self._entry)
 
     def _store_keys(self) -> JobKeys | None:
@@ -286,6 +313,8 @@ class _Agent:
 
     def _register(self, endpoint: Endpoint, token: str) -> None:
         """Let `elastane status` find this job; a machine whose folder is full goes without."""
+        if self._registry is None:
+            return
         self._entry = JobEntry(
             job=self._config.spec.job,
             node=self._node.id,
