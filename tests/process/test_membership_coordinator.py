@@ -162,6 +162,22 @@ def test_a_host_that_stands_still_for_almost_the_time_of_silence_buries_nobody(
         assert not job.events(EventKind.NODE_DEPARTED)
 
 
+def test_agents_that_all_stood_still_at_once_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    with Job(tmp_path, backend="file", endpoint=store, options=("--max-restarts", "0")) as job:
+        job.start("a"), job.start("b")
+        job.wait_step(world=2)
+        for agent in job.agents:
+            agent.send(signal.SIGSTOP)
+        _let_pass(4.0)
+        for agent in job.agents:
+            agent.send(signal.SIGCONT)
+        job.wait_event(EventKind.AUTHORITY_REGAINED)
+        job.wait_step(world=2, count=len(newest(job.seen())) // 2 + 75)
+        assert {(s.round, s.attempt) for s in job.seen()} == {(1, 0)}
+        assert not job.events(EventKind.NODE_DEPARTED)
+
+
 def _let_pass(duration_s: float) -> None:
     """Let the stop that is under test last for so long."""
     end_s = time.monotonic() + duration_s

@@ -14,8 +14,8 @@ from supervise import Agent, agent, ask, write_script
 
 TALK = """
 import sys
-print(f"out {RANK} {RESTARTS}")
-print(f"err {RANK} {RESTARTS}", file=sys.stderr)
+sys.stdout.write(f"out {RANK} {RESTARTS}\\n")
+sys.stderr.write(f"err {RANK} {RESTARTS}\\n")
 """
 
 

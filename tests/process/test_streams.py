@@ -67,7 +67,8 @@ asyncio.run(main())
 assert len(os.listdir("/proc/self/fd")) <= fds, "descriptors leaked"
 """
 
-SPEAKER = 'import sys; print("out {0}"); print("err {0}", file=sys.stderr)'
+# One write a line: two workers share a console, and Python may run unbuffered.
+SPEAKER = 'import sys; sys.stdout.write("out {0}\\n"); sys.stderr.write("err {0}\\n")'
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ _FLUSH_S = 1.0
 # An agent's heartbeat, due since it stood still, and the answer to it.
 _SECOND_LOOK_S = 0.1
 # Who takes connections and closes them this often is no coordinator that is just ending: it
-# speaks TLS to an agent that does not, or something else altogether. About ten seconds.
+# speaks TLS to an agent that does not, or has other certificates. About ten seconds.
 _CLOSED_EARLY_MAX = 20
 # What no waiting mends. A foreign program on the port counts: it will not go away by itself.
 _FATAL_SLUGS = ("not-a-coordinator",)
@@ -81,7 +81,7 @@ class Link:
                 host, port = await self._locator.locate()
                 session = await self._dial(host, port)
             except ElastaneError as error:
-                closed_early += error.slug == "endpoint-closed"
+                closed_early += error.slug in ("endpoint-closed", "tls")
                 if not self._was_linked and (_is_fatal(error) or closed_early > _CLOSED_EARLY_MAX):
                     raise
                 self._post(Unlinked(f"{error.what} [{error.slug}]"))

@@ -19,7 +19,7 @@ Act = Literal["kill-worker", "kill-node", "add-node"]
 # the newcomer imports torch first, which takes seconds on a busy machine.
 SCRIPT: tuple[tuple[Act, float], ...] = (
     ("kill-worker", 0.15),
-    ("kill-node", 0.3),
+    ("kill-node", 0.31),  # not at a checkpoint, where nothing would have to be redone
     ("add-node", 0.42),
 )
 # Steps of the new attempt before the next act: one checkpoint at least lies between two acts.

@@ -23,7 +23,9 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
     if outcome.ok:
         return f"elastane: {outcome.reason}"
     slug = f" [{outcome.slug}]" if outcome.slug else ""
-    body = _wrapped("", f"The job failed: {outcome.reason}{slug}")
+    # Without a cause it is no verdict on the job: this agent was turned away, or found nobody.
+    subject = "The job failed" if outcome.cause is not None else "This agent ends"
+    body = _wrapped("", f"{subject}: {outcome.reason}{slug}")
     if outcome.cause is not None:
         body += _cause_lines(outcome.cause)
     body += _wrapped("exit code", str(outcome.exit_code))
