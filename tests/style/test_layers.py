@@ -76,3 +76,14 @@ def test_every_public_name_of_the_package_resolves():
     assert set(elastane.__all__) <= set(dir(elastane))
     with pytest.raises(AttributeError):
         _ = elastane.no_such_name
+
+
+@pytest.mark.parametrize("path", package_files(), ids=short)
+def test_nothing_waits_by_wait_for(path):
+    """That of Python 3.11 loses a cancellation that comes with the result; asyncio.timeout does not."""
+    calls = [
+        node.lineno
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr == "wait_for"
+    ]
+    assert not calls, f"{short(path)}:{calls}: use asyncio.timeout"

@@ -1,8 +1,8 @@
 """One agent, put together from its configuration, and taken apart again.
 
-The order matters: the warden before anything that it is to end; the zygote at once, since its
-imports take longest and go on beside the rendezvous; the connection last. On the way out the
-workers are gone before the coordinator is, and the coordinator tells all agents before it goes.
+What is this machine's alone is `launch.node`'s; here are the connection, the seat and the loop. On
+the way out the workers are gone before the coordinator is, and the coordinator tells all agents
+before it goes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ import secrets
 import socket
 import sys
 import time
-import uuid
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 from elastane.agent.environment import RunFacts
 from elastane.agent.link import Link
-from elastane.agent.offers import OfferedPort
 from elastane.agent.shell import AgentShell
 from elastane.agent.workers import GroupSetup
 from elastane.core.agent import AgentCore
-from elastane.core.diagnosis import exit_text
 from elastane.core.effects import Exit
 from elastane.core.model import NodeSpec, Outcome
 from elastane.core.notes import EventKind, Note
@@ -35,35 +30,20 @@ from elastane.errors import ElastaneError, ExitCode
 from elastane.launch.config import LaunchConfig
 from elastane.launch.facts import versions
 from elastane.launch.hosting import Hosting
+from elastane.launch.node import Node, node_of, place
 from elastane.launch.seat import EndpointSeat, Seat, StoreSeat
 from elastane.observe import logging as say
 from elastane.observe.box import render_box
-from elastane.observe.events import EventLog
 from elastane.runtime import rpc
 from elastane.runtime.endpoint import Endpoint
-from elastane.runtime.execspawn import ExecSpawner
-from elastane.runtime.files import (
-    JobEntry,
-    JobRegistry,
-    NodeSlot,
-    process_start,
-    runtime_folder,
-    safe_name,
-)
-from elastane.runtime.kernel import become_subreaper
-from elastane.runtime.process import Spawner
-from elastane.runtime.strays import kill_strays
+from elastane.runtime.files import JobEntry, JobRegistry, process_start
 from elastane.runtime.tls import TlsConfig
-from elastane.runtime.warden import LEASH_VARIABLE, Warden
-from elastane.runtime.zygote.client import ZygoteSpawner
 from elastane.stores.jobs import JobKeys
 from elastane.stores.registry import make_store
 
 _log = logging.getLogger("elastane.launch")
 # Sessions of a large job on the coordinator's host; the hard limit is the administrator's.
 _DESCRIPTORS_WANTED = 65536
-# Between two starts of the warden, so that one that cannot live costs little.
-_WARDEN_PAUSE_S = 0.5
 
 
 def launch(config: LaunchConfig) -> int:
@@ -75,35 +55,12 @@ def launch(config: LaunchConfig) -> int:
         say.flush()
 
 
-@dataclass
-class _Node:
-    """What an agent has of its own on this machine."""
-
-    config: LaunchConfig
-    id: str
-    leash: str
-    events: EventLog
-    warden: Warden
-    spawner: Spawner
-    port: OfferedPort
-
-    def tell(self, note: Note) -> None:
-        """Log a note of this agent's."""
-        say.tell(note)
-        self.events.tell(note, "agent")
-
-    def tell_as_coordinator(self, note: Note) -> None:
-        """Log a note of the coordinator's, which runs here."""
-        say.tell(note)
-        self.events.tell(note, "coordinator")
-
-
 async def _launch(config: LaunchConfig) -> int:
     host = socket.gethostname()
     with contextlib.ExitStack() as stack:
-        registry, node_id = _place(config, host, stack)
+        registry, node_id = place(config, host, stack)
         say.setup(node_id, config.environment.get("LOGLEVEL", ""))
-        async with _node(config, node_id, host) as node:
+        async with node_of(config, node_id, host) as node:
             try:
                 exit_ = await _Agent(node, registry).run()
             except ElastaneError as error:  # Of the store, before there was anybody to meet.
@@ -112,93 +69,10 @@ async def _launch(config: LaunchConfig) -> int:
     return exit_.code
 
 
-def _place(
-    config: LaunchConfig, host: str, stack: contextlib.ExitStack
-) -> tuple[JobRegistry | None, str]:
-    """Return where this machine's jobs are noted, and this agent's node id.
-
-    Where nothing can be written (a container with a read-only disk), the job runs all the same.
-    """
-    wished = config.node.node_id
-    try:
-        folder = runtime_folder(config.environment)
-        node_id = (
-            wished or stack.enter_context(NodeSlot.take(folder, config.spec.job, host)).node_id
-        )
-    except OSError as error:
-        _log.warning(
-            "elastane status will not find this job: %s; next: set XDG_RUNTIME_DIR or TMPDIR to a"
-            " folder that can be written [runtime-folder]",
-            error,
-        )
-        return None, wished or f"{safe_name(host)}.{secrets.token_hex(2)}"
-    return JobRegistry(folder), node_id
-
-
-@contextlib.asynccontextmanager
-async def _node(config: LaunchConfig, node_id: str, host: str) -> AsyncIterator[_Node]:
-    leash = uuid.uuid4().hex
-    become_subreaper()
-    warden = Warden(leash)
-    await warden.start()
-    events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
-    spawner = _spawner(config, leash, events, node_id)
-    port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner))
-    node = _Node(config, node_id, leash, events, warden, spawner, port)
-    keeper = asyncio.create_task(_keep(warden))
-    await spawner.start()
-    try:
-        yield node
-    finally:
-        await spawner.close()
-        port.close()
-        await kill_strays()
-        keeper.cancel()
-        await warden.close()
-        events.close()
-
-
-async def _keep(warden: Warden) -> None:
-    """Start the warden again when it was killed: only it can end what outlives this agent."""
-    while True:
-        code = await warden.wait()
-        _log.warning("the warden ended (%s); another one takes its place", exit_text(code))
-        try:
-            await warden.start()
-        except OSError as error:
-            _log.error("no other warden: %s; a killed agent may leave processes behind", error)
-            return
-        await asyncio.sleep(_WARDEN_PAUSE_S)
-
-
-def _spawner(config: LaunchConfig, leash: str, events: EventLog, node_id: str) -> Spawner:
-    command = config.command
-    if not command.zygote:
-        return ExecSpawner(command.python)
-    kinds = {
-        "warm": EventKind.ZYGOTE_WARM,
-        "died": EventKind.ZYGOTE_DIED,
-        "problem": EventKind.ZYGOTE_PROBLEM,
-        "fallback": EventKind.ZYGOTE_FALLBACK,
-    }
-
-    def tell(kind: str, reason: str) -> None:
-        note = Note(kind=kinds[kind], reason=reason, node_id=node_id)
-        say.tell(note)
-        events.tell(note, "agent")
-
-    env = {**config.environment, LEASH_VARIABLE: leash}
-    env.pop("ELASTANE_TOKEN", None)
-    if config.node.local_world_size > 1:
-        # As each worker will have it: OpenMP reads it when torch is imported.
-        env.setdefault("OMP_NUM_THREADS", "1")
-    return ZygoteSpawner(command.preload, env, command.python, tell)
-
-
 class _Agent:
     """The connection, the seat and the loop of one agent."""
 
-    def __init__(self, node: _Node, registry: JobRegistry | None) -> None:
+    def __init__(self, node: Node, registry: JobRegistry | None) -> None:
         self._node = node
         self._config = node.config
         self._registry = registry

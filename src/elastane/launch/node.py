@@ -1,0 +1,140 @@
+"""What an agent has of its own on its machine: a name, a warden, a zygote, an event log, a port.
+
+Owns their order: the warden before anything that it is to end, the zygote at once, since its
+imports take longest. On the way out, nothing that was started here is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from elastane.agent.offers import OfferedPort
+from elastane.core.diagnosis import exit_text
+from elastane.core.notes import EventKind, Note
+from elastane.launch.config import LaunchConfig
+from elastane.observe import logging as say
+from elastane.observe.events import EventLog
+from elastane.runtime.execspawn import ExecSpawner
+from elastane.runtime.files import JobRegistry, NodeSlot, runtime_folder, safe_name
+from elastane.runtime.kernel import become_subreaper
+from elastane.runtime.process import Spawner
+from elastane.runtime.strays import kill_strays
+from elastane.runtime.warden import LEASH_VARIABLE, Warden
+from elastane.runtime.zygote.client import ZygoteSpawner
+
+_log = logging.getLogger("elastane.launch")
+# Between two starts of the warden, so that one that cannot live costs little.
+_WARDEN_PAUSE_S = 0.5
+
+
+@dataclass
+class Node:
+    """What an agent has of its own on this machine."""
+
+    config: LaunchConfig
+    id: str
+    leash: str
+    events: EventLog
+    warden: Warden
+    spawner: Spawner
+    port: OfferedPort
+
+    def tell(self, note: Note) -> None:
+        """Log a note of this agent's."""
+        say.tell(note)
+        self.events.tell(note, "agent")
+
+    def tell_as_coordinator(self, note: Note) -> None:
+        """Log a note of the coordinator's, which runs here."""
+        say.tell(note)
+        self.events.tell(note, "coordinator")
+
+
+def place(
+    config: LaunchConfig, host: str, stack: contextlib.ExitStack
+) -> tuple[JobRegistry | None, str]:
+    """Return where this machine's jobs are noted, and this agent's node id.
+
+    Where nothing can be written (a container with a read-only disk), the job runs all the same.
+    """
+    wished = config.node.node_id
+    try:
+        folder = runtime_folder(config.environment)
+        node_id = (
+            wished or stack.enter_context(NodeSlot.take(folder, config.spec.job, host)).node_id
+        )
+    except OSError as error:
+        _log.warning(
+            "elastane status will not find this job: %s; next: set XDG_RUNTIME_DIR or TMPDIR to a"
+            " folder that can be written [runtime-folder]",
+            error,
+        )
+        return None, wished or f"{safe_name(host)}.{secrets.token_hex(2)}"
+    return JobRegistry(folder), node_id
+
+
+@contextlib.asynccontextmanager
+async def node_of(config: LaunchConfig, node_id: str, host: str) -> AsyncIterator[Node]:
+    """Set up what the agent has on this machine, and take it down again."""
+    leash = uuid.uuid4().hex
+    become_subreaper()
+    warden = Warden(leash)
+    await warden.start()
+    events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
+    spawner = _spawner(config, leash, events, node_id)
+    port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner))
+    node = Node(config, node_id, leash, events, warden, spawner, port)
+    keeper = asyncio.create_task(_keep(warden))
+    await spawner.start()
+    try:
+        yield node
+    finally:
+        await spawner.close()
+        port.close()
+        await kill_strays()
+        keeper.cancel()
+        await warden.close()
+        events.close()
+
+
+async def _keep(warden: Warden) -> None:
+    """Start the warden again when it was killed: only it can end what outlives this agent."""
+    while True:
+        code = await warden.wait()
+        _log.warning("the warden ended (%s); another one takes its place", exit_text(code))
+        try:
+            await warden.start()
+        except OSError as error:
+            _log.error("no other warden: %s; a killed agent may leave processes behind", error)
+            return
+        await asyncio.sleep(_WARDEN_PAUSE_S)
+
+
+def _spawner(config: LaunchConfig, leash: str, events: EventLog, node_id: str) -> Spawner:
+    command = config.command
+    if not command.zygote:
+        return ExecSpawner(command.python)
+    kinds = {
+        "warm": EventKind.ZYGOTE_WARM,
+        "died": EventKind.ZYGOTE_DIED,
+        "problem": EventKind.ZYGOTE_PROBLEM,
+        "fallback": EventKind.ZYGOTE_FALLBACK,
+    }
+
+    def tell(kind: str, reason: str) -> None:
+        note = Note(kind=kinds[kind], reason=reason, node_id=node_id)
+        say.tell(note)
+        events.tell(note, "agent")
+
+    env = {**config.environment, LEASH_VARIABLE: leash}
+    env.pop("ELASTANE_TOKEN", None)
+    if config.node.local_world_size > 1:
+        # As each worker will have it: OpenMP reads it when torch is imported.
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return ZygoteSpawner(command.preload, env, command.python, tell)
