@@ -47,7 +47,7 @@ lint: env ## style, formatting, types and layers
 	$(BIN)/lint-imports
 
 test: lint ## lint, then all tests but the soak
-	$(BIN)/python -m pytest -m 'not soak' -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 bench: env ## elastane and torchrun side by side; prints the table, writes JSON
 	$(BIN)/python -m bench $(ARGS)

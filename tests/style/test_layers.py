@@ -80,7 +80,7 @@ def test_every_public_name_of_the_package_resolves():
 
 @pytest.mark.parametrize("path", package_files(), ids=short)
 def test_nothing_waits_by_wait_for(path):
-    """That of Python 3.11 loses a cancellation that comes with the result; asyncio.timeout does not."""
+    """That of Python 3.11 loses a cancellation that comes with the result."""
     calls = [
         node.lineno
         for node in ast.walk(tree_of(path))

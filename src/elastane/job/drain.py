@@ -30,8 +30,13 @@ _gave_up = False
 def should_checkpoint() -> bool:
     """Return whether to checkpoint now, before this worker is stopped.
 
-    Call it once a step, on every rank, at the same place. It is True at the same call on all
-    ranks; the call after that one waits until the worker is stopped.
+    Call it once a step, on every rank, at the same place:
+
+        while elastane.should_checkpoint():
+            save_checkpoint()
+
+    It is True at the same call on all ranks; the call after that one, here the loop's second,
+    waits until the worker is stopped. So no step is done after the checkpoint, and none redone.
     """
     page = _page
     if page is None:

@@ -34,9 +34,7 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             state.send(node, Alive(state.authority))
             return False
         case Ready():
-            node.ready = True
-            state.note_arrival()
-            state.tell(EventKind.NODE_READY, "its workers can start quickly", node.id)
+            _ready(state, node)
         case Leave(reason=reason):
             node.leaving = reason
             state.tell(EventKind.NODE_LEAVING, reason, node.id)
@@ -55,6 +53,14 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             return False
     state.refile(node)
     return True
+
+
+def _ready(state: State, node: Node) -> None:
+    node.ready = True
+    if state.phase is not Phase.FORMING:
+        # The last call counts from the join; a running job takes in those who are warm.
+        state.note_arrival()
+    state.tell(EventKind.NODE_READY, "its workers can start quickly", node.id)
 
 
 def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
