@@ -1,8 +1,6 @@
 """Where worker output goes: parsing, names, prefixes."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastane.core.model import Fence
 from elastane.errors import UsageError
@@ -14,7 +12,6 @@ from elastane.runtime.streams import (
     parse_ranks,
     parse_std_map,
     prefix_template,
-    safe_name,
 )
 from elastane.runtime.streams.plan import parse_rank_dir
 
@@ -56,20 +53,6 @@ def test_rank_list_takes_commas_and_spans():
 def test_wrong_rank_list_is_refused(text):
     with pytest.raises(UsageError, match="--local-ranks-filter"):
         parse_ranks(text)
-
-
-@given(st.text(max_size=400))
-def test_any_name_is_safe_as_one_component_of_a_path(name):
-    safe = safe_name(name)
-    assert safe not in ("", ".", "..")
-    assert "/" not in safe
-    assert "\0" not in safe
-    assert len(safe.encode()) <= 100
-
-
-def test_names_that_look_alike_once_they_are_safe_do_not_collide():
-    assert len({safe_name("a/b"), safe_name("a_b"), safe_name("a:b"), safe_name("../a_b")}) == 4
-    assert safe_name("train-7.b") == "train-7.b"
 
 
 def test_folder_of_a_worker_carries_round_attempt_and_rank_and_is_read_back():

@@ -62,8 +62,8 @@ def main(args: argparse.Namespace) -> int:
 def find_job(job: str, log_dir: str) -> Path:
     """Return the folder of a job that is given by its name or by a path."""
     from elastane.runtime import environment
+    from elastane.runtime.files import safe_name
     from elastane.runtime.streams.files import default_base_dir
-    from elastane.runtime.streams.plan import safe_name
 
     given = Path(job)
     if given.is_dir():

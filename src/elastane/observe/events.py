@@ -24,8 +24,9 @@ from elastane.observe.records import (
     encode_line,
     make_event,
 )
+from elastane.runtime.files import safe_name
 from elastane.runtime.streams.files import ensure_base_dir, open_append
-from elastane.runtime.streams.plan import NO_FILES, safe_name
+from elastane.runtime.streams.plan import NO_FILES
 from elastane.runtime.streams.writer import BackgroundWriter
 
 __all__ = ["EventLog", "EventReader", "LoggedEvent", "follow", "read_events"]

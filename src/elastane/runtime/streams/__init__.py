@@ -18,7 +18,6 @@ from elastane.runtime.streams.plan import (
     parse_ranks,
     parse_std_map,
     prefix_template,
-    safe_name,
 )
 
 __all__ = [
@@ -37,5 +36,4 @@ __all__ = [
     "parse_std_map",
     "prefix_template",
     "process_console",
-    "safe_name",
 ]

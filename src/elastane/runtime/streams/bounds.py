@@ -43,8 +43,6 @@ TAIL_BYTES_MAX = 8 << 10
 # Entries of a time index at the full rate; each further such number halves the rate, so a file
 # that grows for a week at ten looks a second has 46,000 entries of 16 bytes.
 INDEX_EPOCH_ENTRIES = 4096
-# Characters of a job's, node's or host's name in a path; POSIX bounds a whole name at 255.
-PATH_NAME_CHARS_MAX = 100
 # Workers of one log that write to the same fence and rank again: names tried for an error file.
 ERROR_FILES_MAX = 1000
 

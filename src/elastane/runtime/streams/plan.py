@@ -7,7 +7,6 @@ It fails with `UsageError`, which names the value and the valid choices.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag
@@ -16,7 +15,7 @@ from string import Template
 
 from elastane.core.model import Fence
 from elastane.errors import UsageError
-from elastane.runtime.streams.bounds import PATH_NAME_CHARS_MAX
+from elastane.runtime.files import safe_name
 
 # torchrun's is "[${role_name}${rank}]:"; ranks change, so ours says where and in which round.
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${rank} ${node} r${round}.${attempt}]: "
@@ -26,7 +25,6 @@ NO_FILES = ("", "/dev/null")
 
 _STD_MAP = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
 _RANK_DIR = re.compile(r"round_(\d+)/attempt_(\d+)/rank_(\d+)")
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class Std(IntFlag):
@@ -82,18 +80,6 @@ def parse_ranks(text: str, *, option: str = "--local-ranks-filter") -> frozenset
 def prefix_template(environ: Mapping[str, str]) -> str:
     """Return the console's prefix template: the one of the environment, or elastane's own."""
     return environ.get(PREFIX_TEMPLATE_ENV) or DEFAULT_PREFIX_TEMPLATE
-
-
-def safe_name(name: str) -> str:
-    """Return `name` fit to be one component of a path: bounded, never empty, `.` or `..`.
-
-    A name that had to be changed carries a digest of the original, so that no two collide.
-    """
-    safe = _UNSAFE.sub("_", name).lstrip(".")[:PATH_NAME_CHARS_MAX]
-    if safe == name and safe:
-        return safe
-    digest = f"{zlib.crc32(name.encode('utf-8', 'surrogateescape')):08x}"
-    return f"{safe[: PATH_NAME_CHARS_MAX - 9] or '_'}-{digest}"
 
 
 @dataclass(frozen=True, slots=True)
