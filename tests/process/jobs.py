@@ -23,6 +23,7 @@ from typing import Self
 from elastane.core.notes import EventKind
 from elastane.observe.events import read_events
 from elastane.observe.records import LoggedEvent
+from elastane.runtime.files import process_start
 
 SCRIPT = Path(__file__).parent / "scripts" / "member_steps.py"
 LONE = SCRIPT.with_name("lone_coordinator.py")
@@ -260,6 +261,11 @@ def until(condition: Callable[[], object], what: str, deadline_s: float = DEADLI
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
         time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process lives: a zombie that waits for whoever adopted it does not."""
+    return bool(process_start(pid))
 
 
 def left_over(mark: str) -> list[tuple[int, str]]:

@@ -57,6 +57,7 @@ def main() -> None:
         if stop or trainer.step % options.checkpoint_every == 0:
             trainer.save(folder / "checkpoint.pt")
         if stop:
+            dist.destroy_process_group()  # a group that is left open may abort at exit
             sys.exit(128 + signal.SIGTERM)
         time.sleep(options.step_delay)
 
