@@ -1,27 +1,58 @@
-"""A killed worker is recovered every time, whatever the number of workers and nodes."""
+"""A killed worker is recovered every time, whatever the number of workers and nodes.
+
+torchrun 2.13 by default lets an attempt read the store of the one before, and recovered a killed
+worker in 7 of 26 runs on a machine like this (0 of 14 with four workers).
+"""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+from pathlib import Path
+
 import pytest
+from jobs import Job, newest
 
 from bench.harness import ELASTANE
-from bench.recovery import CASES, worker_kill
+from bench.recovery import CASES, split, worker_kill
 
 KILLS = 100
 CHECKPOINT_EVERY = 10
 
 
+def kill_in_a_row(folder: Path, workers: int, nodes: int, kills: int) -> Job:
+    """Kill a worker of each attempt of one job, any rank, once it trains; all must be recovered."""
+    rng = random.Random(f"{workers} workers, {nodes} nodes")
+    budget = ("--max-restarts", str(kills))
+    with Job(folder, nnodes=str(nodes), options=budget, conf="crash_loop=0") as job:
+        for index, share in enumerate(split(workers, nodes)):
+            job.start("ab"[index], nproc=share)
+        fence = None
+        for done in range(kills + 1):
+            step = job.wait_step(world=workers, fence=fence)
+            assert step.restarts == done
+            fence = (step.round, step.attempt)
+            victims = {s.rank: s.pid for s in newest(job.seen())}
+            if done < kills:
+                os.kill(victims[rng.randrange(workers)], signal.SIGKILL)
+    return job
+
+
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("workers", "nodes"), CASES)
-def test_a_killed_worker_is_recovered_100_times_of_100(workers, nodes):
-    samples = [worker_kill(ELASTANE, workers, nodes) for _ in range(KILLS)]
-    lost = [index for index, sample in enumerate(samples) if sample.seconds is None]
-    assert not lost, f"kills {lost} of {KILLS} were not recovered"
-    assert max(sample.redone or 0 for sample in samples) <= CHECKPOINT_EVERY
+def test_a_killed_worker_is_recovered_100_times_of_100(tmp_path, workers, nodes):
+    kill_in_a_row(tmp_path, workers, nodes, KILLS)
 
 
 @pytest.mark.parametrize(("workers", "nodes"), [(2, 1), (4, 1), (3, 2)])
-def test_a_killed_worker_is_recovered_and_redoes_at_most_what_was_not_checkpointed(workers, nodes):
-    sample = worker_kill(ELASTANE, workers, nodes)
+def test_workers_killed_in_a_row_are_all_recovered_in_the_same_round(tmp_path, workers, nodes):
+    job = kill_in_a_row(tmp_path, workers, nodes, 5)
+    assert {(s.round, s.attempt) for s in job.seen()} == {(1, attempt) for attempt in range(6)}
+
+
+def test_a_killed_worker_costs_at_most_what_was_not_checkpointed():
+    sample = worker_kill(ELASTANE, 2, 1)
     assert sample.seconds is not None
     assert 0 <= (sample.redone or 0) <= CHECKPOINT_EVERY
