@@ -8,7 +8,6 @@ started is a failed worker, with the error as its message.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -16,9 +15,9 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from elastane.agent.environment import RunFacts, WorkerFacts, worker_args, worker_environment
+from elastane.agent.lastwords import LastWords, read_last_words
 from elastane.agent.offers import OfferedPort
 from elastane.core.diagnosis import exit_text
 from elastane.core.events import (
@@ -37,7 +36,7 @@ from elastane.runtime.offload import Offload
 from elastane.runtime.page import Page
 from elastane.runtime.process import Spawner, WorkerCommand, WorkerKind, WorkerProcess
 from elastane.runtime.strays import kill_strays
-from elastane.runtime.streams import GroupStreams, LogPlan, WorkerStreams, last_lines
+from elastane.runtime.streams import GroupStreams, LogPlan, WorkerStreams
 
 _log = logging.getLogger("elastane.workers")
 # The page's descriptor in every worker: above what programs open by themselves.
@@ -191,7 +190,9 @@ class WorkerGroup:
         try:
             worker.process = await self.setup.spawner.spawn(self._command(worker))
         except (ElastaneError, OSError) as error:
-            failure = self._failure(worker, 0, _EXIT_NOT_STARTED, f"not started: {error}")
+            failure = self._failure(
+                worker, 0, _EXIT_NOT_STARTED, LastWords(f"not started: {error}")
+            )
             self.post(WorkerFailed(self.assignment.fence, failure))
             return
         self._watches.add(self._spawn_task(self._watch(worker, worker.process)))
@@ -223,15 +224,15 @@ class WorkerGroup:
             self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank))
             return
         try:
-            read = partial(_last_words, worker.streams)
-            message = await self.setup.offload.run(read, _WORDS_WAIT_S)
+            read = partial(read_last_words, worker.streams)
+            words = await self.setup.offload.run(read, _WORDS_WAIT_S)
         except TimeoutError:
-            message = ""  # The log folder hangs; that a worker failed must be told all the same.
-        failure = self._failure(worker, process.pid, code, message, time.monotonic() - ended_s)
+            words = LastWords()  # The log folder hangs; the failure must be told all the same.
+        failure = self._failure(worker, process.pid, code, words, time.monotonic() - ended_s)
         self.post(WorkerFailed(self.assignment.fence, failure))
 
     def _failure(
-        self, worker: _Worker, pid: int, code: int, message: str, age_s: float = 0.0
+        self, worker: _Worker, pid: int, code: int, words: LastWords, age_s: float = 0.0
     ) -> Failure:
         return Failure(
             local_rank=worker.local_rank,
@@ -239,8 +240,8 @@ class WorkerGroup:
             pid=pid,
             exit_code=code,
             age_s=age_s,
-            message=message[-FAILURE_TEXT_CHARS_MAX:],
-            error_file=worker.streams.error_file,
+            message=words.message[-FAILURE_TEXT_CHARS_MAX:],
+            error_file=words.error_file,
             log_file=worker.streams.stderr_path,
         )
 
@@ -346,19 +347,3 @@ async def _wait_all(processes: list[WorkerProcess]) -> None:
 
 async def _wait_set(event: asyncio.Event) -> None:
     await event.wait()
-
-
-def _last_words(streams: WorkerStreams) -> str:
-    """Return what the worker's error file says, or the end of its stderr, or nothing."""
-    try:
-        found = json.loads(Path(streams.error_file).read_bytes()[: 1 << 20])
-        message = found.get("message", "") if isinstance(found, dict) else ""
-        if isinstance(message, dict):
-            extra = message.get("extraInfo")
-            stack = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
-            message = stack or message.get("message", "")
-        if message:
-            return str(message)
-    except (OSError, ValueError):
-        pass  # No error file, or one that was cut off: stderr may say more.
-    return last_lines(streams.stderr_path) if streams.stderr_path else ""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elastane.errors import UsageError
 from elastane.launch.config import Command
+from elastane.launch.facts import torch_build
 from elastane.launch.parser import Options
 from elastane.runtime.process import WorkerKind
 from elastane.runtime.streams.files import default_base_dir
@@ -35,6 +36,8 @@ def read_command(options: Options, environ: Mapping[str, str]) -> Command:
     zygote = kind != "exec" and same_python and not options.flag("no_zygote")
     _check_target(kind, options.script)
     preload = [name.strip() for name in options.text("preload").split(",")]
+    if "preload" not in options.given and not torch_build():
+        preload = []  # The default is torch and its parts; a job without torch needs none.
     return Command(
         kind=kind,
         target=options.script,
