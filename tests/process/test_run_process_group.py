@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_process_group_forms(tmp_path: Path, options: tuple[str, ...]) -> None
 
 def test_a_process_group_forms_for_programs_that_start_python_themselves(tmp_path: Path) -> None:
     write_script(tmp_path, ONCE)
-    shell = write_script(tmp_path, "#!/bin/sh\nexec python script.py\n", "job.sh")
+    shell = write_script(tmp_path, f"#!/bin/sh\nexec {sys.executable} script.py\n", "job.sh")
     words = ("--standalone", "--log-dir", "logs", "--nproc-per-node", "2", "--no-python")
     with words_agent(tmp_path, *words, f"./{shell}") as one:
         assert one.wait(60) == 0, one.err
