@@ -12,7 +12,7 @@ import pytest
 from jobs import Agent, Job, free_port, newest, ranks
 
 from elastane.core.notes import EventKind
-from elastane.launch.facts import torch_build
+from elastane.launcher.facts import torch_build
 
 
 @pytest.fixture(scope="module")

@@ -39,8 +39,19 @@ def test_core_does_no_io(path):
     assert not {"open", "print", "input"} & set(calls)
 
 
-# The processes of workers: their environment is how they are told who they are.
-_WORKER_SIDE = ("runtime/zygote/", "job/", "examples/")
+# torch's own launcher: we are in its place, and its packages may change under us.
+_TORCHS_OWN = ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
+
+
+@pytest.mark.parametrize("path", package_files(), ids=short)
+def test_only_the_torchrun_plug_in_meets_torchs_own_launcher(path):
+    found = [name for name in _imported(path) if name.startswith(_TORCHS_OWN)]
+    assert not found or path.name == "torchrun.py", f"{short(path)} imports {found}"
+
+
+# The processes of workers: their environment is how they are told who they are. `elastic` and
+# `integrations` are imported there too.
+_WORKER_SIDE = ("runtime/zygote/", "job/", "examples/", "elastic/", "integrations/")
 
 
 def test_one_module_of_the_control_plane_reads_the_environment():

@@ -3,8 +3,8 @@
 import pytest
 
 from elastane.errors import UsageError
-from elastane.launch.options import BY_DEST, TABLE
-from elastane.launch.parser import parse, split
+from elastane.launcher.options import BY_DEST, TABLE
+from elastane.launcher.parser import parse, split
 
 
 def read(*argv, **environ):

@@ -4,7 +4,7 @@ import pytest
 
 from elastane.core.limits import Timing, check
 from elastane.errors import ConfigurationError, UsageError
-from elastane.launch.conf import read_conf, timing_of
+from elastane.launcher.conf import read_conf, timing_of
 
 
 def timing(text):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from elastane.launch.parser import RunParser as Parser
-from elastane.launch.parser import add_options, read
+from elastane.launcher.parser import RunParser as Parser
+from elastane.launcher.parser import add_options, read
 
 __all__ = ["Parser", "configure", "main"]
 
@@ -18,13 +18,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Build the configuration and launch; returns the agent's exit code."""
-    from elastane.launch.build import build
+    from elastane.launcher.build import build
     from elastane.runtime import environment
 
     environ = environment.snapshot()
     config = build(read(args, environ), environ)
     for note in config.notes:
         print(f"elastane: {note}", file=sys.stderr)
-    from elastane.launch.main import launch
+    from elastane.launcher.main import launch
 
     return launch(config)

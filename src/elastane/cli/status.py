@@ -86,7 +86,7 @@ def _views(args: argparse.Namespace, job: str) -> list[_View]:
 
 def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
     """Ask at an address; whatever stands against it is raised."""
-    from elastane.launch.secret import read_token
+    from elastane.launcher.secret import read_token
     from elastane.runtime import environment
     from elastane.runtime.endpoint import parse_endpoint
 
@@ -153,7 +153,7 @@ def _ask(endpoint: str, job: str, token: str, tls: TlsConfig | None) -> Report:
 
 
 def _tls(args: argparse.Namespace) -> TlsConfig | None:
-    from elastane.launch.secret import read_tls
+    from elastane.launcher.secret import read_tls
     from elastane.runtime.tls import TlsConfig
 
     files = read_tls((args.tls_cert, args.tls_key, args.tls_ca))

@@ -11,10 +11,10 @@ import sys
 from elastane.core.notes import Note
 from elastane.core.wire import derive_secret
 from elastane.errors import ElastaneError
-from elastane.launch.build import build
-from elastane.launch.hosting import Hosting
-from elastane.launch.parser import parse
-from elastane.launch.seat import EndpointSeat, StoreSeat
+from elastane.launcher.build import build
+from elastane.launcher.hosting import Hosting
+from elastane.launcher.parser import parse
+from elastane.launcher.seat import EndpointSeat, StoreSeat
 from elastane.observe.events import EventLog
 from elastane.runtime import environment
 from elastane.runtime.endpoint import Endpoint

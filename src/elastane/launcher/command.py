@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastane.errors import UsageError
-from elastane.launch.config import Command
-from elastane.launch.facts import torch_build
-from elastane.launch.parser import Options
+from elastane.launcher.config import Command
+from elastane.launcher.facts import torch_build
+from elastane.launcher.parser import Options
 from elastane.runtime.process import WorkerKind
 from elastane.runtime.streams.files import default_base_dir
 from elastane.runtime.streams.plan import (

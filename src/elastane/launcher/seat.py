@@ -16,7 +16,7 @@ from elastane.core.events import AuthorityChanged
 from elastane.core.limits import CLOSE_S, Timing
 from elastane.core.model import Record
 from elastane.errors import ConfigurationError, ElastaneError, RendezvousError, StoreError
-from elastane.launch.hosting import Hosting, Takeover
+from elastane.launcher.hosting import Hosting, Takeover
 from elastane.runtime.endpoint import Endpoint, is_mine, listen, local_addresses, resolve
 from elastane.stores.election import Election
 from elastane.stores.jobs import JobKeys

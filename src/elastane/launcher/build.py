@@ -12,13 +12,13 @@ from dataclasses import replace
 from elastane.core.limits import Timing
 from elastane.core.model import JobSpec
 from elastane.errors import ConfigurationError, UsageError
-from elastane.launch import backend, facts, identity
-from elastane.launch.command import read_command, read_logs, read_signals
-from elastane.launch.conf import Conf, read_conf, timing_of
-from elastane.launch.config import LaunchConfig, NodeWish, Rendezvous
-from elastane.launch.options import TABLE
-from elastane.launch.parser import Options
-from elastane.launch.secret import secured
+from elastane.launcher import backend, facts, identity
+from elastane.launcher.command import read_command, read_logs, read_signals
+from elastane.launcher.conf import Conf, read_conf, timing_of
+from elastane.launcher.config import LaunchConfig, NodeWish, Rendezvous
+from elastane.launcher.options import TABLE
+from elastane.launcher.parser import Options
+from elastane.launcher.secret import secured
 
 
 def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from elastane.errors import ConfigurationError, ElastaneError, UsageError
-from elastane.launch.build import build, read_nnodes, read_nproc
-from elastane.launch.facts import cpu_count
-from elastane.launch.parser import parse
+from elastane.launcher.build import build, read_nnodes, read_nproc
+from elastane.launcher.facts import cpu_count
+from elastane.launcher.parser import parse
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from pathlib import PurePath
 
 from elastane.core.limits import NAME_CHARS_MAX
 from elastane.errors import ConfigurationError
-from elastane.launch.config import Rendezvous
-from elastane.launch.parser import Options
+from elastane.launcher.config import Rendezvous
+from elastane.launcher.parser import Options
 
 _STEM_CHARS_MAX = 40
 _UNSPECIFIED = ("", "none")

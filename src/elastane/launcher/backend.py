@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.launch.conf import Conf
-from elastane.launch.config import Backend, Rendezvous
-from elastane.launch.parser import Options
+from elastane.launcher.conf import Conf
+from elastane.launcher.config import Backend, Rendezvous
+from elastane.launcher.parser import Options
 from elastane.runtime.endpoint import Endpoint, parse_endpoint
 
 PORT = 29400  # torchrun's for c10d

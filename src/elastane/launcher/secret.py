@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.launch.conf import Conf
-from elastane.launch.config import Rendezvous, Tls
-from elastane.launch.parser import Options
+from elastane.launcher.conf import Conf
+from elastane.launcher.config import Rendezvous, Tls
+from elastane.launcher.parser import Options
 
 # A secret is a line; a file that is larger was named by mistake.
 _TOKEN_CHARS_MAX = 4096

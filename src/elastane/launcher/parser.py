@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastane.errors import UsageError
-from elastane.launch.options import BY_DEST, TABLE, Option
+from elastane.launcher.options import BY_DEST, TABLE, Option
 
 _BY_NAME = {option.name: option for option in TABLE}
 _BY_SHORT = {option.short: option for option in TABLE if option.short}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from elastane.agent.offers import OfferedPort
 from elastane.core.diagnosis import exit_text
 from elastane.core.notes import EventKind, Note
-from elastane.launch.config import LaunchConfig
+from elastane.launcher.config import LaunchConfig
 from elastane.observe import logging as say
 from elastane.observe.events import EventLog
 from elastane.runtime.execspawn import ExecSpawner
@@ -28,7 +28,7 @@ from elastane.runtime.strays import kill_strays
 from elastane.runtime.warden import LEASH_VARIABLE, Warden
 from elastane.runtime.zygote.client import ZygoteSpawner
 
-_log = logging.getLogger("elastane.launch")
+_log = logging.getLogger("elastane.launcher")
 # Between two starts of the warden, so that one that cannot live costs little.
 _WARDEN_PAUSE_S = 0.5
 

@@ -27,11 +27,11 @@ from elastane.core.model import NodeSpec, Outcome
 from elastane.core.notes import EventKind, Note
 from elastane.core.wire import derive_secret
 from elastane.errors import ElastaneError, ExitCode
-from elastane.launch.config import LaunchConfig
-from elastane.launch.facts import versions
-from elastane.launch.hosting import Hosting
-from elastane.launch.node import Node, node_of, place
-from elastane.launch.seat import EndpointSeat, Seat, StoreSeat
+from elastane.launcher.config import LaunchConfig
+from elastane.launcher.facts import versions
+from elastane.launcher.hosting import Hosting
+from elastane.launcher.node import Node, node_of, place
+from elastane.launcher.seat import EndpointSeat, Seat, StoreSeat
 from elastane.observe import logging as say
 from elastane.observe.box import render_box
 from elastane.runtime import rpc
@@ -41,7 +41,7 @@ from elastane.runtime.tls import TlsConfig
 from elastane.stores.jobs import JobKeys
 from elastane.stores.registry import make_store
 
-_log = logging.getLogger("elastane.launch")
+_log = logging.getLogger("elastane.launcher")
 # Sessions of a large job on the coordinator's host; the hard limit is the administrator's.
 _DESCRIPTORS_WANTED = 65536
 

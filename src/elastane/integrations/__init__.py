@@ -1,0 +1,1 @@
+"""Where elastane meets other launchers and frameworks; each module imports what it is named for."""
