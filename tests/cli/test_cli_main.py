@@ -24,7 +24,10 @@ def run(*argv, **changes):
     )
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], *([v, "--help"] for v in cli.VERBS)])
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["--version"], ["run", "--show-config"], *([v, "--help"] for v in cli.VERBS)],
+)
 def test_help_imports_nothing_heavy(argv):
     code = (
         "import sys; from elastane.cli.main import main; code = main(sys.argv[1:]);"
@@ -71,6 +74,44 @@ def test_an_unknown_verb_gets_the_nearest(capsys):
     assert "did you mean run?" in capsys.readouterr().err
     assert cli.main(["train.py"]) == ExitCode.USAGE
     assert "elastane run train.py" in capsys.readouterr().err
+
+
+def test_a_module_that_is_no_verb_is_named_where_it_is_typed_as_one(capsys):
+    assert cli.main(["launch", "x.py"]) == ExitCode.USAGE
+    assert "python -m elastane.launch" in capsys.readouterr().err
+
+
+def test_the_older_launchers_help_has_its_option_and_its_name(capsys):
+    assert cli.main_of("launch", ["--help"], "python -m elastane.launch") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: python -m elastane.launch")
+    assert "--use-env" in out
+    assert cli.main(["run", "--use-env", "x.py"]) == ExitCode.USAGE
+
+
+def test_the_older_launcher_refuses_a_program_that_may_not_know_local_rank(capsys):
+    assert cli.main_of("launch", ["--no-python", "sh"], "launch") == ExitCode.USAGE
+    assert "--use-env with --no-python" in capsys.readouterr().err
+
+
+def test_run_can_be_called_as_torchruns_main_is(capsys):
+    from elastane.run import main
+
+    main(["--show-config"])
+    assert "--nnodes" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["--nnodes", "0", __file__])
+    assert caught.value.code == ExitCode.USAGE
+
+
+def test_a_missing_script_says_which_option_took_it(capsys):
+    assert cli.main(["run", "--tee", "train.py"]) == ExitCode.USAGE
+    assert "--tee took train.py as its value" in capsys.readouterr().err
+
+
+def test_a_signal_without_its_beginning_gets_the_nearest(capsys):
+    assert cli.main(["run", "--signals-to-handle", "TERM", __file__]) == ExitCode.USAGE
+    assert "did you mean SIGTERM?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

@@ -6,6 +6,9 @@ import asyncio
 import json
 import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "shared"))
 
 from store_harness import connect
 

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from etcd_server import shared_cluster
+from registers import FileRegister, MemoryRegister
+
 from elastane.stores.file import FileStore
 from elastane.stores.memory import MemoryBackend, MemoryStore
 from elastane.stores.protocol import Store
+from elastane.stores.register import RegisterStore
+from elastane.stores.registry import make_store
 
 DEADLINE_S = 20.0
 
 
 class Harness:
     specification: str | None = None
+    # Whether an entry with a ttl goes by itself: only where there is a server.
+    forgets = True
+    # How long after its end a lease may still be refused to others.
+    late_s = 0.3
 
     def client(self) -> Store:
         raise NotImplementedError
@@ -35,6 +45,8 @@ class MemoryHarness(Harness):
 
 
 class FileHarness(Harness):
+    forgets = False
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "store"
         self.specification = f"file:{self.folder}"
@@ -43,11 +55,62 @@ class FileHarness(Harness):
         return FileStore(self.folder, poll_s=0.02)
 
 
-HARNESSES: dict[str, Callable[[Path], Harness]] = {"memory": MemoryHarness, "file": FileHarness}
+class RegisterHarness(Harness):
+    forgets = False
+
+    def __init__(self, folder: Path) -> None:
+        self.register = MemoryRegister()
+
+    def client(self) -> Store:
+        return RegisterStore(self.register, "memory", poll_s=0.02)
+
+
+class FileRegisterHarness(Harness):
+    forgets = False
+
+    def __init__(self, folder: Path) -> None:
+        self.specification = f"register:{folder / 'register'}"
+
+    def client(self) -> Store:
+        return connect(self.specification)
+
+
+class EtcdHarness(Harness):
+    """A real server, one for all tests of this process, and a prefix for each test."""
+
+    # Leases of the server's take whole seconds, and 2 at least.
+    late_s = 3.5
+
+    def __init__(self, folder: Path, kind: str, members: int) -> None:
+        extra = ("--enable-v2",) if kind == "etcd-v2" else ()
+        self.cluster = shared_cluster(members, extra)
+        prefix = f"test-{secrets.token_hex(6)}"
+        self.specification = f"{kind}:{self.cluster.endpoint}#{prefix}"
+
+    def client(self) -> Store:
+        return connect(self.specification)
+
+
+HARNESSES: dict[str, Callable[[Path], Harness]] = {
+    "register": RegisterHarness,
+    "file register": FileRegisterHarness,
+    "memory": MemoryHarness,
+    "file": FileHarness,
+    "etcd": functools.partial(EtcdHarness, kind="etcd", members=1),
+    "etcd of three": functools.partial(EtcdHarness, kind="etcd", members=3),
+    "etcd-v2": functools.partial(EtcdHarness, kind="etcd-v2", members=1),
+}
 
 
 def connect(specification: str) -> Store:
     kind, _, rest = specification.partition(":")
+    if kind == "register":
+        return RegisterStore(FileRegister(Path(rest)), rest, poll_s=0.02)
+    if kind in ("etcd", "etcd-v2"):
+        endpoint, _, prefix = rest.rpartition("#")
+        store = make_store(kind, endpoint, {"etcd_prefix": prefix})
+        assert store is not None
+        return store
     assert kind == "file", kind
     return FileStore(Path(rest), poll_s=0.02)
 

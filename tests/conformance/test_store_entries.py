@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_harness import Harness, asynchronous
+from store_harness import Harness, asynchronous, until
 
 from elastane.core.limits import STORE_VALUE_BYTES_MAX
 from elastane.errors import ConfigurationError
@@ -219,3 +219,20 @@ def test_writers_in_several_processes_are_linearisable(harness: Harness) -> None
         for after in writes:
             if before["ended"] < after["begun"]:
                 assert before["version"] <= after["saw"], "a read missed a write that had ended"
+
+
+@asynchronous
+async def test_an_entry_with_a_ttl_goes_by_itself_where_there_is_a_server(harness: Harness) -> None:
+    store = harness.client()
+    short = await store.compare_and_set("short", b"1", 0, ttl_s=0.5)
+    again = await store.compare_and_set("again", b"1", 0, ttl_s=0.5)
+    again = await store.compare_and_set("again", b"2", again.version)
+    if harness.forgets:
+        await until(lambda: _is_absent(store, "short"), "the entry goes")
+        with pytest.raises(ConflictError):
+            await store.compare_and_set("short", b"2", short.version)
+    assert await store.get("again") == again
+
+
+async def _is_absent(store: Store, key: str) -> bool:
+    return await store.get(key) is None

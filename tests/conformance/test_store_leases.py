@@ -62,7 +62,7 @@ async def test_a_silent_holder_stops_before_another_takes_the_lease(harness: Har
         return found
 
     second = await until(take, "the lease runs out")
-    assert TTL_S * 0.9 <= time.monotonic() - begun < TTL_S + 0.3
+    assert TTL_S * 0.9 <= time.monotonic() - begun < TTL_S + harness.late_s
     assert not lease.held()
     assert lease.remaining_s() <= 0
     assert second.term > lease.term

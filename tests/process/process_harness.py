@@ -65,7 +65,7 @@ def worker_environment(**more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name in ("PATH", "HOME", "VIRTUAL_ENV", "TMPDIR")
     }
-    return {**kept, "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", **more}
+    return {**kept, "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", "PYTHONFAULTHANDLER": "1", **more}
 
 
 def command(

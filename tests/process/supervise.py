@@ -241,12 +241,16 @@ def agent(
 
 
 @contextmanager
-def words_agent(folder: Path, *words: str, **env: str) -> Iterator[Agent]:
-    """Run `elastane run` with exactly these words, output in files."""
+def words_agent(
+    folder: Path, *words: str, lead: tuple[str, ...] = (), **env: str
+) -> Iterator[Agent]:
+    """Run `elastane run` with exactly these words, output in files; `lead` goes before it."""
     one = Agent(folder)
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         try:
-            one.start(*words, stdio=(subprocess.DEVNULL, out.fileno(), err.fileno()), **env)
+            one.start(
+                *words, stdio=(subprocess.DEVNULL, out.fileno(), err.fileno()), lead=lead, **env
+            )
             yield one
         finally:
             one.kill_all()

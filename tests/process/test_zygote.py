@@ -370,7 +370,7 @@ def test_fifty_forks_leave_nothing(
     assert zygote.pid is not None and children_of(zygote.pid) == []
 
 
-def test_a_terminal_is_line_buffered_and_a_pipe_is_not(
+def test_streams_are_unbuffered_as_by_python_dash_u_on_a_terminal_and_on_a_pipe(
     runner: asyncio.Runner, zygote: ZygoteSpawner, tmp_path: Path
 ) -> None:
     script = tmp_path / "tty.py"
@@ -389,7 +389,7 @@ def test_a_terminal_is_line_buffered_and_a_pipe_is_not(
         assert await ended(worker) == 0
         return os.read(read, 100).decode()
 
-    assert runner.run(scenario((slave, slave, slave))) == "110 110 110"
-    assert runner.run(scenario((read, write, write))) == "000 000 100"
+    assert runner.run(scenario((slave, slave, slave))) == "011 011 011"
+    assert runner.run(scenario((read, write, write))) == "001 001 001"
     for fd in (read, write, master, slave):
         os.close(fd)

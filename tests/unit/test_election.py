@@ -312,7 +312,7 @@ def test_each_backend_has_its_store_or_none(tmp_path) -> None:
 
 
 def test_an_unknown_backend_is_refused_with_the_valid_names() -> None:
-    for name, what in (("zookeper", "is unknown"), ("etcd", "is not built yet")):
+    for name, what in (("zookeper", "is unknown"), ("kubernetes", "is not built yet")):
         with pytest.raises(ConfigurationError, match=what) as error:
             make_store(name, "", {})
         assert all(known in error.value.expected for known in backends())

@@ -74,7 +74,7 @@ def test_default_level_shows_what_a_person_must_know_and_no_more():
     assert EventKind.NODE_REFUSED in shown
     assert not shown & {EventKind.NODE_JOINED, EventKind.ROUND_SETTLED, EventKind.WORKERS_STARTED}
     failed = Note(kind=EventKind.JOB_ENDED, reason="", data={"ok": False})
-    assert note_level(failed) == logging.WARNING
+    assert note_level(failed) == logging.INFO, "the closing box says it"
 
 
 def test_setup_twice_says_each_line_once():

@@ -8,8 +8,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.core.model import Fence
+from elastane.core.group import failure_data
+from elastane.core.model import Cause, Failure, Fence
 from elastane.core.notes import EventKind, Note
+from elastane.core.rendezvous.ending import cause_data
 from elastane.observe.records import (
     LINE_BYTES_MAX,
     LoggedEvent,
@@ -108,7 +110,8 @@ def told_fields():
             if not (isinstance(kind, ast.Attribute) and ast.unparse(kind.value) == "EventKind"):
                 continue
             data = named.pop("data", None)
-            fields = set(named) - {"kind", "reason", "node_id", "fence"}
+            # None is a ** of fields that a test of their own holds to the page.
+            fields = set(named) - {"kind", "reason", "node_id", "fence", None}
             if isinstance(data, ast.Dict):
                 fields |= {key.value for key in data.keys if isinstance(key, ast.Constant)}
             yield EventKind[kind.attr].value, fields
@@ -120,3 +123,13 @@ def test_every_data_field_that_the_sources_tell_is_documented():
     for kind, fields in told:
         for field in fields:
             assert f"`{field}`" in sections()[kind], f"{kind}: {field} is not in docs/events.md"
+
+
+def test_every_field_of_a_failed_worker_and_of_a_cause_is_documented():
+    failure = Failure(local_rank=0, rank=0, pid=1, exit_code=1)
+    page = sections()
+    for field in failure_data(failure, stopped=False):
+        assert f"`{field}`" in page["worker-exited"], field
+    cause = Cause(kind="worker", what="x", failure=failure)
+    for field in cause_data(cause):
+        assert f"`{field}`" in page["restart"] and f"`{field}`" in page["job-ended"], field

@@ -4,7 +4,7 @@ import pytest
 
 from elastane.errors import UsageError
 from elastane.launcher.options import BY_DEST, TABLE
-from elastane.launcher.parser import parse, split
+from elastane.launcher.parser import RunParser, Settings, parse
 
 
 def read(*argv, **environ):
@@ -105,6 +105,20 @@ def test_a_typo_gets_the_nearest_name(typo, meant):
     assert meant in caught.value.expected
 
 
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("--use_env", "leave it out"),
+        ("--autotune_level=1", "BAGUA_AUTOTUNE,"),
+        ("--default-bucket-size", "BAGUA_DEFAULT_BUCKET_SIZE"),
+    ],
+)
+def test_an_option_of_another_launcher_gets_what_to_write_in_its_place(option, instead):
+    with pytest.raises(UsageError) as caught:
+        read(option, "s.py")
+    assert instead in caught.value.next_step
+
+
 def test_a_missing_script_or_value_is_a_usage_error():
     for argv in ([], ["--nnodes", "2"], ["--nnodes"], ["--start-method", "x", "s.py"]):
         with pytest.raises(UsageError):
@@ -113,8 +127,49 @@ def test_a_missing_script_or_value_is_a_usage_error():
         read("s.py", PET_START_METHOD="thread")
 
 
-def test_a_value_may_begin_with_a_dash():
+def test_a_negative_number_is_a_value_and_an_option_is_none():
     assert read("--node-rank", "-1", "s.py").text("node_rank") == "-1"
+    assert read("--role=-x", "s.py").text("role") == "-x"
+    # A forgotten value never swallows the option after it.
+    with pytest.raises(UsageError, match="--log-dir without a value, and --standalone"):
+        read("--log-dir", "--standalone", "s.py")
+
+
+def test_a_flag_takes_no_value():
+    with pytest.raises(UsageError, match="--standalone takes no value, and has 'yes'"):
+        read("--standalone=yes", "s.py")
+
+
+def test_no_script_is_a_usage_error_unless_only_the_configuration_is_asked_for():
+    with pytest.raises(UsageError, match="no script"):
+        read("--nnodes", "2")
+    assert read("--nnodes", "2", "--show-config").script == ""
+
+
+def test_a_choice_that_is_none_gets_the_nearest():
+    with pytest.raises(UsageError) as caught:
+        read("--start-method", "forkservre", "s.py")
+    assert "did you mean forkserver?" in caught.value.expected
+
+
+def test_each_value_knows_where_it_is_from():
+    settings = Settings("/p/elastane.toml", {"role": "f", "nnodes": "4", "tee": "3"})
+    options = parse(["--tee", "1", "s.py"], {"PET_NNODES": "2"}, settings=settings)
+    assert str(options.origin("tee")) == "command line"
+    assert str(options.origin("nnodes")) == "variable PET_NNODES"
+    assert str(options.origin("role")) == "file /p/elastane.toml"
+    assert str(options.origin("rdzv_id")) == "default"
+    assert [options.text(dest) for dest in ("tee", "nnodes", "role")] == ["1", "2", "f"]
+
+
+def test_a_bad_value_is_told_with_where_it_is_from():
+    for argv, environ, where in (
+        (["--max-restarts", "x"], {}, "command line"),
+        ([], {"PET_MAX_RESTARTS": "x"}, "variable PET_MAX_RESTARTS"),
+    ):
+        with pytest.raises(UsageError, match="--max-restarts = 'x'") as caught:
+            parse([*argv, "s.py"], environ)
+        assert caught.value.where == where
 
 
 def test_a_number_that_is_none_is_refused_with_the_option():
@@ -125,5 +180,5 @@ def test_a_number_that_is_none_is_refused_with_the_option():
 
 
 def test_split_of_nothing_is_nothing():
-    assert split([]) == ([], [])
-    assert split(["-"]) == ([], ["-"])
+    assert RunParser.names.split([]) == ([], [])
+    assert RunParser.names.split(["-"]) == ([], ["-"])

@@ -40,7 +40,7 @@ def test_log_folder_that_hangs_costs_the_files_once_and_never_the_event_loop(
 
     with caplog.at_level(logging.WARNING, "elastane.streams"):
         opened, fds = asyncio.run(scenario())
-    assert [(o.stdout, o.stderr, o.stdout_path) for o in opened] == [(1, 2, "")] * 2
+    assert [(o.stdout, o.stdout_path, o.stderr_path) for o in opened] == [(1, "", "")] * 2
     assert len(hung) == 1, "each worker waited for the folder"
     assert caplog.text.count("no log files") == 1
     assert len(os.listdir("/proc/self/fd")) <= fds, "what opened too late was not closed"

@@ -7,6 +7,7 @@ import pytest
 
 from elastane.agent.environment import RunFacts, WorkerFacts, worker_args, worker_environment
 from elastane.core.model import Assignment, Fence
+from elastane.errors import ConfigurationError
 
 ASSIGNMENT = Assignment(
     fence=Fence(3, 1),
@@ -81,7 +82,8 @@ def test_the_agents_environment_is_handed_on_and_not_changed():
 
 
 def test_the_secret_never_reaches_a_worker():
-    base = {"ELASTANE_TOKEN": "hush", "PET_RDZV_CONF": "join_timeout=3, token=hush,silence=4"}
+    conf = "join_timeout=3, token=hush,silence=4,password=hush"
+    base = {"ELASTANE_TOKEN": "hush", "PET_RDZV_CONF": conf}
     found = env(base)
     assert not [name for name, value in found.items() if "hush" in value]
     assert found["PET_RDZV_CONF"] == "join_timeout=3,silence=4"
@@ -133,3 +135,41 @@ def test_torchruns_own_list_of_variables_is_covered():
     names = set(re.findall(r'"([A-Z_]+)":', body))
     assert len(names) > 10
     assert names <= env().keys()
+
+
+# What a node may change for its workers
+
+
+@pytest.mark.parametrize(
+    ("devices", "local_rank", "seen"),
+    [(None, 1, "1"), ("4,5", 1, "5"), (" 4 , GPU-7f ", 1, "GPU-7f"), ("3", 0, "3")],
+)
+def test_a_virtual_local_rank_is_0_with_one_device(devices, local_rank, seen):
+    base = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    found = env(base, local_rank, virtual_local_rank=True)
+    assert (found["LOCAL_RANK"], found["CUDA_VISIBLE_DEVICES"]) == ("0", seen)
+    assert found["RANK"] == str(4 + local_rank)
+    assert found["LOCAL_WORLD_SIZE"] == "2"
+
+
+def test_the_devices_are_the_nodes_where_the_local_rank_is_not_virtual():
+    assert "CUDA_VISIBLE_DEVICES" not in env()
+    assert env({"CUDA_VISIBLE_DEVICES": "4,5"})["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+@pytest.mark.parametrize("devices", ["4", "", "4,", ",4"])
+def test_a_worker_without_device_is_refused(devices):
+    with pytest.raises(ConfigurationError, match="local rank 1 has no device") as caught:
+        env({"CUDA_VISIBLE_DEVICES": devices}, virtual_local_rank=True)
+    assert caught.value.slug == "no-device-for-worker"
+
+
+def test_the_timer_file_is_told_where_the_agent_watches_and_else_handed_on():
+    base = {"TORCHELASTIC_TIMER_FILE": "/users"}
+    assert env(base)["TORCHELASTIC_TIMER_FILE"] == "/users"
+    assert env(base, timer_file="/ours")["TORCHELASTIC_TIMER_FILE"] == "/ours"
+
+
+def test_the_signals_that_the_agent_handles_are_told_as_torchrun_tells_them():
+    found = env({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP"}, signals=("SIGTERM", "SIGINT"))
+    assert found["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT"

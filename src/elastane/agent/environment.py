@@ -10,27 +10,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastane.core.model import Assignment
+from elastane.errors import ConfigurationError
 
 # Variables that mean something to one process of one attempt only: never handed on from the
 # environment of the agent, which may itself be a worker of another job.
 _PER_WORKER = (
     "TORCHELASTIC_ERROR_FILE",
     "ELASTANE_PAGE_FD",
+    "ELASTANE_REPORT_FILE",
     "ELASTANE_LEASH",
 )
 _SECRET = "ELASTANE_TOKEN"
 _CONF = "PET_RDZV_CONF"
+_SECRET_KEYS = ("token", "password")
+_SECRET_KEYS = ("token", "password")
+# ROCm reads it too.
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 LOCAL_RANK_MACRO = "${local_rank}"
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What all local workers of a job have in common, whatever the round."""
+    """What all local workers of a job have in common, whatever the round.
+
+    `virtual_local_rank`: each worker sees one device, as number 0. `timer_file` is where they set
+    timers on themselves, empty where nobody watches. `signals` are those at which the agent drains.
+    """
 
     job: str
     node_id: str
     role: str
     local_world_size: int
+    virtual_local_rank: bool = False
+    timer_file: str = ""
+    signals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,12 @@ def worker_environment(
         ELASTANE_ROUND=str(assignment.fence.round),
         ELASTANE_ATTEMPT=str(assignment.fence.attempt),
     )
+    if run.virtual_local_rank:
+        env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=only_device(base, worker.local_rank))
+    if run.timer_file:
+        env["TORCHELASTIC_TIMER_FILE"] = run.timer_file
+    if run.signals:
+        env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(run.signals)
     if worker.error_file:
         env["TORCHELASTIC_ERROR_FILE"] = worker.error_file
     if worker.page_fd is not None:
@@ -72,9 +91,31 @@ def worker_environment(
     if worker.leash:
         env["ELASTANE_LEASH"] = worker.leash
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # A fatal signal then shows the stacks of all threads, in their child processes too.
+    env.setdefault("PYTHONFAULTHANDLER", "1")
     if run.local_world_size > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
+
+
+def only_device(base: Mapping[str, str], local_rank: int) -> str:
+    """Return the one device that a worker is to see, of those that `base` names.
+
+    Raises ConfigurationError where it names too few. An empty name in a list ends it, as CUDA
+    reads it.
+    """
+    if _DEVICES not in base:
+        return str(local_rank)
+    names = [name.strip() for name in base[_DEVICES].split(",")]
+    if local_rank >= len(names) or "" in names[: local_rank + 1]:
+        raise ConfigurationError(
+            f"--virtual-local-rank: local rank {local_rank} has no device:"
+            f" {_DEVICES}={base[_DEVICES]}",
+            slug="no-device-for-worker",
+            expected="as many devices as workers on this node",
+            next_step="--nproc-per-node with the number of devices that it names",
+        )
+    return names[local_rank]
 
 
 def worker_args(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
@@ -114,6 +155,6 @@ def _without_secret(base: Mapping[str, str]) -> dict[str, str]:
     if _CONF in env:
         pairs = env[_CONF].split(",")
         env[_CONF] = ",".join(
-            pair for pair in pairs if pair.partition("=")[0].strip().lower() != "token"
+            pair for pair in pairs if pair.partition("=")[0].strip().lower() not in _SECRET_KEYS
         )
     return env

@@ -37,6 +37,11 @@ class OfferedPort:
         return Offer(port=self._socket.getsockname()[1], agent_store=self.listening)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a port is held."""
+        return self._socket is not None
+
+    @property
     def socket(self) -> socket.socket:
         """The bound socket."""
         assert self._socket is not None, "open() comes first"

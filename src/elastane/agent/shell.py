@@ -12,9 +12,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+from elastane.agent.groupsetup import GroupSetup
 from elastane.agent.link import Link
 from elastane.agent.offers import OfferedPort
-from elastane.agent.workers import GroupSetup, WorkerGroup
+from elastane.agent.workers import WorkerGroup
 from elastane.core.agent import AgentCore
 from elastane.core.effects import (
     AgentEffect,
@@ -28,6 +29,7 @@ from elastane.core.effects import (
 )
 from elastane.core.events import AgentEvent, Signalled, Tick, Warm
 from elastane.core.notes import Note
+from elastane.errors import ExitCode
 from elastane.runtime.process import reap_orphans
 
 _log = logging.getLogger("elastane.agent")
@@ -79,13 +81,20 @@ class AgentShell:
                 self._core.progress = self._group.progress() if self._group else None
                 for effect in self._core.handle(event, time.monotonic()):
                     if isinstance(effect, Exit):
-                        return effect
+                        return self._judged(effect)
                     self._carry_out(effect)
                 self._set_timer()
         finally:
             warm.cancel()
             if self._timer is not None:
                 self._timer.cancel()
+
+    def _judged(self, exit_: Exit) -> Exit:
+        """Return the exit; another one where this node proved unfit for workers."""
+        lost = self._group.lost if self._group else ""
+        if not lost or exit_.outcome is not None:
+            return exit_
+        return Exit(int(ExitCode.NODE_UNFIT), lost, None)
 
     async def _watch_warmth(self) -> None:
         await self._setup.spawner.warm.wait()

@@ -2,7 +2,9 @@
 
 Owns their start, their end, and that nothing of them is left afterwards. It decides nothing: it
 posts what happened as events, and does what the core's effects say. A worker that cannot be
-started is a failed worker, with the error as its message.
+started is a failed worker, with the error as its message. One that no signal ends is given up
+where TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT says when: `lost` then tells why this node is
+unfit for further workers.
 """
 
 from __future__ import annotations
@@ -12,76 +14,41 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import partial
 
-from elastane.agent.environment import RunFacts, WorkerFacts, worker_args, worker_environment
-from elastane.agent.lastwords import LastWords, read_last_words
+from elastane.agent.files import choose_files
+from elastane.agent.groupsetup import GroupSetup
+from elastane.agent.lastwords import LastWords
+from elastane.agent.memory import Memory, kill_evidence, read_memory
 from elastane.agent.offers import OfferedPort
-from elastane.core.diagnosis import exit_text
+from elastane.agent.overdue import end_overdue
+from elastane.agent.pgstore import GroupStore
+from elastane.agent.stuck import SLUG, StuckWatch, states_of
+from elastane.agent.worker import EXIT_NOT_STARTED, Worker
 from elastane.core.events import (
     AgentEvent,
     GroupDrained,
     GroupGone,
     GroupMarked,
     GroupStarted,
+    Signalled,
     WorkerFailed,
     WorkerSucceeded,
 )
-from elastane.core.limits import FAILURE_TEXT_CHARS_MAX
 from elastane.core.model import Assignment, Failure, Offer
 from elastane.errors import ElastaneError
-from elastane.runtime.offload import Offload
 from elastane.runtime.page import Page
-from elastane.runtime.process import Spawner, WorkerCommand, WorkerKind, WorkerProcess
+from elastane.runtime.process import EXIT_UNKNOWN, WorkerProcess
 from elastane.runtime.strays import kill_strays
-from elastane.runtime.streams import GroupStreams, LogPlan, WorkerStreams
+from elastane.runtime.streams import GroupStreams, process_console
+from elastane.runtime.timers import TimerRequest
 
 _log = logging.getLogger("elastane.workers")
-# The page's descriptor in every worker: above what programs open by themselves.
-_PAGE_FD = 250
 # How often a drain looks at the pages of its workers; only while a drain lasts.
 _DRAIN_POLL_S = 0.002
 # A SIGKILLed process in uninterruptible sleep may take its time; then it is reported, not hidden.
 _KILL_WAIT_S = 5.0
-# Between two store processes, so that one that cannot live costs little.
-_STORE_PAUSE_S = 0.2
-# Reading a failed worker's last words from its log folder, which may be a network's.
-_WORDS_WAIT_S = 1.0
-# What the exit code of a worker that could not be started says: command cannot be executed.
-_EXIT_NOT_STARTED = 126
-
-
-@dataclass(frozen=True)
-class GroupSetup:
-    """What all attempts of one agent have in common."""
-
-    kind: WorkerKind
-    target: str
-    args: tuple[str, ...]
-    cwd: str
-    environment: Mapping[str, str]
-    leash: str
-    run: RunFacts
-    logs: LogPlan
-    spawner: Spawner
-    # One for all attempts: its threads serve the next one too.
-    offload: Offload = field(default_factory=Offload)
-
-
-@dataclass
-class _Worker:
-    local_rank: int
-    rank: int
-    streams: WorkerStreams
-    page: Page
-    process: WorkerProcess | None = None
-    termed: bool = False
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process is not None and self.process.exit_code is None
 
 
 @dataclass
@@ -92,18 +59,23 @@ class WorkerGroup:
     assignment: Assignment
     port: OfferedPort
     post: Callable[[AgentEvent], None]
-    _workers: list[_Worker] = field(default_factory=list)
-    _store: WorkerProcess | None = None
+    lost: str = ""
+    _workers: list[Worker] = field(default_factory=list)
+    _memory: Memory = field(default_factory=Memory)
+    _store: GroupStore | None = None
     _streams: GroupStreams | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
     _starting: asyncio.Task[None] | None = None
     _minding: asyncio.Task[None] | None = None
+    _stuck_mind: asyncio.Task[None] | None = None
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: bool = False
 
     def begin(self) -> None:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
+        if self.setup.timers is not None:
+            self.setup.timers.expire = self._expire
         self._starting = self._spawn_task(self._start())
 
     def stop(self, grace_s: float) -> None:
@@ -135,115 +107,93 @@ class WorkerGroup:
 
     async def _start(self) -> None:
         fence, run = self.assignment.fence, self.setup.run
+        self._memory = read_memory()
         self._streams = GroupStreams(
             self.setup.logs, run.job, run.node_id, fence, self.setup.offload
         )
         try:
             if self.assignment.agent_store and self.assignment.node_rank == 0:
-                self._store = await self._serve_store()
-                self._minding = self._spawn_task(self._mind_store())
+                await self._start_store()
+            await choose_files(self.setup, self.assignment, self._streams)
             for local_rank in range(run.local_world_size):
                 await self._start_one(local_rank)
                 if self._stopping:
                     break
         finally:
             self._streams.close_worker_ends()
+        if self.setup.stuck_s > 0:
+            self._stuck_mind = self._spawn_task(self._mind_stuck())
         pids = tuple(w.process.pid for w in self._workers if w.process is not None)
         self.post(GroupStarted(fence, pids))
 
-    async def _serve_store(self) -> WorkerProcess | None:
-        try:
-            return await self.setup.spawner.serve_store(self.port.socket)
-        except (ElastaneError, OSError) as error:
-            failure = Failure(
-                local_rank=0,
-                rank=self.assignment.rank_base,
-                pid=0,
-                exit_code=_EXIT_NOT_STARTED,
-                message=f"the process-group store was not started: {error}",
-            )
-            self.post(WorkerFailed(self.assignment.fence, failure))
-            return None
+    async def _start_store(self) -> None:
+        self._store = GroupStore(self.setup.spawner, self.port, self._store_failed)
+        await self._store.start()
+        self._minding = self._spawn_task(self._store.mind())
 
-    async def _mind_store(self) -> None:
-        """Serve again where the store's process ended: late workers would wait for ever."""
-        while self._store is not None:
-            code = await self._store.wait()
-            if not self._stopping:
-                _log.error("the process-group store ended (%s); starting another", exit_text(code))
-                await asyncio.sleep(_STORE_PAUSE_S)
-            if self._stopping:
-                return
-            self._store = await self._serve_store()
-            self._end_late_store()
-
-    def _end_late_store(self) -> None:
-        if self._stopping and self._store is not None:
-            self._store.kill_group(signal.SIGKILL)
+    def _store_failed(self, reason: str) -> None:
+        rank = self.assignment.rank_base
+        failure = Failure(
+            local_rank=0, rank=rank, pid=0, exit_code=EXIT_NOT_STARTED, message=reason
+        )
+        self.post(WorkerFailed(self.assignment.fence, failure))
 
     async def _start_one(self, local_rank: int) -> None:
         assert self._streams is not None
         rank = self.assignment.rank_base + local_rank
         streams = await self._streams.open_soon(local_rank, rank, self.setup.run.role)
-        worker = _Worker(local_rank, rank, streams, Page.create())
+        worker = Worker(
+            local_rank, rank, streams, Page.create(), self._streams.chosen_env(local_rank)
+        )
         self._workers.append(worker)
+        command = worker.command(self.setup, self.assignment)
         try:
-            worker.process = await self.setup.spawner.spawn(self._command(worker))
+            worker.process = await self.setup.spawner.spawn(command)
         except (ElastaneError, OSError) as error:
-            failure = self._failure(
-                worker, 0, _EXIT_NOT_STARTED, LastWords(f"not started: {error}")
-            )
+            failure = worker.failure(0, EXIT_NOT_STARTED, LastWords(f"not started: {error}"))
             self.post(WorkerFailed(self.assignment.fence, failure))
             return
         self._watches.add(self._spawn_task(self._watch(worker, worker.process)))
 
-    def _command(self, worker: _Worker) -> WorkerCommand:
-        setup = self.setup
-        facts = WorkerFacts(
-            local_rank=worker.local_rank,
-            error_file=worker.streams.error_file,
-            page_fd=_PAGE_FD,
-            leash=setup.leash,
-        )
-        return WorkerCommand(
-            kind=setup.kind,
-            target=setup.target,
-            args=worker_args(setup.args, worker.local_rank),
-            env=worker_environment(setup.environment, self.assignment, setup.run, facts),
-            cwd=setup.cwd,
-            stdin=0,
-            stdout=worker.streams.stdout,
-            stderr=worker.streams.stderr,
-            fds={_PAGE_FD: worker.page.fd},
-        )
-
-    async def _watch(self, worker: _Worker, process: WorkerProcess) -> None:
+    async def _watch(self, worker: Worker, process: WorkerProcess) -> None:
         code = await process.wait()
         ended_s = time.monotonic()
+        if self.setup.timers is not None:
+            self.setup.timers.forget(process.pid)
+        if worker.given_up:
+            return  # Its failure was told when it was held for lost.
         if code == 0:
             self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank))
             return
-        try:
-            read = partial(read_last_words, worker.streams)
-            words = await self.setup.offload.run(read, _WORDS_WAIT_S)
-        except TimeoutError:
-            words = LastWords()  # The log folder hangs; the failure must be told all the same.
-        failure = self._failure(worker, process.pid, code, words, time.monotonic() - ended_s)
+        assert self._streams is not None
+        stopped = self._stopping
+        words = await worker.last_words(self.setup, self._streams)
+        evidence = ""
+        if not (stopped or worker.verdict):
+            evidence = kill_evidence(self._memory, read_memory(), process.peak_bytes, code)
+        # The error file's time is the fault's own; its process ended by and by after that.
+        failed_s = min(ended_s, words.failed_s or ended_s)
+        age_s = time.monotonic() - failed_s
+        failure = worker.failure(process.pid, code, words, age_s, evidence)
         self.post(WorkerFailed(self.assignment.fence, failure))
 
-    def _failure(
-        self, worker: _Worker, pid: int, code: int, words: LastWords, age_s: float = 0.0
-    ) -> Failure:
-        return Failure(
-            local_rank=worker.local_rank,
-            rank=worker.rank,
-            pid=pid,
-            exit_code=code,
-            age_s=age_s,
-            message=words.message[-FAILURE_TEXT_CHARS_MAX:],
-            error_file=words.error_file,
-            log_file=worker.streams.stderr_path,
-        )
+    async def _mind_stuck(self) -> None:
+        """Hold a worker for failed that has been in uninterruptible sleep for too long."""
+        watch = StuckWatch(self.setup.stuck_s)
+        while not self._stopping:
+            await asyncio.sleep(watch.pause_s)
+            alive = {w.process.pid: w for w in self._workers if w.process and w.is_alive}
+            for pid in watch.look(states_of(alive), time.monotonic()):
+                worker = alive[pid]
+                if worker.given_up or self._stopping:
+                    continue
+                worker.given_up = True
+                text = f"in uninterruptible sleep for {watch.limit_s:g} s [{SLUG}]"
+                failure = worker.failure(pid, EXIT_UNKNOWN, LastWords(text))
+                self.post(WorkerFailed(self.assignment.fence, failure))
+
+    def _expire(self, request: TimerRequest) -> bool:
+        return end_overdue(self._workers, request)
 
     async def _drain(self, calls: int | None) -> None:
         for worker in self._workers:
@@ -261,13 +211,17 @@ class WorkerGroup:
             self.post(GroupDrained(self.assignment.fence))
 
     @staticmethod
-    def _is_busy(worker: _Worker, calls: int | None) -> bool:
+    def _is_busy(worker: Worker, calls: int | None) -> bool:
         if not worker.is_alive:
             return False
         return worker.termed if calls is None else not worker.page.is_parked
 
     async def _stop(self) -> None:
+        if self._store is not None:
+            self._store.end()
         await self._end_start()
+        if self._stuck_mind is not None:
+            self._stuck_mind.cancel()
         alive = [w.process for w in self._workers if w.process is not None and w.is_alive]
         for worker in self._workers:
             # One that was asked to checkpoint by SIGTERM is not asked twice.
@@ -289,22 +243,14 @@ class WorkerGroup:
         if not self.setup.spawner.warm.is_set():
             self._starting.cancel()
         await asyncio.wait({self._starting})
+        if self._store is not None:
+            self._store.end()
 
     async def _reap(self, ended: asyncio.Task[None]) -> None:
         """Wait for what was killed; what a worker left behind is killed as well."""
         if self._store is not None:
-            self._store.kill_group(signal.SIGKILL)
-        try:
-            async with asyncio.timeout(_KILL_WAIT_S):
-                await asyncio.shield(ended)
-        except TimeoutError:
-            pids = [w.process.pid for w in self._workers if w.process is not None and w.is_alive]
-            _log.error(
-                "workers %s were killed but do not end (uninterruptible sleep in the kernel?);"
-                " waiting on [worker-unkillable]",
-                pids,
-            )
-            await ended
+            self._store.kill()
+        await self._wait_killed(ended)
         if self._minding is not None:
             await asyncio.wait({self._minding})
         if self._watches:
@@ -313,6 +259,30 @@ class WorkerGroup:
         strays = await kill_strays()
         if strays:
             _log.info("killed %d processes that workers had left behind", strays)
+
+    async def _wait_killed(self, ended: asyncio.Task[None]) -> None:
+        """Wait for the end of what was killed; `lost` is why it was not waited for."""
+        if await _within(ended, _KILL_WAIT_S):
+            return
+        limit_s = self.setup.stuck_s
+        bound = f"for {limit_s:g} s more" if limit_s else "for as long as it takes"
+        _log.error(
+            "workers %s were killed but do not end (uninterruptible sleep in the kernel?);"
+            " waiting %s [%s]",
+            self._alive_pids(),
+            bound,
+            SLUG,
+        )
+        if await _within(ended, limit_s or None):
+            return
+        self.lost = f"workers {self._alive_pids()} cannot be killed [{SLUG}]"
+        ended.cancel()
+        for watch in self._watches:
+            watch.cancel()
+        self.post(Signalled(f"this node is unfit: {self.lost}"))
+
+    def _alive_pids(self) -> list[int]:
+        return [w.process.pid for w in self._workers if w.process is not None and w.is_alive]
 
     async def _finish(self) -> None:
         if self._streams is not None:
@@ -337,6 +307,7 @@ class WorkerGroup:
         if not task.cancelled() and task.exception() is not None:
             # Our bug; the agent must not live on with a group that nobody watches.
             _log.critical("the worker group's task failed", exc_info=task.exception())
+            process_console(2).wait_empty(1.0)  # Its thread ends with this process.
             os.kill(os.getpid(), signal.SIGABRT)
 
 
@@ -347,3 +318,9 @@ async def _wait_all(processes: list[WorkerProcess]) -> None:
 
 async def _wait_set(event: asyncio.Event) -> None:
     await event.wait()
+
+
+async def _within(task: asyncio.Task[None], limit_s: float | None) -> bool:
+    """Wait for `task`, which goes on if it takes longer; tell whether it is done."""
+    await asyncio.wait({task}, timeout=limit_s)
+    return task.done()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -26,15 +26,30 @@ VERBS = {
     "run": "start a job, or join one, as torchrun does",
     "status": "show a job: its nodes, its round, what it waits for",
     "logs": "show the output of a job's workers, merged by time",
+    "explain": "say why a job failed or restarted, attempt by attempt",
     "demo": "train a classifier while workers and nodes die, on this machine",
+}
+
+# Modules that are run by their own name, as torch.distributed's are, and are no verbs.
+MODULES = {
+    "launch": "start a job as torch.distributed.launch does: the script gets --local-rank",
 }
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "elastane") -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(lambda: _dispatch(words, prog), prog)
+
+
+def main_of(verb: str, argv: Sequence[str], prog: str) -> int:
+    """Run one verb, or one of the modules beside them, under a name of its own."""
+    return _guarded(lambda: run_verb(verb, list(argv), prog), prog)
+
+
+def _guarded(act: Callable[[], int], prog: str) -> int:
     try:
-        code = _dispatch(words, prog)
+        code = act()
         sys.stdout.flush()
         return code
     except ElastaneError as error:
@@ -68,7 +83,7 @@ def _dispatch(words: list[str], prog: str) -> int:
 def run_verb(verb: str, words: list[str], prog: str) -> int:
     """Parse the words of one verb and run it."""
     module = import_module(f"elastane.cli.{verb}")
-    parser = make_parser(module, prog, VERBS[verb])
+    parser = make_parser(module, prog, VERBS.get(verb) or MODULES[verb])
     try:
         args = parser.parse_args(words)
     except SystemExit as stop:  # argparse's own way to end after --help
@@ -104,12 +119,18 @@ def usage(prog: str) -> str:
 
 def unknown_verb(verb: str, prog: str) -> UsageError:
     """Return the error for a verb that is not in the table, with the nearest that is."""
-    import difflib
+    from elastane.launcher.nearest import nearest
 
-    near = difflib.get_close_matches(verb, VERBS, n=1)
+    near = nearest(verb, VERBS)
     return UsageError(
         f"no such verb: {verb}",
         slug="unknown-verb",
-        expected=f"did you mean {near[0]}?" if near else "one of " + ", ".join(VERBS),
-        next_step=f"{prog} run {verb}" if verb.endswith(".py") else f"{prog} --help",
+        expected=f"did you mean {near}?" if near else "one of " + ", ".join(VERBS),
+        next_step=_instead(verb, prog),
     )
+
+
+def _instead(verb: str, prog: str) -> str:
+    if verb in MODULES:
+        return f"python -m elastane.{verb}"
+    return f"{prog} run {verb}" if verb.endswith(".py") else f"{prog} --help"

@@ -4,27 +4,82 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from elastane.errors import ElastaneError, UsageError
 from elastane.launcher.parser import RunParser as Parser
-from elastane.launcher.parser import add_options, read
+from elastane.launcher.parser import Settings, add_options, read
 
-__all__ = ["Parser", "configure", "main"]
+if TYPE_CHECKING:
+    from elastane.launcher.parser import Options
+
+__all__ = ["Parser", "configure", "main", "read_options", "start"]
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Add the options of the table."""
     add_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Build the configuration and launch; returns the agent's exit code."""
-    from elastane.launcher.build import build
     from elastane.runtime import environment
 
     environ = environment.snapshot()
-    config = build(read(args, environ), environ)
-    for note in config.notes:
-        print(f"elastane: {note}", file=sys.stderr)
+    return start(read_options(args, environ), environ)
+
+
+def read_options(args: argparse.Namespace, environ: Mapping[str, str]) -> Options:
+    """Return what command line, variables and settings file say together."""
+    named = getattr(args, "config", "") or environ.get("ELASTANE_CONFIG", "")
+    return read(args, environ, _settings(named))
+
+
+def start(options: Options, environ: Mapping[str, str]) -> int:
+    """Show the configuration where that is asked for, else launch."""
+    if options.flag("show_config"):
+        return _show(options, environ)
+    if options.flag("json"):
+        raise UsageError(
+            "--json without --show-config",
+            slug="usage",
+            expected="--show-config --json; an option of the script comes after the script",
+        )
+    from elastane.launcher.build import build
+    from elastane.launcher.notes import settings_notes, whence
+
+    _tell(settings_notes(options))
+    try:
+        config = build(options, environ)
+    except ElastaneError as error:
+        error.where = error.where or whence(options, error.what)
+        raise
+    _tell(config.notes)
     from elastane.launcher.main import launch
 
     return launch(config)
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"elastane: {note}", file=sys.stderr)
+
+
+def _settings(named: str) -> Settings:
+    from elastane.launcher.settings import load
+
+    return load(named, Path.cwd())
+
+
+def _show(options: Options, environ: Mapping[str, str]) -> int:
+    from elastane.launcher import show
+
+    if options.flag("json"):
+        import json
+
+        print(json.dumps(show.as_object(options, environ), indent=2))
+    else:
+        print("\n".join(show.as_lines(options, environ)))
+    return 0

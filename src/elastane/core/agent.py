@@ -8,7 +8,7 @@ the coordinator is away, healthy workers go on.
 from __future__ import annotations
 
 from elastane.core.contact import Contact, not_found, refused
-from elastane.core.diagnosis import exit_text
+from elastane.core.diagnosis import failure_text
 from elastane.core.effects import (
     AgentEffect,
     AimGroup,
@@ -34,7 +34,7 @@ from elastane.core.events import (
     WorkerFailed,
     WorkerSucceeded,
 )
-from elastane.core.group import Group
+from elastane.core.group import Group, failure_data
 from elastane.core.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, STOP_MARGIN_S
 from elastane.core.messages import (
     Alive,
@@ -273,18 +273,14 @@ class AgentCore:
             self._send(Succeeded(group.fence))
 
     def _failed(self, group: Group, failure: Failure) -> None:
-        self._tell(
-            EventKind.WORKER_EXITED,
-            exit_text(failure.exit_code),
-            local_rank=failure.local_rank,
-            rank=failure.rank,
-            pid=failure.pid,
-            exit_code=failure.exit_code,
-        )
-        group.add_failure(failure, self._now_s)
-        if group.phase == "stopping":
+        stopped = group.was_stopped(failure, self._now_s)
+        data = failure_data(failure, stopped=stopped)
+        self._tell(EventKind.WORKER_EXITED, failure_text(failure), **data)
+        if stopped:
             return
-        group.phase = "failed"
+        # One that failed before it was told to stop may be the first cause of all.
+        group.add_failure(failure, self._now_s)
+        group.phase = group.phase if group.phase == "stopping" else "failed"
         self._send(Failed(fence=group.fence, failures=group.aged_failures(self._now_s)))
 
     def _stop_group(self, group: Group, grace_s: float, reason: str) -> None:
@@ -292,6 +288,7 @@ class AgentCore:
         if group.stop_by_s is not None and by_s >= group.stop_by_s:
             return
         group.stop_by_s = by_s
+        group.stop_from_s = self._now_s if group.stop_from_s is None else group.stop_from_s
         group.phase = "stopping"
         self._tell(EventKind.WORKERS_STOPPING, reason, grace_s=grace_s)
         self._out.append(StopGroup(group.fence, grace_s, reason))

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastane.core.model import Cause, Failure, Fence
+from elastane.core.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_MAX, FAILURES_TOLD_WHOLE
+from elastane.core.model import Cause, FailedWorker, Failure, Fence
 
 # What gloo and NCCL say when a peer is gone (torch 2.13); compared in lower case.
 _LOST_PEER = (
@@ -50,14 +51,37 @@ def exit_text(exit_code: int) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    hint = " (killed from outside, or out of memory)" if exit_code == -signal.SIGKILL else ""
-    return f"{name}{hint}"
+    return name
+
+
+def failure_text(failure: Failure) -> str:
+    """Return in words how a worker ended, with what its agent knows besides."""
+    evidence = f" ({failure.evidence})" if failure.evidence else ""
+    return exit_text(failure.exit_code) + evidence
+
+
+def told(sightings: Sequence[Sighting], now_s: float) -> tuple[FailedWorker, ...]:
+    """Return an incident's failures in the order of time, bounded, with their ages as of now."""
+    found = []
+    for place, one in enumerate(sorted(sightings, key=_place)[:FAILURES_TOLD_MAX]):
+        message = one.failure.message
+        if place >= FAILURES_TOLD_WHOLE:
+            message = message[-FAILURE_TOLD_CHARS_MAX:]
+        failure = msgspec.structs.replace(
+            one.failure, age_s=max(0.0, now_s - one.at_s), message=message
+        )
+        found.append(FailedWorker(node_id=one.node_id, failure=failure))
+    return tuple(found)
+
+
+def _place(sighting: Sighting) -> tuple[float, int]:
+    return sighting.at_s, sighting.failure.rank
 
 
 def root_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
     """Return the earliest failure that is not explained by a lost peer; needs one at least."""
     own = [s for s in sightings if not is_lost_peer(s.failure)] or list(sightings)
-    first = min(own, key=lambda s: (s.at_s, s.failure.rank))
+    first = min(own, key=_place)
     failure = first.failure
     last_words = failure.message.strip().splitlines()[-1:] if failure.message.strip() else []
     said = f": {last_words[0][:200]}" if last_words else ""

@@ -13,6 +13,8 @@ from elastane.core.model import Assignment, Failure, Fence
 # All failures of a report must fit a frame, whatever their alphabet; the first say the most.
 FULL_TEXTS_MAX = 32
 SHORT_TEXT_CHARS = 200
+# The end of a worker's words that fits an event's data.
+EVENT_TEXT_CHARS = 500
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class Group:
     target: int | None = None
     drained: bool = False
     stop_by_s: float | None = None
+    stop_from_s: float | None = None
 
     @property
     def fence(self) -> Fence:
@@ -43,6 +46,10 @@ class Group:
             draining=self.draining,
         )
 
+    def was_stopped(self, failure: Failure, now_s: float) -> bool:
+        """Whether the worker ended because it was told to, and not of a fault before that."""
+        return self.stop_from_s is not None and now_s - failure.age_s >= self.stop_from_s
+
     def add_failure(self, failure: Failure, now_s: float) -> None:
         """Keep `failure` with its end on the own clock, so that its age is right when told."""
         if len(self.failures) >= FULL_TEXTS_MAX:
@@ -56,3 +63,18 @@ class Group:
             msgspec.structs.replace(failure, age_s=max(0.0, now_s - ended_s))
             for ended_s, failure in self.failures.values()
         )
+
+
+def failure_data(failure: Failure, *, stopped: bool) -> dict[str, str | int | float | bool]:
+    """Return what the event log keeps of a worker's end."""
+    return {
+        "local_rank": failure.local_rank,
+        "rank": failure.rank,
+        "pid": failure.pid,
+        "exit_code": failure.exit_code,
+        "age_s": round(failure.age_s, 6),
+        "stopped": stopped,
+        "message": failure.message[-EVENT_TEXT_CHARS:],
+        "error_file": failure.error_file,
+        "log_file": failure.log_file,
+    }

@@ -43,6 +43,11 @@ REFUSAL_NOTES_MAX = 10
 REFUSAL_NOTES_INTERVAL_S = 10.0
 # Text that one worker's failure may carry: a traceback is about 4 KB.
 FAILURE_TEXT_CHARS_MAX = 8 << 10
+# Failures of which all agents are told at the job's end, and the text that each of them carries
+# beyond the first ones: 64 KB to each agent at most, once.
+FAILURES_TOLD_MAX = 64
+FAILURES_TOLD_WHOLE = 4
+FAILURE_TOLD_CHARS_MAX = 500
 # Failures that one report may carry; a node has at most a few dozen workers.
 FAILURES_MAX = 256
 # Characters of a job or node name: it becomes part of paths, which POSIX bounds at 255.
@@ -78,6 +83,9 @@ STORE_TIMEOUT_S = 5.0
 # How often a watcher or a candidate of the file store looks: with it, take-over after a SIGKILL
 # of the holder costs the lease's time and at most 0.3 s.
 STORE_POLL_S = 0.1
+# How long the record of a job that ended stays in a store with a server of its own: an agent that
+# a scheduler starts again just after the end must be told of it, and not begin the job anew.
+OUTCOME_KEPT_S = 900.0
 # The share of a lease's time after which its holder stops deciding before anybody may take it:
 # covers clocks that run at different speeds.
 LEASE_MARGIN = 0.1

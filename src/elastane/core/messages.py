@@ -110,12 +110,29 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     reason: str
 
 
+class Conclude(msgspec.Struct, frozen=True, tag="conclude", kw_only=True):
+    """Whoever uses this agent ends the job for all of its nodes: no further world is formed."""
+
+    ok: bool
+    reason: str
+
+
 class Query(msgspec.Struct, frozen=True, tag="query"):
     """`elastane status`: asks for a `Report`; its session never becomes a node."""
 
 
 ToCoordinator = (
-    Join | Ready | Heartbeat | Failed | Succeeded | Marked | Drained | Stopped | Leave | Query
+    Join
+    | Ready
+    | Heartbeat
+    | Failed
+    | Succeeded
+    | Marked
+    | Drained
+    | Stopped
+    | Leave
+    | Conclude
+    | Query
 )
 
 

@@ -141,7 +141,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     `age_s` is how long ago it was when the report was sent, by the sender's own monotonic
     clock: clocks of two hosts are never compared. `exit_code` is negative for a signal, as in
-    subprocess. `message` is what the worker's error file or last words said.
+    subprocess. `message` is what the worker's error file or last words said, `evidence` what the
+    agent knows besides: who sent a SIGKILL.
     """
 
     local_rank: int
@@ -152,6 +153,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     error_file: str = ""
     log_file: str = ""
+    evidence: str = ""
+
+
+class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure with its node, as the end of a job tells it; its age is as of that end."""
+
+    node_id: str
+    failure: Failure
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,7 +175,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended, as every agent is told."""
+    """How a job ended, as every agent is told. `failures` are in the order of time, bounded."""
 
     ok: bool
     reason: str
@@ -174,6 +183,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int = 0
     cause: Cause | None = None
     next_step: str = ""
+    failures: tuple[FailedWorker, ...] = ()
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from elastane.launcher.conf import Conf
 from elastane.launcher.config import Backend, Rendezvous
 from elastane.launcher.parser import Options
 from elastane.runtime.endpoint import Endpoint, parse_endpoint
+from elastane.stores.etcd.settings import read_settings
 
 PORT = 29400  # torchrun's for c10d
 STATIC_PORT = 29500  # torchrun's for static
@@ -21,8 +22,10 @@ _NAMES: dict[str, Backend] = {
     "c10d": "elastane",
     "static": "static",
     "file": "file",
+    "etcd": "etcd",
+    "etcd-v2": "etcd-v2",
 }
-_LATER = ("etcd", "etcd-v2", "kubernetes")
+_LATER = ("kubernetes",)
 _STATIC_OPTIONS = {"node_rank", "master_addr", "master_port"}
 
 
@@ -30,6 +33,10 @@ def resolve(options: Options, conf: Conf, nodes: tuple[int, int]) -> tuple[Rende
     """Return the rendezvous that is meant, without its secrets, and notes for the user."""
     _, max_nodes = nodes
     backend = _backend(options, max_nodes)
+    if conf.store and not backend.startswith("etcd"):
+        raise _no_store(conf, backend)
+    if backend.startswith("etcd"):
+        return _etcd(options, conf, nodes, backend)
     if backend == "standalone":
         return _standalone(options, nodes)
     if backend == "file":
@@ -49,6 +56,11 @@ def resolve(options: Options, conf: Conf, nodes: tuple[int, int]) -> tuple[Rende
     return Rendezvous("elastane", where.host, where.port, hosts=conf.is_host), notes
 
 
+def is_builtin(name: str) -> bool:
+    """Return whether `--rdzv-backend NAME` is one of ours, this version's or a later one's."""
+    return name.lower() in (*_NAMES, *_LATER)
+
+
 def wished_rank(options: Options, conf: Conf) -> int | None:
     """Return the place that this node asks for, None where it asks for none."""
     rank = options.whole("node_rank") if "node_rank" in options.given else conf.rank
@@ -58,16 +70,16 @@ def wished_rank(options: Options, conf: Conf) -> int | None:
 
 
 def _backend(options: Options, max_nodes: int) -> Backend:
-    if options.flag("standalone"):
-        return "standalone"
     written = options.text("rdzv_backend").lower()
+    if options.flag("standalone") and not written.startswith("etcd"):
+        return "standalone"
     endpoint = options.text("rdzv_endpoint")
     backend = _known(written)
     single = max_nodes == 1
     if backend == "static" and single and not endpoint and "master_port" not in options.given:
         return "standalone"
     if "rdzv_backend" not in options.given and endpoint:
-        return "elastane"
+        backend = "elastane"
     if backend == "elastane" and single and endpoint in ("", "localhost:0", "127.0.0.1:0"):
         return "standalone"
     return backend
@@ -95,6 +107,11 @@ def _known(written: str) -> Backend:
 
 
 def _standalone(options: Options, nodes: tuple[int, int]) -> tuple[Rendezvous, list[str]]:
+    notes = _check_alone(options, nodes)
+    return Rendezvous("standalone", "127.0.0.1", 0, hosts=True, alone=True), notes
+
+
+def _check_alone(options: Options, nodes: tuple[int, int]) -> list[str]:
     min_nodes, max_nodes = nodes
     if min_nodes > 1:
         raise ConfigurationError(
@@ -104,8 +121,36 @@ def _standalone(options: Options, nodes: tuple[int, int]) -> tuple[Rendezvous, l
             expected="--nnodes 1 with --standalone",
             next_step="several nodes meet with --rdzv-endpoint HOST:PORT in place of --standalone",
         )
-    notes = [] if max_nodes == 1 else [f"--standalone: one node, not up to {max_nodes}"]
-    return Rendezvous("standalone", "127.0.0.1", 0, hosts=True, alone=True), notes
+    return [] if max_nodes == 1 else [f"--standalone: one node, not up to {max_nodes}"]
+
+
+def _etcd(
+    options: Options, conf: Conf, nodes: tuple[int, int], backend: Backend
+) -> tuple[Rendezvous, list[str]]:
+    """Servers that are there, or, with --standalone, one that the agent brings along."""
+    if not options.flag("standalone"):
+        endpoint = options.text("rdzv_endpoint")
+        read_settings(endpoint, conf.store)
+        return Rendezvous(backend, store=endpoint, store_conf=conf.store), []
+    if options.text("rdzv_endpoint"):
+        raise ConfigurationError(
+            f"--standalone with --rdzv-endpoint {options.text('rdzv_endpoint')}",
+            slug="standalone-nodes",
+            expected="--standalone, which starts an etcd of its own, or the endpoint of one",
+            next_step="leave --standalone out to use that server",
+        )
+    notes = _check_alone(options, nodes)
+    # The server is of this job alone: it speaks v3, whatever was written.
+    return Rendezvous("etcd", sidecar=True, alone=True), notes
+
+
+def _no_store(conf: Conf, backend: Backend) -> ConfigurationError:
+    return ConfigurationError(
+        f"--rdzv-conf {next(iter(conf.store))}=... is for etcd, and the backend is {backend}",
+        slug="bad-rdzv-conf",
+        expected="--rdzv-backend etcd or etcd-v2 with it; tls_cert, tls_key and tls_ca are for "
+        "the coordinator's own connections",
+    )
 
 
 def _file(options: Options) -> Rendezvous:
@@ -124,7 +169,7 @@ def _file(options: Options) -> Rendezvous:
             slug="endpoint-missing",
             expected="a folder that all nodes share, which may not exist yet",
         )
-    return Rendezvous("file", folder=str(path))
+    return Rendezvous("file", store=str(path))
 
 
 def _static(options: Options, conf: Conf, nodes: tuple[int, int]) -> Rendezvous:

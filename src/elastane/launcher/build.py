@@ -16,19 +16,22 @@ from elastane.launcher import backend, facts, identity
 from elastane.launcher.command import read_command, read_logs, read_signals
 from elastane.launcher.conf import Conf, read_conf, timing_of
 from elastane.launcher.config import LaunchConfig, NodeWish, Rendezvous
-from elastane.launcher.options import TABLE
+from elastane.launcher.nearest import nearest
+from elastane.launcher.notes import notes_of
 from elastane.launcher.parser import Options
 from elastane.launcher.secret import secured
+from elastane.launcher.supervision import read_supervision, watch_notes
 
 
 def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
     """Return the configuration; UsageError or ConfigurationError for what cannot work."""
-    notes = _refuse_later(options)
+    _check_monitor_interval(options)
+    notes = notes_of(options, environ)
     conf = read_conf(options.text("rdzv_conf"))
     nodes = read_nnodes(options.text("nnodes"))
     command = read_command(options, environ)
     rendezvous, more = backend.resolve(options, conf, nodes)
-    if rendezvous.backend == "standalone":
+    if rendezvous.backend == "standalone" or rendezvous.sidecar:
         nodes = (1, 1)
     static = rendezvous.backend == "static"
     node = _node(options, conf, environ)
@@ -36,7 +39,7 @@ def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
         node = replace(node, node_rank=node.node_rank or 0)
     job, alone = identity.job_id(options, rendezvous, nodes)
     rendezvous = secured(replace(rendezvous, alone=alone), options, conf, environ)
-    notes += [*conf.notes, *more, *_advice(rendezvous, node, environ)]
+    notes += [*conf.notes, *more, *_advice(rendezvous, node, environ), *watch_notes(environ)]
     return LaunchConfig(
         spec=JobSpec(
             job=job,
@@ -54,6 +57,8 @@ def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
         signals=read_signals(options),
         environment=dict(environ),
         notes=tuple(notes),
+        supervision=read_supervision(options, environ, node.local_world_size),
+        report_file=options.text("report_file"),
     )
 
 
@@ -75,47 +80,47 @@ def read_nnodes(text: str) -> tuple[int, int]:
 
 
 def read_nproc(text: str, environ: Mapping[str, str]) -> int:
-    """Read `--nproc-per-node`: a number, cpu, gpu or auto."""
+    """Read `--nproc-per-node`: a number, cpu, auto, gpu or the name of another kind of device."""
     if text == "cpu":
         return facts.cpu_count()
     if text == "auto":
         return facts.usable_gpus(environ) or facts.cpu_count()
-    if text == "gpu":
-        count = facts.gpu_count(environ)
-        if count == 0:
-            raise ConfigurationError(
-                "--nproc-per-node gpu: no GPU is visible on this node",
-                slug="no-gpu",
-                expected="devices in CUDA_VISIBLE_DEVICES, or /dev/nvidia* files",
-                next_step="--nproc-per-node N with the number of workers, or cpu",
-            )
-        return count
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise UsageError(
-        f"--nproc-per-node = {text!r}",
-        slug="bad-option-value",
-        expected="a number from 1, auto, cpu or gpu; other devices by their number",
-    )
+    try:
+        count = int(text)
+    except ValueError:
+        return _device_count(text, environ)
+    if count < 1:
+        raise _bad_nproc(text, "a number from 1, auto, cpu, or devices: gpu, xpu, ...")
+    return count
 
 
-def _refuse_later(options: Options) -> list[str]:
-    notes = []
-    for option in TABLE:
-        if options.values[option.dest] == option.default or option.dest not in options.given:
-            continue
-        if option.kind == "flag" and not options.flag(option.dest):
-            continue
-        if option.later:
-            raise ConfigurationError(
-                f"--{option.name} {options.values[option.dest]} is not in this version",
-                slug="not-in-this-version",
-                expected=f"no --{option.name}" + (f" and no {option.env}" if option.env else ""),
-                next_step=option.later,
-            )
-        if option.idle:
-            notes.append(f"--{option.name} has no effect here: {option.idle}")
-    return notes
+def _device_count(kind: str, environ: Mapping[str, str]) -> int:
+    gpu = kind == "gpu"
+    count = facts.visible_gpus(environ) if gpu else facts.device_count(kind, environ)
+    if count is None:
+        near = nearest(kind, ("auto", "cpu", "gpu", "xpu"))
+        hint = f"did you mean {near}? " if near else ""
+        raise _bad_nproc(kind, hint + "a number from 1, auto, cpu, or devices: gpu, xpu, ...")
+    if count == 0:
+        raise ConfigurationError(
+            f"--nproc-per-node {kind}: no such device is visible on this node",
+            slug="no-gpu",
+            expected="for gpu: devices in CUDA_VISIBLE_DEVICES, or /dev/nvidia* files"
+            if gpu
+            else "a device that torch can use",
+            next_step="--nproc-per-node N with the number of workers, or cpu",
+        )
+    return count
+
+
+def _bad_nproc(text: str, expected: str) -> UsageError:
+    return UsageError(f"--nproc-per-node = {text!r}", slug="bad-option-value", expected=expected)
+
+
+def _check_monitor_interval(options: Options) -> None:
+    interval_s = options.seconds("monitor_interval")
+    if interval_s is not None and interval_s <= 0:
+        raise options.bad("monitor_interval", "more than 0")
 
 
 def _max_restarts(options: Options) -> int:
@@ -169,8 +174,8 @@ def _advice(rendezvous: Rendezvous, node: NodeWish, environ: Mapping[str, str]) 
             f"OMP_NUM_THREADS=1 for each of {node.local_world_size} workers, so that they do not "
             "fight over the CPUs; set it to choose another number"
         )
-    # A shared folder holds a secret of its own, for whoever may read the folder.
-    if not rendezvous.token and rendezvous.tls is None and rendezvous.backend != "file":
+    # A store holds a secret of its own, for whoever may read the store.
+    if not rendezvous.token and rendezvous.tls is None and not rendezvous.store:
         notes.append(
             "this job has no secret: whoever reaches its coordinator can join it; set "
             "ELASTANE_TOKEN or --token-file to the same on all nodes"

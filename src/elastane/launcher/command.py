@@ -14,17 +14,22 @@ from pathlib import Path
 from elastane.errors import UsageError
 from elastane.launcher.config import Command
 from elastane.launcher.facts import torch_build
+from elastane.launcher.nearest import nearest
 from elastane.launcher.parser import Options
 from elastane.runtime.process import WorkerKind
 from elastane.runtime.streams.files import default_base_dir
 from elastane.runtime.streams.plan import (
     NO_FILES,
     LogPlan,
+    Std,
     StdMap,
+    parse_needles,
     parse_ranks,
     parse_std_map,
     prefix_template,
 )
+
+_UNHANDLED = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 
 
 def read_command(options: Options, environ: Mapping[str, str]) -> Command:
@@ -33,7 +38,8 @@ def read_command(options: Options, environ: Mapping[str, str]) -> Command:
     python = environ.get("PYTHON_EXEC") or sys.executable
     # A zygote forks this interpreter; another one has to be executed.
     same_python = python == sys.executable
-    zygote = kind != "exec" and same_python and not options.flag("no_zygote")
+    fresh = options.flag("no_zygote") or _asks_for_spawn(options, kind)
+    zygote = kind != "exec" and same_python and not fresh
     _check_target(kind, options.script)
     preload = [name.strip() for name in options.text("preload").split(",")]
     if "preload" not in options.given and not torch_build():
@@ -65,6 +71,10 @@ def read_logs(options: Options, environ: Mapping[str, str], local_world_size: in
         tee=streams("tee"),
         console_ranks=parse_ranks(options.text("local_ranks_filter")),
         prefix=prefix_template(environ),
+        needles={
+            Std.OUT: parse_needles(options.text("duplicate_stdout_filters")),
+            Std.ERR: parse_needles(options.text("duplicate_stderr_filters")),
+        },
     )
 
 
@@ -73,13 +83,20 @@ def read_signals(options: Options) -> tuple[str, ...]:
     names = [name.strip() for name in options.text("signals_to_handle").split(",")]
     for name in names:
         known = name.startswith("SIG") and name in signal.Signals.__members__
-        if not known or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
+        if not known or name in _UNHANDLED:
             raise UsageError(
                 f"--signals-to-handle: {name!r} cannot be handled",
                 slug="bad-option-value",
-                expected="names such as SIGTERM,SIGINT,SIGHUP,SIGUSR1",
+                expected=_signal_hint(name),
             )
     return tuple(dict.fromkeys(names))
+
+
+def _signal_hint(name: str) -> str:
+    if name in _UNHANDLED:
+        return "another signal: this one is the kernel's or the agent's own"
+    near = nearest(f"SIG{name.upper().removeprefix('SIG')}", signal.Signals.__members__)
+    return (f"did you mean {near}? " if near else "") + "names such as SIGTERM,SIGINT,SIGUSR1"
 
 
 def _kind(options: Options) -> WorkerKind:
@@ -96,6 +113,12 @@ def _kind(options: Options) -> WorkerKind:
     return "module" if options.flag("module") else "script"
 
 
+def _asks_for_spawn(options: Options, kind: WorkerKind) -> bool:
+    """Tell whether --start-method asks for a new interpreter, as torchrun's does for run-path."""
+    spawn = "start_method" in options.given and options.text("start_method") == "spawn"
+    return kind == "run-path" and spawn
+
+
 def _check_target(kind: WorkerKind, target: str) -> None:
     if kind == "module":
         return
@@ -108,10 +131,10 @@ def _check_target(kind: WorkerKind, target: str) -> None:
             )
         return
     path = Path(target)
-    if path.exists():
+    if target and path.exists():
         return
     raise UsageError(
-        f"no such script: {target}",
+        f"no such script: {target or repr(target)}",
         slug="script-not-found",
         where=str(Path.cwd()),
         expected=_nearest(path) or "the path of a script; for a module, -m NAME",
@@ -119,11 +142,9 @@ def _check_target(kind: WorkerKind, target: str) -> None:
 
 
 def _nearest(path: Path) -> str:
-    import difflib
-
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return f"a folder {path.parent}, which does not exist"
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.with_name(near[0])}?" if near else ""
+    near = nearest(path.name, names)
+    return f"did you mean {path.with_name(near)}?" if near else ""

@@ -12,6 +12,7 @@ import msgspec
 
 from elastane.core.limits import PAIRS, Timing, check
 from elastane.errors import ConfigurationError, UsageError
+from elastane.stores.etcd.settings import CONF_KEYS
 
 # torchrun's spelling, and what it sets here.
 _TORCHRUN = {
@@ -40,6 +41,7 @@ class Conf:
     is_host: bool | None = None
     rank: int | None = None
     tls: dict[str, str] = field(default_factory=dict)
+    store: dict[str, str] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
 
 
@@ -51,7 +53,7 @@ def read_conf(text: str) -> Conf:
         name = _duration_name(key)
         if name:
             durations[name] = _number(key, value)
-        elif key not in _IDLE and key not in _OTHER:
+        elif key not in (*_IDLE, *_OTHER, *CONF_KEYS):
             raise _unknown(key)
     if "keep_alive_max_attempt" in pairs:
         beat = durations.get("heartbeat_s", Timing().heartbeat_s)
@@ -65,6 +67,7 @@ def read_conf(text: str) -> Conf:
         is_host=_yes(pairs["is_host"]) if "is_host" in pairs else None,
         rank=int(_number("rank", pairs["rank"])) if "rank" in pairs else None,
         tls={key: pairs[key] for key in _TLS if key in pairs},
+        store={key: pairs[key] for key in CONF_KEYS if key in pairs},
         notes=tuple(
             f"--rdzv-conf {key} has no effect here: {_IDLE[key]}" for key in pairs if key in _IDLE
         ),
@@ -143,7 +146,7 @@ def _unknown(key: str) -> UsageError:
     import difflib
 
     ours = [name.removesuffix("_s") for name in _FIELDS]
-    known = list(dict.fromkeys([*_TORCHRUN, *_OTHER, *_IDLE, *ours]))
+    known = list(dict.fromkeys([*_TORCHRUN, *_OTHER, *CONF_KEYS, *_IDLE, *ours]))
     near = difflib.get_close_matches(key, known, n=1)
     return UsageError(
         f"--rdzv-conf: no such key: {key}",

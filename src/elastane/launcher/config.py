@@ -12,9 +12,10 @@ from typing import Literal
 
 from elastane.core.model import JobSpec
 from elastane.runtime.process import WorkerKind
+from elastane.runtime.streams.places import ChooseFiles
 from elastane.runtime.streams.plan import LogPlan
 
-Backend = Literal["standalone", "elastane", "static", "file"]
+Backend = Literal["standalone", "elastane", "static", "file", "etcd", "etcd-v2"]
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,17 @@ class Rendezvous:
     """Where this agent finds its coordinator, and what it proves itself with.
 
     `hosts` is whether this node serves the coordinator; None where the address decides. `token`
-    is empty where the job has no secret; `alone` means that no other machine is to join.
+    is empty where the job has no secret; `alone` means that no other machine is to join. `store`
+    is the store's place (a folder, servers) and `store_conf` how it is reached; `sidecar` means
+    that this agent brings the store's server along.
     """
 
     backend: Backend
     host: str = ""
     port: int = 0
-    folder: str = ""
+    store: str = ""
+    store_conf: Mapping[str, str] = field(default_factory=dict, repr=False)
+    sidecar: bool = False
     hosts: bool | None = None
     alone: bool = False
     token: str = field(default="", repr=False)
@@ -69,8 +74,30 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Supervision:
+    """How the agent keeps its workers: where they run, what is watched, who hears of events.
+
+    `cpus` are, by local rank, those that a worker is bound to; none where it is not. `stuck_s` is
+    how long uninterruptible sleep is borne; 0 is for ever. `choose_files` is the class of
+    --logs-specs.
+    """
+
+    cpus: tuple[frozenset[int], ...] = ()
+    virtual_local_rank: bool = False
+    watches_timers: bool = False
+    timer_file: str = ""
+    health_port: int | None = None
+    stuck_s: float = 0.0
+    event_handler: str = "null"
+    choose_files: ChooseFiles | None = None
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
-    """One agent's whole configuration. `notes` are lines that the user should see once."""
+    """One agent's whole configuration. `notes` are lines that the user should see once.
+
+    `report_file` is where the end of the job is written, empty where nobody asked for that.
+    """
 
     spec: JobSpec
     node: NodeWish
@@ -80,3 +107,5 @@ class LaunchConfig:
     signals: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
     notes: tuple[str, ...] = ()
+    supervision: Supervision = Supervision()
+    report_file: str = ""

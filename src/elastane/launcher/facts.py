@@ -15,8 +15,13 @@ from pathlib import Path
 from elastane import __version__
 from elastane.core.model import Versions
 
-_VERSION_LINE = re.compile(r"^(__version__|cuda|hip)\b[^=]*=\s*['\"]([^'\"]*)['\"]", re.MULTILINE)
+_VERSION_LINE = re.compile(
+    r"^(__version__|cuda|hip|xpu)\b[^=]*=\s*['\"]([^'\"]*)['\"]", re.MULTILINE
+)
 _NVIDIA_DEVICE = re.compile(r"nvidia\d+")
+# The import of torch on a cold file system, and no driver that hangs for ever.
+ASK_TORCH_TIMEOUT_S = 120.0
+_COUNT_CODE = "import sys, torch; print(torch.get_device_module(sys.argv[1]).device_count())"
 
 
 def versions() -> Versions:
@@ -76,6 +81,37 @@ def _device_files(dev: Path = Path("/dev")) -> int:
         return 0
 
 
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs there are; torch is asked where it is built for those of AMD."""
+    if torch_build().get("hip"):
+        return device_count("cuda", environ) or 0
+    return gpu_count(environ)
+
+
 def usable_gpus(environ: Mapping[str, str]) -> int:
-    """Return the GPUs that the installed torch could use: none for a build without CUDA."""
-    return gpu_count(environ) if torch_build().get("cuda") else 0
+    """Return the accelerators that the installed torch could use: none for a build for CPUs."""
+    build = torch_build()
+    if build.get("xpu"):
+        return device_count("xpu", environ) or 0
+    return visible_gpus(environ) if build.get("cuda") or build.get("hip") else 0
+
+
+def device_count(kind: str, environ: Mapping[str, str]) -> int | None:
+    """Ask torch, in a process of its own, how many devices of a kind there are; None: no such."""
+    import subprocess
+
+    if not kind.isidentifier():
+        return None
+    command = [sys.executable, "-c", _COUNT_CODE, kind]
+    try:
+        said = subprocess.run(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ASK_TORCH_TIMEOUT_S,
+            check=False,
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return int(said[-1]) if said and said[-1].isdigit() else None

@@ -28,16 +28,16 @@ def job_id(options: Options, rendezvous: Rendezvous, nodes: tuple[int, int]) -> 
     named = options.text("rdzv_id")
     if named not in _UNSPECIFIED and rendezvous.backend != "standalone":
         check_name("--rdzv-id", named)
-        return named, False
+        return named, rendezvous.sidecar
     stem = _stem(options.script)
     if rendezvous.backend == "standalone" or nodes[1] == 1:
         return f"{stem}-{secrets.token_hex(4)}", True
-    if rendezvous.backend == "file":
+    if rendezvous.store:
         raise ConfigurationError(
-            "a job of several nodes in a shared folder needs a name",
+            f"a job of several nodes in a store ({rendezvous.backend}) needs a name",
             slug="rdzv-id-missing",
-            where=rendezvous.folder,
-            expected="--rdzv-id, since the folder remembers each job that ended",
+            where=rendezvous.store,
+            expected="--rdzv-id, since the store remembers a job that ended",
             next_step=f"--rdzv-id {stem}-1, the same on all nodes and new for each job",
         )
     return f"{stem}-{fingerprint(options, rendezvous, nodes)}", False

@@ -14,13 +14,12 @@ import os
 import resource
 import secrets
 import socket
-import sys
 import time
 
 from elastane.agent.environment import RunFacts
+from elastane.agent.groupsetup import GroupSetup
 from elastane.agent.link import Link
 from elastane.agent.shell import AgentShell
-from elastane.agent.workers import GroupSetup
 from elastane.core.agent import AgentCore
 from elastane.core.effects import Exit
 from elastane.core.model import NodeSpec, Outcome
@@ -28,12 +27,13 @@ from elastane.core.notes import EventKind, Note
 from elastane.core.wire import derive_secret
 from elastane.errors import ElastaneError, ExitCode
 from elastane.launcher.config import LaunchConfig
+from elastane.launcher.ending import tell_end
 from elastane.launcher.facts import versions
 from elastane.launcher.hosting import Hosting
 from elastane.launcher.node import Node, node_of, place
-from elastane.launcher.seat import EndpointSeat, Seat, StoreSeat
+from elastane.launcher.seat import EndpointSeat, Seat, StoreSeat, first_contact
+from elastane.launcher.sidecar import sidecar
 from elastane.observe import logging as say
-from elastane.observe.box import render_box
 from elastane.runtime import rpc
 from elastane.runtime.endpoint import Endpoint
 from elastane.runtime.files import JobEntry, JobRegistry, process_start
@@ -65,7 +65,7 @@ async def _launch(config: LaunchConfig) -> int:
                 exit_ = await _Agent(node, registry).run()
             except ElastaneError as error:  # Of the store, before there was anybody to meet.
                 exit_ = _exit_of(error)
-    _print_end(config, exit_)
+    tell_end(config, exit_)
     return exit_.code
 
 
@@ -80,9 +80,14 @@ class _Agent:
 
     async def run(self) -> Exit:
         """Take part in the job until it ends, or this agent leaves it."""
+        async with contextlib.AsyncExitStack() as stack:
+            return await self._run(await self._store_keys(stack))
+
+    async def _run(self, keys: JobKeys | None) -> Exit:
         config, node = self._config, self._node
-        keys = self._store_keys()
-        token = config.rendezvous.token or (await keys.token() if keys else "")
+        token = config.rendezvous.token
+        if keys is not None:
+            token = await first_contact(keys, token, config.spec.timing.join_timeout_s)
         secret = derive_secret(config.spec.job, token or None)
         tls = _tls(config)
         hosting = Hosting(
@@ -137,13 +142,14 @@ class _Agent:
             if self._entry is not None and self._registry is not None:
                 self._registry.remove(self._entry)
 
-    def _store_keys(self) -> JobKeys | None:
-        rendezvous = self._config.rendezvous
-        if rendezvous.backend in ("standalone", "elastane", "static"):
-            return None
-        store = make_store(rendezvous.backend, rendezvous.folder, {})
-        assert store is not None, rendezvous.backend
-        return JobKeys(store, self._config.spec.job)
+    async def _store_keys(self, stack: contextlib.AsyncExitStack) -> JobKeys | None:
+        """Return the job's place in its store, None where it has none."""
+        rendezvous, config = self._config.rendezvous, self._config
+        place, conf = rendezvous.store, dict(rendezvous.store_conf)
+        if rendezvous.sidecar:
+            place = await stack.enter_async_context(sidecar(config.environment, self._node.leash))
+        store = make_store(rendezvous.backend, place, conf) if place else None
+        return JobKeys(store, config.spec.job) if store is not None else None
 
     def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Seat:
         config = self._config
@@ -180,9 +186,16 @@ class _Agent:
                 node_id=self._node.id,
                 role=config.node.role,
                 local_world_size=config.node.local_world_size,
+                virtual_local_rank=config.supervision.virtual_local_rank,
+                timer_file=self._node.timers.path if self._node.timers else "",
+                signals=config.signals,
             ),
             logs=config.logs,
             spawner=self._node.spawner,
+            cpus=config.supervision.cpus,
+            stuck_s=config.supervision.stuck_s,
+            timers=self._node.timers,
+            choose_files=config.supervision.choose_files,
         )
 
     def _register(self, endpoint: Endpoint, token: str) -> None:
@@ -230,20 +243,6 @@ def _exit_of(error: ElastaneError) -> Exit:
 def _tls(config: LaunchConfig) -> TlsConfig | None:
     tls = config.rendezvous.tls
     return TlsConfig(cert=tls.cert, key=tls.key, ca=tls.ca) if tls else None
-
-
-def _print_end(config: LaunchConfig, exit_: Exit) -> None:
-    """Print the closing box of a job that failed; success and drain need none."""
-    if exit_.outcome is None or exit_.outcome.ok:
-        return
-    say.flush()
-    where = str(config.logs.job_dir(config.spec.job)) if config.logs.has_files else ""
-    try:
-        sys.stderr.write(render_box(exit_.outcome, where) + "\n")
-        sys.stderr.flush()
-    except OSError:
-        # The console went away: that has no say in how the job ends, nor has Python's last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _raise_descriptor_limit() -> None:

@@ -9,19 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from elastane.agent.offers import OfferedPort
+from elastane.agent.timerwatch import TimerWatch
 from elastane.core.diagnosis import exit_text
 from elastane.core.notes import EventKind, Note
 from elastane.launcher.config import LaunchConfig
 from elastane.observe import logging as say
 from elastane.observe.events import EventLog
+from elastane.observe.handlers import Hear, event_handler, hear_nothing
+from elastane.observe.records import Teller
 from elastane.runtime.execspawn import ExecSpawner
 from elastane.runtime.files import JobRegistry, NodeSlot, runtime_folder, safe_name
+from elastane.runtime.health import HealthServer
 from elastane.runtime.kernel import become_subreaper
 from elastane.runtime.process import Spawner
 from elastane.runtime.strays import kill_strays
@@ -44,16 +50,21 @@ class Node:
     warden: Warden
     spawner: Spawner
     port: OfferedPort
+    timers: TimerWatch | None = None
+    hear: Hear = hear_nothing
 
     def tell(self, note: Note) -> None:
         """Log a note of this agent's."""
-        say.tell(note)
-        self.events.tell(note, "agent")
+        self._tell(note, "agent")
 
     def tell_as_coordinator(self, note: Note) -> None:
         """Log a note of the coordinator's, which runs here."""
+        self._tell(note, "coordinator")
+
+    def _tell(self, note: Note, source: str) -> None:
         say.tell(note)
-        self.events.tell(note, "coordinator")
+        self.events.tell(note, source)
+        self.hear(note, source)
 
 
 def place(
@@ -89,18 +100,43 @@ async def node_of(config: LaunchConfig, node_id: str, host: str) -> AsyncIterato
     events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
     spawner = _spawner(config, leash, events, node_id)
     port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner))
+    watched = config.supervision
     node = Node(config, node_id, leash, events, warden, spawner, port)
+    node.hear = event_handler(
+        watched.event_handler, Teller(job=config.spec.job, node=node_id, host=host, pid=os.getpid())
+    )
+    node.timers = TimerWatch(watched.timer_file) if watched.watches_timers else None
     keeper = asyncio.create_task(_keep(warden))
     await spawner.start()
+    health = await _answer_health(watched.health_port)
     try:
+        if node.timers is not None:
+            node.timers.open()
         yield node
     finally:
+        if health is not None:
+            health.close()
+        if node.timers is not None:
+            node.timers.close()
         await spawner.close()
         port.close()
         await kill_strays()
         keeper.cancel()
         await warden.close()
         events.close()
+
+
+async def _answer_health(port: int | None) -> HealthServer | None:
+    """Answer health checks; a port that is taken costs the answers, not the job."""
+    if port is None:
+        return None
+    server = HealthServer(time.time, port)
+    try:
+        await server.start()
+    except OSError as error:
+        _log.warning("no answers to health checks on port %d: %s", port, error.strerror or error)
+        return None
+    return server
 
 
 async def _keep(warden: Warden) -> None:

@@ -1,15 +1,12 @@
 """Every option of `elastane run` as one table: torchrun's, by its names and meaning, then ours.
 
-The parser, the help, the variables (PET_* for torchrun's, ELASTANE_* for ours) and the checks of
-what this version does not do are all made from this table. It reads nothing and decides nothing.
+The parser, the help, the variables (PET_* for torchrun's, ELASTANE_* for ours) and the settings
+file are all made from this table. It reads nothing and decides nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-Kind = Literal["text", "int", "float", "flag", "choice"]
+from elastane.launcher.option import Option
 
 # What a worker's start imports beyond the script itself: torch, and what the first optimizer and
 # the first DDP pull in on first use, which is about half of a start (FACTS: 0.95 of 2.07 s).
@@ -17,45 +14,6 @@ DEFAULT_PRELOAD = (
     "torch,torch.distributed,torch.optim,torch._dynamo,torch.nn.parallel,torch.utils.data"
 )
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option: its name, how its value is read, and what to say where it cannot work.
-
-    `later` is set where this version does not do it: any value but the default is refused with
-    that advice. `idle` is set where the option has nothing left to do: it is taken with a note.
-    """
-
-    name: str
-    default: str
-    help: str
-    group: str
-    kind: Kind = "text"
-    short: str = ""
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    ours: bool = False
-    variable: bool = True
-    later: str = ""
-    idle: str = ""
-
-    @property
-    def dest(self) -> str:
-        """The name as Python spells it."""
-        return self.name.replace("-", "_")
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """Every way to write it on a command line."""
-        long = dict.fromkeys((f"--{self.name}", f"--{self.dest}"))
-        return ((f"-{self.short}",) if self.short else ()) + tuple(long)
-
-    @property
-    def env(self) -> str:
-        """The variable that stands in for it, or an empty string."""
-        prefix = "ELASTANE" if self.ours else "PET"
-        return f"{prefix}_{self.dest.upper()}" if self.variable else ""
 
 
 NODES = "nodes and workers"
@@ -77,11 +35,12 @@ TABLE: tuple[Option, ...] = (
         "nproc-per-node",
         "1",
         "workers on this node: a number, cpu (usable CPUs), gpu (devices that CUDA_VISIBLE_DEVICES "
-        "names, else /dev/nvidia*), or auto (gpu where torch can use one, else cpu)",
+        "names, else /dev/nvidia*), another kind such as xpu, or auto (gpu where torch can use "
+        "one, else cpu)",
         NODES,
         metavar="N|auto|cpu|gpu",
     ),
-    Option("role", "default", "role of this node's workers", NODES),
+    Option("role", "default", "role of this node's workers", NODES, metavar="NAME"),
     Option(
         "node-rank",
         "0",
@@ -126,6 +85,7 @@ TABLE: tuple[Option, ...] = (
         "and every duration of elastane.core.limits.Timing, in seconds, fractions allowed",
         RENDEZVOUS,
         metavar="K=V,...",
+        kind="pairs",
     ),
     Option(
         "standalone",
@@ -157,29 +117,28 @@ TABLE: tuple[Option, ...] = (
     Option(
         "start-method",
         "spawn",
-        "taken for torchrun's sake",
+        "for --run-path only, as in torchrun: spawn starts a new interpreter for each worker, fork "
+        "and forkserver fork a warm one (default: as fork)",
         SCRIPT,
         kind="choice",
         choices=("spawn", "fork", "forkserver"),
-        idle="workers are forked from the zygote, or executed with --no-zygote",
     ),
     Option(
         "virtual-local-rank",
         "0",
-        "LOCAL_RANK=0 and one device for each worker",
+        "LOCAL_RANK=0 for each worker, and CUDA_VISIBLE_DEVICES with its one device",
         SCRIPT,
         kind="flag",
-        later="set CUDA_VISIBLE_DEVICES at the top of the script from LOCAL_RANK",
     ),
     Option(
         "numa-binding",
         "",
-        "bind workers to CPUs near their device",
+        "bind each worker to CPUs near the GPU of its local rank: all of the NUMA node or socket, "
+        "a share of its cores, or those of one cache; without GPUs, spread over the NUMA nodes",
         SCRIPT,
         kind="choice",
         choices=("node", "socket", "exclusive", "core-complex"),
         variable=False,
-        later="start the script under numactl with --no-python",
     ),
     Option(
         "max-restarts",
@@ -204,6 +163,7 @@ TABLE: tuple[Option, ...] = (
         "signals at which the agent drains and leaves",
         FAULTS,
         metavar="SIG,...",
+        kind="list",
     ),
     Option(
         "monitor-interval",
@@ -220,6 +180,7 @@ TABLE: tuple[Option, ...] = (
         "folder under which each job makes one of its own; /dev/null for no files",
         LOGS,
         metavar="DIR",
+        kind="path",
     ),
     Option(
         "redirects",
@@ -229,6 +190,7 @@ TABLE: tuple[Option, ...] = (
         LOGS,
         short="r",
         metavar="STD",
+        kind="list",
     ),
     Option(
         "tee",
@@ -237,6 +199,7 @@ TABLE: tuple[Option, ...] = (
         LOGS,
         short="t",
         metavar="STD",
+        kind="list",
     ),
     Option(
         "local-ranks-filter",
@@ -244,39 +207,41 @@ TABLE: tuple[Option, ...] = (
         "only these local ranks are shown on the console",
         LOGS,
         metavar="N,...",
+        kind="list",
     ),
     Option(
         "duplicate-stdout-filters",
         "",
-        "copy matching lines of stdout to one more file",
+        "copy lines of teed stdout that hold one of these texts to filtered_stdout.log in the "
+        "attempt's folder; two commas are one that belongs to a text",
         LOGS,
         metavar="TEXT,...",
-        later="search the files under --log-dir with grep",
+        kind="needles",
     ),
     Option(
         "duplicate-stderr-filters",
         "",
-        "copy matching lines of stderr to one more file",
+        "copy lines of teed stderr that hold one of these texts to filtered_stderr.log in the "
+        "attempt's folder; two commas are one that belongs to a text",
         LOGS,
         metavar="TEXT,...",
-        later="search the files under --log-dir with grep",
+        kind="needles",
     ),
     Option(
         "event-log-handler",
         "null",
-        "where torchrun's events go",
+        "console: each event also on stderr, as a JSON line of torch's form; null: only in the "
+        "event log under --log-dir",
         LOGS,
         metavar="NAME",
-        later="read the job's event log: elastane status, or the JSON lines under --log-dir",
     ),
     Option(
         "logs-specs",
         "",
-        "entry point in torchrun.logs_specs",
+        "entry point in torchrun.logs_specs: a class that decides where output goes",
         LOGS,
         metavar="NAME",
         variable=False,
-        later="use --log-dir, --redirects, --tee and --local-ranks-filter",
     ),
     Option(
         "node-id",
@@ -294,6 +259,7 @@ TABLE: tuple[Option, ...] = (
         OURS,
         metavar="MOD,...",
         ours=True,
+        kind="list",
     ),
     Option(
         "no-zygote",
@@ -313,15 +279,33 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "report-file",
+        "",
+        "where to write how the job ended, as JSON (see docs/report.md)",
+        OURS,
+        metavar="FILE",
+        ours=True,
+        kind="path",
+    ),
+    Option(
         "token-file",
         "",
         "file with the job's secret, the same on all nodes (or ELASTANE_TOKEN)",
         OURS,
         metavar="FILE",
         ours=True,
+        kind="path",
     ),
-    Option("tls-cert", "", "certificate of this node (PEM)", OURS, metavar="FILE", ours=True),
-    Option("tls-key", "", "its private key (PEM)", OURS, metavar="FILE", ours=True),
+    Option(
+        "tls-cert",
+        "",
+        "certificate of this node (PEM)",
+        OURS,
+        metavar="FILE",
+        ours=True,
+        kind="path",
+    ),
+    Option("tls-key", "", "its private key (PEM)", OURS, metavar="FILE", ours=True, kind="path"),
     Option(
         "tls-ca",
         "",
@@ -329,6 +313,37 @@ TABLE: tuple[Option, ...] = (
         OURS,
         metavar="FILE",
         ours=True,
+        kind="path",
+    ),
+    Option(
+        "config",
+        "",
+        "settings file, or its folder (default: elastane.toml, or [tool.elastane] of "
+        "pyproject.toml, in this folder or above it within the project)",
+        OURS,
+        metavar="FILE",
+        ours=True,
+        setting=False,
+    ),
+    Option(
+        "show-config",
+        "0",
+        "print every option with its value and where it comes from, and start nothing",
+        OURS,
+        kind="flag",
+        ours=True,
+        variable=False,
+        setting=False,
+    ),
+    Option(
+        "json",
+        "0",
+        "print that as JSON",
+        OURS,
+        kind="flag",
+        ours=True,
+        variable=False,
+        setting=False,
     ),
 )
 

@@ -24,6 +24,9 @@ from elastane.stores.jobs import JobKeys
 _log = logging.getLogger("elastane.seat")
 # After a seat was lost, before it is sought again: the store has to answer somebody else first.
 _PAUSE_S = 0.2
+# Between two attempts to reach a store that is not up yet, and when a person hears of it.
+_STORE_RETRY_S = 0.5
+_SAY_AFTER_S = 3.0
 
 
 class Seat(Protocol):
@@ -40,6 +43,28 @@ class Seat(Protocol):
 
     async def close(self, *, ended: bool) -> None:
         """Give the seat up; where the job has `ended`, once all agents have been told."""
+
+
+async def first_contact(keys: JobKeys, token: str, patience_s: float) -> str:
+    """Return the job's secret: `token`, else the one in the store. Waits for a store to come up.
+
+    Raises RendezvousClosedError where the job has ended already, so that an agent that is started
+    again after the end leaves no trace; StoreError where the store was silent for `patience_s`.
+    """
+    loop = asyncio.get_running_loop()
+    began_s, said = loop.time(), False
+    while True:
+        try:
+            await keys.check_open()
+            return token or await keys.token()
+        except StoreError as error:
+            waited_s = loop.time() - began_s
+            if waited_s > patience_s:
+                raise
+            if not said and waited_s > _SAY_AFTER_S:
+                said = True
+                _log.warning("waiting for the store: %s", error.what)
+        await asyncio.sleep(_STORE_RETRY_S)
 
 
 class EndpointSeat:
@@ -117,14 +142,24 @@ class StoreSeat:
     async def _run(self) -> None:
         while True:
             await self._sought.wait()
+            ended = False
             try:
-                if await self._campaign():
-                    return
+                ended = await self._campaign()
             except StoreError as error:  # LeaseLostError among them
                 _log.warning("the seat was lost: %s", error.what)
             finally:
                 await self._election.resign()
+            if ended:
+                await self._tidy()
+                return
             await asyncio.sleep(_PAUSE_S)
+
+    async def _tidy(self) -> None:
+        """Leave nothing in the store but how the job ended."""
+        try:
+            await self._election.keys.tidy()
+        except StoreError as error:
+            _log.warning("what the job kept in its store was not all removed: %s", error.what)
 
     async def _campaign(self) -> bool:
         """Seek the seat until it is had or another's coordinator was found."""
@@ -158,10 +193,7 @@ class StoreSeat:
                 await asyncio.wait({serving, keeping}, return_when=asyncio.FIRST_COMPLETED)
                 if not serving.done():
                     await keeping  # which raises LeaseLostError
-                outcome = serving.result()
-                if outcome is not None:
-                    await self._election.keys.tidy()
-                return outcome is not None
+                return serving.result() is not None
             finally:
                 for task in (serving, keeping):
                     task.cancel()

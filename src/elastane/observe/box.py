@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 
-from elastane.core.diagnosis import exit_text
+from elastane.core.diagnosis import failure_text
 from elastane.core.model import Cause, Failure, Outcome
 
 WIDTH = 100
@@ -25,7 +25,10 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
     slug = f" [{outcome.slug}]" if outcome.slug else ""
     # Without a cause it is no verdict on the job: this agent was turned away, or found nobody.
     subject = "The job failed" if outcome.cause is not None else "This agent ends"
-    body = _wrapped("", f"{subject}: {outcome.reason}{slug}")
+    reason = outcome.reason
+    if outcome.cause is not None:  # which has a line of its own
+        reason = reason.removeprefix(f"{outcome.cause.what}; ")
+    body = _wrapped("", f"{subject}: {reason}{slug}")
     if outcome.cause is not None:
         body += _cause_lines(outcome.cause)
     body += _wrapped("exit code", str(outcome.exit_code))
@@ -56,7 +59,7 @@ def _cause_lines(cause: Cause) -> list[str]:
 
 
 def _failure_lines(failure: Failure) -> list[str]:
-    lines = _wrapped("evidence", exit_text(failure.exit_code))
+    lines = _wrapped("evidence", failure_text(failure))
     said = failure.message.strip("\n").splitlines()
     for number, line in enumerate(said[-MESSAGE_LINES_MAX:]):
         lines += _wrapped("it said" if number == 0 else " ", line.rstrip(), lines_max=3)

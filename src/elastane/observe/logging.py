@@ -72,8 +72,6 @@ def level_of(text: str) -> int:
 
 def note_level(note: Note) -> int:
     """Return how much a note matters to a person."""
-    if note.kind is EventKind.JOB_ENDED:
-        return logging.INFO if note.data.get("ok", True) else logging.WARNING
     return logging.WARNING if note.kind in _WARNINGS else logging.INFO
 
 

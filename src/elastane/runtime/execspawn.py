@@ -15,7 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from elastane.errors import ConfigurationError
-from elastane.runtime.kernel import die_with_parent, place_descriptors, restore_descriptor_limit
+from elastane.runtime.kernel import (
+    bind_to_cpus,
+    die_with_parent,
+    place_descriptors,
+    restore_descriptor_limit,
+)
 from elastane.runtime.process import WorkerCommand, WorkerProcess, adopt, spawning
 
 # From fork to exec: a few milliseconds, unless the program's file system hangs.
@@ -30,18 +35,26 @@ RUN_PATH_CODE = (
 def command_line(command: WorkerCommand, python: str) -> list[str]:
     """Return the argument vector that runs `command` as a program of its own."""
     leads = {
-        "script": [python],
-        "module": [python, "-m"],
+        # As torchrun: without -u what a worker prints into a pipe would wait in its memory.
+        "script": [python, "-u"],
+        "module": [python, "-u", "-m"],
         "exec": [],
-        "run-path": [python, "-c", RUN_PATH_CODE],
+        "run-path": [python, "-u", "-c", RUN_PATH_CODE],
     }
     return [*leads[command.kind], command.target, *command.args]
 
 
 async def launch(
-    argv: Sequence[str], env: Mapping[str, str], cwd: str, descriptors: Mapping[int, int]
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    descriptors: Mapping[int, int],
+    cpus: frozenset[int] = frozenset(),
 ) -> WorkerProcess:
-    """Start a program in a session of its own that dies when this process does."""
+    """Start a program in a session of its own that dies when this process does.
+
+    `cpus`: the ones that it may run on; none for those of this process.
+    """
     with spawning():
         read, write = os.pipe()
         # A signal between fork and exec would run the agent's handlers in the child.
@@ -50,7 +63,7 @@ async def launch(
             parent = os.getpid()
             pid = os.fork()
             if pid == 0:
-                _become(argv, env, cwd, descriptors, (parent, write))
+                _become(argv, env, cwd, descriptors, (parent, write, cpus))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             os.close(write)
@@ -101,14 +114,15 @@ def _become(
     env: Mapping[str, str],
     cwd: str,
     descriptors: Mapping[int, int],
-    parent_and_report: tuple[int, int],
+    rest: tuple[int, int, frozenset[int]],
 ) -> NoReturn:
     """Turn this forked child into the program; never returns into the agent's code."""
-    parent, report = parent_and_report
+    parent, report, cpus = rest
     try:
         signal.set_wakeup_fd(-1)
         os.setsid()
         die_with_parent(parent)
+        bind_to_cpus(cpus)
         report = place_descriptors(descriptors, (report,))[report]
         restore_descriptor_limit()
         _reset_signals()
@@ -144,7 +158,7 @@ class ExecSpawner:
     async def spawn(self, command: WorkerCommand) -> WorkerProcess:
         """Start a worker; raises ConfigurationError where the command cannot be run."""
         argv = command_line(command, self._python)
-        return await launch(argv, command.env, command.cwd, command.descriptors())
+        return await launch(argv, command.env, command.cwd, command.descriptors(), command.cpus)
 
     async def serve_store(self, listener: socket.socket) -> WorkerProcess | None:
         """Return None: without a zygote the worker of rank 0 serves the store."""

@@ -1,7 +1,7 @@
 """Kernel calls that the standard library lacks, and the placing of descriptors.
 
-Owns: prctl, membarrier, the memory of the command line. Knows nothing of workers or commands.
-Fails with OSError as the os module does. Linux only.
+Owns: prctl, membarrier, holes in files, affinity, the memory of the command line. Knows nothing of
+workers or commands. Fails with OSError as the os module does. Linux only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
 _BARRIER_FOR_REGISTERED, _BARRIER_REGISTER = 2, 4
 # Where there is no membarrier: a store buffer drains within microseconds.
 _DRAIN_S = 0.001
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 # Past the largest descriptor that anybody holds; close_range(2) is what closerange calls.
 _DESCRIPTOR_MAX = 1 << 20
 
@@ -69,6 +70,21 @@ def impose_barrier() -> None:
     """Make every running thread of processes that accept it pass a full memory barrier."""
     if _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _BARRIER_FOR_REGISTERED, 0, 0) != 0:
         time.sleep(_DRAIN_S)
+
+
+def punch_hole(fd: int, end: int) -> None:
+    """Give back the memory of a file's first `end` bytes; its size stays, and it reads as NUL."""
+    offset, length = ctypes.c_longlong(0), ctypes.c_longlong(end)
+    if _libc.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def bind_to_cpus(cpus: Iterable[int]) -> None:
+    """Let this process, which has one thread yet, run on these CPUs only; none: where it may."""
+    wanted = frozenset(cpus)
+    if wanted:
+        os.sched_setaffinity(0, wanted)
 
 
 def place_descriptors(wanted: Mapping[int, int], keep: Iterable[int] = ()) -> dict[int, int]:

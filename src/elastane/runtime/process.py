@@ -35,7 +35,8 @@ class WorkerCommand:
 
     `kind`: script is a Python file, module is `python -m`, exec any program, run-path what
     `runpy.run_path` takes. `env` is the whole environment. `stdin`, `stdout`, `stderr` are
-    descriptors of this process; `fds` maps a number in the worker to a descriptor here.
+    descriptors of this process; `fds` maps a number in the worker to a descriptor here. `cpus` are
+    those that it may run on; none where it is not bound.
     """
 
     kind: WorkerKind
@@ -47,6 +48,7 @@ class WorkerCommand:
     stdout: int
     stderr: int
     fds: Mapping[int, int]
+    cpus: frozenset[int] = frozenset()
 
     def descriptors(self) -> dict[int, int]:
         """Return number in the worker -> descriptor here, the standard three among them."""
@@ -59,6 +61,8 @@ class WorkerProcess:
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
         self.exit_code: int | None = None
+        # The most memory that it held, once it has ended; 0: unknown.
+        self.peak_bytes = 0
         self._pidfd = pidfd
         self._group_is_gone = False
         self._ended: asyncio.Future[int] | None = None
@@ -70,14 +74,15 @@ class WorkerProcess:
 
     def _on_exit(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+            # By the pidfd, that it is over; then by the pid, which nobody else has until this wait.
+            if os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return
+            _, status, usage = os.wait4(self.pid, 0)
         except ChildProcessError:
             self.exit_code = EXIT_UNKNOWN
         else:
-            if info is None:
-                return
-            exited = info.si_code == os.CLD_EXITED
-            self.exit_code = info.si_status if exited else -info.si_status
+            self.exit_code = os.waitstatus_to_exitcode(status)
+            self.peak_bytes = usage.ru_maxrss * 1024
         loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         _ours.discard(self.pid)

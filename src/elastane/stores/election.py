@@ -25,7 +25,7 @@ from collections.abc import Callable
 import msgspec
 
 from elastane.core.events import AuthorityChanged
-from elastane.core.limits import STORE_POLL_S, Timing
+from elastane.core.limits import OUTCOME_KEPT_S, STORE_POLL_S, Timing
 from elastane.core.model import Record
 from elastane.errors import LeaseLostError, StoreError
 from elastane.runtime.endpoint import Endpoint
@@ -184,10 +184,11 @@ class Election:
 
     async def _file(self, record: Record) -> None:
         content = msgspec.json.encode(Filed(term=self._fenced_term, record=record))
+        kept_s = OUTCOME_KEPT_S if record.outcome is not None else None
         for _ in range(_RACES_MAX):
             try:
                 entry = await self.keys.store.compare_and_set(
-                    self.keys.record, content, self._version
+                    self.keys.record, content, self._version, kept_s
                 )
             except ConflictError as conflict:
                 self._version = self._own_version(conflict)

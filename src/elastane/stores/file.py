@@ -105,8 +105,10 @@ class FileStore:
         """See Store.get."""
         return await self.run(lambda: _entry(self.entries(key).latest()))
 
-    async def compare_and_set(self, key: str, value: bytes, expected_version: int) -> Entry:
-        """See Store.compare_and_set."""
+    async def compare_and_set(
+        self, key: str, value: bytes, expected_version: int, ttl_s: float | None = None
+    ) -> Entry:
+        """See Store.compare_and_set: what a folder holds stays there."""
         check_value(key, value)
         page = await self.run(lambda: self._replace(key, expected_version, "value", value))
         return Entry(value, page.number)

@@ -2,8 +2,9 @@
 
 Owns the keys below `<job>/`: `coordinator` (where it listens, and by which term), `token` (the
 job's secret), `record` (the durable state, under the term of its writer), and the lease `seat`.
-Knows nothing of who is elected. A finished job leaves its record, which holds the outcome; so an
-agent that comes late is told how the job ended. How it fails: StoreError; a record that cannot
+Knows nothing of who is elected. A finished job leaves its record, which holds the outcome, so an
+agent that comes late is told how the job ended; where the store has a server, that goes too after
+OUTCOME_KEPT_S, and nothing is left. How it fails: StoreError; a record that cannot
 be read is a ConfigurationError, since going on without it could settle a round twice.
 """
 
@@ -133,7 +134,10 @@ class JobKeys:
                     await anext(self.store.watch(self.coordinator, version))
 
     async def tidy(self) -> None:
-        """Remove what only a running job needs: the address and the secret."""
+        """Remove what only a running job needs: the address, the secret, the seat.
+
+        Only for a job whose outcome is on record, by one who does not hold the seat any more.
+        """
         for key in (self.coordinator, self.token_key):
             for _ in range(_RACES_MAX):
                 entry = await self.store.get(key)
@@ -143,6 +147,7 @@ class JobKeys:
                     await self.store.delete(key, entry.version)
                 except ConflictError:
                     await asyncio.sleep(0)
+        await self.store.purge(self.seat_lease)
 
     async def purge(self) -> None:
         """Remove all that the job left, its record included. Only for a job that has ended."""

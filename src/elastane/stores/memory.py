@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class MemoryBackend:
     clock: Callable[[], float] = time.monotonic
     entries: dict[str, Entry] = field(default_factory=dict)
     seats: dict[str, _Seat] = field(default_factory=dict)
+    # When an entry goes by itself.
+    expiry: dict[str, float] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -49,6 +52,12 @@ class MemoryBackend:
         entry = self.entries[key] = Entry(value, next(self._versions))
         self.announce()
         return entry
+
+    def entry(self, key: str) -> Entry | None:
+        """Return what is there now: an entry whose time is over is not."""
+        if self.clock() >= self.expiry.get(key, math.inf):
+            self.entries.pop(key, None)
+        return self.entries.get(key)
 
     def announce(self) -> None:
         """Wake every watcher."""
@@ -80,15 +89,19 @@ class MemoryStore:
         """See Store.get."""
         check_key(key)
         await self.reach()
-        return self.backend.entries.get(key)
+        return self.backend.entry(key)
 
-    async def compare_and_set(self, key: str, value: bytes, expected_version: int) -> Entry:
+    async def compare_and_set(
+        self, key: str, value: bytes, expected_version: int, ttl_s: float | None = None
+    ) -> Entry:
         """See Store.compare_and_set."""
         check_key(key)
         check_value(key, value)
+        until = math.inf if ttl_s is None else self.backend.clock() + check_ttl(key, ttl_s)
         await self.reach()
         self._expect(key, expected_version)
         entry = self.backend.put(key, value)
+        self.backend.expiry[key] = until
         self._reply()
         return entry
 
@@ -131,7 +144,7 @@ class MemoryStore:
         while True:
             await self.reach()
             changed = self.backend.changed
-            entry = self.backend.entries.get(key)
+            entry = self.backend.entry(key)
             if entry is not None and entry.version > known:
                 known = entry.version
                 yield entry
@@ -160,7 +173,7 @@ class MemoryStore:
             raise StoreError("memory store: out of reach", slug="store-unreachable")
 
     def _expect(self, key: str, expected_version: int) -> None:
-        current = self.backend.entries.get(key)
+        current = self.backend.entry(key)
         if (current.version if current else 0) != expected_version:
             raise ConflictError(key, expected_version, current)
 

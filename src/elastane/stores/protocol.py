@@ -11,7 +11,7 @@ version
     etcd v3 mod_revision; etcd v2 modifiedIndex; Kubernetes metadata.resourceVersion as a number;
     file the number of the version's file.
 compare_and_set
-    etcd v3 a txn guarded by mod_revision (for 0: create_revision = 0); etcd v2 a PUT with
+    etcd v3 a txn guarded by mod_revision (0 where the key is absent); etcd v2 a PUT with
     prevIndex, or prevExist=false; Kubernetes a PUT that carries resourceVersion (for 0: a POST),
     409 being the conflict; file a link(2) to the name of the next version.
 delete
@@ -19,14 +19,14 @@ delete
     version is a tombstone.
 lease and term
     etcd v3 a key bound to a lease, and a counter beside it that outlives the lease, both in one
-    txn; etcd v2 a key with a TTL, its createdIndex as the term, refresh=true to renew;
+    txn; etcd v2 a key with a TTL, its createdIndex as the term, and the latest term beside it;
     Kubernetes a coordination.k8s.io Lease, leaseTransitions as the term, every change guarded
     by resourceVersion; file: term files and a heartbeat.
 who judges that a lease has run out
     the server for etcd; each candidate by its own monotonic clock for Kubernetes and file.
 watch
-    etcd v3 from version + 1, on `compact_revision` a range read and then on from its revision;
-    etcd v2 wait=true&waitIndex, on error 401 a read; Kubernetes list and watch, on 410 a list;
+    etcd v3 a read, then from its revision on, and again when that ends (compaction among the
+    reasons); etcd v2 the same with wait=true&waitIndex; Kubernetes list and watch, on 410 a list;
     file a read each STORE_POLL_S.
 
 Versions grow over the whole life of a key's name, deletion and re-creation included: so it is
@@ -125,12 +125,17 @@ class Store(Protocol):
         """
         ...
 
-    async def compare_and_set(self, key: str, value: bytes, expected_version: int) -> Entry:
+    async def compare_and_set(
+        self, key: str, value: bytes, expected_version: int, ttl_s: float | None = None
+    ) -> Entry:
         """Write `value` if the key is at `expected_version` (0: absent), durably.
 
         Of several writers that expect the same version one succeeds. Raises ConflictError for
         the others. A StoreError leaves it open whether the write was or will be done; a later
         compare_and_set that succeeds settles it.
+
+        With `ttl_s` the entry goes by itself that many seconds later, also when nobody is left
+        to remove it, unless it was written again; a store without a server keeps it.
         """
         ...
 

@@ -16,7 +16,7 @@ from elastane.stores.protocol import Store
 StoreFactory = Callable[[str, dict[str, str]], Store]
 
 _WITHOUT_STORE = ("", "elastane", "c10d", "static")
-_NOT_YET = ("etcd", "etcd-v2", "kubernetes")
+_NOT_YET = ("kubernetes",)
 
 
 def _file_store(endpoint: str, conf: dict[str, str]) -> Store:
@@ -32,7 +32,25 @@ def _file_store(endpoint: str, conf: dict[str, str]) -> Store:
     return FileStore(Path(endpoint).expanduser().absolute())
 
 
-_FACTORIES: dict[str, StoreFactory] = {"file": _file_store}
+def _etcd_store(endpoint: str, conf: dict[str, str]) -> Store:
+    from elastane.stores.etcd.settings import read_settings
+    from elastane.stores.etcd.v3 import EtcdStore
+
+    return EtcdStore(read_settings(endpoint, conf))
+
+
+def _etcd_v2_store(endpoint: str, conf: dict[str, str]) -> Store:
+    from elastane.stores.etcd.settings import read_settings
+    from elastane.stores.etcd.v2 import EtcdV2Store
+
+    return EtcdV2Store(read_settings(endpoint, conf))
+
+
+_FACTORIES: dict[str, StoreFactory] = {
+    "file": _file_store,
+    "etcd": _etcd_store,
+    "etcd-v2": _etcd_v2_store,
+}
 
 
 def register(backend: str, factory: StoreFactory) -> None:

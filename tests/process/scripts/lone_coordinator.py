@@ -32,7 +32,11 @@ async def main() -> None:
     def tell(note: Note) -> None:
         events.tell(note, "coordinator")
 
-    store = make_store(meeting.backend, meeting.folder, {}) if meeting.folder else None
+    store = (
+        make_store(meeting.backend, meeting.store, dict(meeting.store_conf))
+        if meeting.store
+        else None
+    )
     keys = JobKeys(store, spec.job) if store is not None else None
     token = meeting.token or (await keys.token() if keys else "")
     secret = derive_secret(spec.job, token or None)

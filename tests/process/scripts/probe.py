@@ -48,6 +48,10 @@ def main_module():
     }
 
 
+def raw_of(stream):
+    return getattr(stream.buffer, "raw", stream.buffer)  # unbuffered: it is the raw one itself
+
+
 def streams():
     found = {}
     for name in ("stdin", "stdout", "stderr"):
@@ -58,7 +62,7 @@ def streams():
                 stream.write_through, stream.isatty(), stream.newlines, stream.closed,
             ],
             "buffer": [type(stream.buffer).__name__, stream.buffer.name, stream.buffer.mode],
-            "raw": [type(stream.buffer.raw).__name__, stream.buffer.raw.name],
+            "raw": [type(raw_of(stream)).__name__, raw_of(stream).name],
             "same": getattr(sys, f"__{name}__") is stream,
             "seekable": stream.seekable(),
         }  # fmt: skip
@@ -69,7 +73,10 @@ def status():
     wanted = ("SigBlk", "SigIgn", "SigCgt", "Threads", "NoNewPrivs", "Seccomp", "Umask", "Name")
     with open("/proc/self/status") as file:
         pairs = [line.split(":", 1) for line in file]
-    return {name: value.strip() for name, value in pairs if name in wanted}
+    found = {name: value.strip() for name, value in pairs if name in wanted}
+    # A fork has torch's handler of fatal signals, which asks other threads by SIGUSR2.
+    caught = int(found["SigCgt"], 16) & ~(1 << signal.SIGUSR2 - 1)
+    return found | {"SigCgt": f"{caught:x}"}
 
 
 def process():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastane.core.diagnosis import exit_text, root_cause
+from elastane.core.diagnosis import root_cause, told
 from elastane.core.messages import Close
-from elastane.core.model import Cause, Outcome
+from elastane.core.model import Cause, Failure, Outcome
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous.state import Incident, Phase, State
 from elastane.core.rendezvous.words import named
@@ -33,19 +33,64 @@ def failure(state: State, incident: Incident, why: str) -> bool:
             slug="worker-failed",
             exit_code=ExitCode.WORKER_FAILED,
             cause=cause,
-            next_step=_advice(cause.failure.exit_code, state.budget.allowed),
+            next_step=_advice(cause.failure, state.budget.allowed),
+            failures=told(incident.sightings, state.now_s),
         ),
     )
 
 
-def _advice(exit_code: int, allowed: int) -> str:
-    if exit_code == -9:
-        return "look for an out-of-memory kill: dmesg | grep -i 'killed process'"
-    if exit_code < 0:
-        return f"after {exit_text(exit_code)}, look for a native stack trace in its stderr log"
+def tell_restart(state: State, incident: Incident, reason: str) -> None:
+    """Tell the log that the budget pays for an incident, and what caused it."""
+    assert state.world is not None
+    cause = root_cause(incident.sightings, state.world.fence)
+    state.tell(EventKind.RESTART, reason, used=state.budget.used, **cause_data(cause))
+
+
+def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
+    """Return what the event log keeps of a root cause."""
+    if cause is None or cause.failure is None:
+        return {}
+    return {
+        "cause": cause.what,
+        "cause_node": cause.node_id,
+        "cause_rank": cause.failure.rank,
+        "consequences": cause.consequences,
+    }
+
+
+def _advice(failure: Failure, allowed: int) -> str:
+    if failure.evidence.startswith("out of memory"):
+        return (
+            "give the workers more memory, or let each use less: fewer of them on this node,"
+            " smaller batches, fewer loader processes"
+        )
+    if failure.exit_code == -9:
+        return "find who sent it: a scheduler, a person, or the kernel (dmesg | grep -i killed)"
+    if failure.exit_code < 0:
+        return "read the stacks of all threads above, or at the end of its stderr"
     if allowed == 0:
         return "mend the script; to let the job survive such failures: --max-restarts N"
     return "mend the script; the first failure's log has the traceback"
+
+
+def conclude(state: State, node_id: str, ok: bool, reason: str) -> None:
+    """Take note that the user of `node_id` ends the job; the first word counts."""
+    if state.conclusion is None:
+        state.conclusion = Outcome(
+            ok=ok,
+            reason=f"node {node_id} closed the job: {reason}",
+            slug="rdzv-closed",
+            exit_code=ExitCode.DONE if ok else ExitCode.WORKER_FAILED,
+            cause=Cause(kind="request", what=reason, node_id=node_id),
+            next_step="start a new job under another id",
+        )
+
+
+def concluded(state: State) -> bool:
+    """End the job where an agent asked for that and nothing else has ended it."""
+    if state.conclusion is None or state.outcome is not None:
+        return False
+    return _close(state, state.conclusion)
 
 
 def too_few(state: State, here: int) -> bool:
@@ -78,7 +123,8 @@ def _close(state: State, outcome: Outcome) -> bool:
     state.outcome, state.cause = outcome, outcome.cause
     state.incident = None
     state.enter(Phase.CLOSING, outcome.reason)
-    state.tell(EventKind.JOB_ENDED, outcome.reason, ok=outcome.ok, exit_code=outcome.exit_code)
+    data = {"ok": outcome.ok, "exit_code": outcome.exit_code, **cause_data(outcome.cause)}
+    state.tell(EventKind.JOB_ENDED, outcome.reason, **data)
     state.persist()
     for node in state.nodes.values():
         state.send(node, Close(outcome))

@@ -14,7 +14,7 @@ from elastane.core.events import AuthorityChanged, Broken, Received, RendezvousE
 from elastane.core.messages import Join, Query, Report
 from elastane.core.model import JobSpec, Record
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import door, phases, presence, reports, status
+from elastane.core.rendezvous import door, ending, phases, presence, reports, status
 from elastane.core.rendezvous.state import Phase, State
 
 # A chain of phases in one call is at most recovering to stopping to forming to running; more is
@@ -109,6 +109,8 @@ class Rendezvous:
         for _ in range(_STEPS_MAX):
             presence.look(state)
             door.settle_contests(state)
-            if not state.authority or not phases.RULES[state.phase](state):
+            if not state.authority:
+                return
+            if not ending.concluded(state) and not phases.RULES[state.phase](state):
                 return
         raise AssertionError(f"rules contradict one another in phase {state.phase}")

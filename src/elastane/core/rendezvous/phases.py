@@ -213,7 +213,7 @@ def _stopping(state: State) -> bool:
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
-        state.tell(EventKind.RESTART, verdict.reason, used=state.budget.used)
+        ending.tell_restart(state, incident, verdict.reason)
         state.persist()
     state.last_incident, state.incident, state.claim = reason, None, None
     _release_leaving(state)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from elastane.core.diagnosis import Sighting, exit_text, is_lost_peer
+from elastane.core.diagnosis import Sighting, exit_text, failure_text, is_lost_peer
 from elastane.core.messages import (
     Alive,
+    Conclude,
     Drained,
     Failed,
     Heartbeat,
@@ -17,7 +18,7 @@ from elastane.core.messages import (
 )
 from elastane.core.model import Failure, Fence
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import presence
+from elastane.core.rendezvous import ending, presence
 from elastane.core.rendezvous.state import Node, Phase, State
 
 
@@ -35,9 +36,8 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             return False
         case Ready():
             _ready(state, node)
-        case Leave(reason=reason):
-            node.leaving = reason
-            state.tell(EventKind.NODE_LEAVING, reason, node.id)
+        case Leave() | Conclude():
+            _wish(state, node, message)
         case Failed(fence=fence, failures=failures) if fence == node.fence:
             failed(state, node, failures)
         case Succeeded(fence=fence) if fence == node.fence and node.state == "running":
@@ -53,6 +53,23 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             return False
     state.refile(node)
     return True
+
+
+def _wish(state: State, node: Node, message: Leave | Conclude) -> None:
+    if isinstance(message, Conclude):
+        ending.conclude(state, node.id, message.ok, message.reason)
+        return
+    node.leaving = message.reason
+    state.tell(EventKind.NODE_LEAVING, message.reason, node.id)
+
+
+def _asked(state: State, node: Node, message: Leave | Conclude) -> None:
+    """Take note of what an agent wants for itself, or for the job."""
+    if isinstance(message, Conclude):
+        ending.conclude(state, node.id, message.ok, message.reason)
+        return
+    node.leaving = message.reason
+    state.tell(EventKind.NODE_LEAVING, message.reason, node.id)
 
 
 def _ready(state: State, node: Node) -> None:
@@ -79,7 +96,7 @@ def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
     first = failures[0]
     incident = presence.fault(
         state,
-        f"worker of rank {first.rank} on node {node.id} ended with {exit_text(first.exit_code)}"
+        f"worker of rank {first.rank} on node {node.id} ended with {failure_text(first)}"
         + (" after it lost a peer" if is_lost_peer(first) else ""),
     )
     known = {(s.node_id, s.failure.local_rank) for s in incident.sightings}

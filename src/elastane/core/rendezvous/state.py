@@ -121,6 +121,7 @@ class State:
     running_s: float = 0.0
     previous_holder: str = ""
     outcome: Outcome | None = None
+    conclusion: Outcome | None = None  # that an agent asked for; in force once it is `outcome`
     authority: bool = True
     nodes: dict[str, Node] = field(default_factory=dict)
     by_session: dict[int, str] = field(default_factory=dict)
@@ -166,7 +167,7 @@ class State:
             self.out.append(Send(node.session, message))
 
     def tell(
-        self, kind: EventKind, reason: str, node_id: str = "", **data: str | int | float | bool
+        self, kind: EventKind, reason: str, node_id: str = "", /, **data: str | int | float | bool
     ) -> None:
         """Write an event that carries the fence of the world in force."""
         fence = self.world.fence if self.world else None

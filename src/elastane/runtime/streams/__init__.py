@@ -1,13 +1,16 @@
 """Worker output: where it goes, the files it is kept in, and how the console shows it.
 
 `plan` says what is asked for; `group` opens the streams of one start of a local worker group;
-`tailer` shows files on the console through `console`, and keeps the `index` that lets logs be
-merged by time. What a worker writes to a file never passes through the agent.
+`tailer` shows files on the console through `console`, keeps the `index` that lets logs be merged
+by time, and copies `filtered` lines. What a worker writes to a file never passes through the agent;
+a stderr that would be neither in a file nor on a terminal does (`capture`, `pump`), so that what a
+worker said last is known.
 """
 
 from elastane.runtime.streams.console import Console, process_console
 from elastane.runtime.streams.files import default_base_dir, last_lines
 from elastane.runtime.streams.group import GroupStreams, WorkerStreams
+from elastane.runtime.streams.places import ChooseFiles, GroupFiles, WorkerFiles
 from elastane.runtime.streams.plan import (
     DEFAULT_PREFIX_TEMPLATE,
     PREFIX_TEMPLATE_ENV,
@@ -15,6 +18,7 @@ from elastane.runtime.streams.plan import (
     Std,
     StdMap,
     WorkerPlace,
+    parse_needles,
     parse_ranks,
     parse_std_map,
     prefix_template,
@@ -23,15 +27,19 @@ from elastane.runtime.streams.plan import (
 __all__ = [
     "DEFAULT_PREFIX_TEMPLATE",
     "PREFIX_TEMPLATE_ENV",
+    "ChooseFiles",
     "Console",
+    "GroupFiles",
     "GroupStreams",
     "LogPlan",
     "Std",
     "StdMap",
+    "WorkerFiles",
     "WorkerPlace",
     "WorkerStreams",
     "default_base_dir",
     "last_lines",
+    "parse_needles",
     "parse_ranks",
     "parse_std_map",
     "prefix_template",

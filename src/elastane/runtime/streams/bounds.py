@@ -37,6 +37,24 @@ FINISH_S = 3.0
 STALL_S = 0.25
 # A console that somebody made non-blocking, and that is full, is tried again after this.
 RETRY_S = 0.1
+# stderr that the agent captures: the most that waits in the kernel for one worker. An unprivileged
+# process may ask for this much (fs.pipe-max-size); where it gets less, copying is slower.
+PIPE_BYTES = 1 << 20
+# What one read of a captured stream takes.
+CAPTURE_READ_BYTES = 64 << 10
+# After a turn over the captured streams: output of a burst is copied in few and larger pieces.
+CAPTURE_PAUSE_S = 0.005
+# A captured line without its end is shown after this: a prompt, a progress bar.
+CAPTURE_PARTIAL_S = 0.05
+# Of each captured stream this much stays for a diagnosis; twice that before memory is given back.
+CAPTURE_TAIL_BYTES = 64 << 10
+# When a worker has ended, this long is waited for the console to take what it left in the kernel.
+SETTLE_S = 0.25
+# And never more than this beyond what its console takes: a child of it may write on.
+SETTLE_BYTES_MAX = 2 * PIPE_BYTES
+# A console that took nothing for this long gets no more of what the last workers said. Longer than
+# STALL_S, for it is there that one reads why a job failed.
+CAPTURE_STALL_S = 1.0
 # Last lines of a file, for a diagnosis.
 TAIL_LINES_MAX = 30
 TAIL_BYTES_MAX = 8 << 10
@@ -51,3 +69,6 @@ assert LINE_BYTES_MAX <= READ_BYTES_MAX <= LAG_BYTES_MAX
 assert LAG_KEEP_BYTES < LAG_BYTES_MAX
 assert STALL_S < FINISH_S
 assert TEE_POLL_S <= PARTIAL_WAIT_S
+assert CAPTURE_PAUSE_S < CAPTURE_PARTIAL_S < SETTLE_S
+assert CAPTURE_STALL_S < FINISH_S
+assert TAIL_BYTES_MAX <= CAPTURE_TAIL_BYTES and CAPTURE_READ_BYTES <= SETTLE_BYTES_MAX

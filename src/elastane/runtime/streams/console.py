@@ -33,9 +33,22 @@ class Console:
         """Bytes that can be put now without loss."""
         return self._writer.room_bytes
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that can be offered now; less than can be put, so a flood drops nobody's lines."""
+        return self._writer.spare_bytes
+
     def put(self, lines: bytes) -> bool:
         """Queue whole lines; False where they were dropped."""
         return self._writer.put(lines)
+
+    def offer(self, data: bytes) -> bool:
+        """Queue bytes, lines or not, if there is room; False where the caller has to keep them."""
+        return self._writer.offer(data)
+
+    def wait_spare(self, timeout_s: float) -> bool:
+        """Wait until `offer` would take something; False where that took too long."""
+        return self._writer.wait_spare(timeout_s)
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until all lines are written; False where that took too long."""

@@ -12,13 +12,16 @@ import contextlib
 import logging
 import os
 import socket
-from dataclasses import dataclass
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from elastane.core.model import Fence
 from elastane.runtime.offload import Offload
 from elastane.runtime.streams.bounds import FINISH_S, OPEN_S
+from elastane.runtime.streams.capture import Capture
 from elastane.runtime.streams.console import process_console
 from elastane.runtime.streams.files import (
     ensure_base_dir,
@@ -26,11 +29,13 @@ from elastane.runtime.streams.files import (
     make_rank_dir,
     open_append,
 )
+from elastane.runtime.streams.filtered import Filtered
+from elastane.runtime.streams.places import FILTERED_NAMES, GroupFiles, WorkerFiles, planned
 from elastane.runtime.streams.plan import LogPlan, Std, WorkerPlace
+from elastane.runtime.streams.pump import Pump
 from elastane.runtime.streams.tailer import Tail, Tailer
 
 _log = logging.getLogger("elastane.streams")
-_FILE_NAMES = {Std.OUT: "stdout.log", Std.ERR: "stderr.log"}
 _CONSOLE_FDS = {Std.OUT: 1, Std.ERR: 2}
 
 
@@ -38,7 +43,8 @@ _CONSOLE_FDS = {Std.OUT: 1, Std.ERR: 2}
 class WorkerStreams:
     """What one worker is started with; a path is empty where there is no file.
 
-    The descriptors stay the group's: the worker gets duplicates of them.
+    The descriptors stay the group's: the worker gets duplicates of them. `stderr_tail` is where
+    this process finds the last lines of stderr, though there be no file that a user could open.
     """
 
     stdout: int
@@ -46,6 +52,7 @@ class WorkerStreams:
     stdout_path: str = ""
     stderr_path: str = ""
     error_file: str = ""
+    stderr_tail: str = ""
 
 
 class GroupStreams:
@@ -61,8 +68,19 @@ class GroupStreams:
         self._ends: list[int] = []
         self._warned = False
         self._gave_up = False
+        self._files: GroupFiles | None = None
+        self._captures: dict[str, Capture] = {}
         self._offload = offload or Offload()
         self._tailer = Tailer(f"streams-{fence.round}.{fence.attempt}")
+        self._pump = Pump(f"stderr-{fence.round}.{fence.attempt}")
+
+    def choose(self, files: GroupFiles) -> None:
+        """Put the workers' output where `files` says, and not where the plan does."""
+        self._files = files
+
+    def chosen_env(self, local_rank: int) -> Mapping[str, str]:
+        """Return the variables of a worker's that whoever chose the files has changed."""
+        return self._files.workers[local_rank].env if self._files else {}
 
     async def open_soon(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
         """Open the streams of one worker, off the event loop and within `OPEN_S`.
@@ -71,8 +89,8 @@ class GroupStreams:
         """
         if not self._gave_up:
             try:
-                opening = partial(self.open, local_rank, rank, role)
-                return await self._offload.run(opening, OPEN_S)
+                opening = partial(self._open_files, local_rank, rank, role)
+                return self._with_tail(await self._offload.run(opening, OPEN_S))
             except TimeoutError:
                 self._gave_up = True
                 self._warn(Path(self._plan.base_dir), OSError(f"no answer within {OPEN_S:g} s"))
@@ -80,12 +98,28 @@ class GroupStreams:
 
     def open(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
         """Open the streams of one worker, before it starts; may block on the log folder."""
+        return self._with_tail(self._open_files(local_rank, rank, role))
+
+    def _open_files(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
         place = WorkerPlace(self._fence, local_rank, rank, role, self._node)
-        folder = self._make_folder(place)
-        stdout, stdout_path = self._open_stream(place, Std.OUT, folder)
-        stderr, stderr_path = self._open_stream(place, Std.ERR, folder)
-        error_file = fresh_error_file(folder) if folder else ""
-        return WorkerStreams(stdout, stderr, stdout_path, stderr_path, error_file)
+        files = self._files_of(place)
+        stdout, stdout_path = self._open_stream(place, Std.OUT, files)
+        stderr, stderr_path = self._open_stream(place, Std.ERR, files)
+        return WorkerStreams(stdout, stderr, stdout_path, stderr_path, files.error_file)
+
+    def _with_tail(self, streams: WorkerStreams) -> WorkerStreams:
+        """See to it that the end of stderr can be read; not where it is a terminal's."""
+        if streams.stderr_path:
+            return replace(streams, stderr_tail=streams.stderr_path)
+        shown = streams.stderr in _CONSOLE_FDS.values()
+        if shown and os.isatty(streams.stderr):
+            return streams
+        capture = Capture(process_console(streams.stderr) if shown else None)
+        write = capture.open()
+        self._ends.append(write)
+        self._captures[capture.tail_path] = capture
+        self._pump.add(capture)
+        return replace(streams, stderr=write, stderr_tail=capture.tail_path)
 
     def close_worker_ends(self) -> None:
         """Close the descriptors that `open` made; to be called once the workers have theirs."""
@@ -93,28 +127,28 @@ class GroupStreams:
             os.close(fd)
         self._ends.clear()
 
+    def settle(self, streams: WorkerStreams) -> None:
+        """Wait, within a bound, until `stderr_tail` has all that a worker wrote that has ended."""
+        capture = self._captures.get(streams.stderr_tail)
+        if capture is not None:
+            self._pump.settle(capture)
+
     async def finish(self) -> None:
         """Show what the workers wrote last, once they are gone; takes `FINISH_S` at most.
 
         May be called again, and without any worker having started.
         """
         self.close_worker_ends()
-        if not self._tailer.is_running:
-            return
-        loop = asyncio.get_running_loop()
-        done = asyncio.Event()
+        tailer, pump = self._tailer, self._pump
+        self._tailer, self._pump = Tailer("streams-ended"), Pump("stderr-ended")
+        self._captures.clear()
+        await asyncio.gather(*(_end(each) for each in (tailer, pump) if each.is_running))
 
-        def tell_done() -> None:
-            # The loop may have ended meanwhile; then nobody waits.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(done.set)
-
-        self._tailer.stop(tell_done)
-        # A file system that hangs holds up its own thread, and not the agent.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FINISH_S * 2):
-                await done.wait()
-        self._tailer = Tailer("streams-ended")
+    def _files_of(self, place: WorkerPlace) -> WorkerFiles:
+        if self._files is not None and not self._gave_up:
+            return self._files.workers[place.local_rank]
+        folder = self._make_folder(place)
+        return planned(self._plan, place, folder, fresh_error_file(folder) if folder else "")
 
     def _make_folder(self, place: WorkerPlace) -> Path | None:
         if not self._plan.has_files or self._gave_up:
@@ -128,32 +162,46 @@ class GroupStreams:
             return None
         return folder
 
-    def _open_stream(self, place: WorkerPlace, std: Std, folder: Path | None) -> tuple[int, str]:
+    def _open_stream(self, place: WorkerPlace, std: Std, files: WorkerFiles) -> tuple[int, str]:
         """Return the descriptor for a stream, and its file's path if it has one."""
-        if self._plan.keeps(place.local_rank, std) and folder is not None:
-            path = folder / _FILE_NAMES[std]
+        path = files.paths.get(std, "")
+        if path and path != os.devnull:
             try:
-                return self._open_file(place, std, path), str(path)
+                return self._open_file(place, std, Path(path), tee=std in files.tees), path
             except OSError as error:
-                self._warn(path, error)
-        if self._plan.shows(place.local_rank):
+                self._warn(Path(path), error)
+        if path != os.devnull and self._plan.shows(place.local_rank):
             return _CONSOLE_FDS[std], ""
         fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         self._ends.append(fd)
         return fd, ""
 
-    def _open_file(self, place: WorkerPlace, std: Std, path: Path) -> int:
+    def _open_file(self, place: WorkerPlace, std: Std, path: Path, *, tee: bool) -> int:
         fd = open_append(path)
         if self._gave_up:
             os.close(fd)
             raise TimeoutError("opened too late")
         self._ends.append(fd)
-        teed = self._plan.tees(place.local_rank, std)
-        console = process_console(_CONSOLE_FDS[std]) if teed else None
-        tail = Tail(path, console, self._plan.line_prefix(place))
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd  # A class may name a device or a pipe: there is nothing to look back at.
+        prefix = self._plan.line_prefix(place)
+        tail = Tail(path, process_console(_CONSOLE_FDS[std]) if tee else None, prefix)
         tail.open()
         self._tailer.add(tail)
+        if tee and self._plan.needles.get(std):
+            self._filter(std, path, prefix)
         return fd
+
+    def _filter(self, std: Std, source: Path, prefix: bytes) -> None:
+        default = str(self._plan.attempt_dir(self._job, self._fence) / FILTERED_NAMES[std])
+        target = self._files.filtered.get(std, "") if self._files else default
+        filtered = Filtered(source, Path(target), self._plan.needles[std], prefix)
+        try:
+            filtered.open()
+        except OSError as error:
+            _log.warning("no lines are copied to %s: %s", target, error.strerror or error)
+        else:
+            self._tailer.add(filtered)
 
     def _warn(self, path: Path, error: OSError) -> None:
         """Say once for the group that files fail; the causes of the others are the same."""
@@ -168,3 +216,20 @@ class GroupStreams:
             path,
             error.strerror or error,
         )
+
+
+async def _end(each: Tailer | Pump) -> None:
+    """Have a thread show the rest; one that a file system holds up does not hold up the agent."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def tell_done() -> None:
+        # The loop may have ended meanwhile; then nobody waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done.set)
+
+    stop: Callable[[Callable[[], None]], None] = each.stop
+    stop(tell_done)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FINISH_S * 2):
+            await done.wait()

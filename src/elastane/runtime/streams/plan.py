@@ -77,6 +77,15 @@ def parse_ranks(text: str, *, option: str = "--local-ranks-filter") -> frozenset
     return frozenset(ranks)
 
 
+def parse_needles(text: str) -> tuple[str, ...]:
+    """Return the texts of a list such as `loss,a,,b`: two commas are one that belongs to a text.
+
+    An empty text would match every line, so there is none.
+    """
+    items = text.replace(",,", "\0").split(",")
+    return tuple(item.replace("\0", ",") for item in items if item)
+
+
 def prefix_template(environ: Mapping[str, str]) -> str:
     """Return the console's prefix template: the one of the environment, or elastane's own."""
     return environ.get(PREFIX_TEMPLATE_ENV) or DEFAULT_PREFIX_TEMPLATE
@@ -98,7 +107,8 @@ class LogPlan:
     """What `--log-dir`, `--redirects`, `--tee` and `--local-ranks-filter` ask for on one node.
 
     `base_dir` empty or `/dev/null`: no files, all output goes to the console, as in torchrun.
-    `console_ranks` are the local ranks that the console shows; empty means all.
+    `console_ranks` are the local ranks that the console shows; empty means all. `needles` are the
+    texts of --duplicate-stdout-filters and --duplicate-stderr-filters.
     """
 
     base_dir: str
@@ -106,6 +116,7 @@ class LogPlan:
     tee: StdMap = field(default_factory=dict)
     console_ranks: frozenset[int] = frozenset()
     prefix: str = DEFAULT_PREFIX_TEMPLATE
+    needles: Mapping[Std, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def has_files(self) -> bool:
@@ -130,11 +141,13 @@ class LogPlan:
         """Return the folder of all that is kept of `job`."""
         return Path(self.base_dir) / safe_name(job)
 
+    def attempt_dir(self, job: str, fence: Fence) -> Path:
+        """Return the folder of one attempt; on shared storage, all nodes' own."""
+        return self.job_dir(job) / f"round_{fence.round}" / f"attempt_{fence.attempt}"
+
     def rank_dir(self, job: str, fence: Fence, rank: int) -> Path:
         """Return the folder of one worker in one attempt; the global rank makes it unique."""
-        return (
-            self.job_dir(job) / f"round_{fence.round}" / f"attempt_{fence.attempt}" / f"rank_{rank}"
-        )
+        return self.attempt_dir(job, fence) / f"rank_{rank}"
 
     def line_prefix(self, place: WorkerPlace) -> bytes:
         """Return what stands before each line of this worker on the console."""

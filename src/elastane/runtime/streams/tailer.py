@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from elastane.runtime.streams.bounds import (
     FINISH_S,
@@ -30,9 +31,39 @@ from elastane.runtime.streams.bounds import (
 from elastane.runtime.streams.console import Console
 from elastane.runtime.streams.index import IndexWriter
 from elastane.runtime.streams.lines import LineCutter
+from elastane.runtime.streams.patience import Patience
 
 # While the last lines are shown: the pause that lets a console take what it was given.
 _FINAL_PAUSE_S = 0.005
+
+
+class Watched(Protocol):
+    """One file that the thread looks at. `lag_bytes` are what its console still lacks."""
+
+    @property
+    def console(self) -> Console | None:
+        """Where its lines are shown; None where they are not."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the file is still being read."""
+
+    @property
+    def lag_bytes(self) -> int:
+        """Bytes that were written and not yet shown."""
+
+    @property
+    def poll_s(self) -> float:
+        """How often it is to be looked at."""
+
+    def look(self, *, final: bool = False) -> None:
+        """Take in what is new."""
+
+    def skip_rest(self) -> None:
+        """Give up what is left, and say so."""
+
+    def close(self) -> None:
+        """Close what is open."""
 
 
 class Tail:
@@ -40,10 +71,11 @@ class Tail:
 
     def __init__(self, path: Path, console: Console | None, prefix: bytes) -> None:
         self.console = console
+        self.poll_s = TEE_POLL_S if console else INDEX_POLL_S
         self._path = path
         self._prefix = prefix
         self._cutter = LineCutter(prefix)
-        self._index = IndexWriter(path, TEE_POLL_S if console else INDEX_POLL_S)
+        self._index = IndexWriter(path, self.poll_s)
         self._fd = -1
         self._size_bytes = 0
         self._shown_bytes = 0
@@ -131,7 +163,7 @@ class Tailer:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tails: list[Tail] = []
+        self._tails: list[Watched] = []
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._on_done: Callable[[], None] = lambda: None
@@ -141,7 +173,7 @@ class Tailer:
         """Whether there is anything to wait for."""
         return self._thread is not None
 
-    def add(self, tail: Tail) -> None:
+    def add(self, tail: Watched) -> None:
         """Watch one more open tail."""
         self._tails.append(tail)
         if self._thread is None:
@@ -149,7 +181,7 @@ class Tailer:
             self._thread.start()
 
     def stop(self, on_done: Callable[[], None]) -> None:
-        """Show the rest, bounded by `_Patience`, close all, call `on_done` in the thread."""
+        """Show the rest, within a bound, close all, call `on_done` in the thread."""
         self._on_done = on_done
         self._stopping.set()
 
@@ -162,7 +194,7 @@ class Tailer:
         self._on_done()
 
     def _poll_s(self) -> float:
-        return TEE_POLL_S if any(tail.console for tail in self._tails) else INDEX_POLL_S
+        return min(tail.poll_s for tail in self._tails)
 
     def _look_at_all(self, turn: int, *, final: bool = False) -> None:
         """Look at each file; a different one first each time, for the room is given in turn."""
@@ -174,7 +206,7 @@ class Tailer:
     def _finish(self) -> None:
         """Show the rest, for as long as the consoles take it."""
         consoles = {tail.console for tail in self._tails if tail.console}
-        patience = _Patience()
+        patience = Patience(FINISH_S, STALL_S)
         self._look_at_all(0, final=True)
         while self._is_behind(consoles) and patience.lasts(sum(c.written_bytes for c in consoles)):
             time.sleep(_FINAL_PAUSE_S)
@@ -186,18 +218,3 @@ class Tailer:
     def _is_behind(self, consoles: set[Console]) -> bool:
         lagging = any(tail.lag_bytes for tail in self._tails)
         return lagging or not all(console.wait_empty(0) for console in consoles)
-
-
-class _Patience:
-    """Waits for the last lines: `FINISH_S` in all, `STALL_S` without any progress."""
-
-    def __init__(self) -> None:
-        self._end_s = time.monotonic() + FINISH_S
-        self._progress_s = time.monotonic()
-        self._written_bytes = -1
-
-    def lasts(self, written_bytes: int) -> bool:
-        now_s = time.monotonic()
-        if written_bytes != self._written_bytes:
-            self._written_bytes, self._progress_s = written_bytes, now_s
-        return now_s < min(self._end_s, self._progress_s + STALL_S)

@@ -41,20 +41,30 @@ class BackgroundWriter:
         """Bytes that `put` accepts now."""
         return max(0, self._bytes_max - self._queued_bytes)
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that `offer` accepts now: half of the room is left to what comes by `put`."""
+        return max(0, self._bytes_max // 2 - self._queued_bytes)
+
     def put(self, item: bytes) -> bool:
         """Queue an item, never wait; False where it was dropped for want of room.
 
         The item that crosses the bound is still taken: the bound is one of items waiting.
         """
         with self._changed:
-            if self._closed or self._queued_bytes >= self._bytes_max:
-                self._dropped += 1
-                return False
-            self._items.append(item)
-            self._queued_bytes += len(item)
-            self._ensure_thread()
-            self._changed.notify_all()
-        return True
+            taken = self._take_in(item)
+            self._dropped += not taken
+        return taken
+
+    def offer(self, item: bytes) -> bool:
+        """Queue an item if there is room; else it stays the caller's, and nothing is lost."""
+        with self._changed:
+            return self.spare_bytes > 0 and self._take_in(item)
+
+    def wait_spare(self, timeout_s: float) -> bool:
+        """Wait until `offer` would take something; False where that took too long."""
+        with self._changed:
+            return self.spare_bytes > 0 or (self._changed.wait(timeout_s) and self.spare_bytes > 0)
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until all that was put is written; False where that took too long."""
@@ -76,6 +86,15 @@ class BackgroundWriter:
         if done and self._thread is not None:
             self._thread.join(timeout_s)
         return done
+
+    def _take_in(self, item: bytes) -> bool:
+        if self._closed or self._queued_bytes >= self._bytes_max:
+            return False
+        self._items.append(item)
+        self._queued_bytes += len(item)
+        self._ensure_thread()
+        self._changed.notify_all()
+        return True
 
     def _ensure_thread(self) -> None:
         if self._thread is None:

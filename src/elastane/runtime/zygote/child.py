@@ -8,12 +8,15 @@ frames of this file. What is not restored, and why, is in the docstring of `beco
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
 import importlib.machinery
 import io
 import itertools
 import os
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +25,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, TextIO
 
+from elastane.runtime.errorfile import write_error_file
 from elastane.runtime.execspawn import RUN_PATH_CODE, command_line
 from elastane.runtime.kernel import set_command_line
 from elastane.runtime.process import WorkerCommand
@@ -74,6 +78,7 @@ def become(command: WorkerCommand, birth: Birth) -> Callable[[], None]:
     _renew_import_path(command, birth)
     _renew_modules()
     _renew_random_state()
+    _watch_fatal_signals()
     return _program(command, birth)
 
 
@@ -97,7 +102,7 @@ def _renew_streams() -> None:
 def _renew_stream(fd: int, stream: TextIO) -> None:
     assert isinstance(stream, io.TextIOWrapper)
     name, mode, encoding, errors = stream.name, stream.mode, stream.encoding, stream.errors
-    through = stream.write_through  # PYTHONUNBUFFERED
+    through = stream.write_through  # python -u, which the zygote is started with
     unbuffered = through and mode == "w"
     buffering = 0 if unbuffered else -1
     binary: Any = io.open(fd, f"{mode}b", buffering, closefd=False)  # noqa: SIM115, UP020
@@ -183,7 +188,9 @@ def _with_own_frames_hidden(program: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         try:
             program()
-        except SystemExit:
+        except SystemExit as error:
+            if isinstance(error.code, str):  # sys.exit("why"): its words are the error
+                _leave_error_file(error.with_traceback(_below_own_frames(error.__traceback__)))
             raise
         except BaseException:
             _hide_own_frames()
@@ -199,9 +206,38 @@ def _hide_own_frames() -> None:
     def show(kind: type[BaseException], error: BaseException, full: TracebackType | None) -> None:
         sys.excepthook = hook
         error.__traceback__ = sys.last_traceback = _below_own_frames(full)
+        _leave_error_file(error)
         hook(kind, error, error.__traceback__)
 
     sys.excepthook = show
+
+
+def _leave_error_file(error: BaseException) -> None:
+    """Tell the agent what ended the script, unless the script's own `record` has.
+
+    Before the interpreter's teardown, which takes torch 0.3 s: the time in the file is the fault's.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or isinstance(error, KeyboardInterrupt) or Path(path).exists():
+        return
+    with contextlib.suppress(OSError):  # The traceback is on stderr as well.
+        write_error_file(path, error)
+
+
+def _watch_fatal_signals() -> None:
+    """Have a fatal signal show the Python stacks of all threads, then the native one of torch's.
+
+    Each handler hands on to the one that was there before. Costs microseconds here, and nothing
+    until then.
+    """
+    faulthandler.disable()  # the zygote's own, so that torch's comes below ours
+    torch_c: Any = sys.modules.get("torch._C")
+    if torch_c is not None and hasattr(torch_c, "_set_print_stack_traces_on_fatal_signal"):
+        torch_c._set_print_stack_traces_on_fatal_signal(True)
+        # torch counts SIGINT as fatal; here it is the script's KeyboardInterrupt, as ever.
+        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT) or signal.SIG_DFL)
+    with contextlib.suppress(OSError, ValueError):  # Standard error may be closed.
+        faulthandler.enable(file=2, all_threads=True)
 
 
 def _below_own_frames(full: TracebackType | None) -> TracebackType | None:

@@ -99,6 +99,7 @@ class ZygoteSpawner:
             return await self._exec.spawn(command)
         reason = fitness.unfit_environment(self._env, command.env)
         reason = reason or fitness.unfit_folder(self._env, self._cwd, command)
+        reason = reason or fitness.unfit_binding(command)
         if not reason:
             result = await self._fork(command)
             if isinstance(result, WorkerProcess):
@@ -153,7 +154,8 @@ class ZygoteSpawner:
     async def _launch(self) -> WorkerProcess:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
-            argv = [self._python, "-m", "elastane.runtime.zygote", str(os.getpid())]
+            # Its workers' streams are like its own: unbuffered, as an exec'd worker's are.
+            argv = [self._python, "-u", "-m", "elastane.runtime.zygote", str(os.getpid())]
             argv += [",".join(self._preload), " " * COMMAND_LINE_BYTES]
             null = os.open(os.devnull, os.O_RDONLY)
             try:

@@ -44,6 +44,16 @@ def unfit_folder(zygote_env: Mapping[str, str], zygote_cwd: str, command: Worker
     return ""
 
 
+def unfit_binding(command: WorkerCommand) -> str:
+    """Return why a worker that is bound to some CPUs needs an interpreter of its own.
+
+    Thread pools are sized by the CPUs of the process when torch is imported.
+    """
+    if command.cpus and "OMP_NUM_THREADS" not in command.env:
+        return "it is bound to CPUs, and OMP_NUM_THREADS is not set"
+    return ""
+
+
 def unfit_script(path: str) -> str:
     """Return why `path` is not a plain source file, which Python itself is left to say or run."""
     if not Path(path).is_file():

@@ -53,6 +53,7 @@ def pack_command(command: WorkerCommand) -> int:
             "args": command.args,
             "env": dict(command.env),
             "cwd": command.cwd,
+            "cpus": sorted(command.cpus),
         }
     ).encode()
     if len(data) > COMMAND_BYTES_MAX:
@@ -78,4 +79,5 @@ def unpack_command(fd: int, descriptors: dict[int, int]) -> WorkerCommand:
         stdout=descriptors[1],
         stderr=descriptors[2],
         fds={number: fd for number, fd in descriptors.items() if number > 2},
+        cpus=frozenset(data["cpus"]),
     )

@@ -8,6 +8,7 @@ it. It dies with its agent; its own death harms no worker, for each is a child o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from elastane.runtime.kernel import die_with_parent, place_descriptors
+from elastane.runtime.kernel import bind_to_cpus, die_with_parent, place_descriptors
 from elastane.runtime.process import WorkerCommand
 from elastane.runtime.zygote import fitness, protocol
 from elastane.runtime.zygote.child import Birth, become, first_path_entry, note_birth
@@ -62,6 +63,11 @@ def main(args: Sequence[str]) -> Work | None:
     return _Loop(sock, agent, birth, _preloaded_files()).run()
 
 
+# What torch._dynamo imports when the interpreter ends, where it is installed. Code that is compiled
+# then makes Python forget that it was interrupted: the exit code would be 1, not SIGINT's.
+_AT_EXIT = ("tabulate",)
+
+
 def import_all(names: Iterable[str]) -> list[str]:
     """Import what can be, modules of the current folder too; returns what could not."""
     problems: dict[str, str] = {}
@@ -75,6 +81,9 @@ def import_all(names: Iterable[str]) -> list[str]:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
             problems[name] = f"{name}: {type(error).__name__}: {error}"[:1000]
+    for name in _AT_EXIT:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     if not sys.flags.safe_path:
         sys.path.insert(0, sys.path.pop())
     return list(problems.values())[:32]
@@ -170,6 +179,7 @@ class _Loop:
             fds[0], dict(zip(message["numbers"], fds[1:], strict=True))
         )
         os.chdir(command.cwd)
+        bind_to_cpus(command.cpus)
         reason = _unfit(command, self.origins)
         if reason:
             raise RefusedError(reason)

@@ -1,0 +1,38 @@
+"""What all attempts of one agent have in common: values, and the hands that start workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastane.agent.environment import RunFacts
+from elastane.agent.timerwatch import TimerWatch
+from elastane.runtime.offload import Offload
+from elastane.runtime.process import Spawner, WorkerKind
+from elastane.runtime.streams import ChooseFiles, LogPlan
+
+
+@dataclass(frozen=True)
+class GroupSetup:
+    """One agent's workers, whatever the round.
+
+    `cpus` are, by local rank, the CPUs that a worker is bound to; none where it is not bound.
+    `stuck_s` is how long a worker may be in uninterruptible sleep before it is given up; 0 is for
+    ever. `choose_files` is asked in place of `logs` where each worker's output goes.
+    """
+
+    kind: WorkerKind
+    target: str
+    args: tuple[str, ...]
+    cwd: str
+    environment: Mapping[str, str]
+    leash: str
+    run: RunFacts
+    logs: LogPlan
+    spawner: Spawner
+    cpus: tuple[frozenset[int], ...] = ()
+    stuck_s: float = 0.0
+    timers: TimerWatch | None = None
+    choose_files: ChooseFiles | None = None
+    # One for all attempts: its threads serve the next one too.
+    offload: Offload = field(default_factory=Offload)

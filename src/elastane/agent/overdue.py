@@ -1,0 +1,58 @@
+"""A worker whose timer ran out: found, ended, and told why.
+
+Only processes of this group's workers are ever signalled: a worker's own, or one of its session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from elastane.agent.worker import Worker
+from elastane.runtime.timers import TimerRequest
+
+SLUG = "timer-expired"
+
+
+def end_overdue(workers: Iterable[Worker], request: TimerRequest) -> bool:
+    """Send the timer's signal; False where the process is alive and none of these workers'."""
+    try:
+        pidfd = os.pidfd_open(request.pid)
+    except OSError:
+        return True  # It is gone, and its timer with it.
+    try:
+        # With the descriptor open the number stays this process's until it is reaped.
+        worker = _owner(workers, request.pid)
+        if worker is None:
+            return False
+        if request.signal > 0:
+            worker.verdict = _verdict(request)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, request.signal)
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def _owner(workers: Iterable[Worker], pid: int) -> Worker | None:
+    try:
+        session = os.getsid(pid)
+    except ProcessLookupError:
+        return None
+    alive = {w.process.pid: w for w in workers if w.process is not None and w.is_alive}
+    return alive.get(pid) or alive.get(session)
+
+
+def _verdict(request: TimerRequest) -> str:
+    deadline = datetime.fromtimestamp(request.expiration_time, UTC).isoformat(
+        timespec="milliseconds"
+    )
+    names = {int(known): known.name for known in signal.Signals}
+    name = names.get(request.signal, f"signal {request.signal}")
+    return (
+        f"timer {request.scope_id!r} of process {request.pid} was not released by its deadline,"
+        f" {deadline}: {name} was sent [{SLUG}]"
+    )

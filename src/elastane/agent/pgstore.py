@@ -1,0 +1,68 @@
+"""The process that serves one attempt's process-group store, on the node that has node rank 0.
+
+Owns its start, its successor where it ends, and its end. Where it cannot be started, that is a
+failure of the group, told as one of local rank 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+from elastane.agent.offers import OfferedPort
+from elastane.core.diagnosis import exit_text
+from elastane.errors import ElastaneError
+from elastane.runtime.process import Spawner, WorkerProcess
+
+_log = logging.getLogger("elastane.workers")
+# Between two store processes, so that one that cannot live costs little.
+_PAUSE_S = 0.2
+
+
+class GroupStore:
+    """Serves until `end`; `failed` hears why there is none."""
+
+    def __init__(self, spawner: Spawner, port: OfferedPort, failed: Callable[[str], None]) -> None:
+        self._spawner = spawner
+        self._port = port
+        self._failed = failed
+        self._process: WorkerProcess | None = None
+        self._ending = False
+
+    async def start(self) -> None:
+        """Serve, before any worker starts."""
+        self._process = await self._serve()
+
+    async def mind(self) -> None:
+        """Serve again where the store's process ended: late workers would wait for ever."""
+        while self._process is not None:
+            code = await self._process.wait()
+            if not self._ending:
+                _log.error("the process-group store ended (%s); starting another", exit_text(code))
+                await asyncio.sleep(_PAUSE_S)
+            if self._ending:
+                return
+            self._process = await self._serve()
+            self._end_late()
+
+    def end(self) -> None:
+        """Start no other from now on: the group is being stopped."""
+        self._ending = True
+
+    def kill(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.kill_group(signal.SIGKILL)
+
+    def _end_late(self) -> None:
+        if self._ending:
+            self.kill()
+
+    async def _serve(self) -> WorkerProcess | None:
+        try:
+            return await self._spawner.serve_store(self._port.socket)
+        except (ElastaneError, OSError) as error:
+            self._failed(f"the process-group store was not started: {error}")
+            return None

@@ -1,0 +1,113 @@
+"""One worker of a group: what it is started with, and what its end says.
+
+Owns the command of a worker and the making of a `Failure` from its end; whatever reads files is
+kept off the event loop, within a bound. It starts nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from elastane.agent.environment import WorkerFacts, worker_args, worker_environment
+from elastane.agent.groupsetup import GroupSetup
+from elastane.agent.lastwords import LastWords, read_last_words
+from elastane.core.limits import FAILURE_TEXT_CHARS_MAX
+from elastane.core.model import Assignment, Failure
+from elastane.runtime.page import Page
+from elastane.runtime.process import WorkerCommand, WorkerProcess
+from elastane.runtime.streams import GroupStreams, WorkerStreams
+
+# The page's descriptor in every worker: above what programs open by themselves.
+PAGE_FD = 250
+# What the exit code of a worker that could not be started says: command cannot be executed.
+EXIT_NOT_STARTED = 126
+# Reading a failed worker's last words from its log folder, which may be a network's.
+_WORDS_WAIT_S = 1.0
+
+
+@dataclass
+class Worker:
+    """One local rank in one attempt.
+
+    `termed`: it was asked to checkpoint by SIGTERM. `given_up`: it was told as failed though its
+    process may live. `verdict`: why the agent itself ended it, in words.
+    """
+
+    local_rank: int
+    rank: int
+    streams: WorkerStreams
+    page: Page
+    env: Mapping[str, str] = field(default_factory=dict)
+    process: WorkerProcess | None = None
+    termed: bool = False
+    given_up: bool = False
+    verdict: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self.process is not None and self.process.exit_code is None
+
+    def facts(self, setup: GroupSetup) -> WorkerFacts:
+        """Return what is its own in its environment."""
+        return WorkerFacts(
+            local_rank=self.local_rank,
+            error_file=self.streams.error_file,
+            page_fd=PAGE_FD,
+            leash=setup.leash,
+        )
+
+    def command(self, setup: GroupSetup, assignment: Assignment) -> WorkerCommand:
+        """Return what it runs, and all that it inherits."""
+        env = worker_environment(setup.environment, assignment, setup.run, self.facts(setup))
+        return WorkerCommand(
+            kind=setup.kind,
+            target=setup.target,
+            args=worker_args(setup.args, self.local_rank),
+            env={**env, **self.env},
+            cwd=setup.cwd,
+            stdin=0,
+            stdout=self.streams.stdout,
+            stderr=self.streams.stderr,
+            fds={PAGE_FD: self.page.fd},
+            cpus=setup.cpus[self.local_rank] if setup.cpus else frozenset(),
+        )
+
+    async def last_words(self, setup: GroupSetup, group: GroupStreams) -> LastWords:
+        """Return what it left to say; nothing where the log folder does not answer."""
+        try:
+            words = await setup.offload.run(partial(self._read, group), _WORDS_WAIT_S)
+        except TimeoutError:
+            words = LastWords()  # The failure must be told all the same.
+        if not self.verdict:
+            return words
+        return replace(words, message=f"{self.verdict}\n{words.message}".rstrip())
+
+    def failure(
+        self, pid: int, code: int, words: LastWords, age_s: float = 0.0, evidence: str = ""
+    ) -> Failure:
+        """Return its end as the coordinator is told."""
+        return Failure(
+            local_rank=self.local_rank,
+            rank=self.rank,
+            pid=pid,
+            exit_code=code,
+            age_s=age_s,
+            message=_bounded(words.message, len(self.verdict)),
+            error_file=words.error_file,
+            log_file=self.streams.stderr_path,
+            evidence=evidence,
+        )
+
+    def _read(self, group: GroupStreams) -> LastWords:
+        group.settle(self.streams)
+        return read_last_words(self.streams)
+
+
+def _bounded(text: str, head: int) -> str:
+    """Return the end of a text that is too long, under its first `head` characters."""
+    if len(text) <= FAILURE_TEXT_CHARS_MAX:
+        return text
+    return text[:head] + text[-(FAILURE_TEXT_CHARS_MAX - head) :]

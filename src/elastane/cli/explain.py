@@ -1,0 +1,123 @@
+"""`elastane explain JOB`: why a job failed, or restarted, attempt by attempt.
+
+It owns the words; the facts are observe.story's. It reads a folder, so it works on a job that runs,
+that ended long ago, or all of whose agents were killed, and needs nobody's answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastane.observe.story import AttemptStory, JobStory, SeenFailure
+
+# Failures of one attempt that are told in full; the others are in --json.
+_FAILURES_SHOWN_MAX = 8
+_MESSAGE_LINES_MAX = 12
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("job", metavar="JOB_OR_DIR", help="the job's name, or the folder of its logs")
+    add("--log-dir", metavar="DIR", default="", help="where elastane run --log-dir put the jobs")
+    add("--round", metavar="N", type=int, default=None, help="only this round")
+    add("--attempt", metavar="N", type=int, default=None, help="only this attempt")
+    add("--json", action="store_true", help="all that is known, as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Tell the story; 0 whatever became of the job."""
+    from elastane.cli.logs import find_job
+    from elastane.observe.events import read_events
+    from elastane.observe.story import story_of
+
+    folder = find_job(args.job, args.log_dir)
+    story = story_of(folder.name, str(folder), read_events(folder))
+    story.attempts = [
+        one
+        for one in story.attempts
+        if args.round in (None, one.round) and args.attempt in (None, one.attempt)
+    ]
+    if args.json:
+        import msgspec
+
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(story)).decode() + "\n")
+    else:
+        sys.stdout.write("\n".join(story_lines(story)) + "\n")
+    return 0
+
+
+def story_lines(story: JobStory) -> list[str]:
+    """Return the story for a person."""
+    lines = [f"job {story.job}: {_verdict(story)}"]
+    if story.restarts_used:
+        lines.append(f"restarts used: {story.restarts_used}")
+    for attempt in story.attempts:
+        lines += ["", *_attempt_lines(attempt)]
+    if story.departures:
+        lines += ["", "nodes that departed:", *(f"  {line}" for line in story.departures)]
+    lines += ["", f"logs: {story.log_dir}", f"output: elastane logs {story.log_dir}"]
+    return lines
+
+
+def _verdict(story: JobStory) -> str:
+    if not story.attempts and not story.ended:
+        return "no attempt is on file" + (f"; last: {story.last_event}" if story.last_event else "")
+    if not story.ended:
+        return (
+            f"no end is on file: it runs, or all its agents were killed; last: {story.last_event}"
+        )
+    word = "succeeded" if story.ok else f"failed with exit code {story.exit_code}"
+    return f"{word} at {story.ended}: {story.reason}"
+
+
+def _attempt_lines(attempt: AttemptStory) -> list[str]:
+    world = f", {attempt.nodes} nodes, {attempt.world_size} workers" if attempt.nodes else ""
+    lines = [f"round {attempt.round} attempt {attempt.attempt}{world}"]
+    if attempt.began:
+        lines.append(f"  began      {attempt.began}: {attempt.began_because}")
+    if attempt.members:
+        lines.append(f"  nodes      {attempt.members}")
+    if attempt.ended:
+        lasted = f" (after {attempt.lasted_s:g} s)" if attempt.lasted_s is not None else ""
+        lines.append(f"  ended      {attempt.ended}{lasted}: {attempt.ended_because}")
+    if attempt.root_cause:
+        lines.append(f"  root cause {attempt.root_cause}")
+    own = [one for one in attempt.failures if not one.stopped]
+    for one in sorted(own, key=lambda one: not _is_root(attempt, one))[:_FAILURES_SHOWN_MAX]:
+        lines += _failure_lines(one, root=_is_root(attempt, one))
+    return lines + _counts(attempt, len(own))
+
+
+def _is_root(attempt: AttemptStory, one: SeenFailure) -> bool:
+    return (attempt.root_node, attempt.root_rank) == (one.node, one.rank)
+
+
+def _failure_lines(one: SeenFailure, *, root: bool) -> list[str]:
+    mark = "cause" if root else "failure"
+    lines = [
+        f"  {mark:<10} rank {one.rank} on node {one.node} (local rank {one.local_rank},"
+        f" pid {one.pid}) at {one.time}: {one.exit}"
+    ]
+    lines += [
+        f"    | {line}" for line in one.message.strip("\n").splitlines()[-_MESSAGE_LINES_MAX:]
+    ]
+    for label, path in (("error file", one.error_file), ("its log", one.log_file)):
+        lines += [f"    {label}: {path}"] if path else []
+    return lines
+
+
+def _counts(attempt: AttemptStory, own: int) -> list[str]:
+    stopped = sum(one.stopped for one in attempt.failures)
+    told = [
+        f"{own - _FAILURES_SHOWN_MAX} more failures (--json has all)"
+        if own > _FAILURES_SHOWN_MAX
+        else "",
+        f"{stopped} workers were stopped" if stopped else "",
+        f"{attempt.succeeded} succeeded" if attempt.succeeded else "",
+    ]
+    found = [text for text in told if text]
+    return [f"  others     {', '.join(found)}"] if found else []

@@ -1,0 +1,58 @@
+"""`python -m elastane.launch`: the older command line, of torch.distributed.launch.
+
+It is `elastane run` with one difference: the script gets `--local-rank=N` before its own
+arguments, as scripts from before LOCAL_RANK expect it, unless `--use-env` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from elastane.cli.run import configure, read_options, start
+from elastane.errors import UsageError
+from elastane.launcher.option import Option
+from elastane.launcher.options import SCRIPT, TABLE
+from elastane.launcher.parser import Options, RunParser
+from elastane.launcher.spelling import Names
+
+__all__ = ["Parser", "configure", "legacy", "main"]
+
+USE_ENV = Option(
+    "use-env",
+    "0",
+    "give the script its local rank in the variable LOCAL_RANK only, not as --local-rank",
+    SCRIPT,
+    kind="flag",
+    variable=False,
+    setting=False,
+)
+
+
+class Parser(RunParser):
+    """The parser of `elastane run`, with `--use-env`."""
+
+    names = Names((*TABLE, USE_ENV))
+
+
+def main(args: argparse.Namespace) -> int:
+    """Launch, with the local rank among the script's arguments."""
+    from elastane.runtime import environment
+
+    environ = environment.snapshot()
+    options = read_options(args, environ)
+    return start(legacy(options, use_env=hasattr(args, "use_env")), environ)
+
+
+def legacy(options: Options, *, use_env: bool) -> Options:
+    """Return `options` with the local rank as the script's first argument, unless `use_env`."""
+    if use_env:
+        return options
+    if options.flag("no_python"):
+        raise UsageError(
+            "--no-python without --use-env: a program may not know --local-rank",
+            slug="usage",
+            expected="--use-env with --no-python; the program has LOCAL_RANK in its environment",
+            next_step="elastane run needs no --use-env",
+        )
+    return replace(options, script_args=("--local-rank=${local_rank}", *options.script_args))

@@ -1,0 +1,188 @@
+"""From the parameters of a rendezvous to a membership: where it meets, its secret, its bounds.
+
+Owns the reading of `--rdzv-conf` for handlers (the same keys as `elastane run`, and `store`), and
+the names of nodes. Does no I/O but to read the secret's and TLS files. How it fails: ValueError or
+ElastaneError that names the key and the value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastane.core.limits import Timing
+from elastane.core.model import JobSpec
+from elastane.elastic.rendezvous._store_client import EtcdClient
+from elastane.elastic.rendezvous.api import RendezvousError, RendezvousParameters
+from elastane.errors import ConfigurationError, ElastaneError
+from elastane.launcher.conf import Conf, read_conf, timing_of
+from elastane.launcher.membership import MemberConfig, Membership
+from elastane.launcher.secret import read_tls
+from elastane.runtime.endpoint import STANDALONE, Endpoint, parse_endpoint
+from elastane.runtime.tls import TlsConfig
+from elastane.stores.etcd.settings import CONF_KEYS, read_settings
+from elastane.stores.protocol import Store
+from elastane.stores.registry import make_store
+
+PORT = 29400  # torchrun's for c10d
+# Whoever runs the workers counts their restarts; this budget is only never to be in its way.
+MAX_RESTARTS = 1_000_000
+_ETCD = ("etcd", "etcd-v2")
+_WITH_STORE = ("file", *_ETCD)
+_WITHOUT_STORE = ("elastane", "c10d")
+_CLOSE_GRACE_S = 30.0
+# Longer than an agent's own 3 s: heartbeats share the interpreter with code that we do not know,
+# and loading a large library holds its lock. A process that dies is missed at once all the same.
+_SILENCE_S = 10.0
+# What torch's LaunchConfig fills in whatever the user wrote; only its oldest backend reads it.
+_LAUNCH_CONFIG_TIMEOUT = 900
+_handlers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a handler is to take part in, of whatever spelling it was read."""
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    timing: Timing
+    local_addr: str | None = None
+    close_grace_s: float = _CLOSE_GRACE_S
+
+
+def membership_over(wish: Wish, open_store: Callable[[], Store], token: str = "") -> Membership:
+    """Return a membership whose coordinator is elected in a store."""
+    return _membership(_member_config(wish, open_store=open_store, token=token or _token()))
+
+
+def membership_of(params: RendezvousParameters) -> Membership:
+    """Return a membership in the job that `params` mean, by one of our own backends."""
+    config = {key: value for key, value in params.config.items() if value is not None}
+    kind = str(config.pop("store", "") or params.backend)
+    if "join_timeout" in config or config.get("timeout") == _LAUNCH_CONFIG_TIMEOUT:
+        config.pop("timeout", None)
+    if kind not in _WITH_STORE + _WITHOUT_STORE:
+        raise ConfigurationError(
+            f"--rdzv-conf store = {kind!r}",
+            slug="bad-rdzv-conf",
+            expected="one of " + ", ".join(_WITH_STORE),
+            next_step="--rdzv-conf store=file with a shared folder as --rdzv-endpoint",
+        )
+    close_grace_s = float(params.get_as_int("close_timeout") or _CLOSE_GRACE_S)
+    conf = read_conf(",".join(f"{key}={value}" for key, value in config.items()))
+    wish = Wish(
+        params.run_id,
+        params.min_nodes,
+        params.max_nodes,
+        _timing(conf),
+        params.local_addr,
+        close_grace_s,
+    )
+    token = conf.token or _token()
+    if kind in _WITH_STORE:
+        open_store = _opener(kind, params.endpoint, conf.store)
+        return _membership(_member_config(wish, open_store=open_store, token=token), conf)
+    where = _endpoint(params)
+    if where.port == 0:
+        token = token or secrets.token_hex(16)
+    return _membership(_member_config(wish, endpoint=where, token=token), conf)
+
+
+def _opener(kind: str, endpoint: str, conf: dict[str, str]) -> Callable[[], Store]:
+    if kind in _ETCD:
+        read_settings(endpoint, conf)  # What is wrong there is said before anything starts.
+
+    def open_store() -> Store:
+        store = make_store(kind, endpoint, conf)
+        assert store is not None, kind
+        return store
+
+    return open_store
+
+
+def node_name() -> str:
+    """Return a node id that no other handler has, in this process or elsewhere."""
+    return f"{socket.gethostname()}.{os.getpid()}.{next(_handlers)}-{secrets.token_hex(3)}"
+
+
+def _membership(config: MemberConfig, conf: Conf | None = None) -> Membership:
+    if conf is None:
+        return Membership(config, node_name)
+    tls = read_tls(
+        (conf.tls.get("tls_cert", ""), conf.tls.get("tls_key", ""), conf.tls.get("tls_ca", ""))
+    )
+    return Membership(
+        replace(
+            config,
+            hosts=conf.is_host,
+            tls=TlsConfig(cert=tls.cert, key=tls.key, ca=tls.ca) if tls else None,
+        ),
+        node_name,
+    )
+
+
+def _member_config(
+    wish: Wish,
+    *,
+    endpoint: Endpoint = STANDALONE,
+    open_store: Callable[[], Store] | None = None,
+    token: str = "",
+) -> MemberConfig:
+    return MemberConfig(
+        spec=JobSpec(
+            job=wish.run_id,
+            min_nodes=wish.min_nodes,
+            max_nodes=wish.max_nodes,
+            max_restarts=MAX_RESTARTS,
+            timing=wish.timing,
+        ),
+        endpoint=endpoint,
+        open_store=open_store,
+        local_addr=wish.local_addr or "",
+        token=token,
+        close_grace_s=wish.close_grace_s,
+    )
+
+
+def _endpoint(params: RendezvousParameters) -> Endpoint:
+    alone = params.max_nodes == 1 and params.endpoint in ("", "localhost:0", "127.0.0.1:0")
+    if alone:
+        return STANDALONE
+    where = parse_endpoint(params.endpoint or "localhost", default_port=PORT)
+    if where.port == 0:
+        raise ConfigurationError(
+            f"port 0 in --rdzv-endpoint {params.endpoint}: no other node could find it",
+            slug="endpoint-syntax",
+            expected="HOST:PORT with a port from 1 to 65535",
+        )
+    return where
+
+
+def _timing(conf: Conf) -> Timing:
+    wished = dict(conf.durations)
+    if "heartbeat_s" not in wished:
+        wished.setdefault("silence_s", _SILENCE_S)
+    # How long the agents around us give their workers; the coordinator waits as long for them.
+    text = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    if "shutdown_timeout_s" not in wished and text:
+        wished["shutdown_timeout_s"] = max(0.0, float(text))
+    return timing_of(wished)
+
+
+def etcd_client(params: RendezvousParameters, backend: str) -> EtcdClient:
+    """Return a client of the etcd that `params` name; RendezvousError where they name none."""
+    conf = {key: str(params.config[key]) for key in CONF_KEYS if params.config.get(key)}
+    try:
+        read_settings(params.endpoint, conf)
+    except ElastaneError as error:
+        raise RendezvousError(str(error)) from error
+    return EtcdClient(params.endpoint, conf, backend)
+
+
+def _token() -> str:
+    return os.environ.get("ELASTANE_TOKEN", "").strip()

@@ -1,0 +1,34 @@
+"""Our errors as the ones that callers of a rendezvous handler catch; the text stays whole."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from elastane import errors
+from elastane.elastic.rendezvous import api
+
+_CONNECTION_SLUGS = (
+    "no-coordinator",
+    "endpoint-unresolvable",
+    "not-a-coordinator",
+    "endpoint-closed",
+)
+_STATE_SLUGS = ("store-record", "membership-forked")
+
+
+def raise_as_api(error: errors.ElastaneError) -> NoReturn:
+    """Raise the api's error that `error` is."""
+    raise kind_of(error)(str(error)) from error
+
+
+def kind_of(error: errors.ElastaneError) -> type[api.RendezvousError]:
+    """Return the api's class for `error`."""
+    if isinstance(error, errors.RendezvousTimeoutError):
+        return api.RendezvousTimeoutError
+    if isinstance(error, errors.RendezvousClosedError) or error.slug == "job-closed":
+        return api.RendezvousClosedError
+    if isinstance(error, errors.StoreError) or error.slug in _CONNECTION_SLUGS:
+        return api.RendezvousConnectionError
+    if error.slug in _STATE_SLUGS:
+        return api.RendezvousStateError
+    return api.RendezvousError

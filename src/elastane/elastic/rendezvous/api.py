@@ -1,0 +1,264 @@
+"""The interface of a rendezvous: what a handler promises, is made from, returns and raises.
+
+Owns the names that agents and authors of handlers share; names, signatures and meaning are those
+of torch 2.13. It knows of no backend. How it fails: ValueError for parameters that cannot be.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+__all__ = [
+    "RendezvousClosedError",
+    "RendezvousConnectionError",
+    "RendezvousError",
+    "RendezvousGracefulExitError",
+    "RendezvousHandler",
+    "RendezvousHandlerCreator",
+    "RendezvousHandlerRegistry",
+    "RendezvousInfo",
+    "RendezvousParameters",
+    "RendezvousStateError",
+    "RendezvousStoreInfo",
+    "RendezvousTimeoutError",
+    "rendezvous_handler_registry",
+]
+
+_YES = ("1", "true", "t", "yes", "y")
+_NO = ("0", "false", "f", "no", "n")
+
+
+class RendezvousError(Exception):
+    """Base of all that can go wrong while nodes meet."""
+
+
+class RendezvousClosedError(RendezvousError):
+    """The job has ended, or was closed: nobody can join it any more."""
+
+
+class RendezvousTimeoutError(RendezvousError):
+    """Too few nodes came in time."""
+
+
+class RendezvousConnectionError(RendezvousError):
+    """The backend, or the coordinator, is out of reach."""
+
+
+class RendezvousStateError(RendezvousError):
+    """What the backend holds cannot be read, or the handler is used in a wrong process."""
+
+
+class RendezvousGracefulExitError(RendezvousError):
+    """The job ended well while this node was a spare in it: no failure, nothing left to do."""
+
+
+@dataclass
+class RendezvousStoreInfo:
+    """Where the workers' process-group store is: what becomes MASTER_ADDR and MASTER_PORT."""
+
+    MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
+    MASTER_PORT_KEY: ClassVar[str] = "MASTER_PORT"
+    master_addr: str
+    master_port: int
+
+    @staticmethod
+    def build(
+        rank: int, store: Store, local_addr: str | None, server_port: int | None = None
+    ) -> RendezvousStoreInfo:
+        """Agree over `store`: rank 0 says its address and port, all others read them.
+
+        Without `server_port` rank 0 names a port that was free a moment ago, for the worker of
+        rank 0 to bind.
+        """
+        if rank == 0:
+            addr = local_addr or socket.getfqdn()
+            store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, addr)
+            store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(server_port or _free_port()))
+        return RendezvousStoreInfo(
+            master_addr=store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode("utf-8"),
+            master_port=int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY).decode("utf-8")),
+        )
+
+
+class RendezvousInfo:
+    """What a node gets from a rendezvous: a store, its rank among nodes, and their number."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        bootstrap_store_info: RendezvousStoreInfo,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._bootstrap_store_info = bootstrap_store_info
+
+    @property
+    def store(self) -> Store:
+        """The store of the agents of this world."""
+        return self._store
+
+    @property
+    def rank(self) -> int:
+        """This node's rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """How many nodes there are."""
+        return self._world_size
+
+    @property
+    def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
+        """Where the workers' own store is."""
+        return self._bootstrap_store_info
+
+
+class RendezvousHandler(ABC):
+    """One node's way into a job. Our agents and torch's use it alike."""
+
+    @abstractmethod
+    def get_backend(self) -> str:
+        """Return the backend's name, under which the handler was registered."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether an agent serves the workers' store, so that the worker of rank 0 must not."""
+        return False
+
+    @abstractmethod
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Block until this node is in a world, and return its place there.
+
+        Raises RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError or
+        RendezvousStateError; RendezvousGracefulExitError where it was never needed.
+        """
+
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether the job is closed, as far as this node has heard: no one can join it."""
+
+    @abstractmethod
+    def set_closed(self) -> None:
+        """Close the job for all nodes."""
+
+    @abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """Return more than 0 when this node is to come back by `next_rendezvous`."""
+
+    @abstractmethod
+    def get_run_id(self) -> str:
+        """Return the job's id."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Close the job and let go of all resources; return whether that succeeded."""
+
+
+class RendezvousParameters:
+    """What a handler is made from; `kwargs` are the backend's own (`--rdzv-conf`)."""
+
+    def __init__(
+        self,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int,
+        local_addr: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not backend:
+            raise ValueError("backend = '': expected the name of a rendezvous backend")
+        if min_nodes < 1:
+            raise ValueError(f"min_nodes = {min_nodes}: expected 1 or more")
+        if max_nodes < min_nodes:
+            raise ValueError(f"max_nodes = {max_nodes}: expected min_nodes ({min_nodes}) or more")
+        self.backend = backend
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.min_nodes = min_nodes
+        self.max_nodes = max_nodes
+        self.config = kwargs
+        self.local_addr = local_addr
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the backend's own parameter `key`."""
+        return self.config.get(key, default)
+
+    def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
+        """Return `key` as a bool; ValueError where it is none."""
+        value = self.get(key, default)
+        if value is None or isinstance(value, bool):
+            return value
+        if str(value).lower() in _YES and isinstance(value, (int, str)):
+            return True
+        if str(value).lower() in _NO and isinstance(value, (int, str)):
+            return False
+        raise ValueError(f"rendezvous configuration {key} = {value!r}: expected true or false")
+
+    def get_as_int(self, key: str, default: int | None = None) -> int | None:
+        """Return `key` as an int; ValueError where it is none."""
+        value = self.get(key, default)
+        if value is None:
+            return None
+        try:
+            return int(value)
+        except ValueError as error:
+            raise ValueError(
+                f"rendezvous configuration {key} = {value!r}: expected a whole number"
+            ) from error
+
+
+RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
+
+
+class RendezvousHandlerRegistry:
+    """Backends by name."""
+
+    _registry: dict[str, RendezvousHandlerCreator]
+
+    def __init__(self) -> None:
+        self._registry = {}
+
+    def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
+        """Add a backend; ValueError where the name is empty, or is another creator's already."""
+        if not backend:
+            raise ValueError("backend = '': expected the name of a rendezvous backend")
+        known = self._registry.get(backend)
+        if known is not None and known != creator:
+            raise ValueError(f"rendezvous backend {backend!r} is registered already, by {known}")
+        self._registry[backend] = creator
+
+    def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
+        """Make the handler of `params.backend`; ValueError where nobody registered that."""
+        creator = self._registry.get(params.backend)
+        if creator is None:
+            raise ValueError(
+                f"rendezvous backend {params.backend!r} is not registered: expected one of"
+                f" {', '.join(sorted(self._registry))}; others are added by `register`"
+            )
+        handler = creator(params)
+        if handler.get_backend() != params.backend:
+            raise RuntimeError(
+                f"the handler made for rendezvous backend {params.backend!r} calls itself"
+                f" {handler.get_backend()!r}"
+            )
+        return handler
+
+
+rendezvous_handler_registry = RendezvousHandlerRegistry()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

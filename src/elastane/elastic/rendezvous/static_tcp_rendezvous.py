@@ -1,0 +1,112 @@
+"""A rendezvous of fixed ranks: one TCPStore at a given address, served by the agent of rank 0.
+
+As the reference: nothing is elastic, every call of `next_rendezvous` gives the same store.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import cast
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from elastane.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from elastane.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+__all__ = ["StaticTCPRendezvous", "create_rdzv_handler"]
+
+_TIMEOUT_S = 600
+
+
+class StaticTCPRendezvous(RendezvousHandler):
+    """See the module."""
+
+    def __init__(
+        self,
+        master_addr: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        run_id: str,
+        timeout: int,
+    ) -> None:
+        self.master_addr = master_addr
+        self.master_port = master_port
+        self.rank = rank
+        self.world_size = world_size
+        self.run_id = run_id
+        self.timeout = datetime.timedelta(seconds=timeout)
+        self._store: Store | None = None
+
+    def get_backend(self) -> str:
+        """See RendezvousHandler."""
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See RendezvousHandler: the agent of rank 0 serves it."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the place that was given; blocks until the store of rank 0 is there."""
+        if self._store is None:
+            self._store = TCPStore(
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                self.rank == 0,
+                self.timeout,
+                multi_tenant=True,
+            )
+        return RendezvousInfo(
+            PrefixStore(self.run_id, self._store),
+            self.rank,
+            self.world_size,
+            RendezvousStoreInfo(self.master_addr, self.master_port),
+        )
+
+    def is_closed(self) -> bool:
+        """Return False: it is never closed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: nobody can join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See RendezvousHandler."""
+        return self.run_id
+
+    def shutdown(self) -> bool:
+        """Return True: the store ends with its process."""
+        return True
+
+
+def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """Make one of `rank` (of --node-rank) and an endpoint that has a port."""
+    if "rank" not in params.config:
+        raise ValueError("static rendezvous: no rank is given: expected --node-rank N")
+    endpoint = params.endpoint.strip()
+    if not endpoint:
+        raise ValueError(
+            "static rendezvous: no endpoint is given: expected --master-addr and --master-port"
+        )
+    host, port = parse_rendezvous_endpoint(endpoint, -1)
+    if port == -1:
+        raise ValueError(f"static rendezvous: endpoint {endpoint} has no port: --master-port")
+    return StaticTCPRendezvous(
+        host,
+        port,
+        cast(int, params.config.get("rank")),
+        params.max_nodes,
+        params.run_id,
+        int(params.get("timeout", _TIMEOUT_S)),
+    )

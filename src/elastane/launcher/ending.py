@@ -1,0 +1,56 @@
+"""What an agent leaves when its job has ended: the box, the report, its own error file.
+
+Owns the order, and that none of them has a say in how the job ends: a console that went away, a
+folder that is full are said where they still can be.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from elastane.core.effects import Exit
+from elastane.core.model import Outcome
+from elastane.launcher.config import LaunchConfig
+from elastane.observe import logging as say
+from elastane.observe.box import render_box
+from elastane.observe.report import report_of, write_launcher_error, write_report
+
+_log = logging.getLogger("elastane.launcher")
+# Set for a launcher that is itself a worker of somebody's: TorchX, Kubernetes, another launcher.
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def tell_end(config: LaunchConfig, exit_: Exit) -> None:
+    """Write what was asked for, then print the box of a job that failed."""
+    _write_files(config, exit_)
+    if exit_.outcome is None or exit_.outcome.ok:
+        return
+    say.flush()
+    try:
+        sys.stderr.write(render_box(exit_.outcome, _log_dir(config)) + "\n")
+        sys.stderr.flush()
+    except OSError:
+        # The console went away: that has no say in how the job ends, nor has Python's last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _write_files(config: LaunchConfig, exit_: Exit) -> None:
+    error_file = config.environment.get(_ERROR_FILE, "")
+    if not config.report_file and not error_file:
+        return
+    # An agent that left while the job goes on (a drain) was told of no outcome.
+    outcome = exit_.outcome or Outcome(ok=False, reason=exit_.reason, exit_code=exit_.code)
+    report = report_of(config.spec.job, outcome, exit_.code, _log_dir(config))
+    try:
+        if config.report_file:
+            write_report(config.report_file, report)
+        if error_file and exit_.outcome is not None and not outcome.ok:
+            write_launcher_error(error_file, report)
+    except OSError as error:
+        _log.warning("how the job ended is not on file: %s", error)
+
+
+def _log_dir(config: LaunchConfig) -> str:
+    return str(config.logs.job_dir(config.spec.job)) if config.logs.has_files else ""

@@ -1,0 +1,141 @@
+"""How a job ended, for programs: the closing box as JSON, and torch's error file of the launcher.
+
+Owns the form of the report (docs/report.md) and its writing, whole or not at all. Every agent of a
+job writes the same verdict. How it fails: a report that cannot be written is said on stderr, and
+has no say in how the job ends.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elastane.core.diagnosis import exit_text
+from elastane.core.model import Failure, Outcome
+from elastane.runtime.errorfile import read_error_file, with_error_code, write_content
+from elastane.runtime.files import write_atomic
+
+_NS = 1_000_000_000
+
+
+class ReportedFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's end. `time_ns` is of this host's wall clock; `exit_code` is -N for signal N."""
+
+    node: str
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    exit: str
+    time_ns: int
+    evidence: str = ""
+    message: str = ""
+    error_file: str = ""
+    log_file: str = ""
+
+
+class JobReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a job as one agent was told it. `failures` are in the order of time, bounded.
+
+    `root_cause` is one of them where workers failed. `consequences` counts the failures of the
+    same incident that followed from it.
+    """
+
+    job: str
+    ok: bool
+    exit_code: int
+    reason: str
+    slug: str = ""
+    next_step: str = ""
+    round: int | None = None
+    attempt: int | None = None
+    cause: str = ""
+    root_cause: ReportedFailure | None = None
+    consequences: int = 0
+    failures: list[ReportedFailure] = []
+    log_dir: str = ""
+    version: int = 1
+
+
+def report_of(job: str, outcome: Outcome, exit_code: int, log_dir: str) -> JobReport:
+    """Return the report of an outcome as of now."""
+    now_ns = time.time_ns()
+    cause = outcome.cause
+    failures = [_reported(f.node_id, f.failure, now_ns) for f in outcome.failures]
+    root = cause.failure if cause is not None else None
+    return JobReport(
+        job=job,
+        ok=outcome.ok,
+        exit_code=exit_code,
+        reason=outcome.reason,
+        slug=outcome.slug,
+        next_step=outcome.next_step,
+        round=cause.fence.round if cause and cause.fence else None,
+        attempt=cause.fence.attempt if cause and cause.fence else None,
+        cause=cause.what if cause else "",
+        root_cause=_root(cause.node_id, root, failures, now_ns) if cause and root else None,
+        consequences=cause.consequences if cause else 0,
+        failures=failures,
+        log_dir=log_dir,
+    )
+
+
+def write_report(path: str, report: JobReport) -> None:
+    """Write the report; raises OSError."""
+    write_atomic(Path(path), msgspec.json.format(msgspec.json.encode(report)) + b"\n", mode=0o644)
+
+
+def read_report(path: str) -> JobReport:
+    """Return a report; raises OSError, or msgspec.MsgspecError for what is none."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=JobReport)
+
+
+def write_launcher_error(path: str, report: JobReport) -> None:
+    """Write the launcher's own error file: its root cause's, with the exit code; raises OSError.
+
+    As torchrun does where TORCHELASTIC_ERROR_FILE is set for the launcher itself.
+    """
+    root = report.root_cause
+    found = read_error_file(root.error_file) if root is not None and root.error_file else None
+    content: dict[str, Any] = dict(found.raw) if found is not None else _made(report)
+    write_content(path, with_error_code(content, root.exit_code) if root is not None else content)
+
+
+def _made(report: JobReport) -> dict[str, Any]:
+    root = report.root_cause
+    time_ns = root.time_ns if root is not None else time.time_ns()
+    extra = {
+        "py_callstack": root.message if root is not None else "",
+        "timestamp": str(time_ns // _NS),
+        "timestamp_ns": str(time_ns),
+    }
+    return {"message": {"message": report.cause or report.reason, "extraInfo": extra}}
+
+
+def _root(
+    node_id: str, failure: Failure, failures: list[ReportedFailure], now_ns: int
+) -> ReportedFailure:
+    """Return the failure of the list that is the cause: there its time is known."""
+    for one in failures:
+        if (one.node, one.rank, one.pid) == (node_id, failure.rank, failure.pid):
+            return one
+    return _reported(node_id, failure, now_ns)
+
+
+def _reported(node_id: str, failure: Failure, now_ns: int) -> ReportedFailure:
+    return ReportedFailure(
+        node=node_id,
+        rank=failure.rank,
+        local_rank=failure.local_rank,
+        pid=failure.pid,
+        exit_code=failure.exit_code,
+        exit=exit_text(failure.exit_code),
+        time_ns=now_ns - int(failure.age_s * _NS),
+        evidence=failure.evidence,
+        message=failure.message,
+        error_file=failure.error_file,
+        log_file=failure.log_file,
+    )

@@ -1,0 +1,157 @@
+"""What happened to a job, attempt by attempt, from its event log: the facts behind `explain`.
+
+Pure: events in, a story out. The root cause of an attempt is what the coordinator found then, on
+its one time line; the wall clocks of several hosts are only ever shown, never compared. Events that
+are missing (a disk that was full, a host whose log is elsewhere) leave gaps that the story names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from elastane.core.notes import EventKind
+from elastane.observe.records import LoggedEvent, iso_time
+
+_NS = 1e9
+
+
+class SeenFailure(msgspec.Struct, kw_only=True):
+    """One worker's end. `stopped`: it ended because it was told to, which is no failure."""
+
+    node: str
+    rank: int
+    local_rank: int
+    pid: int
+    exit: str
+    exit_code: int
+    time: str
+    stopped: bool
+    message: str = ""
+    error_file: str = ""
+    log_file: str = ""
+
+
+class AttemptStory(msgspec.Struct, kw_only=True):
+    """One start of the workers, as far as its events are on file."""
+
+    round: int
+    attempt: int
+    began: str = ""
+    began_because: str = ""
+    world_size: int = 0
+    nodes: int = 0
+    members: str = ""
+    ended: str = ""
+    ended_because: str = ""
+    lasted_s: float | None = None
+    root_cause: str = ""
+    root_node: str = ""
+    root_rank: int | None = None
+    consequences: int = 0
+    failures: list[SeenFailure] = []
+    succeeded: int = 0
+
+
+class JobStory(msgspec.Struct, kw_only=True):
+    """All attempts of a job in order, and how it ended; `ended` is empty until it has."""
+
+    job: str
+    log_dir: str
+    ended: str = ""
+    ok: bool = False
+    reason: str = ""
+    exit_code: int | None = None
+    restarts_used: int = 0
+    attempts: list[AttemptStory] = []
+    departures: list[str] = []
+    last_event: str = ""
+    version: int = 1
+
+
+def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
+    """Return the story that the events tell; they come in any order of hosts."""
+    story = JobStory(job=job, log_dir=log_dir)
+    table: dict[tuple[int, int], AttemptStory] = {}
+    began_s: dict[tuple[int, int], float] = {}
+    for event in events:
+        story.job = event.job or story.job
+        story.last_event = f"{event.time} {event.kind}: {event.reason}"
+        _note_job(story, event)
+        if event.round is None or event.attempt is None:
+            continue
+        fence = event.round, event.attempt
+        attempt = table.setdefault(fence, AttemptStory(round=fence[0], attempt=fence[1]))
+        _note_attempt(attempt, event)
+        if event.kind == EventKind.ROUND_SETTLED:
+            began_s[fence] = event.time_s
+        elif attempt.ended == event.time and fence in began_s:
+            attempt.lasted_s = round(max(0.0, event.time_s - began_s[fence]), 3)
+    story.attempts = [table[fence] for fence in sorted(table)]
+    return story
+
+
+def _note_job(story: JobStory, event: LoggedEvent) -> None:
+    if event.kind == EventKind.JOB_ENDED:
+        story.ended, story.reason = event.time, event.reason
+        story.ok = bool(event.data.get("ok"))
+        story.exit_code = _number(event, "exit_code")
+    elif event.kind == EventKind.RESTART:
+        story.restarts_used = _number(event, "used") or story.restarts_used
+    elif event.kind == EventKind.NODE_DEPARTED:
+        story.departures.append(f"{event.time} {event.node}: {event.reason}")
+
+
+def _note_attempt(attempt: AttemptStory, event: LoggedEvent) -> None:
+    match event.kind:
+        case EventKind.ROUND_SETTLED:
+            attempt.began, attempt.began_because = event.time, event.reason
+            attempt.world_size = _number(event, "world_size") or 0
+            attempt.nodes = _number(event, "nodes") or 0
+            attempt.members = str(event.data.get("members", ""))
+        case EventKind.WORKER_EXITED:
+            _note_end(attempt, event)
+        case EventKind.INCIDENT | EventKind.DRAIN_STARTED:
+            _note_reason(attempt, event)
+        case EventKind.RESTART | EventKind.JOB_ENDED:
+            _note_reason(attempt, event)
+            attempt.root_cause = str(event.data.get("cause", ""))
+            attempt.root_node = str(event.data.get("cause_node", ""))
+            attempt.root_rank = _number(event, "cause_rank")
+            attempt.consequences = _number(event, "consequences") or 0
+
+
+def _note_reason(attempt: AttemptStory, event: LoggedEvent) -> None:
+    """The first reason for its end is the reason."""
+    if not attempt.ended:
+        attempt.ended, attempt.ended_because = event.time, event.reason
+
+
+def _note_end(attempt: AttemptStory, event: LoggedEvent) -> None:
+    code = _number(event, "exit_code")
+    if code is None:
+        attempt.succeeded += 1
+        return
+    age_s = event.data.get("age_s", 0.0)
+    time_s = event.time_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
+    attempt.failures.append(
+        SeenFailure(
+            node=event.node,
+            rank=_number(event, "rank") or 0,
+            local_rank=_number(event, "local_rank") or 0,
+            pid=_number(event, "pid") or 0,
+            exit=event.reason,
+            exit_code=code,
+            time=iso_time(int(time_s * _NS)),
+            stopped=bool(event.data.get("stopped")),
+            message=str(event.data.get("message", "")),
+            error_file=str(event.data.get("error_file", "")),
+            log_file=str(event.data.get("log_file", "")),
+        )
+    )
+
+
+def _number(event: LoggedEvent, name: str) -> int | None:
+    value = event.data.get(name)
+    return int(value) if isinstance(value, int | float) else None

@@ -1,0 +1,51 @@
+"""Where the streams of each worker of a group go: as the plan says, or a LogsSpecs class.
+
+Values only. A stream's path is empty for the console, `/dev/null` for nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastane.runtime.streams.plan import LogPlan, Std, WorkerPlace
+
+FILE_NAMES = {Std.OUT: "stdout.log", Std.ERR: "stderr.log"}
+FILTERED_NAMES = {Std.OUT: "filtered_stdout.log", Std.ERR: "filtered_stderr.log"}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFiles:
+    """One worker's: the path of each stream, which of them the console shows as well."""
+
+    paths: Mapping[Std, str]
+    tees: Std = Std.NONE
+    error_file: str = ""
+    # What the class that chose the files wants changed in the worker's environment.
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFiles:
+    """All workers' by local rank, and the files that lines with certain texts are copied to."""
+
+    workers: Mapping[int, WorkerFiles]
+    filtered: Mapping[Std, str] = field(default_factory=dict)
+
+
+# Asked anew for each attempt, with the environments of its workers by local rank.
+ChooseFiles = Callable[[Mapping[int, Mapping[str, str]]], GroupFiles]
+
+
+def planned(plan: LogPlan, place: WorkerPlace, folder: Path | None, error_file: str) -> WorkerFiles:
+    """Return what `plan` says for one worker, whose folder is None where there are no files."""
+    nowhere = "" if plan.shows(place.local_rank) else os.devnull
+    paths, tees = {}, Std.NONE
+    for std, name in FILE_NAMES.items():
+        kept = folder is not None and plan.keeps(place.local_rank, std)
+        paths[std] = str(folder / name) if kept and folder is not None else nowhere
+        if kept and plan.tees(place.local_rank, std):
+            tees |= std
+    return WorkerFiles(paths, tees, error_file)

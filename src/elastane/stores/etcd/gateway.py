@@ -1,0 +1,335 @@
+"""HTTP to a cluster of several endpoints: one that answers is kept, one that does not is left.
+
+Owns connections, failover, TLS and the login. Knows nothing of keys. How it fails: StoreError. Its
+slug is `store-unreachable` where nothing was asked (no server could be reached), `store-unsure`
+where a write may have been done, `store-refused` where a server said no.
+
+A read goes on to the next endpoint until one answers, within the bound; a write only while it is
+certain that none has seen it, since one that is sent twice may conflict with itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from elastane.core.limits import STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
+from elastane.errors import ConfigurationError, StoreError
+from elastane.stores.etcd import wire
+from elastane.stores.etcd.settings import EtcdSettings
+
+if TYPE_CHECKING:
+    import httpx
+
+_log = logging.getLogger(__name__)
+# A member that is there answers in milliseconds; a lease of 2 s is kept over one that is not.
+CONNECT_TIMEOUT_S = 0.5
+ATTEMPT_TIMEOUT_S = 1.5
+# base64 of the largest value in a transaction's answer, and the names around it.
+ANSWER_BYTES_MAX = 2 * STORE_VALUE_BYTES_MAX
+# What a server says when it has not taken a request up: another member may be asked.
+_NOT_TAKEN = ("no leader", "not capable", "server stopped", "too many requests")
+_NOT_ALLOWED = ("auth", "permission denied", "user name is empty")
+_TOKEN_IS_OLD = ("invalid auth token", "auth: token", "revision of auth store is old")
+
+
+class Answer:
+    """A server's answer, read to its end."""
+
+    def __init__(self, url: str, status: int, content: bytes, index: int = 0) -> None:
+        self.url = url
+        self.status = status
+        self.content = content
+        # The state of the store as of the answer, where the server is a v2 one.
+        self.index = index
+
+
+class Gateway:
+    """Requests to whichever endpoint answers. Opens nothing before the first request."""
+
+    def __init__(self, settings: EtcdSettings, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self.settings = settings
+        self._timeout_s = timeout_s
+        self._client: httpx.AsyncClient | None = None
+        self._at = 0
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        write: bool = False,
+        **what: Any,
+    ) -> Answer:
+        """Return the answer of the first server that gives one, whatever its status.
+
+        `what` is handed to httpx (json=, data=, params=, headers=).
+        """
+        trouble = ""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for _ in range(2 * len(self.settings.urls)):
+                    url = self._url()
+                    try:
+                        answer = await self._one(method, url + path, what)
+                    except _Unanswered as error:
+                        trouble = f"{url}: {error}"
+                        self._next()
+                        if write and error.sent:
+                            raise self.unsure(trouble) from error
+                        continue
+                    if answer.status in (500, 503) and self._goes_on(answer, write):
+                        trouble = f"{url}: {wire.trouble_of(answer.content)}"
+                        self._next()
+                        continue
+                    return answer
+        except TimeoutError:
+            self._next()
+            trouble = trouble or f"{self._url()}: no answer within {self._timeout_s:g} s"
+            if write:
+                raise self.unsure(trouble) from None
+        raise self.unreachable(trouble)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, method: str, path: str, *, silence_s: float, **what: Any
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Give the lines of an answer that goes on until it is silent; StoreError if it breaks."""
+        import httpx
+
+        url = self._url()
+        timeout = httpx.Timeout(ATTEMPT_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, read=silence_s)
+        try:
+            async with self._http().stream(method, url + path, timeout=timeout, **what) as response:
+                yield _lines(response)
+        except httpx.ReadTimeout:
+            return  # Nothing happened for so long: the caller looks anew.
+        except (httpx.HTTPError, httpx.StreamError, ssl.SSLError) as error:
+            self._next()
+            raise self.unreachable(f"{url}: {_words(error)}") from error
+
+    async def close(self) -> None:
+        """Close all connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def unreachable(self, trouble: str) -> StoreError:
+        """Return the error for servers of which none took the request up."""
+        return StoreError(
+            f"etcd: {trouble or 'no server answers'}",
+            slug="store-unreachable",
+            where=f"servers {self.settings.names}",
+            expected="an etcd cluster with a leader at --rdzv-endpoint",
+            next_step=f"etcdctl --endpoints {','.join(self.settings.urls)} endpoint status",
+        )
+
+    def unsure(self, trouble: str) -> StoreError:
+        """Return the error for a write that may have been done."""
+        return StoreError(
+            f"etcd: {trouble}: it is not known whether the write was done",
+            slug="store-unsure",
+            where=f"servers {self.settings.names}",
+            next_step="nothing: it is tried again",
+        )
+
+    async def _one(self, method: str, url: str, what: dict[str, Any]) -> Answer:
+        import httpx
+
+        try:
+            async with (
+                asyncio.timeout(ATTEMPT_TIMEOUT_S),
+                self._http().stream(method, url, **what) as response,
+            ):
+                content = b""
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > ANSWER_BYTES_MAX:
+                        raise _Unanswered(f"more than {ANSWER_BYTES_MAX} bytes", sent=True)
+                index = response.headers.get("X-Etcd-Index", "")
+                return Answer(
+                    url, response.status_code, content, int(index) if index.isdecimal() else 0
+                )
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            raise _Unanswered(_words(error), sent=False) from error
+        except (httpx.HTTPError, httpx.StreamError, ssl.SSLError) as error:
+            raise _Unanswered(_words(error), sent=True) from error
+        except TimeoutError:
+            raise _Unanswered(f"no answer within {ATTEMPT_TIMEOUT_S:g} s", sent=True) from None
+
+    def _goes_on(self, answer: Answer, write: bool) -> bool:
+        """Whether another member is to be asked after an error of this one."""
+        text = wire.trouble_of(answer.content)
+        if any(sign in text for sign in _NOT_TAKEN):
+            return True
+        if any(sign in text for sign in ("leader changed", "timed out", "unavailable")):
+            if write:
+                self._next()
+                raise self.unsure(f"{answer.url}: {text}")
+            return True
+        return False
+
+    def _url(self) -> str:
+        return self.settings.urls[self._at % len(self.settings.urls)]
+
+    def _next(self) -> None:
+        """Ask another server from now on; the connection that failed is not used again."""
+        self._at += 1
+
+    def _http(self) -> httpx.AsyncClient:
+        if self._client is None:
+            try:
+                import httpx
+            except ImportError:
+                raise ConfigurationError(
+                    "--rdzv-backend etcd needs the package httpx, which is not installed",
+                    slug="extra-missing",
+                    expected="elastane with its extra etcd",
+                    next_step="pip install 'elastane[etcd]'",
+                ) from None
+            # httpx tells each request at INFO; a lease is renewed twice a second.
+            logging.getLogger("httpx").setLevel(logging.WARNING)
+            timeout = httpx.Timeout(ATTEMPT_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+            # A proxy of the environment is for the world outside, never for the cluster.
+            self._client = httpx.AsyncClient(
+                verify=_context(self.settings), timeout=timeout, trust_env=False
+            )
+        return self._client
+
+
+class Session:
+    """v3's JSON over a gateway: paths of the server's version, and the login's token."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.settings = gateway.settings
+        self._root = ""
+        self._token = ""
+
+    async def call(
+        self, path: str, request: Mapping[str, Any], kind: type[wire.T], *, write: bool = False
+    ) -> wire.T:
+        """Return the typed answer; StoreError where there is none, or the server refuses."""
+        for last in (False, True):
+            await self._begin()
+            answer = await self.gateway.ask(
+                "POST",
+                self._root + path,
+                write=write,
+                content=msgspec.json.encode(request),
+                headers=self.headers,
+            )
+            if answer.status == 200:
+                return self._decode(answer, kind)
+            text = wire.trouble_of(answer.content)
+            if last or not any(sign in text for sign in _TOKEN_IS_OLD):
+                raise self._refused(answer, text)
+            self._token = ""
+        raise AssertionError("the last turn returns or raises")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What identifies us to the server."""
+        return {"Authorization": self._token} if self._token else {}
+
+    @property
+    def root(self) -> str:
+        """What every path begins with, once a call was made."""
+        return self._root
+
+    async def _begin(self) -> None:
+        if not self._root:
+            self._root = await self._find_root()
+        if self.settings.user and not self._token:
+            name = {"name": self.settings.user, "password": self.settings.password}
+            answer = await self.gateway.ask(
+                "POST", f"{self._root}/auth/authenticate", content=msgspec.json.encode(name)
+            )
+            if answer.status != 200:
+                raise self._refused(answer, wire.trouble_of(answer.content))
+            self._token = self._decode(answer, wire.Token).token
+
+    async def _find_root(self) -> str:
+        """Return where this server has its gateway: /v3 since etcd 3.4, /v3beta in 3.3."""
+        for root in ("/v3", "/v3beta"):
+            answer = await self.gateway.ask("POST", f"{root}/kv/range", content=b'{"key":"AA=="}')
+            if answer.status != 404:
+                return root
+        raise ConfigurationError(
+            f"the server at {self.gateway.settings.names} has no JSON gateway of etcd v3",
+            slug="etcd-version",
+            expected="etcd 3.3 or later, with --enable-grpc-gateway (its default)",
+            next_step="--rdzv-backend etcd-v2, where the server speaks v2",
+        )
+
+    def _decode(self, answer: Answer, kind: type[wire.T]) -> wire.T:
+        try:
+            return wire.decode(answer.content, kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise StoreError(
+                f"etcd: {answer.url} answered what is no message of etcd: {error}",
+                slug="store-refused",
+                expected="an etcd server at --rdzv-endpoint",
+                next_step=f"curl {answer.url}",
+            ) from error
+
+    def _refused(self, answer: Answer, text: str) -> StoreError | ConfigurationError:
+        if answer.status in (401, 403) or any(sign in text for sign in _NOT_ALLOWED):
+            return ConfigurationError(
+                f"etcd: {answer.url}: {text or 'not allowed'}",
+                slug="etcd-auth",
+                expected=f"a user that may read and write below /{self.gateway.settings.prefix}/",
+                next_step="--rdzv-conf user=NAME,password=PASSWORD",
+            )
+        return StoreError(
+            f"etcd: {answer.url} refused: {text} (HTTP {answer.status})",
+            slug="store-refused",
+            where=f"servers {self.gateway.settings.names}",
+            next_step="look at the server's log",
+        )
+
+
+class _Unanswered(Exception):
+    """No answer; `sent`: the server may have the request all the same."""
+
+    def __init__(self, why: str, *, sent: bool) -> None:
+        super().__init__(why)
+        self.sent = sent
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    pending = b""
+    async for part in response.aiter_bytes():
+        pending += part
+        *lines, pending = pending.split(b"\n")
+        for line in lines:
+            yield line
+        if len(pending) > ANSWER_BYTES_MAX:
+            return
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _context(settings: EtcdSettings) -> ssl.SSLContext | bool:
+    if not any(url.startswith("https:") for url in settings.urls):
+        return False
+    try:
+        context = ssl.create_default_context(cafile=settings.ca or None)
+        if settings.cert:
+            context.load_cert_chain(settings.cert, settings.key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigurationError(
+            f"certificates for etcd: {error}",
+            slug="etcd-tls",
+            where=f"cacert={settings.ca} cert={settings.cert} key={settings.key}",
+            expected="PEM files that this user can read",
+        ) from error
+    return context

@@ -1,0 +1,107 @@
+"""Which etcd servers are meant, and how to speak to them.
+
+Owns the reading of `--rdzv-endpoint` and of the keys of `--rdzv-conf` that concern etcd, in torch's
+spellings (`protocol`, `cert`, `key`, `cacert` of its etcd; `ssl_cert`, `ssl_cert_key`, `ca_cert` of
+its etcd-v2) and ours. It opens no file and no connection. How it fails: ConfigurationError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastane.errors import ConfigurationError
+from elastane.runtime.endpoint import parse_endpoint
+
+PORT = 2379
+# Below it lies a folder for each job; torch's is /torchelastic/p2p, for the same keys of another
+# form, so the two never meet.
+PREFIX = "elastane"
+# Key of --rdzv-conf: the field it sets.
+CONF_KEYS = {
+    "protocol": "protocol",
+    "cacert": "ca",
+    "ca_cert": "ca",
+    "cert": "cert",
+    "ssl_cert": "cert",
+    "key": "key",
+    "ssl_cert_key": "key",
+    "etcd_prefix": "prefix",
+    "user": "user",
+    "password": "password",
+}
+
+
+@dataclass(frozen=True)
+class EtcdSettings:
+    """Where the servers are (base URLs, in the user's order) and who we are to them."""
+
+    urls: tuple[str, ...]
+    prefix: str = PREFIX
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    @property
+    def names(self) -> str:
+        """The servers, for a person."""
+        return ", ".join(self.urls)
+
+
+def read_settings(endpoint: str, conf: Mapping[str, str]) -> EtcdSettings:
+    """Read `HOST[:PORT],...` or URLs; ConfigurationError for what names no server."""
+    values: dict[str, str] = {}
+    for name, field_name in CONF_KEYS.items():
+        if conf.get(name):
+            values[field_name] = conf[name]
+    protocol = values.pop("protocol", "") or ("https" if values.get("ca") else "http")
+    if protocol not in ("http", "https"):
+        raise ConfigurationError(
+            f"--rdzv-conf protocol = {protocol!r}", slug="bad-rdzv-conf", expected="http or https"
+        )
+    urls = tuple(_url(part.strip(), protocol) for part in endpoint.split(",") if part.strip())
+    if not urls:
+        raise ConfigurationError(
+            "--rdzv-backend etcd without --rdzv-endpoint",
+            slug="endpoint-missing",
+            expected="the etcd servers, HOST:PORT,HOST:PORT,...",
+            next_step=f"--rdzv-endpoint HOST:{PORT}; one machine alone needs none: --standalone",
+        )
+    _check_pairs(values, urls)
+    values["prefix"] = values.get("prefix", PREFIX).strip("/") or PREFIX
+    return EtcdSettings(urls=urls, **values)
+
+
+def _check_pairs(values: Mapping[str, str], urls: tuple[str, ...]) -> None:
+    for one, other in (("cert", "key"), ("user", "password")):
+        if bool(values.get(one)) != bool(values.get(other)):
+            given, missing = (one, other) if values.get(one) else (other, one)
+            raise ConfigurationError(
+                f"--rdzv-conf has {given} for etcd, and no {missing}",
+                slug="bad-rdzv-conf",
+                expected=f"{one} and {other} together, or neither",
+            )
+    tls = [name for name in ("ca", "cert") if values.get(name)]
+    if tls and not all(url.startswith("https:") for url in urls):
+        raise ConfigurationError(
+            f"--rdzv-conf has {tls[0]} for etcd, and an endpoint is plain http",
+            slug="bad-rdzv-conf",
+            expected="https://HOST:PORT, or protocol=https",
+        )
+
+
+def _url(written: str, protocol: str) -> str:
+    scheme, found, rest = written.partition("://")
+    if not found:
+        scheme, rest = protocol, written
+    if scheme not in ("http", "https"):
+        raise ConfigurationError(
+            f"--rdzv-endpoint {written}: scheme {scheme!r}",
+            slug="endpoint-syntax",
+            expected="HOST:PORT, http://HOST:PORT or https://HOST:PORT",
+        )
+    where = parse_endpoint(rest.rstrip("/"), default_port=PORT)
+    host = f"[{where.host}]" if ":" in where.host else where.host
+    return f"{scheme}://{host}:{where.port}"

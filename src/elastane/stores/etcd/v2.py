@@ -1,0 +1,324 @@
+"""The store over etcd v2, for servers that still speak it (`--enable-v2`; gone with etcd 3.6).
+
+Owns how the Store's promises become v2's conditional requests: a version is a modifiedIndex, a
+lease a key with a TTL whose createdIndex is the term. v2 has no transactions, so beside each lease
+stands the term of its latest holder (`<lease>~last`), changed by compare-and-swap: a holder whose
+key ran out learns from it whether anybody came between. Values are base64, as v2 keeps text. A job
+has no folder of its own, since v2 never removes an empty one: a slash in a key is written `~`.
+
+How it fails: as stores.protocol says; ConfigurationError where the server has no v2 API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from elastane.core.limits import LEASE_MARGIN, STORE_TIMEOUT_S
+from elastane.errors import ConfigurationError, LeaseLostError, StoreError
+from elastane.stores.etcd import wire
+from elastane.stores.etcd.gateway import Answer, Gateway
+from elastane.stores.etcd.settings import EtcdSettings
+from elastane.stores.etcd.v3 import WATCH_SILENCE_S, boot_clock
+from elastane.stores.protocol import (
+    ConflictError,
+    Entry,
+    Holder,
+    check_key,
+    check_ttl,
+    check_value,
+)
+
+_NOT_FOUND = 100
+# Compare failed; not a file; already exists.
+_CONFLICTS = (101, 102, 105)
+_WATCH_PAUSE_S = 0.1
+
+
+class Node(msgspec.Struct):
+    """A key, or the folder of keys."""
+
+    key: str = ""
+    value: str = ""
+    createdIndex: int = 0  # noqa: N815 - the server's spelling
+    modifiedIndex: int = 0  # noqa: N815
+    nodes: list[Node] = []
+
+
+class Reply(msgspec.Struct):
+    """What the server says: of a key, or of an error."""
+
+    node: Node | None = None
+    errorCode: int = 0  # noqa: N815
+    message: str = ""
+    cause: str = ""
+
+
+class EtcdV2Store:
+    """One process's view of the cluster. Nothing is sent before the first operation."""
+
+    def __init__(self, settings: EtcdSettings, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self.gateway = Gateway(settings, timeout_s=timeout_s)
+        self._folder = f"/v2/keys/{settings.prefix}"
+        login = f"{settings.user}:{settings.password}".encode()
+        basic = "Basic " + base64.b64encode(login).decode()
+        self._headers = {"Authorization": basic} if settings.user else {}
+
+    async def get(self, key: str) -> Entry | None:
+        """See Store.get."""
+        check_key(key)
+        reply, _ = await self.ask("GET", key, params={"quorum": "true"})
+        return _entry(reply.node)
+
+    async def compare_and_set(
+        self, key: str, value: bytes, expected_version: int, ttl_s: float | None = None
+    ) -> Entry:
+        """See Store.compare_and_set."""
+        check_key(key)
+        check_value(key, value)
+        form = _guard(expected_version) | {"value": base64.b64encode(value).decode()}
+        # An empty TTL takes away one that the key had.
+        form["ttl"] = "" if ttl_s is None else str(math.ceil(check_ttl(key, ttl_s)))
+        reply, _ = await self.ask("PUT", key, data=form)
+        if reply.node is None:
+            raise ConflictError(key, expected_version, await self.get(key))
+        return Entry(value, reply.node.modifiedIndex)
+
+    async def delete(self, key: str, expected_version: int) -> None:
+        """See Store.delete."""
+        check_key(key)
+        if not expected_version:
+            raise ConflictError(key, expected_version, await self.get(key))
+        reply, _ = await self.ask("DELETE", key, params=_guard(expected_version))
+        if reply.node is None:
+            raise ConflictError(key, expected_version, await self.get(key))
+
+    async def lease(self, key: str, value: bytes, ttl_s: float) -> EtcdV2Lease | None:
+        """See Store.lease."""
+        check_key(key)
+        check_value(key, value)
+        check_ttl(key, ttl_s)
+        if await self.get(key) is not None:
+            return None
+        return await EtcdV2Lease(self, key, value, ttl_s).take(None)
+
+    async def holder(self, key: str) -> Holder | None:
+        """See Store.holder."""
+        check_key(key)
+        reply, _ = await self.ask("GET", key, params={"quorum": "true"})
+        entry = _entry(reply.node)
+        return Holder(entry.value, reply.node.createdIndex) if entry and reply.node else None
+
+    async def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+        """See Store.watch."""
+        check_key(key)
+        known = after_version
+        while True:
+            reply, index = await self.ask("GET", key, params={"quorum": "true"})
+            entry = _entry(reply.node)
+            if entry is not None and entry.version > known:
+                known = entry.version
+                yield entry
+            elif entry is None and known:
+                known = 0
+                yield None
+            await self._wait(key, max(index, known) + 1)
+
+    async def purge(self, prefix: str) -> None:
+        """See Store.purge."""
+        check_key(prefix)
+        reply, _ = await self.ask("GET", "", params={"quorum": "true"})
+        flat = _flat(prefix)
+        for node in reply.node.nodes if reply.node else []:
+            name = node.key.rpartition("/")[2]
+            if name == flat or name.startswith(f"{flat}~"):
+                await self.ask("DELETE", name, params={})
+
+    async def close(self) -> None:
+        """See Store.close."""
+        await self.gateway.close()
+
+    async def ask(self, method: str, key: str, **what: Any) -> tuple[Reply, int]:
+        """Return the reply and the store's index; one without a node: absent, or a conflict."""
+        path = f"{self._folder}/{_flat(key)}" if key else self._folder
+        answer = await self.gateway.ask(
+            method, path, write=method != "GET", headers=self._headers, **what
+        )
+        reply = self._decode(answer)
+        if answer.status >= 400 and reply.errorCode not in (_NOT_FOUND, *_CONFLICTS):
+            raise self._refused(answer, reply)
+        if answer.status >= 400:
+            reply.node = None
+        return reply, answer.index
+
+    async def _wait(self, key: str, index: int) -> None:
+        """Return when something happened from `index` on, or nothing for WATCH_SILENCE_S."""
+        opened = self.gateway.stream(
+            "GET",
+            f"{self._folder}/{_flat(key)}",
+            silence_s=WATCH_SILENCE_S,
+            params={"wait": "true", "waitIndex": str(index)},
+            headers=self._headers,
+        )
+        with contextlib.suppress(StoreError):  # The next read says whether the store is away.
+            async with opened as lines:
+                async for _ in lines:
+                    return
+        await asyncio.sleep(_WATCH_PAUSE_S)
+
+    def _decode(self, answer: Answer) -> Reply:
+        try:
+            return msgspec.json.decode(answer.content, type=Reply)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            if answer.status != 404:
+                raise self._refused(answer, Reply()) from None
+        raise ConfigurationError(
+            f"the server at {answer.url} does not speak etcd v2",
+            slug="etcd-version",
+            where=f"servers {self.gateway.settings.names}",
+            expected="etcd before 3.6, started with --enable-v2",
+            next_step="--rdzv-backend etcd, which speaks v3",
+        )
+
+    def _refused(self, answer: Answer, reply: Reply) -> StoreError | ConfigurationError:
+        text = f"{reply.message} {reply.cause}".strip() or wire.trouble_of(answer.content)
+        if answer.status in (401, 403):
+            return ConfigurationError(
+                f"etcd: {answer.url}: {text}",
+                slug="etcd-auth",
+                expected=f"a user that may read and write below /{self.gateway.settings.prefix}/",
+                next_step="--rdzv-conf user=NAME,password=PASSWORD",
+            )
+        return StoreError(
+            f"etcd: {answer.url} refused: {text} (HTTP {answer.status})",
+            slug="store-refused",
+            where=f"servers {self.gateway.settings.names}",
+            next_step="look at the server's log",
+        )
+
+
+class EtcdV2Lease:
+    """A lease of an EtcdV2Store; `take` takes it."""
+
+    def __init__(self, store: EtcdV2Store, key: str, value: bytes, ttl_s: float) -> None:
+        self._store = store
+        self._key = key
+        self._value = value
+        self._ttl_s = ttl_s
+        self._term = 0
+        self._index = 0
+        self._until_s = -math.inf
+        self._lost = False
+
+    @property
+    def term(self) -> int:
+        """See Lease.term."""
+        return self._term
+
+    def remaining_s(self) -> float:
+        """See Lease.remaining_s."""
+        return -math.inf if self._lost else self._until_s - boot_clock()
+
+    def held(self) -> bool:
+        """See Lease.held."""
+        return self.remaining_s() > 0
+
+    async def take(self, after_term: int | None) -> EtcdV2Lease | None:
+        """Take the lease if it is free, and if its latest term was `after_term` (None: any)."""
+        last_key = f"{self._key}~last"
+        reply, _ = await self._store.ask("GET", last_key, params={"quorum": "true"})
+        last = reply.node
+        if after_term is not None and (last is None or last.value != str(after_term)):
+            return None
+        begun_s = boot_clock()
+        form = _guard(0) | {"value": base64.b64encode(self._value).decode(), "ttl": self._ttl()}
+        reply, _ = await self._store.ask("PUT", self._key, data=form)
+        if reply.node is None:
+            return None
+        taken = reply.node
+        form = _guard(last.modifiedIndex if last else 0) | {"value": str(taken.createdIndex)}
+        noted, _ = await self._store.ask("PUT", last_key, data=form)
+        if noted.node is None:  # Our key ran out meanwhile, and somebody else took it.
+            await self._store.ask("DELETE", self._key, params=_guard(taken.modifiedIndex))
+            return None
+        self._term, self._index = taken.createdIndex, taken.modifiedIndex
+        self._count_from(begun_s)
+        return self
+
+    async def renew(self) -> None:
+        """See Lease.renew."""
+        if self._lost:
+            raise self._deposed()
+        begun_s = boot_clock()
+        # An update keeps createdIndex; the guard is on the index that this holder wrote last.
+        form = _guard(self._index) | {
+            "value": base64.b64encode(self._value).decode(),
+            "ttl": self._ttl(),
+        }
+        reply, _ = await self._store.ask("PUT", self._key, data=form)
+        if reply.node is not None:
+            self._index = reply.node.modifiedIndex
+            self._count_from(begun_s)
+            return
+        found, _ = await self._store.ask("GET", self._key, params={"quorum": "true"})
+        if found.node is not None and found.node.createdIndex == self._term:
+            self._index = found.node.modifiedIndex  # A renewal whose reply was lost.
+            raise StoreError(
+                f"etcd: {self._key} was renewed, and the reply lost",
+                slug="store-unsure",
+                next_step="nothing: it is tried again",
+            )
+        if found.node is not None or await self.take(self._term) is None:
+            raise self._deposed()
+
+    async def release(self) -> None:
+        """See Lease.release."""
+        if self._lost:
+            return
+        self._lost = True
+        with contextlib.suppress(StoreError):  # It runs out by itself.
+            await self._store.ask("DELETE", self._key, params=_guard(self._index))
+
+    def _ttl(self) -> str:
+        return str(math.ceil(self._ttl_s))
+
+    def _count_from(self, begun_s: float) -> None:
+        self._until_s = begun_s + self._ttl_s * (1 - LEASE_MARGIN)
+
+    def _deposed(self) -> LeaseLostError:
+        self._lost = True
+        return LeaseLostError(
+            f"lease {self._key}: term {self._term} ended, and others held it since",
+            slug="lease-lost",
+            where=f"servers {self._store.gateway.settings.names}",
+        )
+
+
+def _guard(version: int) -> dict[str, str]:
+    # 0 as prevIndex would mean: whatever it is.
+    return {"prevIndex": str(version)} if version else {"prevExist": "false"}
+
+
+def _flat(key: str) -> str:
+    return key.replace("/", "~")
+
+
+def _entry(node: Node | None) -> Entry | None:
+    if node is None:
+        return None
+    try:
+        return Entry(base64.b64decode(node.value, validate=True), node.modifiedIndex)
+    except (binascii.Error, ValueError) as error:
+        raise ConfigurationError(
+            f"etcd: {node.key} holds what is not elastane's: {node.value[:40]!r}",
+            slug="store-record",
+            expected="a key that only elastane writes",
+            next_step="another etcd_prefix in --rdzv-conf",
+        ) from error

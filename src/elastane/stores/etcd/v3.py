@@ -1,0 +1,305 @@
+"""The store over etcd v3.
+
+Owns how the Store's promises become transactions: a version is a mod_revision, a conditional write
+a transaction with a guard on it, a lease a key bound to an etcd lease beside a key `<lease>/term`
+that outlives it and whose count of writes is the term. Knows nothing of jobs or connections.
+
+A lease of the server's ends at the earliest its TTL after it was granted or renewed (the server
+rounds up to whole seconds, 2 at least), so its holder, which counts the TTL that was asked from
+before it asked, less a margin, is always done first. The server judges; no clocks are compared.
+
+How it fails: as stores.protocol says; see gateway for which StoreError means what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from elastane.core.limits import LEASE_MARGIN, STORE_TIMEOUT_S
+from elastane.errors import LeaseLostError, StoreError
+from elastane.stores.etcd import wire
+from elastane.stores.etcd.gateway import Gateway, Session
+from elastane.stores.etcd.settings import EtcdSettings
+from elastane.stores.protocol import (
+    ConflictError,
+    Entry,
+    Holder,
+    check_key,
+    check_ttl,
+    check_value,
+)
+
+# A watch that is silent for so long looks at the key by itself: its server may have been cut off
+# from the others, and would not know.
+WATCH_SILENCE_S = 10.0
+# Between two attempts to watch a server that ends each at once.
+_WATCH_PAUSE_S = 0.1
+
+
+def boot_clock() -> float:
+    """Return seconds since boot, those of suspension included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class EtcdStore:
+    """One process's view of the cluster. Nothing is sent before the first operation."""
+
+    def __init__(self, settings: EtcdSettings, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self.session = Session(Gateway(settings, timeout_s=timeout_s))
+        self._prefix = f"/{settings.prefix}/"
+
+    def name(self, key: str) -> bytes:
+        """Return the key as the server knows it."""
+        return (self._prefix + key).encode()
+
+    async def get(self, key: str) -> Entry | None:
+        """See Store.get."""
+        check_key(key)
+        entry, _ = await self._read(key)
+        return entry
+
+    async def compare_and_set(
+        self, key: str, value: bytes, expected_version: int, ttl_s: float | None = None
+    ) -> Entry:
+        """See Store.compare_and_set."""
+        check_key(key)
+        check_value(key, value)
+        lease = await self.grant(check_ttl(key, ttl_s)) if ttl_s is not None else 0
+        name = self.name(key)
+        done = await self.commit(
+            wire.txn(
+                [wire.is_(name, "mod", expected_version)],
+                [wire.put(name, value, lease)],
+                [wire.read(name)],
+            )
+        )
+        if not done.succeeded:
+            raise ConflictError(key, expected_version, _entry(_range(done, 0).first))
+        return Entry(value, done.header.revision)
+
+    async def delete(self, key: str, expected_version: int) -> None:
+        """See Store.delete."""
+        check_key(key)
+        name = self.name(key)
+        done = await self.commit(
+            wire.txn(
+                [wire.is_(name, "mod", expected_version)], [wire.remove(name)], [wire.read(name)]
+            )
+        )
+        if not done.succeeded or not expected_version:
+            current = None if done.succeeded else _entry(_range(done, 0).first)
+            raise ConflictError(key, expected_version, current)
+
+    async def lease(self, key: str, value: bytes, ttl_s: float) -> EtcdLease | None:
+        """See Store.lease."""
+        check_key(key)
+        check_value(key, value)
+        check_ttl(key, ttl_s)
+        entry, _ = await self._read(key)
+        if entry is not None:
+            return None
+        return await EtcdLease(self, key, value, ttl_s).take(None)
+
+    async def holder(self, key: str) -> Holder | None:
+        """See Store.holder."""
+        check_key(key)
+        name = self.name(key)
+        done = await self.commit(wire.txn([], [wire.read(name), wire.read(_term(name))], []))
+        held, term = _range(done, 0).first, _range(done, 1).first
+        return Holder(held.value, term.version) if held and term else None
+
+    async def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+        """See Store.watch."""
+        check_key(key)
+        known = after_version
+        while True:
+            entry, revision = await self._read(key)
+            if entry is not None and entry.version > known:
+                known = entry.version
+                yield entry
+            elif entry is None and known:
+                known = 0
+                yield None
+            async for event in self._events(key, revision + 1):
+                known = 0 if event.type == "DELETE" else event.kv.mod_revision
+                yield None if event.type == "DELETE" else _entry(event.kv)
+            await asyncio.sleep(_WATCH_PAUSE_S)
+
+    async def purge(self, prefix: str) -> None:
+        """See Store.purge."""
+        check_key(prefix)
+        name = self.name(prefix)
+        # "0" is the byte after "/": all that begins with the prefix and a slash.
+        below = wire.remove(name + b"/", name + b"0")
+        await self.commit(wire.txn([], [wire.remove(name), below], []))
+
+    async def close(self) -> None:
+        """See Store.close."""
+        await self.session.gateway.close()
+
+    async def grant(self, ttl_s: float) -> int:
+        """Make a lease of the server's of at least `ttl_s`, which is bound to nothing yet."""
+        granted = await self.session.call(
+            "/lease/grant", {"TTL": str(math.ceil(ttl_s))}, wire.Grant, write=True
+        )
+        return granted.ID
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease of the server's, and with it what is bound to it."""
+        paths = ("/lease/revoke", "/kv/lease/revoke")  # etcd 3.4 and later; 3.3
+        path = paths[self.session.root == "/v3beta"]
+        await self.session.call(path, {"ID": str(lease)}, wire.Grant, write=True)
+
+    async def commit(self, transaction: dict[str, object]) -> wire.Txn:
+        """Carry a transaction out."""
+        return await self.session.call("/kv/txn", transaction, wire.Txn, write=True)
+
+    async def _read(self, key: str) -> tuple[Entry | None, int]:
+        """Return the key's entry, and the revision as of which that is so."""
+        found = await self.session.call("/kv/range", {"key": self.name(key)}, wire.Range)
+        return _entry(found.first), found.header.revision
+
+    async def _events(self, key: str, revision: int) -> AsyncIterator[wire.Event]:
+        """Give what happens from `revision` on, until the watch breaks, is silent or compacted."""
+        name = base64.b64encode(self.name(key)).decode()
+        request = {"create_request": {"key": name, "start_revision": str(revision)}}
+        session = self.session
+        opened = session.gateway.stream(
+            "POST",
+            f"{session.root}/watch",
+            silence_s=WATCH_SILENCE_S,
+            content=msgspec.json.encode(request),
+            headers=session.headers,
+        )
+        with contextlib.suppress(StoreError):  # The next read says whether the store is away.
+            async with opened as lines:
+                async for line in lines:
+                    try:
+                        watched = wire.decode(line, wire.WatchLine).result
+                    except (msgspec.MsgspecError, UnicodeDecodeError):
+                        return  # An error's body, or garbage: look at the key again.
+                    if watched.canceled:
+                        return
+                    for event in watched.events:
+                        yield event
+
+
+class EtcdLease:
+    """A lease of an EtcdStore; `take` takes it."""
+
+    def __init__(self, store: EtcdStore, key: str, value: bytes, ttl_s: float) -> None:
+        self._store = store
+        self._key = key
+        self._name = store.name(key)
+        self._value = value
+        self._ttl_s = ttl_s
+        self._term = 0
+        self._id = 0
+        self._until_s = -math.inf
+        self._lost = False
+
+    @property
+    def term(self) -> int:
+        """See Lease.term."""
+        return self._term
+
+    def remaining_s(self) -> float:
+        """See Lease.remaining_s."""
+        return -math.inf if self._lost else self._until_s - boot_clock()
+
+    def held(self) -> bool:
+        """See Lease.held."""
+        return self.remaining_s() > 0
+
+    async def take(self, after_term: int | None) -> EtcdLease | None:
+        """Take the lease if it is free, and if its latest term was `after_term` (None: any).
+
+        None where it is not. A grant whose transaction was lost ends by itself after its TTL.
+        """
+        begun_s = boot_clock()
+        lease = await self._store.grant(self._ttl_s)
+        counter = _term(self._name)
+        guards = [wire.is_(self._name, "create", 0)]
+        if after_term is not None:
+            guards.append(wire.is_(counter, "version", after_term))
+        done = await self._store.commit(
+            wire.txn(
+                guards,
+                [wire.put(self._name, self._value, lease), wire.put(counter, b"", prev_kv=True)],
+                [],
+            )
+        )
+        if not done.succeeded:
+            await self._store.revoke(lease)
+            return None
+        before = done.responses[1].response_put.prev_kv if len(done.responses) > 1 else None
+        self._id, self._term = lease, (before.version if before else 0) + 1
+        self._count_from(begun_s)
+        return self
+
+    async def renew(self) -> None:
+        """See Lease.renew."""
+        if self._lost:
+            raise self._deposed()
+        begun_s = boot_clock()
+        answer = await self._store.session.call(
+            "/lease/keepalive", {"ID": str(self._id)}, wire.KeepAlive
+        )
+        if answer.result.TTL > 0:
+            self._count_from(begun_s)
+        elif await self.take(self._term) is None:
+            await self._judge()
+
+    async def release(self) -> None:
+        """See Lease.release."""
+        if self._lost:
+            return
+        self._lost = True
+        with contextlib.suppress(StoreError):  # It has ended by itself, or will.
+            await self._store.revoke(self._id)
+
+    async def _judge(self) -> None:
+        """After an end of the lease that could not be mended: lost, or only not yet free?"""
+        holder = await self._store.holder(self._key)
+        if holder is not None and holder.term == self._term and holder.value == self._value:
+            raise StoreError(
+                f"etcd: the lease {self._key} ended and its key is still there",
+                slug="store-unsure",
+                next_step="nothing: it is tried again",
+            )
+        raise self._deposed()
+
+    def _count_from(self, begun_s: float) -> None:
+        self._until_s = begun_s + self._ttl_s * (1 - LEASE_MARGIN)
+
+    def _deposed(self) -> LeaseLostError:
+        self._lost = True
+        return LeaseLostError(
+            f"lease {self._key}: term {self._term} ended, and others held it since",
+            slug="lease-lost",
+            where=f"servers {self._store.session.settings.names}",
+        )
+
+
+def _term(name: bytes) -> bytes:
+    return name + b"/term"
+
+
+def _entry(found: wire.KeyValue | None) -> Entry | None:
+    return Entry(found.value, found.mod_revision) if found is not None else None
+
+
+def _range(done: wire.Txn, place: int) -> wire.Range:
+    """Return the answer to a read within a transaction."""
+    if place >= len(done.responses):
+        raise StoreError(
+            "etcd: a transaction was answered without what it read", slug="store-refused"
+        )
+    return done.responses[place].response_range

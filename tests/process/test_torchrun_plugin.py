@@ -1,0 +1,267 @@
+"""A stock torchrun of the installed torch with our rendezvous, over real processes and signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Self
+
+import pytest
+from jobs import MARK, free_port, left_over, until
+
+from elastane.elastic.rendezvous.etcd_server import EtcdServer
+
+SCRIPT = Path(__file__).parent / "scripts" / "torchrun_steps.py"
+DEADLINE_S = 60.0
+FOR_EVER = 100_000
+
+
+@dataclass(frozen=True)
+class Step:
+    rank: int
+    step: int
+    world: int
+    restarts: int
+    node: str
+    pid: int
+    time_s: float
+
+
+@dataclass
+class Torchruns:
+    """Some torchruns of one job on this machine; leaves no process behind."""
+
+    folder: Path
+    nnodes: str = "2"
+    steps: int = FOR_EVER
+    backend: str = "elastane"
+    endpoint: str = ""
+    conf: str = ""
+    restarts: int = 3
+    env: dict[str, str] = field(default_factory=dict)
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        self.endpoint = self.endpoint or f"127.0.0.1:{free_port()}"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        for name in self.agents:
+            self.kill_node(name)
+        until(lambda: not left_over(self.mark), "no process of the job is left", 15.0)
+        if isinstance(error, Exception):
+            error.add_note("\n".join(f"--- {name}\n{self.words(name)}" for name in self.agents))
+
+    def start(self, name: str) -> None:
+        kept = ("PATH", "HOME", "VIRTUAL_ENV", "TMPDIR", "LD_LIBRARY_PATH")
+        base = {key: os.environ[key] for key in kept if key in os.environ}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.agents[name] = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *("--rdzv-backend", self.backend, "--rdzv-endpoint", self.endpoint),
+                    *("--rdzv-id", f"job-{self.mark[:8]}", "--nnodes", self.nnodes),
+                    *("--nproc-per-node", "1", "--max-restarts", str(self.restarts)),
+                    *(("--rdzv-conf", self.conf) if self.conf else ()),
+                    *(str(SCRIPT), str(self.folder / "steps"), str(self.steps)),
+                ],
+                env={**base, "OMP_NUM_THREADS": "1", MARK: self.mark, "NODE": name, **self.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def kill_node(self, name: str) -> None:
+        """SIGKILL everything of a node at once, as a power cut does."""
+        agent = self.agents[name]
+        if agent.poll() is None:
+            agent.send_signal(signal.SIGSTOP)
+            agent.kill()
+        wanted = f"NODE={name}\0".encode()
+        for pid, _ in left_over(self.mark):
+            try:
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        agent.wait()
+
+    def code(self, name: str) -> int:
+        try:
+            return self.agents[name].wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"torchrun {name} still runs") from None
+
+    def words(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def seen(self) -> list[Step]:
+        try:
+            lines = (self.folder / "steps").read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        words = [line.split() for line in lines if line.endswith("\n")]
+        return [Step(*map(int, w[:4]), w[4], int(w[5]), float(w[6])) for w in words]
+
+    def wait_steps(self, world: int, but: frozenset[int] = frozenset()) -> list[Step]:
+        """Wait for steps of all ranks of a world of processes other than `but`; return them."""
+
+        def now() -> list[Step]:
+            return [s for s in self.seen() if s.world == world and s.pid not in but]
+
+        until(lambda: len({s.rank for s in now()}) == world, f"steps of a world of {world}")
+        return now()
+
+
+def pids(steps: list[Step]) -> frozenset[int]:
+    return frozenset(s.pid for s in steps)
+
+
+def last_of(steps: list[Step], node: str) -> Step:
+    return [s for s in steps if s.node == node][-1]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Torchruns]:
+    return lambda **more: Torchruns(tmp_path, **more)
+
+
+def test_the_entry_point_is_where_torchrun_looks() -> None:
+    (entry,) = entry_points(group="torchrun.handlers", name="elastane")
+    assert callable(entry.load()())
+
+
+def test_two_torchruns_meet_train_and_end_with_success(job: Callable[..., Torchruns]) -> None:
+    with job(steps=10) as runs:
+        runs.start("a")
+        runs.start("b")
+        assert [runs.code(name) for name in "ab"] == [0, 0]
+        assert {(s.rank, s.step) for s in runs.seen()} == {
+            (rank, step) for rank in (0, 1) for step in range(1, 11)
+        }
+        assert {s.world for s in runs.seen()} == {2}
+
+
+def test_a_killed_worker_restarts_on_both_nodes(job: Callable[..., Torchruns]) -> None:
+    with job() as runs:
+        runs.start("a")
+        runs.start("b")
+        before = runs.wait_steps(2)
+        os.kill(last_of(before, "b").pid, signal.SIGKILL)
+        after = runs.wait_steps(2, pids(before))
+        assert {s.node for s in after} == {"a", "b"}
+        assert [agent.poll() for agent in runs.agents.values()] == [None, None]
+
+
+def test_a_killed_node_costs_an_elastic_job_seconds_and_one_that_comes_is_taken_in(
+    job: Callable[..., Torchruns],
+) -> None:
+    with job(nnodes="1:2", conf="last_call=1") as runs:
+        runs.start("a")
+        alone = runs.wait_steps(1)
+        runs.start("b")
+        both = runs.wait_steps(2, pids(alone))
+        killed_s = last_of(both, "b").time_s
+        runs.kill_node("b")
+        after = runs.wait_steps(1, pids(alone) | pids(both))
+        # torchrun's own c10d backend takes 47 s for this, of which 45 s until anybody is told.
+        assert after[0].time_s - killed_s < 20.0
+        assert runs.agents["a"].poll() is None
+        runs.start("c")
+        assert {s.node for s in runs.wait_steps(2, pids(both))} == {"a", "c"}
+
+
+def test_a_terminated_torchrun_leaves_and_the_other_goes_on(job: Callable[..., Torchruns]) -> None:
+    with job(nnodes="1:2") as runs:
+        runs.start("a")
+        runs.start("b")
+        both = runs.wait_steps(2)
+        runs.agents["b"].send_signal(signal.SIGTERM)
+        after = runs.wait_steps(1, pids(both))
+        assert after[0].node == "a"
+        assert runs.code("b") != 0
+
+
+def test_a_node_whose_restarts_are_used_up_ends_the_job_for_all(
+    job: Callable[..., Torchruns],
+) -> None:
+    with job(restarts=0, env={"FAIL_AFTER": "5"}) as runs:
+        runs.start("a")
+        runs.start("b")
+        assert runs.code("a") == 1
+        assert runs.code("b") == 1
+        assert re.search(r"exitcode *: 3 ", runs.words("a") + runs.words("b"))
+
+
+def test_a_spare_ends_with_success_when_the_job_does(job: Callable[..., Torchruns]) -> None:
+    with job(nnodes="1", steps=150) as runs:
+        runs.start("a")
+        runs.start("b")
+        assert [runs.code(name) for name in "ab"] == [0, 0]
+        assert len({s.node for s in runs.seen()}) == 1
+
+
+def test_a_torchrun_that_waits_for_others_ends_by_a_signal_at_once(
+    job: Callable[..., Torchruns],
+) -> None:
+    with job() as runs:
+        runs.start("a")
+        until(lambda: "1 of at least 2 nodes are here" in runs.words("a"), "it waits")
+        begun_s = time.monotonic()
+        runs.agents["a"].send_signal(signal.SIGTERM)
+        assert runs.code("a") != 0
+        assert time.monotonic() - begun_s < 5.0
+
+
+def test_torchruns_meet_in_etcd(job: Callable[..., Torchruns]) -> None:
+    server = EtcdServer()
+    server.start(stderr=subprocess.DEVNULL)
+    conf = "store=etcd,etcd_prefix=some/jobs"
+    with job(steps=5, endpoint=server.get_endpoint(), conf=conf) as runs:
+        runs.start("a")
+        runs.start("b")
+        assert [runs.code(name) for name in "ab"] == [0, 0]
+        assert {s.world for s in runs.seen()} == {2}
+    server.stop()
+
+
+def test_too_few_nodes_end_with_torchs_timeout_that_counts_them(
+    job: Callable[..., Torchruns],
+) -> None:
+    with job(conf="join_timeout=1") as runs:
+        runs.start("a")
+        assert runs.code("a") == 1
+        assert "RendezvousTimeoutError" in runs.words("a")
+        assert re.search(r"^elastane\[.+\] waiting: 1 of at least 2 nodes", runs.words("a"), re.M)
+        assert "1 of at least 2 nodes joined within 1 s" in runs.words("a")
+
+
+def test_a_job_in_a_shared_folder_survives_the_host_of_its_coordinator(
+    job: Callable[..., Torchruns], tmp_path: Path
+) -> None:
+    with job(nnodes="1:2", conf="store=file", endpoint=str(tmp_path / "shared")) as runs:
+        runs.start("a")
+        runs.start("b")
+        both = runs.wait_steps(2)
+        host = re.search(r"\"node_id\":\"[^\"]*?\.(\d+)\.\d+-", _coordinator(tmp_path / "shared"))
+        assert host is not None
+        (dying,) = [name for name, agent in runs.agents.items() if agent.pid == int(host[1])]
+        runs.kill_node(dying)
+        after = runs.wait_steps(1, pids(both))
+        assert after[0].node != dying
+
+
+def _coordinator(folder: Path) -> str:
+    """Return what the store holds of the coordinator in office."""
+    (entry,) = folder.glob("*/coordinator/@entry")
+    return max(entry.glob("[0-9]*")).read_bytes().decode(errors="replace")

@@ -1,0 +1,65 @@
+"""Of a crash's long output, what a person needs: both stacks of the thread that faulted."""
+
+from elastane.agent.lastwords import crash_words, read_last_words
+from elastane.runtime.streams import WorkerStreams
+
+CRASH = """loading
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f7 (most recent call first):
+  File "/data/loader.py", line 3 in wait
+
+Current thread 0x00007ff9 (most recent call first):
+  File "/lib/ctypes/__init__.py", line 519 in string_at
+  File "/job/train.py", line 6 in <module>
+  File "/site/elastane/runtime/zygote/child.py", line 178 in _run
+  File "<frozen runpy>", line 88 in _run_code
+
+Extension modules: numpy._core (total: 13)
+SIGSEGV(11), PID: 29717, Thread 29717:
+ frame #0: c10::FatalSignalHandler::stacktraceSignalHandler(bool) + 0x8f (0x7f in libc10.so)
+frame #1: memcpy + 0x18 (0x7f in libc.so.6)
+<omitting python frames>
+frame #21: main + 0x7 (0x7f in python)
+
+SIGSEGV(11), PID: 29717, Thread 29726:
+frame #3: of_another_thread + 0x1e8 (0x7f in libc.so.6)
+"""
+
+
+def test_both_stacks_of_the_thread_that_faulted_are_kept_and_the_name_comes_last():
+    assert crash_words(CRASH).splitlines() == [
+        "Native stack of the thread that faulted (innermost first):",
+        "  frame #1: memcpy + 0x18 (0x7f in libc.so.6)",
+        "  frame #21: main + 0x7 (0x7f in python)",
+        "Python stack (most recent call last):",
+        '  File "/job/train.py", line 6 in <module>',
+        '  File "/lib/ctypes/__init__.py", line 519 in string_at',
+        "Fatal Python error: Segmentation fault",
+    ]
+
+
+def test_what_tells_of_no_crash_is_left_as_it_is():
+    assert crash_words("Traceback ...\nValueError: x\n") == ""
+
+
+def test_a_crash_without_stacks_keeps_its_name():
+    assert crash_words("Fatal Python error: Aborted\n") == "Fatal Python error: Aborted"
+
+
+def streams(error_file="", tail=""):
+    return WorkerStreams(1, 2, "", "", error_file, tail)
+
+
+def test_the_error_file_is_asked_first_and_its_time_is_the_failures(tmp_path):
+    from elastane.runtime.errorfile import read_error_file, write_error_file
+
+    path, tail = tmp_path / "error.json", tmp_path / "stderr"
+    write_error_file(str(path), ValueError("the cause"))
+    tail.write_text("a warning of the teardown\n")
+    words = read_last_words(streams(str(path), str(tail)))
+    assert "ValueError: the cause" in words.message
+    assert words.failed_s == read_error_file(str(path)).monotonic_ns / 1e9
+    path.unlink()
+    assert read_last_words(streams(str(path), str(tail))).message == "a warning of the teardown\n"
+    assert read_last_words(streams()).message == ""

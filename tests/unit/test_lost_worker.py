@@ -1,0 +1,153 @@
+"""A worker that no signal ends: given up after the time that is set, and its node with it."""
+
+import asyncio
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from elastane.agent import workers
+from elastane.agent.environment import RunFacts
+from elastane.agent.groupsetup import GroupSetup
+from elastane.agent.offers import OfferedPort
+from elastane.agent.shell import AgentShell
+from elastane.core.effects import Exit
+from elastane.core.events import GroupGone, Signalled
+from elastane.core.model import Assignment, Fence, Outcome
+from elastane.runtime.streams import LogPlan
+
+ASSIGNMENT = Assignment(
+    fence=Fence(1, 0),
+    node_rank=0,
+    nodes=1,
+    rank_base=0,
+    world_size=1,
+    role_rank_base=0,
+    role_world_size=1,
+    master_addr="127.0.0.1",
+    master_port=1,
+    agent_store=False,
+    restarts_used=0,
+    max_restarts=0,
+    reason="test",
+)
+
+
+class Unkillable:
+    pid = 1 << 30
+    exit_code = None
+
+    def __init__(self):
+        self.signals = []
+
+    async def wait(self):
+        await asyncio.Event().wait()
+
+    def send_signal(self, signum):
+        self.signals.append(signum)
+
+    kill_group = send_signal
+
+
+def group_of(process, posted, stuck_s):
+    async def spawn(command):
+        return process
+
+    warm = asyncio.Event()
+    warm.set()
+    setup = GroupSetup(
+        kind="script",
+        target="x.py",
+        args=(),
+        cwd="/",
+        environment={},
+        leash="",
+        run=RunFacts("job", "host-a", "default", 1),
+        logs=LogPlan("/dev/null"),
+        spawner=SimpleNamespace(warm=warm, spawn=spawn),
+        stuck_s=stuck_s,
+    )
+    port = OfferedPort(listening=False)
+    port.open()
+    return workers.WorkerGroup(setup, ASSIGNMENT, port, posted.append)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(workers, "_KILL_WAIT_S", 0.02)
+
+
+class Posted(list):
+    """What a group posts, and the end of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = asyncio.Event()
+
+    def append(self, event):
+        super().append(event)
+        if isinstance(event, GroupGone):
+            self.ended.set()
+
+
+def test_it_is_given_up_after_the_time_that_is_set_and_the_node_leaves(caplog):
+    process, posted = Unkillable(), Posted()
+
+    async def scenario():
+        group = group_of(process, posted, stuck_s=0.05)
+        group.begin()
+        group.stop(0)
+        async with asyncio.timeout(10):
+            await posted.ended.wait()
+        return group
+
+    group = asyncio.run(scenario())
+    assert process.signals[-1] == signal.SIGKILL
+    assert str(process.pid) in group.lost
+    assert "[worker-unkillable]" in caplog.text
+    (left,) = [event for event in posted if isinstance(event, Signalled)]
+    assert "unfit" in left.name
+
+
+def test_without_such_a_time_it_is_waited_for(caplog):
+    process, posted = Unkillable(), Posted()
+
+    async def scenario():
+        group = group_of(process, posted, stuck_s=0.0)
+        group.begin()
+        group.stop(0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await posted.ended.wait()
+        for task in group._tasks:
+            task.cancel()
+        return group
+
+    group = asyncio.run(scenario())
+    assert not group.lost
+    assert "for as long as it takes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lost", "outcome", "code"),
+    [
+        ("workers [3] cannot be killed", None, 69),
+        ("", None, 143),
+        ("workers [3] cannot be killed", Outcome(ok=True, reason="done"), 143),
+    ],
+)
+def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outcome, code):
+    class Core:
+        wake_s = 0.0
+        progress = None
+
+        def handle(self, event, now_s):
+            return [Exit(143, "left", outcome)]
+
+    async def scenario():
+        setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
+        shell = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
+        shell._group = SimpleNamespace(lost=lost, progress=lambda: None)
+        return await shell.run()
+
+    assert asyncio.run(scenario()).code == code

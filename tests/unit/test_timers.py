@@ -1,0 +1,132 @@
+"""Timers that workers set on themselves: the table, the lines, the pipe."""
+
+import os
+import signal
+
+import pytest
+
+from elastane.errors import ConfigurationError
+from elastane.runtime.timers import (
+    REQUEST_BYTES_MAX,
+    TIMERS_MAX,
+    TimerPipe,
+    TimerRequest,
+    TimerTable,
+    parse_request,
+)
+
+
+def timer(scope="step", at=10.0, pid=7, signum=9):
+    return TimerRequest(pid, scope, at, signum)
+
+
+def test_a_timer_expires_at_its_deadline_and_not_before():
+    table = TimerTable()
+    table.take(timer(at=10.0))
+    assert table.due_s == 10.0
+    assert table.expired(9.999) == []
+    assert table.expired(10.0) == [timer(at=10.0)]
+    assert table.expired(11.0) == [], "it expires once"
+    assert table.due_s is None
+
+
+def test_a_negative_time_takes_the_timer_back_and_a_new_one_replaces_the_old():
+    table = TimerTable()
+    table.take(timer(at=10.0))
+    table.take(timer(at=20.0))
+    table.take(timer("load", 15.0))
+    assert table.expired(12.0) == []
+    table.take(timer("load", -1, signum=0))
+    assert table.expired(16.0) == []
+    assert table.expired(20.0) == [timer(at=20.0)]
+
+
+def test_of_a_process_the_first_timer_with_a_signal_counts_and_all_its_others_go():
+    table = TimerTable()
+    for request in (timer("a", 1.0, signum=0), timer("c", 3.0), timer("b", 2.0), timer("d", 99.0)):
+        table.take(request)
+    table.take(timer("other", 2.5, pid=8, signum=0))
+    assert table.expired(5.0) == [timer("b", 2.0), timer("other", 2.5, pid=8, signum=0)]
+    assert len(table) == 0
+
+
+def test_there_are_only_so_many_timers():
+    table = TimerTable()
+    assert all(table.take(timer(str(n))) for n in range(TIMERS_MAX))
+    assert not table.take(timer("one more"))
+    assert table.take(timer("0", 5.0)), "one that is set can still be changed"
+    table.forget([7])
+    assert len(table) == 0
+
+
+def test_the_lines_of_torchs_client_are_read():
+    torch_timer = pytest.importorskip("torch.distributed.elastic.timer")
+    sent = torch_timer.FileTimerRequest(
+        worker_pid=7, scope_id='a "b"\u20ac', expiration_time=1.5, signal=signal.SIGKILL
+    )
+    assert parse_request(sent.to_json().encode()) == TimerRequest(7, 'a "b"\u20ac', 1.5, 9)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{}", b"\xff", b"[1]", b'{"pid": 0, "scope_id": "", "expiration_time": 1}',
+     b'{"pid": 1, "scope_id": "", "expiration_time": 1, "signal": 65}',
+     b'{"pid": "1", "scope_id": "", "expiration_time": 1}'],
+)  # fmt: skip
+def test_what_is_no_request_is_not_taken(line):
+    assert parse_request(line) is None
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_torchs_client_reaches_the_pipe_and_the_pipe_leaves_nothing_behind(tmp_path, named):
+    torch_timer = pytest.importorskip("torch.distributed.elastic.timer")
+    pipe = TimerPipe(str(tmp_path / "timers") if named else "")
+    pipe.open()
+    assert pipe.path.startswith(str(tmp_path) if named else "/proc/")
+    client = torch_timer.FileTimerClient(pipe.path)
+    client.acquire("scope", 5.0)
+    client.release("scope")
+    assert pipe.read() == [
+        TimerRequest(os.getpid(), "scope", 5.0, 9),
+        TimerRequest(os.getpid(), "scope", -1, 0),
+    ]
+    assert pipe.read() == []
+    pipe.close()
+    assert list(tmp_path.iterdir()) == []
+    assert not os.path.exists(pipe.path)
+
+
+def test_garbage_is_counted_and_does_not_hide_what_follows(tmp_path):
+    pipe = TimerPipe()
+    pipe.open()
+    with open(pipe.path, "wb", buffering=0) as end:
+        end.write(b"x" * (REQUEST_BYTES_MAX + 1))
+        assert pipe.read() == []
+        end.write(b"y\n" + b'{"pid": 1, "scope_id": "s", "expira')
+        assert pipe.read() == []
+        end.write(b'tion_time": 2}\n')
+        assert pipe.read() == [TimerRequest(1, "s", 2.0)]
+    assert pipe.refused == 2
+    pipe.close()
+
+
+def test_a_pipe_that_a_killed_agent_left_is_replaced_and_one_in_use_is_left_alone(tmp_path):
+    wished = str(tmp_path / "timers")
+    os.mkfifo(wished)
+    first, second = TimerPipe(wished), TimerPipe(wished)
+    first.open()
+    assert first.path == wished
+    second.open()
+    assert second.path == f"{wished}.{os.getpid()}"
+    second.close()
+    assert os.path.exists(wished)
+    first.close()
+
+
+def test_a_file_at_the_path_is_never_removed(tmp_path):
+    path = tmp_path / "data"
+    path.write_text("precious")
+    with pytest.raises(ConfigurationError) as caught:
+        TimerPipe(str(path)).open()
+    assert caught.value.slug == "timer-file"
+    assert path.read_text() == "precious"
