@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elastane import errors
+    from elastane.functions.launch import launch
     from elastane.job.drain import should_checkpoint
     from elastane.job.record import record
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "errors", "record", "should_checkpoint"]
+__all__ = ["__version__", "errors", "launch", "record", "should_checkpoint"]
 
 # Public name: the module it comes from; itself, where it is a module.
 _HOMES = {
     "errors": "elastane.errors",
+    "launch": "elastane.functions.launch",
     "record": "elastane.job.record",
     "should_checkpoint": "elastane.job.drain",
 }

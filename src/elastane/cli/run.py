@@ -52,6 +52,10 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
 
     _tell(settings_notes(options))
     try:
+        if _is_others(options):
+            from elastane.cli._handler import run
+
+            return run(options, environ)
         config = build(options, environ)
     except ElastaneError as error:
         error.where = error.where or whence(options, error.what)
@@ -60,6 +64,17 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
     from elastane.launcher.main import launch
 
     return launch(config)
+
+
+def _is_others(options: Options) -> bool:
+    """Whether the backend is a handler of another package; nothing is imported for ours."""
+    from elastane.launcher.backend import is_builtin
+
+    if is_builtin(options.text("rdzv_backend")):
+        return False
+    from elastane.cli._handler import is_wanted
+
+    return is_wanted(options)
 
 
 def _tell(notes: Iterable[str]) -> None:

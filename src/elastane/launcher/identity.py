@@ -26,9 +26,11 @@ _UNSPECIFIED = ("", "none")
 def job_id(options: Options, rendezvous: Rendezvous, nodes: tuple[int, int]) -> tuple[str, bool]:
     """Return the job's name, and whether no other machine is meant to join it."""
     named = options.text("rdzv_id")
-    if named not in _UNSPECIFIED and rendezvous.backend != "standalone":
+    # As torchrun: a machine by itself makes up its name, unless its backend was asked for.
+    asked = "rdzv_backend" in options.given and not options.flag("standalone")
+    if named not in _UNSPECIFIED and (asked or rendezvous.backend != "standalone"):
         check_name("--rdzv-id", named)
-        return named, rendezvous.sidecar
+        return named, rendezvous.alone
     stem = _stem(options.script)
     if rendezvous.backend == "standalone" or nodes[1] == 1:
         return f"{stem}-{secrets.token_hex(4)}", True

@@ -76,15 +76,18 @@ class TimerTable:
 
         It is the first one with a signal to send; one that has none sends none, as in torch.
         """
-        late = [t for t in self._set.values() if t.expiration_time <= now_s]
-        late.sort(key=lambda timer: timer.expiration_time)
         chosen: dict[int, TimerRequest] = {}
-        for timer in late:
+        for timer in self.late(now_s):
             known = chosen.get(timer.pid)
             if known is None or (known.signal <= 0 < timer.signal):
                 chosen[timer.pid] = timer
         self.forget(chosen)
         return list(chosen.values())
+
+    def late(self, now_s: float) -> list[TimerRequest]:
+        """Return the timers that have expired, the earliest first; they stay set."""
+        found = [t for t in self._set.values() if t.expiration_time <= now_s]
+        return sorted(found, key=lambda timer: timer.expiration_time)
 
     def forget(self, pids: Iterable[int]) -> None:
         """Drop the timers of processes that are gone."""

@@ -20,8 +20,11 @@ FROZEN_PREFIXES = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "DNNL_",
     "NPY_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_",
 )  # fmt: skip
-# Read when a process group is made, or read again in the worker.
-THAWED_PREFIXES = ("TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_", "TORCH_WORKER_")
+# Read when a process group is made, or read again in the worker; the fault handler is set up anew
+# in each worker.
+THAWED_PREFIXES = (
+    "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_", "TORCH_WORKER_", "PYTHONFAULTHANDLER",
+)  # fmt: skip
 
 
 def unfit_environment(zygote: Mapping[str, str], worker: Mapping[str, str]) -> str:

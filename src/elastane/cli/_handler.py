@@ -1,0 +1,204 @@
+"""`elastane run --rdzv-backend NAME` where the name is a handler's that somebody else wrote.
+
+Owns the way from the launcher's options to LocalElasticAgent, and how that ends: exit code, box,
+report. Such a handler runs in this process, with torch, and decides by itself who is in the world;
+what it cannot tell (a departure, a failure elsewhere) is not known here either. How it fails:
+UsageError for a name that nobody offers, ConfigurationError for a handler that cannot be loaded.
+Nothing of elastane.elastic, nor torch, is imported before it is known that there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from elastane.core.model import Outcome
+from elastane.errors import ConfigurationError, ExitCode, UsageError
+from elastane.launcher.backend import is_builtin
+from elastane.launcher.build import read_nnodes, read_nproc
+from elastane.launcher.command import read_command, read_logs, read_signals
+from elastane.launcher.nearest import nearest
+from elastane.launcher.parser import Options
+from elastane.observe import logging as say
+from elastane.observe.box import render_box
+from elastane.observe.report import report_of, write_report
+from elastane.runtime.execspawn import RUN_PATH_CODE
+
+if TYPE_CHECKING:
+    from elastane.elastic.launcher.api import LaunchConfig
+    from elastane.elastic.multiprocessing import LogsSpecs
+
+_GROUP, _LOGS_GROUP = "torchrun.handlers", "torchrun.logs_specs"
+_OURS = ("elastane", "c10d", "static", "file", "etcd", "etcd-v2")
+_REGISTRY = "elastane.elastic.rendezvous.api"
+_LEADS = {"script": [], "module": ["-m"], "run-path": ["-c", RUN_PATH_CODE]}
+_log = logging.getLogger(__name__)
+
+
+def is_wanted(options: Options) -> bool:
+    """Return whether the backend is a handler of others; UsageError where nobody offers it."""
+    name = options.text("rdzv_backend")
+    if is_builtin(name) or options.flag("standalone"):
+        return False
+    offered = _offered()
+    if name in offered:
+        return True
+    known = [*_OURS, *sorted(offered)]
+    near = nearest(name, known)
+    raise UsageError(
+        f"no such --rdzv-backend: {name}",
+        slug="bad-option-value",
+        expected=(f"did you mean {near}? " if near else "") + "one of " + ", ".join(known),
+        next_step=f"a package that brings it has an entry point {name!r} in the group {_GROUP}",
+    )
+
+
+def run(options: Options, environ: Mapping[str, str]) -> int:
+    """Launch, tell how it ended, and return the exit code."""
+    from elastane.elastic.launcher._verdict import outcome_of
+    from elastane.elastic.launcher.api import launch_agent
+    from elastane.elastic.multiprocessing import SignalException
+    from elastane.elastic.multiprocessing.errors import ChildFailedError
+
+    say.setup(socket.gethostname(), environ.get("LOGLEVEL", ""))
+    argv = _argv(options, environ)
+    try:
+        config = _config(options, environ)
+        launch_agent(config, argv[0], argv[1:])
+        outcome = Outcome(ok=True, reason="all workers of this node succeeded")
+    except ChildFailedError as error:
+        outcome = outcome_of(error, options.whole("max_restarts"))
+    except SignalException as error:
+        outcome = Outcome(
+            ok=False, reason=f"got {error.sigval.name}", exit_code=int(ExitCode.DRAINED)
+        )
+    except Exception as error:
+        outcome = _outcome_of_handler(error)
+    _tell_end(options, outcome)
+    return outcome.exit_code
+
+
+def _outcome_of_handler(error: Exception) -> Outcome:
+    """Return the end that a rendezvous' own error means; what is none of those is raised again."""
+    from elastane.elastic.launcher._verdict import exit_code_of
+
+    code = exit_code_of(error)
+    if code is None:
+        raise error
+    return Outcome(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=code)
+
+
+def _tell_end(options: Options, outcome: Outcome) -> None:
+    say.flush()
+    path, job = options.text("report_file"), options.text("rdzv_id")
+    if path:
+        try:
+            write_report(path, report_of(job, outcome, outcome.exit_code, options.text("log_dir")))
+        except OSError as error:
+            _log.warning("how the job ended is not on file: %s", error)
+    if not outcome.ok:
+        sys.stderr.write(render_box(outcome, options.text("log_dir")) + "\n")
+
+
+def _argv(options: Options, environ: Mapping[str, str]) -> list[str]:
+    command = read_command(options, environ)
+    words = [command.target, *command.args]
+    if command.kind == "exec":
+        return words
+    return [command.python, "-u", *_LEADS[command.kind], *words]
+
+
+def _config(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
+    from elastane.elastic.launcher.api import LaunchConfig
+    from elastane.runtime.streams.plan import parse_needles
+
+    _check_handler(options.text("rdzv_backend"))
+    low, high = read_nnodes(options.text("nnodes"))
+    count = read_nproc(options.text("nproc_per_node"), environ)
+    shutdown_s = options.seconds("shutdown_timeout")
+    return LaunchConfig(
+        min_nodes=low,
+        max_nodes=high,
+        nproc_per_node=count,
+        logs_specs=_logs(options, environ, count),
+        run_id=options.text("rdzv_id"),
+        role=options.text("role"),
+        rdzv_backend=options.text("rdzv_backend"),
+        rdzv_endpoint=options.text("rdzv_endpoint"),
+        rdzv_configs=_pairs(options.text("rdzv_conf")),
+        max_restarts=options.whole("max_restarts"),
+        monitor_interval=options.seconds("monitor_interval") or 0.1,
+        log_line_prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        local_addr=options.text("local_addr") or None,
+        event_log_handler=options.text("event_log_handler"),
+        numa_options=_numa(options.text("numa_binding")),
+        signals_to_handle=",".join(read_signals(options)),
+        duplicate_stdout_filters=list(parse_needles(options.text("duplicate_stdout_filters"))),
+        duplicate_stderr_filters=list(parse_needles(options.text("duplicate_stderr_filters"))),
+        virtual_local_rank=options.flag("virtual_local_rank"),
+        shutdown_timeout=int(shutdown_s) if shutdown_s is not None else None,
+    )
+
+
+def _check_handler(name: str) -> None:
+    """Load the plug-in, so that what is wrong with it is said before anything else happens."""
+    found: dict[str, EntryPoint] = {one.name: one for one in entry_points(group=_GROUP)}
+    if name not in found:
+        return
+    try:
+        found[name].load()
+    except Exception as error:
+        raise ConfigurationError(
+            f"--rdzv-backend {name}: its handler cannot be loaded: {type(error).__name__}: {error}",
+            slug="rdzv-handler",
+            where=f"entry point {found[name].value} of group {_GROUP}",
+            expected="a callable that returns the creator of a RendezvousHandler",
+            next_step=f"python -c 'import {found[name].module}'",
+        ) from error
+
+
+def _numa(mode: str) -> Any | None:
+    if not mode:
+        return None
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    return NumaOptions(affinity_mode=AffinityMode(mode))
+
+
+def _logs(options: Options, environ: Mapping[str, str], count: int) -> LogsSpecs:
+    """Return where output goes, by the class of --logs-specs where there is one."""
+    from elastane.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from elastane.launcher.logspecs import load_logs_specs
+
+    plan = read_logs(options, environ, count)
+    kind: Any = DefaultLogsSpecs
+    name = options.text("logs_specs")
+    if name:
+        load_logs_specs(name, options, count)  # For what it says of a class that will not do.
+        kind = entry_points(group=_LOGS_GROUP)[name].load()
+    specs: LogsSpecs = kind(
+        log_dir=plan.base_dir if options.text("log_dir") else None,
+        redirects={rank: Std(int(std)) for rank, std in plan.redirects.items()},
+        tee={rank: Std(int(std)) for rank, std in plan.tee.items()},
+        local_ranks_filter=set(plan.console_ranks) or None,
+    )
+    return specs
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    """Return KEY=VALUE,... as the handler's own reader wants it: as text."""
+    pairs = (part.partition("=") for part in text.split(",") if part.strip())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _offered() -> set[str]:
+    """Return the names that installed packages, or this process, offer besides ours."""
+    names = {entry.name for entry in entry_points(group=_GROUP)}
+    registry: Any = sys.modules.get(_REGISTRY)
+    if registry is not None:
+        names |= set(registry.rendezvous_handler_registry._registry)
+    return {name for name in names if not is_builtin(name)}

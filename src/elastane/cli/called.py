@@ -1,0 +1,35 @@
+"""`python -m elastane.cli.called FOLDER PARENT`: the agent of `elastane.launch` and its like.
+
+It reads its options from the function's folder, and is killed by the kernel when the process
+PARENT, which waits for it, is gone. Not a command for people.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from elastane.cli.run import start
+from elastane.errors import ElastaneError
+from elastane.functions.wish import read_wish
+from elastane.runtime import environment
+from elastane.runtime.kernel import die_with_parent
+
+
+def main(argv: list[str]) -> int:
+    """Run the agent; returns its exit code."""
+    folder, parent = argv
+    try:
+        die_with_parent(int(parent))
+    except ProcessLookupError:
+        return 1  # It is gone already: there is nobody to tell.
+    environ = environment.snapshot()
+    try:
+        return start(read_wish(Path(folder)).options(environ), environ)
+    except ElastaneError as error:
+        print(f"elastane: {error}", file=sys.stderr)
+        return int(error.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

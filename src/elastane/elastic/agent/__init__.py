@@ -1,0 +1,1 @@
+"""Agents in the user's own process. Source: torch.distributed.elastic.agent."""

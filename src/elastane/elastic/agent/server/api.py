@@ -1,0 +1,313 @@
+"""Agents: what supervises workers in the user's own process, in torch's shape.
+
+Owns the loop: rendezvous, start, watch, restart, exit barrier. How workers are started, watched and
+stopped is a subclass's. Hooks have torch's names, so subclasses written for torch work with the
+import renamed, and handlers are known by their methods alone: torch's will do.
+
+Differences from torch 2.13, on purpose: a store or a coordinator that is away for a while stops no
+healthy workers; a world that lost a member before its ranks were agreed meets again; all workers of
+a world are told one restart count; a node that was not needed gets a result, not None; an exit
+barrier that fails is a line of log. `elastane run` is none of this: see elastane.agent.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import signal
+import time
+from typing import Any
+
+from elastane.elastic.agent.server._ranks import _RoleInstanceInfo, assign
+from elastane.elastic.agent.server._spec import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from elastane.elastic.agent.server._telling import Telling, _get_fq_hostname
+from elastane.elastic.events import EventSource
+from elastane.elastic.metrics import prof, put_metric
+from elastane.elastic.multiprocessing import SignalException
+from elastane.elastic.utils.store import barrier
+
+__all__ = [
+    "DEFAULT_ROLE",
+    "ElasticAgent",
+    "RunResult",
+    "SimpleElasticAgent",
+    "Worker",
+    "WorkerGroup",
+    "WorkerSpec",
+    "WorkerState",
+    "_RoleInstanceInfo",
+    "_get_fq_hostname",
+]
+_TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
+_log = logging.getLogger(__name__)
+# A rendezvous whose handler cannot be asked stops nobody who trains, for as long as etcd needs to
+# elect a leader many times over, or an administrator to restart a server.
+HANDLER_SILENT_S = 120.0
+# Worlds that lose a member between their rendezvous and their ranks, one after another.
+_MEETINGS_MAX = 5
+_AWAY = ("RendezvousConnectionError", "DistError", "OSError")
+# Of a handler that is asked for news, what is no outage: its answer, a signal, a mistake in it.
+_FINAL = (
+    *("RendezvousClosedError", "RendezvousGracefulExitError", "RendezvousStateError"),
+    *("SignalException", "AssertionError", "AttributeError", "TypeError"),
+)
+
+
+class ElasticAgent(abc.ABC):
+    """Starts workers and keeps them going; `run` blocks until they are done."""
+
+    @abc.abstractmethod
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers, restarting them up to `max_restarts` times; return how they ended.
+
+        Raises what is not the workers' fault: the rendezvous', the agent's own, a signal.
+        """
+
+    @abc.abstractmethod
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """Return the workers of a role; the object changes while they run."""
+
+
+class SimpleElasticAgent(Telling, ElasticAgent):
+    """An agent of one role. A subclass brings the four abstract hooks."""
+
+    def __init__(
+        self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: int = 30
+    ) -> None:
+        self._worker_group = WorkerGroup(spec)
+        self._remaining_restarts = spec.max_restarts
+        self._store: Any = None
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._shutdown_timeout = shutdown_timeout
+        self._total_execution_time = 0
+        self._in_exit_barrier = False
+        # Of the world, where its agents agreed on one.
+        self._world_restarts: int | None = None
+        self._handler_away_since_s: float | None = None
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """See ElasticAgent."""
+        return self._worker_group
+
+    @abc.abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers; return an id for each local rank."""
+
+    @abc.abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, whatever state they are in, also where there are none."""
+
+    @abc.abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look at the workers, and return the new state of their group."""
+
+    @abc.abstractmethod
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Let go of everything; workers get `death_sig`, and SIGKILL after `timeout` seconds."""
+
+    @property
+    def _restart_count(self) -> int:
+        """How often workers were restarted: in this world, else as this agent counts."""
+        own = self._worker_group.spec.max_restarts - self._remaining_restarts
+        return own if self._world_restarts is None else self._world_restarts
+
+    @prof
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other agents, and fill in the world's part of the group."""
+        for meeting in range(1, _MEETINGS_MAX + 1):
+            try:
+                self._meet(worker_group)
+                return
+            except _LostWorldError as error:
+                if meeting == _MEETINGS_MAX:
+                    raise error.why from None
+                _log.warning("a world ended before its ranks were known, again: %s", error.why)
+
+    def _meet(self, group: WorkerGroup) -> None:
+        spec = group.spec
+        self._world_restarts = None
+        with self.record_duration("RENDEZVOUS"):
+            info = spec.rdzv_handler.next_rendezvous()
+        self._store = info.store
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
+            try:
+                workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
+            except Exception as error:
+                if not _is_one_of(error, _AWAY):
+                    raise
+                raise _LostWorldError(error) from error
+        where = info.bootstrap_store_info
+        group.workers, group.store = workers, info.store
+        group.group_rank, group.group_world_size = info.rank, info.world_size
+        group.master_addr = spec.master_addr or getattr(where, "master_addr", None)
+        group.master_port = spec.master_port or getattr(where, "master_port", None)
+        _log.info(
+            "[%s] rendezvous complete: restart_count=%s master_addr=%s master_port=%s "
+            "group_rank=%s group_world_size=%s workers=%s",
+            *(spec.role, self._restart_count, group.master_addr, group.master_port),
+            *(group.group_rank, group.group_world_size, workers),
+        )
+
+    @prof
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Return this agent's workers with their ranks in the world."""
+        own = spec.max_restarts - self._remaining_restarts
+        ranks = assign(store, (group_rank, group_world_size), spec, own)
+        self._world_restarts = ranks.restarts
+        return ranks.workers
+
+    @prof
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Meet, and start the workers; the old ones are stopped already."""
+        role = worker_group.spec.role
+        _log.info("[%s] Rendezvous'ing worker group", role)
+        self._rendezvous(worker_group)
+        _log.info("[%s] Starting worker group", role)
+        for local_rank, worker_id in self._start_workers(worker_group).items():
+            worker = worker_group.workers[local_rank]
+            worker.id = worker_id
+            self._record(self._construct_event("START", EventSource.WORKER, worker))
+        worker_group.state = WorkerState.HEALTHY
+
+    @prof
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, meet, start them anew."""
+        _log.info("[%s] Stopping worker group", worker_group.spec.role)
+        self._stop_workers(worker_group)
+        worker_group.state = WorkerState.STOPPED
+        self._initialize_workers(worker_group)
+
+    @prof
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """See ElasticAgent. A SignalException is raised again when the workers are gone."""
+        started_s = time.monotonic()
+        death_sig = signal.SIGTERM
+        try:
+            result = self._invoke_run(role)
+            self._total_execution_time = int(time.monotonic() - started_s)
+            self._record_metrics(result)
+            self._record_worker_events(result)
+            return result
+        except SignalException as error:
+            _log.warning("Received %s death signal, shutting down workers", error.sigval)
+            death_sig = error.sigval
+            raise
+        except Exception as error:
+            if not _is_one_of(error, ("RendezvousGracefulExitError",)):
+                raise
+            _log.info("Rendezvous gracefully exited: %s", error)
+            return RunResult(state=WorkerState.SUCCEEDED)
+        finally:
+            self._shutdown(death_sig, timeout=self._shutdown_timeout)
+            self._total_execution_time = int(time.monotonic() - started_s)
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        group = self._worker_group
+        spec = group.spec
+        role = spec.role
+        _log.info("[%s] starting workers for entrypoint: %s", role, spec.get_entrypoint_name())
+        self._initialize_workers(group)
+        while True:
+            assert group.state != WorkerState.INIT
+            time.sleep(spec.monitor_interval)
+            result = self._monitor_workers(group)
+            group.state = result.state
+            put_metric(f"workers.{role}.remaining_restarts", self._remaining_restarts)
+            put_metric(f"workers.{role}.{result.state.name.lower()}", 1)
+            if result.state == WorkerState.SUCCEEDED:
+                self._exit_barrier()
+                return result
+            if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
+                if self._remaining_restarts <= 0:
+                    self._stop_workers(group)
+                    group.state = WorkerState.FAILED
+                    return result
+                self._retry(group)
+            elif result.state == WorkerState.HEALTHY:
+                self._follow_membership(group)
+            else:
+                raise RuntimeError(f"[{role}] Worker group in {result.state.name} state")
+
+    def _retry(self, group: WorkerGroup) -> None:
+        _log.warning(
+            "[%s] Worker group %s. %s/%s attempts left; will restart worker group",
+            *(group.spec.role, group.state.name, self._remaining_restarts),
+            group.spec.max_restarts,
+        )
+        self._remaining_restarts -= 1
+        self._restart_workers(group)
+
+    def _follow_membership(self, group: WorkerGroup) -> None:
+        """Restart the workers where the world changes, which costs no restart of the budget."""
+        waiting = self._nodes_waiting(group)
+        if waiting > 0:
+            _log.info(
+                "[%s] Detected a change of membership (%s) from group_rank=%s; will restart "
+                "worker group",
+                *(group.spec.role, waiting, group.group_rank),
+            )
+            self._restart_workers(group)
+
+    def _nodes_waiting(self, group: WorkerGroup) -> int:
+        """Ask the handler; one that cannot be reached says nothing for HANDLER_SILENT_S."""
+        try:
+            waiting = group.spec.rdzv_handler.num_nodes_waiting()
+        except Exception as error:
+            now_s = time.monotonic()
+            since_s = self._handler_away_since_s or now_s
+            if _is_one_of(error, _FINAL) or now_s - since_s > HANDLER_SILENT_S:
+                raise
+            if self._handler_away_since_s is None:
+                _log.warning("the rendezvous does not answer, the workers go on: %s", error)
+            self._handler_away_since_s = since_s
+            return 0
+        if self._handler_away_since_s is not None:
+            _log.warning("the rendezvous answers again")
+        self._handler_away_since_s = None
+        return waiting
+
+    def _exit_barrier(self) -> None:
+        """Wait, within a bound, until the workers of all agents are done.
+
+        So an agent that serves the others' store is there for as long as they need it.
+        """
+        _log.info(
+            "Local worker group finished (%s). Waiting %s seconds for other agents to finish",
+            *(self._worker_group.state, self._exit_barrier_timeout),
+        )
+        self._in_exit_barrier = True
+        try:
+            barrier(
+                self._store,
+                self._worker_group.group_world_size or 1,
+                _TERMINAL_STATE_SYNC_ID,
+                barrier_timeout=self._exit_barrier_timeout,
+            )
+        except SignalException as error:
+            _log.warning("Got termination signal: %s", error.sigval)
+            raise
+        except Exception as error:
+            # The workers have succeeded: who went away meanwhile cannot change that.
+            _log.info("other agents were not waited for: %s", error)
+        finally:
+            self._in_exit_barrier = False
+
+
+class _LostWorldError(Exception):
+    def __init__(self, why: Exception) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
+def _is_one_of(error: BaseException, names: tuple[str, ...]) -> bool:
+    """Whether an exception's class or a base has one of these names: torch's, or ours."""
+    return any(kind.__name__ in names for kind in type(error).__mro__)

@@ -1,0 +1,78 @@
+"""Health checks by HTTP that answer: 200 while `alive_callback` tells of recent progress, else 503.
+
+A face over runtime.health, in a thread of its own. (The reference's server starts nothing.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from elastane.runtime.health import HealthServer
+
+__all__ = ["HealthCheckServer", "create_healthcheck_server"]
+_log = logging.getLogger(__name__)
+_START_S = 10.0
+
+
+class HealthCheckServer:
+    """Answers on `port` whether `alive_callback()`, since 1970, is `timeout` s ago at most."""
+
+    def __init__(self, alive_callback: Callable[[], int], port: int, timeout: int) -> None:
+        self._alive_callback = alive_callback
+        self._port = port
+        self._timeout = timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = asyncio.Event()
+
+    @property
+    def alive_callback(self) -> Callable[[], int]:
+        """What tells of the last progress."""
+        return self._alive_callback
+
+    def start(self) -> None:
+        """Listen; a port that is taken is logged, and costs the answers alone."""
+        if self._thread is not None:
+            return
+        ready = threading.Event()
+        run = asyncio.run
+        self._thread = threading.Thread(
+            target=lambda: run(self._serve(ready)), name="health-check", daemon=True
+        )
+        self._thread.start()
+        ready.wait(_START_S)
+
+    def stop(self) -> None:
+        """Listen no more; may be called again."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        thread.join(_START_S)
+
+    async def _serve(self, ready: threading.Event) -> None:
+        server = HealthServer(self._alive_callback, self._port, float(self._timeout))
+        self._stop = asyncio.Event()
+        try:
+            await server.start()
+        except OSError as error:
+            _log.error("no health checks on port %s: %s", self._port, error)
+            ready.set()
+            return
+        self._loop = asyncio.get_running_loop()
+        self._port = server.port
+        ready.set()
+        await self._stop.wait()
+        self._loop = None
+        server.close()
+
+
+def create_healthcheck_server(
+    alive_callback: Callable[[], int], port: int, timeout: int
+) -> HealthCheckServer:
+    """Return a server that `start` begins."""
+    return HealthCheckServer(alive_callback, port, timeout)

@@ -1,0 +1,19 @@
+"""Where events go, by name: handlers of Python's logging. Others may be added to the table."""
+
+from __future__ import annotations
+
+import logging
+
+_log_handlers: dict[str, logging.Handler] = {
+    "console": logging.StreamHandler(),
+    "dynamic_rendezvous": logging.NullHandler(),
+    "null": logging.NullHandler(),
+}
+
+
+def get_logging_handler(destination: str = "null") -> logging.Handler:
+    """Return the handler of that name; KeyError that lists the names where there is none."""
+    if destination not in _log_handlers:
+        known = ", ".join(sorted(_log_handlers))
+        raise KeyError(f"no event handler {destination!r}: one of {known}")
+    return _log_handlers[destination]

@@ -1,0 +1,182 @@
+"""A LaunchConfig as a job of `elastane run`, with its agent in a child process.
+
+Owns the way from the configuration to the launcher's options, and from the agent's report to the
+exceptions that callers of torch's launcher catch. How it fails: what the launcher says of options
+that cannot be; ConfigurationError for what cannot be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from elastane import errors
+from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from elastane.elastic.rendezvous._errors import raise_as_api
+from elastane.functions.failure import error_of
+from elastane.functions.job import Ended, run_command, run_function
+from elastane.functions.payload import Call, pack
+from elastane.functions.wish import Wish, as_text
+from elastane.job.call import MODULE
+from elastane.launcher.backend import is_builtin
+from elastane.observe.report import JobReport, ReportedFailure
+from elastane.runtime import environment
+
+if TYPE_CHECKING:
+    from elastane.elastic.launcher.api import LaunchConfig
+
+# What LaunchConfig fills in whatever the user wrote; only torch's oldest backend reads it.
+_FILLED_IN_TIMEOUT = 900
+_PREFIX_TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+_NS = 1_000_000_000
+
+
+class JobFailedError(ChildFailedError):
+    """The failures of a job, of all its nodes, with the root cause that its coordinator found."""
+
+    def __init__(self, name: str, failures: dict[int, ProcessFailure], report: JobReport) -> None:
+        self.report = report
+        self._root = report.root_cause.rank if report.root_cause else next(iter(failures))
+        super().__init__(name, failures)
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """Return the rank and the failure that caused the others."""
+        return self._root, self.failures[self._root]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that is ready to run; without files it is a command's."""
+
+    wish: Wish
+    files: Mapping[str, bytes]
+    environ: Mapping[str, str]
+    name: str
+    commands: int
+
+    def run(self) -> dict[int, Any]:
+        """Run it; see launch_agent. A command returns None, on each rank of a job of one node."""
+        if self.files:
+            ended = run_function(self.wish, self.files, self.environ, self.name)
+        else:
+            ended = run_command(self.wish, self.environ)
+        if ended.code != 0:
+            _raise(self.name, ended)
+        return ended.values if self.files else dict.fromkeys(range(self.commands))
+
+
+def job_of(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any], name: str
+) -> Job | None:
+    """Return the job of a configuration; None where its agent has to run in this process.
+
+    That is so for handlers and LogsSpecs of the caller's, and for arguments that only a child of
+    this very process can be given (queues, or anything where it is to be forked).
+    """
+    if not _is_ours(config):
+        return None
+    environ = dict(environment.snapshot())
+    if config.log_line_prefix_template:
+        environ[_PREFIX_TEMPLATE] = config.log_line_prefix_template
+    values = _values(config)
+    alone = config.nproc_per_node if config.max_nodes == 1 else 0
+    if isinstance(entrypoint, str):
+        wish = Wish({**values, "no_python": "1"}, entrypoint, tuple(map(str, args)), ambient=False)
+        return Job(wish, {}, environ, name, alone)
+    try:
+        files = pack(Call(entrypoint, tuple(args), macros=True))
+    except errors.ConfigurationError as error:
+        if config.start_method == "fork" or isinstance(error.__cause__, RuntimeError):
+            return None
+        raise
+    return Job(Wish(values, MODULE, ambient=False), files, environ, name, alone)
+
+
+def _is_ours(config: LaunchConfig) -> bool:
+    plain = type(config.logs_specs).__name__ == "DefaultLogsSpecs"
+    stored = config.rdzv_configs.get("store_type") == "file"  # a FileStore of torch's
+    return is_builtin(config.rdzv_backend) and plain and not stored
+
+
+class _Logs(Protocol):
+    """What DefaultLogsSpecs keeps, torch's and ours."""
+
+    root_log_dir: str
+    _redirects: Any
+    _tee: Any
+    _local_ranks_filter: set[int] | None
+
+
+def _values(config: LaunchConfig) -> dict[str, str]:
+    """Return the configuration as options of `elastane run`."""
+    logs = cast(_Logs, config.logs_specs)
+    numa = getattr(config.numa_options, "affinity_mode", None)
+    return as_text(
+        {
+            "nnodes": (config.min_nodes, config.max_nodes),
+            "nproc_per_node": config.nproc_per_node,
+            "role": config.role,
+            "rdzv_backend": config.rdzv_backend,
+            "rdzv_endpoint": config.rdzv_endpoint,
+            "rdzv_id": config.run_id,
+            "rdzv_conf": _conf(config.rdzv_configs),
+            "max_restarts": config.max_restarts,
+            "monitor_interval": config.monitor_interval,
+            "local_addr": config.local_addr,
+            "event_log_handler": config.event_log_handler,
+            "numa_binding": getattr(numa, "value", numa),
+            "signals_to_handle": config.signals_to_handle,
+            "duplicate_stdout_filters": config.duplicate_stdout_filters,
+            "duplicate_stderr_filters": config.duplicate_stderr_filters,
+            "virtual_local_rank": config.virtual_local_rank,
+            "shutdown_timeout": config.shutdown_timeout,
+            "log_dir": logs.root_log_dir,
+            "redirects": _streams(logs._redirects),
+            "tee": _streams(logs._tee),
+            "local_ranks_filter": sorted(logs._local_ranks_filter or ()) or None,
+        }
+    )
+
+
+def _conf(configs: Mapping[str, Any]) -> dict[str, Any]:
+    conf = {key: value for key, value in configs.items() if value is not None}
+    if "join_timeout" in conf or conf.get("timeout") == _FILLED_IN_TIMEOUT:
+        conf.pop("timeout", None)
+    return conf
+
+
+def _streams(choice: Any) -> str:
+    if isinstance(choice, dict):
+        return ",".join(f"{rank}:{int(std)}" for rank, std in choice.items()) or "0"
+    return str(int(choice))
+
+
+def _raise(name: str, ended: Ended) -> None:
+    report = ended.report
+    if report is not None and (report.failures or report.root_cause):
+        raise JobFailedError(name, _failures(report), report)
+    error = error_of(name, report, ended.code)
+    if isinstance(error, errors.RendezvousError | errors.StoreError):
+        raise_as_api(error)
+    raise error
+
+
+def _failures(report: JobReport) -> dict[int, ProcessFailure]:
+    """Return each rank's last failure; of the root cause's rank, that."""
+    found = {failure.rank: failure for failure in report.failures}
+    if report.root_cause is not None:
+        found[report.root_cause.rank] = report.root_cause
+    return {rank: _failure(failure) for rank, failure in sorted(found.items())}
+
+
+def _failure(one: ReportedFailure) -> ProcessFailure:
+    failure = ProcessFailure(one.local_rank, one.pid, one.exit_code, one.error_file)
+    failure.timestamp = one.time_ns // _NS
+    if one.message and not isinstance(failure.message, dict):
+        # Its file is on another node, or there is none: what its agent heard of it.
+        failure.message = {
+            "message": one.message.strip().rpartition("\n")[2],
+            "extraInfo": {"py_callstack": one.message, "timestamp": str(failure.timestamp)},
+        }
+    return failure

@@ -1,0 +1,73 @@
+"""How a launch in this process ended, in the words of `elastane run`: its outcome and exit code.
+
+Exceptions of rendezvous are known by their names: a handler written for torch raises torch's.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import msgspec
+
+from elastane.core.diagnosis import Sighting, root_cause, told
+from elastane.core.model import Failure, Fence, Outcome
+from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from elastane.errors import ElastaneError, ExitCode
+
+_NS = 1_000_000_000
+_CODES = {
+    "RendezvousTimeoutError": ExitCode.TRY_AGAIN,
+    "RendezvousConnectionError": ExitCode.TRY_AGAIN,
+    "RendezvousClosedError": ExitCode.CONFIGURATION,
+    "RendezvousError": ExitCode.TRY_AGAIN,
+}
+
+
+def exit_code_of(error: Exception) -> int | None:
+    """Return the exit code that an error of a rendezvous means, None for any other error."""
+    if isinstance(error, ElastaneError):
+        return None
+    for kind in type(error).__mro__:
+        if kind.__name__ in _CODES:
+            return int(_CODES[kind.__name__])
+    return None
+
+
+def outcome_of(error: ChildFailedError, max_restarts: int) -> Outcome:
+    """Return the outcome of workers that failed for good, with their root cause on this node."""
+    now_s, host = time.time(), socket.gethostname()
+    sightings = [
+        Sighting(node_id=host, at_s=failure.time_ns / _NS, failure=_failure(rank, failure, now_s))
+        for rank, failure in error.failures.items()
+    ]
+    budget = f"used up (--max-restarts {max_restarts})" if max_restarts else "not allowed"
+    return Outcome(
+        ok=False,
+        reason=f"restarts are {budget}",
+        slug="worker-failed",
+        exit_code=int(ExitCode.WORKER_FAILED),
+        # The handler's rounds have no numbers that it tells.
+        cause=msgspec.structs.replace(root_cause(sightings, Fence(0, 0)), fence=None),
+        failures=told(sightings, now_s),
+    )
+
+
+def _failure(rank: int, failure: ProcessFailure, now_s: float) -> Failure:
+    has_file = bool(failure.error_file) and failure.error_file != "<N/A>"
+    return Failure(
+        local_rank=failure.local_rank,
+        rank=rank,
+        pid=failure.pid,
+        exit_code=failure.exitcode,
+        age_s=max(0.0, now_s - failure.time_ns / _NS),
+        message=_message(failure) if has_file else "",
+        error_file=failure.error_file if has_file else "",
+    )
+
+
+def _message(failure: ProcessFailure) -> str:
+    if not isinstance(failure.message, dict):
+        return str(failure.message)
+    extra = failure.message.get("extraInfo") or {}
+    return str(extra.get("py_callstack") or failure.message.get("message", ""))

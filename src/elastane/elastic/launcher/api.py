@@ -1,0 +1,259 @@
+"""Launching a function or a command on this node, from Python.
+
+    def train(epochs): ...
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d")
+    results = elastic_launch(config, train)(10)
+
+Owns the configuration, and the choice of the agent: with a rendezvous of ours it is `elastane run`
+in a child process; with a handler that was registered, or a LogsSpecs of the caller's own class, it
+is LocalElasticAgent in this one. Source: torch.distributed.launcher.api.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastane.elastic import events, metrics
+from elastane.elastic.agent.server.api import RunResult, WorkerSpec
+from elastane.elastic.agent.server.health_check_server import HealthCheckServer
+from elastane.elastic.agent.server.local_elastic_agent import (
+    LocalElasticAgent,
+    _AliveCallbackProxy,
+)
+from elastane.elastic.launcher import _called
+from elastane.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
+from elastane.elastic.multiprocessing.errors import ChildFailedError
+from elastane.elastic.rendezvous import RendezvousParameters
+from elastane.elastic.rendezvous import registry as rdzv_registry
+from elastane.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from elastane.functions.signals import raised
+
+__all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
+_log = logging.getLogger(__name__)
+_TIMEOUT_S = 900
+
+
+@dataclass
+class LaunchConfig:
+    """How to launch: nodes, workers, rendezvous, restarts, logs.
+
+    `rdzv_timeout` is legacy: it becomes `rdzv_configs["timeout"]`, 900 s by default. Raises
+    ValueError for a shutdown_timeout (seconds) that is negative.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    logs_specs: LogsSpecs | None = None
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = "etcd"
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any | None = None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rdzv_timeout != -1:
+            self.rdzv_configs["timeout"] = self.rdzv_timeout
+        else:
+            self.rdzv_configs.setdefault("timeout", _TIMEOUT_S)
+        if self.logs_specs is None:
+            self.logs_specs = DefaultLogsSpecs()
+        if self.shutdown_timeout is None:
+            self.shutdown_timeout = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+        elif self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout must be non-negative, got {self.shutdown_timeout}")
+
+
+class elastic_launch:  # noqa: N801 - the reference's name
+    """Calls a function, or runs a command, in this node's workers; see launch_agent."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        entrypoint: Callable[..., Any] | str | None,
+        health_check_server: HealthCheckServer | None = None,
+    ) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+        self._health_check_server = health_check_server
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        """Run to the end with `args` for each worker; see launch_agent."""
+        return launch_agent(
+            self._config,
+            self._entrypoint,
+            list(args),
+            health_check_server=self._health_check_server,
+        )
+
+
+def launch_agent(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str | None,
+    args: list[Any],
+    health_check_server: HealthCheckServer | None = None,
+) -> dict[int, Any]:
+    """Run workers to the end; return what this node's returned, by global rank.
+
+    Raises ChildFailedError where workers failed more often than max_restarts allows,
+    SignalException where a signal ended this process's part (the rendezvous stays open: others go
+    on), and what the rendezvous raises.
+    """
+    config.run_id = config.run_id or str(uuid.uuid4().int)
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    master = _addr_and_port(parameters)
+    if not entrypoint:
+        raise AssertionError("entrypoint is missing: expected a callable or a command")
+    name = _entrypoint_name(entrypoint, args)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+    with _signals_raised(config.signals_to_handle):
+        job = _called.job_of(config, entrypoint, args, name)
+        if job is not None:
+            try:
+                return job.run()
+            finally:
+                if health_check_server is not None:
+                    health_check_server.stop()
+        spec = _spec(config, entrypoint, args, parameters, master)
+        return _run_here(config, spec, health_check_server, name)
+
+
+def _run_here(
+    config: LaunchConfig,
+    spec: WorkerSpec,
+    health_check_server: HealthCheckServer | None,
+    name: str,
+) -> dict[int, Any]:
+    """Run the agent in this process."""
+    assert config.logs_specs is not None and config.shutdown_timeout is not None
+    agent = LocalElasticAgent(
+        spec=spec,
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=config.shutdown_timeout,
+        health_check_server=health_check_server,
+    )
+    proxy = getattr(health_check_server, "alive_callback", None)
+    if isinstance(proxy, _AliveCallbackProxy):
+        proxy.set_delegate(agent._get_alive_time)
+    stays_open = False
+    try:
+        result: RunResult = agent.run()
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        if result.is_failed():
+            # Workers that no process could be asked about (stuck in the kernel) have no failure.
+            if not result.failures:
+                raise RuntimeError(f"{name}: the workers are unhealthy, and cannot be restarted")
+            raise ChildFailedError(name=name, failures=result.failures)
+        return result.return_values
+    except ChildFailedError:
+        raise
+    except SignalException:
+        stays_open = True
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        raise
+    except Exception:
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        raise
+    finally:
+        if not stays_open:
+            spec.rdzv_handler.shutdown()
+
+
+def _spec(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str,
+    args: list[Any],
+    parameters: RendezvousParameters,
+    master: tuple[str | None, int | None],
+) -> WorkerSpec:
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=entrypoint,
+        args=tuple(args),
+        rdzv_handler=rdzv_registry.get_rendezvous_handler(parameters),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=master[0],
+        master_port=master[1],
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+
+
+@contextmanager
+def _signals_raised(names: str) -> Iterator[None]:
+    """Raise SignalException at these signals, and leave the caller's handlers as they were.
+
+    One that is ignored stays ignored: so a job that was started under nohup outlives its terminal.
+    """
+    known = [
+        name.strip() for name in names.split(",") if name.strip() in signal.Signals.__members__
+    ]
+    wanted = [signal.Signals[name] for name in known]
+    wanted = [one for one in wanted if signal.getsignal(one) is not signal.SIG_IGN]
+    with raised(
+        wanted,
+        lambda one: SignalException(f"Process {os.getpid()} got signal: {one}", sigval=one),
+    ):
+        yield
+
+
+def _addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
+    """Return where the workers of a static rendezvous meet; others say so themselves."""
+    if parameters.backend != "static":
+        return None, None
+    endpoint = parameters.endpoint.strip()
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=-1)
+    if not endpoint or port == -1:
+        raise ValueError(
+            f"rdzv_endpoint = {endpoint!r} for the static backend: expected HOST:PORT, as "
+            "--master-addr and --master-port give it"
+        )
+    return host, port
+
+
+def _entrypoint_name(entrypoint: Callable[..., Any] | str, args: list[Any]) -> str:
+    """Return what failed workers are called: a function, a program, or python's script."""
+    if callable(entrypoint):
+        return str(getattr(entrypoint, "__name__", type(entrypoint).__name__))
+    if entrypoint == sys.executable:
+        return next((str(arg) for arg in args if not str(arg).startswith("-")), "")
+    return entrypoint

@@ -1,0 +1,79 @@
+"""What every child process gets at its start: a death with its parent, its CPUs, its result pipe.
+
+This is the user's process: nothing here waits for, or reaps, any child that is not its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from elastane.elastic.multiprocessing.errors import record
+from elastane.elastic.multiprocessing.redirects import redirect_stderr, redirect_stdout
+from elastane.runtime.kernel import die_with_parent
+from elastane.runtime.numa import bind
+from elastane.runtime.topology import read_topology
+
+
+def death_with_parent() -> Callable[[], None] | None:
+    """Return what a child calls to die with this process.
+
+    None off the main thread: the kernel's signal comes when the thread ends that made the child.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    parent = os.getpid()
+    return lambda: die_with_parent(parent)
+
+
+def bind_child(pid: int, local_rank: int, numa_options: Any | None) -> None:
+    """Bind a child to the CPUs that torch's NumaOptions mean for its local rank."""
+    if numa_options is None:
+        return
+    mode = getattr(numa_options.affinity_mode, "value", str(numa_options.affinity_mode))
+    try:
+        cpus = bind(read_topology(os.environ), mode, local_rank + 1)[local_rank]
+        os.sched_setaffinity(pid, cpus)
+    except Exception:
+        if not getattr(numa_options, "should_fall_back_if_binding_fails", False):
+            raise
+
+
+def _own_streams() -> None:
+    """Write to the descriptors: a fork of a notebook or of a test has streams that go elsewhere."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            same = getattr(sys, name).fileno() == number
+        except (OSError, ValueError, AttributeError):
+            same = False
+        if not same:
+            setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+
+
+def run_callable(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    files: tuple[str, str],
+    result: Connection,
+    parent: int,
+) -> None:
+    """Be the child of a MultiprocessContext: call `fn`, send what it returns.
+
+    A value that cannot be pickled is an error of the child, with its traceback on file.
+    """
+    os.setsid()
+    if parent and os.getppid() == parent:
+        die_with_parent(parent)
+    os.environ.update(env)
+    _own_streams()
+    with contextlib.ExitStack() as stack:
+        for path, redirect in zip(files, (redirect_stdout, redirect_stderr), strict=True):
+            if path:
+                stack.enter_context(redirect(path))
+        record(lambda: result.send(fn(*args)))()

@@ -1,0 +1,384 @@
+"""Several child processes as one: started together, waited for together, ended together.
+
+Owns their supervision in the user's own process: all succeed, or the first failure ends all. Ends
+are noticed by pidfd, at once. Only its own children are ever waited for. Those that are ended
+because another failed are no failures. Source: torch.distributed.elastic.multiprocessing.api.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any, TextIO
+
+from elastane.elastic.multiprocessing._children import KILL_WAIT_S, end_all, wait_any
+from elastane.elastic.multiprocessing._logs import (
+    DefaultLogsSpecs,
+    LogsDest,
+    LogsSpecs,
+    Std,
+    to_map,
+)
+from elastane.elastic.multiprocessing._start import bind_child, run_callable
+from elastane.elastic.multiprocessing.errors import ProcessFailure
+from elastane.elastic.multiprocessing.subprocess_handler import (
+    SubprocessHandler,
+    get_subprocess_handler,
+)
+from elastane.elastic.multiprocessing.tail_log import TailLog
+
+__all__ = [
+    "DefaultLogsSpecs",
+    "LogsDest",
+    "LogsSpecs",
+    "MultiprocessContext",
+    "PContext",
+    "RunProcsResult",
+    "SignalException",
+    "Std",
+    "SubprocessContext",
+    "get_std_cm",
+    "to_map",
+]
+_log = logging.getLogger(__name__)
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+class SignalException(Exception):
+    """A signal that means the end of this process, raised in its main thread."""
+
+    def __init__(self, msg: str, sigval: signal.Signals) -> None:
+        super().__init__(msg)
+        self.sigval = sigval
+
+
+def _raise_signal(signum: int, frame: FrameType | None) -> None:
+    del frame
+    name = signal.Signals(signum)
+    raise SignalException(f"Process {os.getpid()} got signal: {name}", sigval=name)
+
+
+@dataclass
+class RunProcsResult:
+    """How a run ended, by local rank: what callables returned, or who failed; and the files."""
+
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    stdouts: dict[int, str] = field(default_factory=dict)
+    stderrs: dict[int, str] = field(default_factory=dict)
+
+    def is_failed(self) -> bool:
+        """Whether any process failed."""
+        return bool(self.failures)
+
+
+class PContext(ABC):
+    """A set of child processes; `start` once, then `wait` until it gives a result, or `close`."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        self.name = name
+        self.nprocs = len(args)
+        dest = logs_specs.reify(envs)
+        _check_ranks(dest.stdouts, self.nprocs, "stdouts")
+        _check_ranks(dest.stderrs, self.nprocs, "stderrs")
+        self.entrypoint, self.args, self.envs = entrypoint, args, envs
+        self.stdouts, self.stderrs, self.error_files = dest.stdouts, dest.stderrs, dest.error_files
+        self._tail_logs = [
+            TailLog(name, dest.tee_stdouts, sys.stdout, log_line_prefixes),
+            TailLog(name, dest.tee_stderrs, sys.stderr, log_line_prefixes),
+        ]
+        self._filtered: list[TextIO] = []
+        for needles, files, path in (
+            (duplicate_stdout_filters, dest.tee_stdouts, dest.filtered_stdout),
+            (duplicate_stderr_filters, dest.tee_stderrs, dest.filtered_stderr),
+        ):
+            if needles:
+                self._filter(needles, files, path, log_line_prefixes)
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def _filter(
+        self, needles: list[str], files: dict[int, str], path: str, prefixes: dict[int, str] | None
+    ) -> None:
+        target = open(path, "w", errors="replace", buffering=1)  # noqa: SIM115, PTH123 - by close
+        self._filtered.append(target)
+        wanted = tuple(needles)
+        self._tail_logs.append(
+            TailLog(
+                self.name,
+                files,
+                target,
+                prefixes,
+                log_line_filter=lambda line: any(needle in line for needle in wanted),
+            )
+        )
+
+    def start(self) -> None:
+        """Start all processes; ValueError for a second time.
+
+        In the main thread, signals that mean the end become a SignalException there, as the
+        reference does; elsewhere they are the caller's.
+        """
+        if threading.current_thread() is threading.main_thread():
+            _handle_signals(os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _SIGNALS))
+        self._start()
+        for tail in self._tail_logs:
+            tail.start()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the processes."""
+
+    @abstractmethod
+    def _poll(self) -> RunProcsResult | None:
+        """Return the result where all have succeeded or one has failed, else None."""
+
+    @abstractmethod
+    def pids(self) -> dict[int, int]:
+        """Return the process of each local rank."""
+
+    @abstractmethod
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """End what is left, by a signal and after `timeout` seconds by SIGKILL."""
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        """Return the result, or None after `timeout` seconds (negative: never; 0: look only).
+
+        An end is noticed at once; `period` bounds how long one look may take to come.
+        """
+        end_s = time.monotonic() + timeout if timeout >= 0 else float("inf")
+        while True:
+            result = self._poll()
+            left_s = end_s - time.monotonic()
+            if result is not None or left_s <= 0:
+                return result
+            wait_any(list(self.pids().values()), min(period, left_s))
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """End all processes and what they started; may be called again."""
+        with self._closing:
+            self._close(death_sig=death_sig or signal.SIGTERM, timeout=timeout)
+            if self._closed:
+                return
+            self._closed = True
+            for tail in self._tail_logs:
+                tail.stop()
+            for target in self._filtered:
+                target.close()
+
+    def _failure(self, local_rank: int, pid: int, exitcode: int) -> ProcessFailure:
+        return ProcessFailure(local_rank, pid, exitcode, self.error_files.get(local_rank, ""))
+
+    def _result(
+        self, failures: dict[int, ProcessFailure], values: dict[int, Any] | None = None
+    ) -> RunProcsResult:
+        if failures:
+            first = min(failures.values(), key=lambda failure: failure.time_ns)
+            _log.error(
+                "failed (exitcode: %s) local_rank: %s (pid: %s) of %s",
+                first.exitcode,
+                first.local_rank,
+                first.pid,
+                self.entrypoint,
+            )
+        return RunProcsResult(values or {}, failures, self.stdouts, self.stderrs)
+
+
+def get_std_cm(
+    std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[None]]
+) -> AbstractContextManager[None]:
+    """Return a context that redirects to `std_rd`, or that does nothing where it is empty."""
+    return redirect_fn(std_rd) if std_rd else nullcontext()
+
+
+class MultiprocessContext(PContext):
+    """Child processes that each call a function; its return values come back by local rank."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        start_method: str,
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: Any | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            entrypoint,
+            args,
+            envs,
+            logs_specs,
+            log_line_prefixes,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+        )
+        self.start_method = start_method
+        self._numa_options = numa_options
+        self._processes: dict[int, Any] = {}
+        self._results: dict[int, Connection] = {}
+        self._values: dict[int, Any] = {}
+
+    def _start(self) -> None:
+        if self._processes:
+            raise ValueError("start() was called before: the processes are there already")
+        context: Any = multiprocessing.get_context(self.start_method)
+        on_main = threading.current_thread() is threading.main_thread()
+        parent = os.getpid() if on_main and self.start_method != "forkserver" else 0
+        for rank in range(self.nprocs):
+            receiver, sender = context.Pipe(duplex=False)
+            files = (self.stdouts[rank], self.stderrs[rank])
+            process = context.Process(
+                target=run_callable,
+                args=(self.entrypoint, self.args[rank], self.envs[rank], files, sender, parent),
+            )
+            process.start()
+            sender.close()
+            bind_child(process.pid, rank, self._numa_options)
+            self._processes[rank], self._results[rank] = process, receiver
+
+    def pids(self) -> dict[int, int]:
+        """See PContext."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def _poll(self) -> RunProcsResult | None:
+        failures: dict[int, ProcessFailure] = {}
+        for rank, process in self._processes.items():
+            self._receive(rank)
+            code = process.exitcode
+            if code is None:
+                continue
+            self._receive(rank)
+            if code != 0 or rank not in self._values:
+                failures[rank] = self._failure(rank, process.pid, code)
+        if failures:
+            self.close()
+            return self._result(failures)
+        if len(self._values) < self.nprocs or any(
+            process.exitcode is None for process in self._processes.values()
+        ):
+            return None
+        self.close()
+        return self._result({}, dict(self._values))
+
+    def _receive(self, rank: int) -> None:
+        """Take a value that has come: a large one fills its pipe, and its sender waits."""
+        with contextlib.suppress(EOFError, OSError):
+            if rank not in self._values and self._results[rank].poll():
+                self._values[rank] = self._results[rank].recv()
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        pids = [p.pid for p in self._processes.values() if p.exitcode is None]
+        end_all(pids, death_sig, timeout)
+        for process in self._processes.values():
+            process.join(KILL_WAIT_S)
+
+
+class SubprocessContext(PContext):
+    """Child processes that each run a command."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
+        self,
+        name: str,
+        entrypoint: str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        numa_options: Any | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            entrypoint,
+            args,
+            envs,
+            logs_specs,
+            log_line_prefixes,
+            duplicate_stdout_filters,
+            duplicate_stderr_filters,
+        )
+        self._numa_options = numa_options
+        self.subprocess_handlers: dict[int, SubprocessHandler] = {}
+
+    def _start(self) -> None:
+        if self.subprocess_handlers:
+            raise ValueError("start() was called before: the processes are there already")
+        assert isinstance(self.entrypoint, str)
+        for rank in range(self.nprocs):
+            self.subprocess_handlers[rank] = get_subprocess_handler(
+                entrypoint=self.entrypoint,
+                args=self.args[rank],
+                env=self.envs[rank],
+                stdout=self.stdouts[rank],
+                stderr=self.stderrs[rank],
+                local_rank_id=rank,
+                numa_options=self._numa_options,
+            )
+
+    def pids(self) -> dict[int, int]:
+        """See PContext."""
+        return {rank: handler.proc.pid for rank, handler in self.subprocess_handlers.items()}
+
+    def _poll(self) -> RunProcsResult | None:
+        codes = {rank: h.proc.poll() for rank, h in self.subprocess_handlers.items()}
+        failures = {
+            rank: self._failure(rank, self.subprocess_handlers[rank].proc.pid, code)
+            for rank, code in codes.items()
+            if code
+        }
+        if not failures and any(code is None for code in codes.values()):
+            return None
+        self.close()
+        # A command returns nothing; that it ended well is a value of None.
+        return self._result(failures, {} if failures else dict.fromkeys(codes))
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        processes = [handler.proc for handler in self.subprocess_handlers.values()]
+        end_all([p.pid for p in processes if p.poll() is None], death_sig, timeout)
+        for handler in self.subprocess_handlers.values():
+            handler.close(signal.SIGKILL)  # what it left behind in its session
+            with contextlib.suppress(Exception):
+                handler.proc.wait(KILL_WAIT_S)
+
+
+def _check_ranks(files: dict[int, str], count: int, what: str) -> None:
+    if set(files) != set(range(count)):
+        raise RuntimeError(
+            f"{what}: local rank mapping mismatch, expected {set(range(count))}, got {set(files)}"
+        )
+
+
+def _handle_signals(names: str) -> None:
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        try:
+            signal.signal(signal.Signals[name], _raise_signal)
+        except (KeyError, ValueError, OSError):
+            _log.warning("no signal %r: it is not handled", name)

@@ -1,0 +1,27 @@
+"""What `record` does with an exception, to be subclassed: the methods are torch's.
+
+Owns nothing but the shape; the work is job.record's and the format runtime.errorfile's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from elastane.job.record import ErrorFileHandler
+from elastane.runtime.errorfile import with_error_code
+
+__all__ = ["ErrorHandler"]
+
+
+class ErrorHandler(ErrorFileHandler):
+    """Writes an exception to the file that TORCHELASTIC_ERROR_FILE names, if it is set."""
+
+    def _get_error_file_path(self) -> str | None:
+        return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+    def override_error_code_in_rootcause_data(
+        self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
+    ) -> None:
+        """Put an exit code into what was read from `rootcause_error_file`, in place."""
+        rootcause_error.update(with_error_code(rootcause_error, error_code))

@@ -1,0 +1,63 @@
+"""One child process that runs a command: its start, its files, its end.
+
+Owns a session of its own for the child, and that the child dies with this process where that can be
+had. Knows nothing of its siblings.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from typing import Any
+
+from elastane.elastic.multiprocessing._start import bind_child, death_with_parent
+
+__all__ = ["SubprocessHandler"]
+
+
+class SubprocessHandler:
+    """A child that is started by the constructor, as the reference's is; `proc` is its Popen.
+
+    `stdout` and `stderr` are files that are written anew, the console where they are None or empty.
+    `env` is added to this process's own. Raises OSError where the command or a file cannot be had.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
+        self,
+        entrypoint: str,
+        args: tuple[Any, ...],
+        env: dict[str, str],
+        stdout: str | None,
+        stderr: str | None,
+        local_rank_id: int,
+        numa_options: Any | None,
+    ) -> None:
+        self.local_rank_id = local_rank_id
+        self._files: list[Any] = []
+        try:
+            self.proc = subprocess.Popen(
+                [entrypoint, *map(str, args)],
+                env={**os.environ, **env},
+                stdout=self._open(stdout),
+                stderr=self._open(stderr),
+                start_new_session=True,
+                preexec_fn=death_with_parent(),  # noqa: PLW1509 - one system call, no lock
+            )
+        finally:
+            for file in self._files:
+                file.close()
+        bind_child(self.proc.pid, local_rank_id, numa_options)
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Send a signal (SIGTERM) to the child and all of its session that is left."""
+        try:
+            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+        except ProcessLookupError:
+            return
+
+    def _open(self, path: str | None) -> Any:
+        if not path:
+            return None
+        self._files.append(open(path, "wb"))  # noqa: SIM115, PTH123 - closed by the constructor
+        return self._files[-1]

@@ -1,0 +1,228 @@
+"""Timers over a named pipe: the client in a worker, the server in whoever watches it.
+
+A thin face over runtime.timers, which the agent of `elastane run` uses too. How it fails:
+BrokenPipeError where no server reads; a line that is no request is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal as signals
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elastane.elastic.timer.api import TimerClient, TimerRequest
+from elastane.elastic.timer.debug_info_logging import log_debug_info_for_expired_timers
+from elastane.runtime import timers
+
+__all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
+_log = logging.getLogger(__name__)
+_OPEN_ATTEMPTS, _OPEN_PAUSE_S = 10, 0.1
+
+
+class FileTimerRequest(TimerRequest):
+    """A timer of a process; `signal` ends the process, none does where it is 0 or less."""
+
+    __slots__ = ["signal", "version"]
+
+    def __init__(
+        self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0
+    ) -> None:
+        super().__init__(worker_pid, scope_id, expiration_time)
+        self.version = 1
+        self.signal = signal
+
+    @property
+    def worker_pid(self) -> int:
+        """The process."""
+        pid: int = self.worker_id
+        return pid
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FileTimerRequest):
+            return False
+        same = (self.version, self.signal) == (other.version, other.signal)
+        return same and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.signal))
+
+    def to_json(self) -> str:
+        """Return the line that goes over the pipe."""
+        return json.dumps(
+            {
+                "version": self.version,
+                "pid": self.worker_pid,
+                "scope_id": self.scope_id,
+                "expiration_time": self.expiration_time,
+                "signal": int(self.signal),
+            }
+        )
+
+
+class FileTimerClient(TimerClient):
+    """Sets timers of this process through the pipe at `file_path`, which a server has made."""
+
+    def __init__(self, file_path: str, signal: signals.Signals = signals.SIGKILL) -> None:
+        super().__init__()
+        self._file_path = file_path
+        self.signal = signal
+
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        """See TimerClient. RuntimeError for a scope that is too long for one write."""
+        self._send(FileTimerRequest(os.getpid(), scope_id, expiration_time, self.signal))
+
+    def release(self, scope_id: str) -> None:
+        """See TimerClient."""
+        self._send(FileTimerRequest(os.getpid(), scope_id, -1, 0))
+
+    def _send(self, request: FileTimerRequest) -> None:
+        line = request.to_json().encode() + b"\n"
+        if len(line) > select.PIPE_BUF:
+            raise RuntimeError(f"a timer request of more than {select.PIPE_BUF} bytes: {line!r}")
+        fd = self._open()
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+
+    def _open(self) -> int:
+        for attempt in range(_OPEN_ATTEMPTS):
+            try:
+                return os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError as error:
+                if attempt == _OPEN_ATTEMPTS - 1:
+                    raise BrokenPipeError(
+                        f"no FileTimerServer reads {self._file_path}: {error.strerror}"
+                    ) from error
+            time.sleep(_OPEN_PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
+
+
+class FileTimerServer:
+    """Watches timers that come over a pipe, which it makes at `file_path`, in a thread.
+
+    Whose time is over is sent its request's signal. Unlike the reference it does not end its own
+    process with it: the worker's end is a failure like others, which its supervisor sees.
+    """
+
+    def __init__(
+        self,
+        file_path: str,
+        run_id: str,
+        max_interval: float = 10,
+        daemon: bool = True,
+        log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
+    ) -> None:
+        self._run_id = run_id
+        self._max_interval = max_interval
+        self._daemon = daemon
+        self._log_event = log_event or (lambda name, request: None)
+        Path(file_path).unlink(missing_ok=True)
+        self._pipe = timers.TimerPipe(file_path)
+        self._fd = self._pipe.open()
+        self._table = timers.TimerTable()
+        self._stop_signaled = False
+        self._run_once = False
+        self._watchdog_thread: threading.Thread | None = None
+        self._last_progress_time = int(time.time())
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._watchdog_thread = threading.Thread(target=self._watch, daemon=self._daemon)
+        self._watchdog_thread.start()
+        self._log_event("watchdog started", None)
+
+    def stop(self) -> None:
+        """Watch no more, and remove the pipe."""
+        self._stop_signaled = True
+        self._join()
+        self._log_event("watchdog stopped", None)
+
+    def run_once(self) -> None:
+        """Judge what has come by now, then stop."""
+        self._run_once = True
+        self._join()
+
+    def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
+        """Set, or release, what was asked for."""
+        for each in timer_requests:
+            timer = timers.TimerRequest(
+                each.worker_pid, each.scope_id, each.expiration_time, int(each.signal)
+            )
+            self._table.take(timer)
+
+    def clear_timers(self, worker_pids: set[int]) -> None:
+        """Drop the timers of these processes, and of those that are gone."""
+        gone = {pid for pid in self._table.pids() if not self.is_process_running(pid)}
+        self._table.forget(worker_pids | gone)
+
+    def get_expired_timers(self, deadline: float) -> dict[int, list[FileTimerRequest]]:
+        """Return the timers that expire at `deadline` or before, by process."""
+        found: dict[int, list[FileTimerRequest]] = {}
+        for timer in self._table.late(deadline):
+            found.setdefault(timer.pid, []).append(_request(timer))
+        return found
+
+    def get_last_progress_time(self) -> int:
+        """Return when the watch last turned, seconds since 1970; now, while nothing is set."""
+        return self._last_progress_time if len(self._table) else int(time.time())
+
+    @staticmethod
+    def is_process_running(pid: int) -> bool:
+        """Return whether there is such a process."""
+        try:
+            os.kill(pid, 0)
+        except PermissionError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _join(self) -> None:
+        if self._watchdog_thread is not None:
+            self._watchdog_thread.join()
+            self._watchdog_thread = None
+        self._pipe.close()
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        while not self._stop_signaled:
+            last = self._run_once
+            if not last:
+                poller.poll(min(self._max_interval, 0.1) * 1000)
+            for request in self._pipe.read():
+                self._table.take(request)
+            self._reap()
+            self._last_progress_time = int(time.time())
+            if last:
+                return
+
+    def _reap(self) -> None:
+        self._table.forget(p for p in self._table.pids() if not self.is_process_running(p))
+        expired = self._table.expired(time.time())
+        told = [_request(timer) for timer in expired]
+        log_debug_info_for_expired_timers(self._run_id, {t.worker_pid: [t.to_json()] for t in told})
+        for timer in told:
+            self._log_event("timer expired", timer)
+            if timer.signal > 0 and self._kill(timer):
+                self._log_event("kill worker process", timer)
+
+    @staticmethod
+    def _kill(timer: FileTimerRequest) -> bool:
+        try:
+            os.kill(timer.worker_pid, timer.signal)
+        except (ProcessLookupError, PermissionError) as error:
+            _log.error("worker %d with an expired timer: %s", timer.worker_pid, error)
+            return False
+        return True
+
+
+def _request(timer: timers.TimerRequest) -> FileTimerRequest:
+    return FileTimerRequest(timer.pid, timer.scope_id, timer.expiration_time, timer.signal)

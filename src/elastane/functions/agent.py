@@ -1,0 +1,117 @@
+"""An agent as a child process: started, waited for, told to stop, never outliving this process.
+
+It is exec'd, in a session of its own, and the kernel kills it when the thread that waits here is
+gone; its warden then ends all that it started. Owns what goes over between the two: output,
+signals, the end. How it fails: OSError where no process can be made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastane.functions.relay import Relay
+
+_MODULE = "elastane.cli.called"
+# More signals than this from whoever waits, and the agent is not asked any more.
+_ASKED_MAX = 2
+_KILLED_WAIT_S = 10.0
+
+
+class CalledAgent:
+    """One agent of one call."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._environ = dict(environ)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._relays: dict[int, Relay] = {}
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process is not None, "start() comes first"
+        return self._process.pid
+
+    def __enter__(self) -> CalledAgent:
+        out, err = Relay(sys.stdout), Relay(sys.stderr)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, str(self._folder), str(os.getpid())],
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=out.stdio(),
+            stderr=err.stdio(),
+            start_new_session=True,
+        )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        for pipe, relay in ((self._process.stdout, out), (self._process.stderr, err)):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                self._relays[pipe.fileno()] = relay
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing: an agent that still runs is killed, and with it its workers."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILLED_WAIT_S)
+        os.close(self._pidfd)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Return its exit code, bringing on its output meanwhile; None after `timeout_s`."""
+        assert self._process is not None
+        end_s = time.monotonic() + timeout_s if timeout_s is not None else None
+        poller = select.poll()
+        for fd in (self._pidfd, *self._relays):
+            poller.register(fd, select.POLLIN)
+        while True:
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            ready = poller.poll(None if left_s is None else left_s * 1000)
+            for fd, _ in ready:
+                if fd in self._relays and not self._relays[fd].take(fd):
+                    poller.unregister(fd)
+            if any(fd == self._pidfd for fd, _ in ready):
+                return self._ended()
+            if left_s == 0.0:
+                return None
+
+    def stop(self, signum: int, patience_s: float) -> None:
+        """Pass a signal on, and wait for the end; ask no more after `patience_s`.
+
+        Each KeyboardInterrupt meanwhile is passed on too; one too many, and the agent is killed.
+        """
+        assert self._process is not None
+        asked, end_s = 0, time.monotonic() + patience_s
+        while self._process.poll() is None:
+            asked += 1
+            if asked > _ASKED_MAX or time.monotonic() >= end_s:
+                self._process.kill()
+                self.wait(_KILLED_WAIT_S)
+                return
+            try:
+                self._process.send_signal(signum)
+                self.wait(end_s - time.monotonic())
+            except KeyboardInterrupt:
+                signum = signal.SIGINT
+
+    def _ended(self) -> int:
+        """Bring on what is left in the pipes: whoever else holds them is not waited for."""
+        assert self._process is not None
+        code = self._process.wait()
+        for fd, relay in self._relays.items():
+            while relay.take(fd):
+                pass
+        return code

@@ -1,0 +1,85 @@
+"""How a call failed, as an error of ours: from the agent's report, or from its silence."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from elastane.errors import (
+    ConfigurationError,
+    ElastaneError,
+    ExitCode,
+    NodeUnfitError,
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    WorkerFailedError,
+)
+from elastane.observe.report import JobReport, ReportedFailure
+
+_BY_SLUG: dict[str, type[ElastaneError]] = {
+    "rdzv-timeout": RendezvousTimeoutError,
+    "rdzv-closed": RendezvousClosedError,
+    "job-closed": RendezvousClosedError,
+}
+_BY_CODE: dict[int, type[ElastaneError]] = {
+    ExitCode.TRY_AGAIN: RendezvousError,
+    ExitCode.CONFIGURATION: ConfigurationError,
+    ExitCode.NODE_UNFIT: NodeUnfitError,
+}
+
+
+class FunctionFailedError(WorkerFailedError):
+    """A function failed in a worker; `report` is the job's end, `trace` what the worker said."""
+
+    def __init__(self, what: str, *, report: JobReport, trace: str, **rest: Any) -> None:
+        super().__init__(what, slug="worker-failed", **rest)
+        self.report = report
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n\n{self.trace}" if self.trace else super().__str__()
+
+
+def error_of(name: str, report: JobReport | None, code: int) -> ElastaneError:
+    """Return the error of a call whose agent ended with `code`, which is not 0."""
+    if report is None:
+        return lost(name, code)
+    if report.root_cause is not None:
+        return _of_worker(name, report, report.root_cause)
+    kind = _BY_SLUG.get(report.slug) or _BY_CODE.get(code, ElastaneError)
+    return kind(
+        f"{name}(): {report.cause or report.reason}",
+        slug=report.slug or "agent-lost",
+        where=_place(report),
+        next_step=report.next_step,
+    )
+
+
+def lost(name: str, code: int) -> ElastaneError:
+    """Return the error of an agent that said nothing of how its job ended."""
+    how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+    return ElastaneError(
+        f"the agent of {name}() ended {how}, and left no report",
+        slug="agent-lost",
+        expected="an agent that lives as long as its workers; they were ended with it",
+        next_step="see what it said on standard error; for SIGKILL, the kernel's log (memory)",
+    )
+
+
+def _of_worker(name: str, report: JobReport, root: ReportedFailure) -> FunctionFailedError:
+    trace = root.message.strip("\n")
+    said = next((line for line in reversed(trace.splitlines()) if line.strip()), "")
+    return FunctionFailedError(
+        f"{name}() failed on rank {root.rank}: {said.strip() or root.exit}",
+        report=report,
+        trace=trace,
+        where=f"{_place(report)}, node {root.node}, rank {root.rank} (local rank "
+        f"{root.local_rank}, pid {root.pid}), {root.exit}",
+        next_step=report.next_step or f"logs of all workers: {report.log_dir}",
+    )
+
+
+def _place(report: JobReport) -> str:
+    at = f", round {report.round}, attempt {report.attempt}" if report.round is not None else ""
+    return f"job {report.job}{at}"

@@ -1,0 +1,153 @@
+"""A function on its way to the workers, and what they return, as files of one private folder.
+
+cloudpickle takes along by value what is defined in `__main__`: a notebook's cells, a script. How it
+fails: ConfigurationError that names the argument which cannot be pickled, or the rank that left no
+value.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import linecache
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastane.errors import ConfigurationError
+from elastane.job.call import BEGUN, CALL, HEADER, VALUE, VALUES
+from elastane.runtime.files import write_atomic
+
+
+@dataclass(frozen=True)
+class Call:
+    """What each worker calls. `macros`: `${local_rank}` in a str argument is the local rank."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    macros: bool = False
+
+    @property
+    def name(self) -> str:
+        """What a person calls the function."""
+        return name_of(self.fn)
+
+
+def name_of(fn: Any) -> str:
+    """Return the name of a function, or of what a partial is made from."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__)).rpartition("<locals>.")[2]
+
+
+def pack(call: Call) -> dict[str, bytes]:
+    """Return the files that a worker needs, by name; ConfigurationError for what has none."""
+    import cloudpickle
+
+    try:
+        content = cloudpickle.dumps((call.fn, list(call.args), dict(call.kwargs)))
+    except Exception as error:
+        raise _cannot_send(call, error, cloudpickle.dumps) from error
+    here = str(Path.cwd())
+    header = {
+        "name": call.name,
+        "argv": sys.argv,
+        "path": [entry or here for entry in sys.path],
+        "sources": _sources(call.fn),
+        "macros": call.macros,
+    }
+    return {HEADER: json.dumps(header, default=str).encode(), CALL: content}
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write them; ConfigurationError where there is no room."""
+    for name, content in files.items():
+        try:
+            write_atomic(folder / name, content)
+        except OSError as error:
+            raise no_room(
+                folder, f"the function and its arguments ({len(content)} bytes)", error
+            ) from error
+
+
+def no_room(folder: Path, what: str, error: OSError) -> ConfigurationError:
+    """Return the error of a temporary folder that does not take `what`."""
+    return ConfigurationError(
+        f"{what} cannot be left in {folder}: {error}",
+        slug="function-folder",
+        expected="room in the folder for temporary files of the machine",
+        next_step="TMPDIR=/a/larger/folder for the program that launches",
+    )
+
+
+def collect(folder: Path, name: str) -> dict[int, Any]:
+    """Return what the last attempt's workers of this node returned, by rank.
+
+    Empty where this node had no workers. ConfigurationError where one ended without returning.
+    """
+    attempts = sorted(
+        (folder / VALUES).glob("*.*"),
+        key=lambda path: tuple(int(part) for part in path.name.split(".")),
+    )
+    if not attempts:
+        return {}
+    ranks = sorted(int(path.name.removesuffix(BEGUN)) for path in attempts[-1].glob(f"*{BEGUN}"))
+    missing = [rank for rank in ranks if not (attempts[-1] / f"{rank}{VALUE}").exists()]
+    if missing:
+        raise ConfigurationError(
+            f"{name}() did not return on rank {', '.join(map(str, missing))}: its process ended "
+            "well, and left no value",
+            slug="no-result",
+            expected=f"{name}() returns, if only None, or raises",
+            next_step="look for os._exit() in what it calls",
+        )
+    return {rank: _value(attempts[-1] / f"{rank}{VALUE}", name, rank) for rank in ranks}
+
+
+def _value(path: Path, name: str, rank: int) -> Any:
+    try:
+        return pickle.loads(path.read_bytes())
+    except Exception as error:
+        raise ConfigurationError(
+            f"what {name}() returned on rank {rank} cannot be loaded here: "
+            f"{type(error).__name__}: {error}",
+            slug="unpicklable",
+            expected="values whose modules can be imported in this program too",
+        ) from error
+
+
+def _cannot_send(call: Call, error: Exception, dumps: Callable[[Any], bytes]) -> ConfigurationError:
+    parts = {f"{call.name}() itself": call.fn}
+    parts |= {f"argument {index} of {call.name}()": arg for index, arg in enumerate(call.args)}
+    parts |= {f"argument {key} of {call.name}()": arg for key, arg in call.kwargs.items()}
+    culprit = next((what for what, part in parts.items() if not _can_send(part, dumps)), "the call")
+    return ConfigurationError(
+        f"{culprit} cannot be sent to the workers: {type(error).__name__}: {error}",
+        slug="unpicklable",
+        expected="a function, and arguments, that can be pickled",
+        next_step="make such objects (locks, sockets, queues, open files) inside the function",
+    )
+
+
+def _can_send(part: Any, dumps: Callable[[Any], bytes]) -> bool:
+    try:
+        dumps(part)
+    except Exception:
+        return False
+    return True
+
+
+def _sources(fn: Any) -> dict[str, str]:
+    """Return the source of a notebook's cell, which no file holds: tracebacks show its lines."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    name = getattr(code, "co_filename", "")
+    if not name or Path(name).exists():
+        return {}
+    lines = linecache.getlines(name)
+    return {name: "".join(lines)} if lines else {}

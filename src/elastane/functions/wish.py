@@ -1,0 +1,141 @@
+"""What a caller asks of `elastane run`: its options as Python values, checked before anything runs.
+
+The names are those of the flags. The agent reads the same wish from the function's folder, so no
+option is ever on a command line, where a secret would be seen. How it fails: UsageError and
+ConfigurationError of the launcher, raised in the caller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elastane.errors import UsageError
+from elastane.launcher.nearest import nearest
+from elastane.launcher.option import Option
+from elastane.launcher.options import BY_DEST
+from elastane.launcher.parser import Options, Settings, read
+from elastane.launcher.settings import load
+
+FILE, REPORT = "wish.json", "report.json"
+_MET_AT_AN_ADDRESS = ("static", "c10d", "elastane")
+_MEETING = {"rdzv_backend", "rdzv_endpoint", "standalone", "master_addr", "master_port"}
+_STEM_CHARS_MAX = 40
+# They say what is run and how an interpreter is told so: here that is the function.
+_NOT_HERE = ("module", "no_python", "run_path", "show_config", "json")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Options by destination, as text, and what the workers run.
+
+    `ambient`: variables (PET_*, ELASTANE_*) and the settings file say what the options do not.
+    """
+
+    values: dict[str, str]
+    script: str
+    script_args: tuple[str, ...] = ()
+    ambient: bool = True
+
+    def options(self, environ: Mapping[str, str]) -> Options:
+        """Return the launcher's options; UsageError for a value that one cannot take."""
+        namespace = argparse.Namespace(
+            **self.values, training_script=self.script, training_script_args=list(self.script_args)
+        )
+        if not self.ambient:
+            return read(namespace, {}, Settings())
+        named = self.values.get("config", "") or environ.get("ELASTANE_CONFIG", "")
+        return read(namespace, environ, load(named, Path.cwd()))
+
+    def to_json(self) -> bytes:
+        """Return the file of the function's folder that the agent reads."""
+        return json.dumps(asdict(self)).encode()
+
+
+def read_wish(folder: Path) -> Wish:
+    """Return the wish of a function's folder, which this program itself wrote."""
+    found = json.loads((folder / FILE).read_bytes())
+    return Wish(**{**found, "script_args": tuple(found["script_args"])})
+
+
+def named(wish: Wish, function: str, environ: Mapping[str, str]) -> Wish:
+    """Return the wish with a name for its job, after the function, where none is given.
+
+    Of one node it is random; several find the same one without having met. A store remembers jobs
+    that ended: there the launcher asks for a name.
+    """
+    options = wish.options(environ)
+    if options.text("rdzv_id") not in ("", "none"):
+        return wish
+    nodes, endpoint = options.text("nnodes"), options.text("rdzv_endpoint")
+    more: dict[str, str] = {}
+    stem = re.sub(r"[^A-Za-z0-9_.-]", "-", function).strip(".-")[-_STEM_CHARS_MAX:] or "function"
+    if nodes in ("1", "1:1"):
+        ending = secrets.token_hex(4)
+        if not options.given & _MEETING:
+            more = {"rdzv_backend": "elastane", "rdzv_endpoint": "localhost:0"}
+    elif options.text("rdzv_backend").lower() in _MET_AT_AN_ADDRESS:
+        where = "\0".join((function, nodes, endpoint, options.text("master_addr")))
+        ending = hashlib.sha256(where.encode()).hexdigest()[:10]
+    else:
+        return wish
+    return replace(wish, values={**wish.values, **more, "rdzv_id": f"{stem}-{ending}"})
+
+
+def as_text(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return keyword options as text; UsageError names the flag that is nearest to a typo.
+
+    None leaves an option at its default.
+    """
+    for name in options:
+        if name not in BY_DEST or name in _NOT_HERE:
+            raise _unknown(name)
+    return {
+        name: _text(BY_DEST[name], value) for name, value in options.items() if value is not None
+    }
+
+
+def _text(option: Option, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, str | int | float | os.PathLike):
+        return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    if isinstance(value, Mapping) and option.kind == "pairs":
+        return ",".join(f"{key}={_item(option, item)}" for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        if option.name == "nnodes":
+            return ":".join(map(str, value))
+        return ",".join(_item(option, item) for item in value)
+    raise _bad(option, value, "a text, a number, True or False, or a list")
+
+
+def _item(option: Option, value: Any) -> str:
+    text = str(value)
+    if option.kind == "needles":
+        return text.replace(",", ",,")  # as its flag has it: two commas are one of a text
+    if "," in text:
+        raise _bad(option, value, "items without commas")
+    return text
+
+
+def _bad(option: Option, value: Any, expected: str) -> UsageError:
+    return UsageError(f"{option.dest} = {value!r}", slug="bad-option-value", expected=expected)
+
+
+def _unknown(name: str) -> UsageError:
+    known = [dest for dest in BY_DEST if dest not in _NOT_HERE]
+    near = nearest(name, [*known, "nproc", "args", "kwargs"])
+    return UsageError(
+        f"elastane.launch(): no option {name}",
+        slug="unknown-option",
+        expected=f"did you mean {near}?" if near else "the names of the flags of elastane run",
+        next_step="elastane run --help",
+    )

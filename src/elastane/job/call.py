@@ -1,0 +1,168 @@
+"""A worker that calls a function: `python -m elastane.job.call FOLDER`.
+
+The folder is this user's own, made by the caller of `elastane.launch` (or of `elastic_launch`) on
+this machine: nothing that came over a network is unpickled. What the function returns is left
+there, by round, attempt and rank, for the caller to read. How it fails: the function's own
+exception ends the worker and is on its error file; what cannot be unpickled, pickled or written is
+a ConfigurationError that says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import linecache
+import os
+import pickle
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from elastane.errors import ConfigurationError
+from elastane.job.record import ErrorFileHandler
+from elastane.runtime.files import write_atomic
+
+MODULE = "elastane.job.call"
+HEADER, CALL, VALUES = "call.json", "call.pickle", "values"
+BEGUN, VALUE = ".begun", ".pickle"
+_LOCAL_RANK = "${local_rank}"
+
+
+def main(argv: list[str]) -> None:
+    """Call the function of the folder `argv[0]`, and leave what it returns there."""
+    folder = Path(argv[0])
+    _insist_on_own(folder)
+    # The interpreter of `-m` leads to this module; what the function pickles is not of it.
+    sys.modules["__main__"] = ModuleType("__main__")
+    rank = os.environ["RANK"]
+    attempt = f"{os.environ['ELASTANE_ROUND']}.{os.environ['ELASTANE_ATTEMPT']}"
+    values = folder / VALUES / attempt
+    values.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (values / f"{rank}{BEGUN}").touch()
+    handler = ErrorFileHandler()
+    handler.initialize()
+    sys.excepthook = functools.partial(_show, sys.excepthook)
+    try:
+        _work(folder, values / f"{rank}{VALUE}")
+    except Exception as error:
+        error.__traceback__ = _below_own_frames(error.__traceback__)
+        handler.record_exception(error)
+        raise
+
+
+def _work(folder: Path, path: Path) -> None:
+    header = json.loads((folder / HEADER).read_bytes())
+    sys.argv[:] = header["argv"]
+    sys.path[:] = header["path"]
+    for name, text in header["sources"].items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    fn, args, kwargs = _load(folder, header["name"])
+    if header["macros"]:
+        args = [_substituted(arg) for arg in args]
+    _fill_main(fn)
+    value = None
+    try:
+        value = fn(*args, **kwargs)
+    except SystemExit as stop:
+        if stop.code not in (0, None):
+            raise
+    _leave(value, path, header["name"])
+
+
+def _load(folder: Path, name: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    try:
+        fn, args, kwargs = pickle.loads((folder / CALL).read_bytes())
+    except Exception as error:
+        raise ConfigurationError(
+            f"{name}() cannot be loaded by a worker: {type(error).__name__}: {error}",
+            slug="function-load",
+            expected="modules that workers can import, from the import path of the caller",
+            next_step="python -c 'import MODULE' in the folder of the job, with the same python",
+        ) from error
+    return fn, args, kwargs
+
+
+def _substituted(arg: Any) -> Any:
+    if not isinstance(arg, str):
+        return arg
+    return arg.replace(_LOCAL_RANK, os.environ["LOCAL_RANK"])
+
+
+def _fill_main(fn: Any) -> None:
+    """Make `__main__` hold what the function's own `__main__` did, as far as it uses it.
+
+    So what it pickles by name, a model that it saves for one, is found under that name.
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    while fn is not None:
+        inner = getattr(fn, "__func__", fn)
+        if getattr(inner, "__module__", "") == "__main__":
+            for name, value in getattr(inner, "__globals__", {}).items():
+                if not name.startswith("__"):
+                    vars(sys.modules["__main__"]).setdefault(name, value)
+            vars(sys.modules["__main__"]).setdefault(getattr(inner, "__name__", ""), inner)
+        fn = getattr(inner, "__wrapped__", None)
+
+
+def _leave(value: Any, path: Path, name: str) -> None:
+    import cloudpickle
+
+    try:
+        content = cloudpickle.dumps(value)
+    except Exception as error:
+        raise ConfigurationError(
+            f"what {name}() returned cannot be pickled: {type(value).__name__}: {error}",
+            slug="unpicklable",
+            expected="plain data, arrays, tensors: what another process can be given",
+            next_step=f"return what the caller needs of it, or write a file and return its path; "
+            f"None, where {name}() has nothing to say",
+        ) from error
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        raise ConfigurationError(
+            f"what {name}() returned ({len(content)} bytes) cannot be left at {path}: {error}",
+            slug="function-folder",
+            expected="room in the folder for temporary files of the machine",
+            next_step="TMPDIR=/a/larger/folder for the program that launches",
+        ) from error
+
+
+def _show(
+    hook: Callable[..., None],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Show what ended the function as if nothing had called it."""
+    error.__traceback__ = _below_own_frames(trace)
+    hook(kind, error, error.__traceback__)
+
+
+def _below_own_frames(full: TracebackType | None) -> TracebackType | None:
+    """Return the part that is the function's; all of it where the error is not the function's."""
+    below, here = None, full
+    while here is not None:
+        if here.tb_frame.f_code.co_filename == __file__:
+            below = here.tb_next
+        here = here.tb_next
+    return below or full
+
+
+def _insist_on_own(folder: Path) -> None:
+    """Refuse a folder that another user could have written in."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigurationError(
+            f"the function's folder {folder} is not this user's alone",
+            slug="function-folder",
+            expected=f"a folder of uid {os.getuid()} with mode 700, which elastane.launch makes",
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
