@@ -80,6 +80,9 @@ STORE_VALUE_BYTES_MAX = 1 << 20
 STORE_KEY_CHARS_MAX = 512
 # One operation on a store; NFS and a dead server would otherwise block for minutes.
 STORE_TIMEOUT_S = 5.0
+# A coordinator tries for so long to make one decision durable before it gives its seat up: members
+# of an etcd that lost its leader elect another in two seconds or so.
+SAVE_PATIENCE_S = 10.0
 # How often a watcher or a candidate of the file store looks: with it, take-over after a SIGKILL
 # of the holder costs the lease's time and at most 0.3 s.
 STORE_POLL_S = 0.1
@@ -168,5 +171,6 @@ assert Timing().silence_s < ISOLATION_LIMIT_S
 assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < FENCE_WAIT_S
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
 assert HANDSHAKE_BYTES_MAX < INBOX_BYTES_MAX < FRAME_BYTES_MAX
+assert STORE_TIMEOUT_S < SAVE_PATIENCE_S < ISOLATION_LIMIT_S
 assert SEND_BYTES_MAX >= 2 * FRAME_BYTES_MAX
 assert UNPROVEN_PATIENCE_S < HANDSHAKE_TIMEOUT_S

@@ -20,12 +20,13 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from elastane.core.events import AuthorityChanged
-from elastane.core.limits import OUTCOME_KEPT_S, STORE_POLL_S, Timing
+from elastane.core.limits import OUTCOME_KEPT_S, SAVE_PATIENCE_S, STORE_POLL_S, Timing
 from elastane.core.model import Record
 from elastane.errors import LeaseLostError, StoreError
 from elastane.runtime.endpoint import Endpoint
@@ -48,12 +49,14 @@ class Election:
         *,
         on_authority: Callable[[AuthorityChanged], None],
         rng: random.Random | None = None,
+        patience_s: float = SAVE_PATIENCE_S,
     ) -> None:
         self.keys = keys
         self.node_id = node_id
         self._timing = timing
         self._on_authority = on_authority
         self._rng = rng or random.Random()
+        self._patience_s = patience_s
         self._lease: Lease | None = None
         self._fenced_term = 0  # the term under which the record stands
         self._version = 0  # the record's
@@ -106,30 +109,38 @@ class Election:
                 renewal.cancel()
 
     async def publish(self, endpoint: Endpoint) -> None:
-        """Tell all agents where this node's coordinator listens. Raises LeaseLostError."""
-        for _ in range(_RACES_MAX):
-            await self._assure()
-            seat = Seat(term=self.term, node_id=self.node_id, endpoint=endpoint)
-            known, version = await self.keys.seated()
-            if known is not None and known.term > seat.term:
-                raise self._deposed(known.term)
-            with contextlib.suppress(ConflictError):
-                await self.keys.store.compare_and_set(
-                    self.keys.coordinator, msgspec.json.encode(seat), version
-                )
-                return
-        raise self._deposed(self.term)
+        """Tell all agents where this node's coordinator listens; patient and strict as `save`."""
+
+        async def once() -> None:
+            for _ in range(_RACES_MAX):
+                await self._assure()
+                seat = Seat(term=self.term, node_id=self.node_id, endpoint=endpoint)
+                known, version = await self.keys.seated()
+                if known is not None and known.term > seat.term:
+                    raise self._deposed(known.term)
+                with contextlib.suppress(ConflictError):
+                    await self.keys.store.compare_and_set(
+                        self.keys.coordinator, msgspec.json.encode(seat), version
+                    )
+                    return
+            raise self._deposed(self.term)
+
+        await self._patiently(once)
 
     async def save(self, record: Record) -> None:
         """Make the job's record durable under this node's term.
 
-        Raises LeaseLostError when this node may not decide (any more): nothing that depends on
-        the record may then be sent. Raises StoreError when it is unknown whether it was written;
-        saving again, this record or a later one, settles that.
+        Bears a store that is away for as long as the patience: nobody else may decide meanwhile,
+        or that shows in the record. Raises LeaseLostError when this node may not decide (any
+        more): nothing that depends on the record may then be sent.
         """
-        await self._assure()
-        await self._file(record)
-        await self._assure()
+
+        async def once() -> None:
+            await self._assure()
+            await self._file(record)
+            await self._assure()
+
+        await self._patiently(once)
 
     async def load(self) -> Record | None:
         """Return the job's record, whoever wrote it."""
@@ -146,6 +157,23 @@ class Election:
         if lease is not None:
             with contextlib.suppress(StoreError):  # then it runs out by itself
                 await lease.release()
+
+    async def _patiently(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write again until it is known to be done; a write that was done shows as our own."""
+        deadline_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                await write()
+            except LeaseLostError:
+                raise
+            except StoreError as error:
+                self._note_trouble(error.what)
+                if time.monotonic() >= deadline_s:
+                    raise self._cut_off(error) from error
+            else:
+                self._note_trouble("")
+                return
+            await asyncio.sleep(STORE_POLL_S)
 
     async def _try_once(self) -> bool:
         ttl_s = self._timing.lease_ttl_s
@@ -206,21 +234,13 @@ class Election:
         return current.version
 
     async def _assure(self) -> None:
-        """Return while this node may decide, renewing if that is late; else LeaseLostError."""
+        """Return while this node may decide, renewing if that is late.
+
+        Raises LeaseLostError where it may not, StoreError where that is not known.
+        """
         lease = self._have()
-        if self.held():
-            return
-        try:
+        if not self.held():
             await self._renew(lease)
-        except LeaseLostError:
-            raise
-        except StoreError as error:
-            raise LeaseLostError(
-                f"job {self.keys.job}: node {self.node_id} cannot renew term {lease.term}: "
-                f"{error.what}",
-                slug="lease-lost",
-                next_step=error.next_step,
-            ) from error
 
     async def _renew(self, lease: Lease) -> None:
         async with self._renewing:  # keep() and save() may both find the lease late
@@ -272,6 +292,14 @@ class Election:
                 slug="lease-lost",
             )
         return self._lease
+
+    def _cut_off(self, error: StoreError) -> LeaseLostError:
+        return LeaseLostError(
+            f"job {self.keys.job}: node {self.node_id} cannot decide under term {self.term}: "
+            f"{error.what}",
+            slug="lease-lost",
+            next_step=error.next_step,
+        )
 
     def _deposed(self, term: int) -> LeaseLostError:
         return LeaseLostError(

@@ -49,9 +49,11 @@ def _recovering(state: State) -> bool:
     expected, present = _last_world(state)
     here = {node.id for node in present}
     missing = [node_id for node_id in expected if node_id not in here]
-    # The one whose coordinator ended has most likely ended with it.
+    # The one whose coordinator ended has most likely ended with it; where nobody here trains,
+    # nothing is lost by waiting for it too.
     waits_for = [node_id for node_id in missing if node_id != state.previous_holder]
-    if missing and (waits_for or not present) and state.now_s < deadline_s:
+    trains = any(state.is_member(node) for node in present)
+    if missing and (waits_for or not trains) and state.now_s < deadline_s:
         state.wait_until(deadline_s)
         return False
     if state.world is None:
