@@ -17,7 +17,6 @@ from elastane.errors import (
     ConfigurationError,
     LeaseLostError,
     RendezvousClosedError,
-    StoreError,
 )
 from elastane.runtime.endpoint import Endpoint
 from elastane.stores.election import Election

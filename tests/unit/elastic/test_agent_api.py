@@ -6,6 +6,7 @@ The hooks are scripted and the handler is a fake over a HashStore: no process is
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -110,7 +111,7 @@ def agent_of(api, states=(), handler=None, **more):
                 result.failures = {FAILED_RANK: failure}
             return result
 
-        def _shutdown(self, death_sig=signal.SIGTERM, timeout=30):
+        def _shutdown(self, death_sig=signal.SIGUSR1, timeout=30):
             self.calls.append(("shutdown", death_sig.name, timeout))
 
     def errors_signal(sigval):
@@ -181,13 +182,16 @@ def test_events_and_metrics_are_those_of_torch(story, monkeypatch):
         told[name] = ([_comparable(event) for event in events], numbers.got)
     assert told["elastane"][0] == told["torch"][0]
     if story != "unhealthy for good":  # which torch counts as a success
-        assert told["elastane"][1] == told["torch"][1]
+        assert told["elastane"][1] == told["torch"][1] != []
 
 
 def _comparable(event):
     data = {**event.metadata}
     if data["duration_ms"] is not None:
         assert data.pop("duration_ms") >= 0
+    if data["state"] == "FAILED":
+        raw = json.loads(data["raw_error"])
+        data["raw_error"] = raw["message"]  # torch adds what no error file holds
     return event.name, event.source.name, data
 
 
@@ -203,7 +207,6 @@ def test_failures_restart_the_workers_until_the_budget_is_used_up():
     agent = agent_of(ours, ["FAILED"] * 3)
     result = agent.run()
     assert result.is_failed() and result.failures[FAILED_RANK].exitcode == 3
-    assert agent.spec_handler.met == 3 if hasattr(agent, "spec_handler") else True
     assert [call[0] for call in agent.calls].count("start") == 3
     assert [call[0] for call in agent.calls][-2:] == ["stop", "shutdown"]
 
@@ -226,7 +229,7 @@ def test_a_state_that_the_agent_does_not_know_of_is_raised_and_workers_are_shut_
     agent = agent_of(ours, ["HEALTHY", "UNKNOWN"])
     with pytest.raises(RuntimeError, match=r"\[trainer\] Worker group in UNKNOWN state"):
         agent.run()
-    assert agent.calls[-1] == ("shutdown", "SIGTERM", 7)
+    assert agent.calls[-1] == ("shutdown", "SIGUSR1", 7)
 
 
 def test_a_signal_shuts_down_with_that_signal_and_is_raised_again():
@@ -281,7 +284,7 @@ def test_a_node_that_was_not_needed_gets_a_result(kind):
     agent = agent_of(ours, [], Handler(infos=iter([error])))
     result = agent.run()
     assert (result.state, result.return_values) == (ours.WorkerState.SUCCEEDED, {})
-    assert agent.calls == [("shutdown", "SIGTERM", 7)]
+    assert agent.calls == [("shutdown", "SIGUSR1", 7)]
 
 
 def test_a_spare_that_is_called_off_while_its_workers_run_gets_a_result_too():
@@ -293,7 +296,7 @@ def test_a_rendezvous_that_fails_is_raised_and_nothing_was_started():
     agent = agent_of(ours, [], Handler(infos=iter([RendezvousTimeoutError("too few")])))
     with pytest.raises(RendezvousTimeoutError, match="too few"):
         agent.run()
-    assert agent.calls == [("shutdown", "SIGTERM", 7)]
+    assert agent.calls == [("shutdown", "SIGUSR1", 7)]
 
 
 class Dying:
@@ -437,18 +440,21 @@ def test_workers_groups_and_states_are_told_as_torch_tells_them():
         assert str(state) == str(there)
     mine, reference = (api.WorkerGroup(spec_of(api)) for api in APIS.values())
     values = [
-        [getattr(group, name) for name in sorted(group.__slots__) if name not in ("spec", "workers")]
+        [
+            getattr(group, name)
+            for name in sorted(group.__slots__)
+            if name not in ("spec", "workers")
+        ]
         for group in (mine, reference)
     ]
     assert values[0] == values[1] and str(mine.workers) == str(reference.workers)
 
 
-def test_an_agent_that_says_for_good_that_the_job_is_closed_is_no_outage():
+def test_a_job_that_was_closed_while_workers_were_stopped_is_raised():
     error = RendezvousClosedError("failed for good on another node")
-    agent = agent_of(ours, ["FAILED"], Handler(infos=None))
-    agent.get_worker_group().spec.rdzv_handler.infos = iter(
-        [agent.get_worker_group().spec.rdzv_handler.info(), error]
-    )
+    handler = Handler()
+    handler.infos = iter([handler.info(), error])
+    agent = agent_of(ours, ["FAILED"], handler)
     with pytest.raises(RendezvousClosedError, match="for good"):
         agent.run()
     assert [call[0] for call in agent.calls] == ["start", "monitor", "stop", "shutdown"]

@@ -6,8 +6,9 @@ import renamed, and handlers are known by their methods alone: torch's will do.
 
 Differences from torch 2.13, on purpose: a store or a coordinator that is away for a while stops no
 healthy workers; a world that lost a member before its ranks were agreed meets again; all workers of
-a world are told one restart count; a node that was not needed gets a result, not None; an exit
-barrier that fails is a line of log. `elastane run` is none of this: see elastane.agent.
+a world are told one restart count; workers that are unhealthy for good have failed; a node that was
+not needed gets a result, not None; an exit barrier that fails is a line of log. `elastane run` is
+none of this: see elastane.agent.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import abc
 import logging
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 from elastane.elastic.agent.server._ranks import _RoleInstanceInfo, assign
@@ -190,7 +192,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """See ElasticAgent. A SignalException is raised again when the workers are gone."""
         started_s = time.monotonic()
-        death_sig = signal.SIGTERM
+        death_sig: tuple[signal.Signals, ...] = ()  # else the subclass's own
         try:
             result = self._invoke_run(role)
             self._total_execution_time = int(time.monotonic() - started_s)
@@ -199,7 +201,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
             return result
         except SignalException as error:
             _log.warning("Received %s death signal, shutting down workers", error.sigval)
-            death_sig = error.sigval
+            death_sig = (error.sigval,)
             raise
         except Exception as error:
             if not _is_one_of(error, ("RendezvousGracefulExitError",)):
@@ -207,7 +209,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
             _log.info("Rendezvous gracefully exited: %s", error)
             return RunResult(state=WorkerState.SUCCEEDED)
         finally:
-            self._shutdown(death_sig, timeout=self._shutdown_timeout)
+            self._shutdown(*death_sig, timeout=self._shutdown_timeout)
             self._total_execution_time = int(time.monotonic() - started_s)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -230,7 +232,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
                 if self._remaining_restarts <= 0:
                     self._stop_workers(group)
                     group.state = WorkerState.FAILED
-                    return result
+                    return replace(result, state=WorkerState.FAILED)
                 self._retry(group)
             elif result.state == WorkerState.HEALTHY:
                 self._follow_membership(group)
