@@ -5,17 +5,14 @@ the documented one; `$` names what a reader fills in. Several nodes are several 
 """
 
 import json
-import re
 import shlex
-import shutil
 import sys
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from string import Template
 
 import pytest
 from command_harness import LIGHT, PLAIN, TELL, end_of, free_port, running, until, write
+from etcd_server import shared_cluster
 
 RUN = (sys.executable, "-m", "elastane.run")
 # What is typed in place of the documented program.
@@ -223,28 +220,10 @@ def test_what_a_script_prints_is_shown_at_once(here, environ):
 
 
 @pytest.fixture
-def etcd(tmp_path):
-    """A real server, ready to serve; its host and port."""
-    binary = shutil.which("etcd")
-    if binary is None:
-        pytest.skip("no etcd on this machine")
-    port = free_port()
-    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_port()}"
-    argv = [binary, "--data-dir", str(tmp_path / "etcd-data"), "--log-level", "error"]
-    argv += ["--listen-client-urls", client, "--advertise-client-urls", client]
-    argv += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-    argv += ["--initial-cluster", f"default={peer}", "--enable-v2"]
-    with running(tmp_path, argv, "etcd"):
-        until(lambda: _is_healthy(client), "etcd serves")
-        yield {"ETCD_HOST": "127.0.0.1", "ETCD_PORT": port}
-
-
-def _is_healthy(client):
-    try:
-        with urllib.request.urlopen(f"{client}/health", timeout=5) as answer:
-            return bool(re.search(rb"true", answer.read()))
-    except (urllib.error.URLError, OSError):
-        return False
+def etcd():
+    """The host and port of a real server that speaks v2."""
+    server = shared_cluster(1, ("--enable-v2",)).members[0]
+    return {"ETCD_HOST": "127.0.0.1", "ETCD_PORT": server.port}
 
 
 def test_torchelastic_single_node_with_a_sidecar(here):

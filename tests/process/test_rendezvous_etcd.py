@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from etcd_server import need_etcd
 from jobs import until
 
 from elastane.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
@@ -30,6 +31,7 @@ SECOND = timedelta(seconds=1)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EtcdServer]:
+    need_etcd()
     started = EtcdServer()
     started.start(stderr=subprocess.DEVNULL)
     yield started

@@ -18,6 +18,7 @@ from types import ModuleType
 
 import pytest
 import torch.distributed as dist
+from etcd_server import need_etcd
 from jobs import free_port, until
 
 from elastane.elastic.rendezvous import (
@@ -85,6 +86,7 @@ class Handlers:
 @functools.cache
 def etcd_server() -> EtcdServer:
     """Start the server of this test process; it ends with it."""
+    need_etcd()
     server = EtcdServer()
     server.start(stderr=subprocess.DEVNULL)
     return server

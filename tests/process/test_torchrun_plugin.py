@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from etcd_server import need_etcd
 from jobs import MARK, free_port, left_over, until
 
 from elastane.elastic.rendezvous.etcd_server import EtcdServer
@@ -224,6 +225,7 @@ def test_a_torchrun_that_waits_for_others_ends_by_a_signal_at_once(
 
 
 def test_torchruns_meet_in_etcd(job: Callable[..., Torchruns]) -> None:
+    need_etcd()
     server = EtcdServer()
     server.start(stderr=subprocess.DEVNULL)
     conf = "store=etcd,etcd_prefix=some/jobs"
