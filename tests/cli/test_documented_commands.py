@@ -237,8 +237,8 @@ def test_torchelastic_single_node_with_a_sidecar(here):
 @pytest.mark.parametrize("text", [TORCHELASTIC_FIXED, TORCHELASTIC_ELASTIC], ids=["fixed", "1:4"])
 def test_torchelastic_over_etcd(here, etcd, text):
     program = "python -m torchelastic.distributed.launch"
-    filled = {"NUM_NODES": 2, "NUM_TRAINERS": 1, "JOB_ID": "job1", "SCRIPT": write(here, PLAIN)}
+    filled = {"NUM_NODES": 2, "NUM_TRAINERS": 1, "JOB_ID": here.name, "SCRIPT": write(here, PLAIN)}
     told = end_of(here, words(program, text, **filled, **etcd), nodes=2, **LIGHT)
     assert set(told) == {0, 1}
     assert {worker["WORLD_SIZE"] for worker in told.values()} == {"2"}
-    assert {worker["TORCHELASTIC_RUN_ID"] for worker in told.values()} == {"job1"}
+    assert {worker["TORCHELASTIC_RUN_ID"] for worker in told.values()} == {here.name}
