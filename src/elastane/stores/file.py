@@ -23,7 +23,6 @@ daemon thread and the operation's bound, never the event loop.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import shutil
@@ -34,9 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from elastane.core.limits import LEASE_MARGIN, STORE_POLL_S, STORE_TIMEOUT_S
+from elastane.core.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.errors import ConfigurationError, LeaseLostError
 from elastane.runtime.offload import Offload
+from elastane.stores.common import HeldLease, watch_by_looking
 from elastane.stores.pages import (
     Hooks,
     Page,
@@ -129,19 +129,9 @@ class FileStore:
         """See Store.holder. May name one that died up to a ttl ago, as seen by this process."""
         return await self.run(lambda: self._holder(key))
 
-    async def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+    def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
         """See Store.watch."""
-        known = after_version
-        while True:
-            entry = await self.get(key)
-            if entry is not None and entry.version > known:
-                known = entry.version
-                yield entry
-            elif entry is None and known:
-                known = 0
-                yield None
-            else:
-                await asyncio.sleep(self._poll_s)
+        return watch_by_looking(lambda: self.get(key), after_version, self._poll_s)
 
     async def purge(self, prefix: str) -> None:
         """See Store.purge."""
@@ -251,32 +241,14 @@ class FileStore:
         return self.folder.joinpath(*check_key(key).split("/"))
 
 
-class FileLease:
+class FileLease(HeldLease):
     """A lease of a FileStore; the store makes it."""
 
     def __init__(self, store: FileStore, key: str, value: bytes, ttl_s: float) -> None:
+        super().__init__(key, ttl_s, store.clock)
         self._store = store
-        self._key = key
-        self._ttl_s = ttl_s
         self._payload = f"{ttl_s!r}\n".encode() + value
-        self._page: Page | None = None
-        self._until = float("-inf")
-        self._lost = False
         self._beats = 0
-
-    @property
-    def term(self) -> int:
-        """See Lease.term."""
-        assert self._page is not None, "a lease that was never taken was handed out"
-        return self._page.number
-
-    def remaining_s(self) -> float:
-        """See Lease.remaining_s."""
-        return float("-inf") if self._lost else self._until - self._store.clock()
-
-    def held(self) -> bool:
-        """See Lease.held."""
-        return self.remaining_s() > 0
 
     async def renew(self) -> None:
         """See Lease.renew."""
@@ -293,10 +265,10 @@ class FileLease:
         page = terms.append(reading, "held", self._payload)
         if page is None:
             return False
-        self._page = page
+        self._term = page.number
         self._beat(terms, page)
         terms.tidy(page)
-        self._until = begun + self._ttl_s * (1 - LEASE_MARGIN)
+        self.count_from(begun)
         return True
 
     def _renew(self) -> None:
@@ -307,7 +279,7 @@ class FileLease:
         if self.held():
             self._beat(terms, reading.page)
             if self.held():  # rule 4: in time, for all who look
-                self._until = max(self._until, begun + self._ttl_s * (1 - LEASE_MARGIN))
+                self.count_from(begun)
                 return
         if not self.take(terms, reading):
             raise self._deposed(terms.latest())
@@ -319,13 +291,8 @@ class FileLease:
             terms.append(reading, "free", b"")
 
     def _deposed(self, reading: Reading) -> LeaseLostError:
-        self._lost = True
         found = f"term {reading.page.number}" if reading.page else "no term at all"
-        return LeaseLostError(
-            f"lease {self._key}: term {self.term} was followed by {found}",
-            slug="lease-lost",
-            where=f"folder {self._store.folder}",
-        )
+        return self.deposed(found, f"folder {self._store.folder}")
 
     def _beat(self, terms: Pages, page: Page) -> None:
         self._beats += 1

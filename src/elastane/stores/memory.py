@@ -14,8 +14,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from elastane.core.limits import LEASE_MARGIN
-from elastane.errors import LeaseLostError, StoreError
+from elastane.errors import StoreError
+from elastane.stores.common import HeldLease
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
@@ -183,28 +183,14 @@ class MemoryStore:
             raise StoreError("memory store: the reply was lost", slug="store-unsure")
 
 
-class MemoryLease:
+class MemoryLease(HeldLease):
     """A lease of a MemoryStore."""
 
     def __init__(self, store: MemoryStore, key: str, term: int, ttl_s: float) -> None:
+        super().__init__(key, ttl_s, store.backend.clock)
         self._store = store
-        self._key = key
         self._term = term
-        self._ttl_s = ttl_s
-        self._until = store.backend.clock() + ttl_s * (1 - LEASE_MARGIN)
-
-    @property
-    def term(self) -> int:
-        """See Lease.term."""
-        return self._term
-
-    def remaining_s(self) -> float:
-        """See Lease.remaining_s."""
-        return self._until - self._store.backend.clock()
-
-    def held(self) -> bool:
-        """See Lease.held."""
-        return self.remaining_s() > 0
+        self.count_from(store.backend.clock())
 
     async def renew(self) -> None:
         """See Lease.renew."""
@@ -212,17 +198,13 @@ class MemoryLease:
         await self._store.reach()
         seat = self._store.backend.seat(self._key)
         if seat.term != self._term or seat.value is None:
-            self._until = begun
-            raise LeaseLostError(
-                f"lease {self._key}: term {self._term} was followed by term {seat.term}",
-                slug="lease-lost",
-            )
+            raise self.deposed(f"term {seat.term}")
         seat.until = self._store.backend.clock() + self._ttl_s
-        self._until = begun + self._ttl_s * (1 - LEASE_MARGIN)
+        self.count_from(begun)
 
     async def release(self) -> None:
         """See Lease.release."""
-        self._until = self._store.backend.clock()
+        self._lost = True
         await self._store.reach()
         seat = self._store.backend.seat(self._key)
         if seat.term == self._term:

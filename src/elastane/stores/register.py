@@ -16,7 +16,6 @@ ConfigurationError for a value that is not ours (nothing is ever unpickled) or t
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import threading
 import time
@@ -27,13 +26,13 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from elastane.core.limits import (
-    LEASE_MARGIN,
     STORE_POLL_S,
     STORE_TIMEOUT_S,
     STORE_VALUE_BYTES_MAX,
 )
 from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError, StoreError
 from elastane.runtime.offload import Offload
+from elastane.stores.common import HeldLease, watch_by_looking
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
@@ -181,19 +180,9 @@ class RegisterStore:
             return None
         return Holder(found.value, found.term)
 
-    async def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+    def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
         """See Store.watch."""
-        known = after_version
-        while True:
-            entry = await self.get(key)
-            if entry is not None and entry.version > known:
-                known = entry.version
-                yield entry
-            elif entry is None and known:
-                known = 0
-                yield None
-            else:
-                await asyncio.sleep(self._poll_s)
+        return watch_by_looking(lambda: self.get(key), after_version, self._poll_s)
 
     async def purge(self, prefix: str) -> None:
         """See Store.purge."""
@@ -303,28 +292,14 @@ class RegisterStore:
         return state
 
 
-class RegisterLease:
+class RegisterLease(HeldLease):
     """A lease of a RegisterStore; the store makes it."""
 
     def __init__(self, store: RegisterStore, key: str, taken: _Lease, begun_s: float) -> None:
+        super().__init__(key, taken.ttl_s, store.clock)
         self._store = store
-        self._key = key
-        self._lease = taken
-        self._lost = False
-        self._count_from(begun_s)
-
-    @property
-    def term(self) -> int:
-        """See Lease.term."""
-        return self._lease.term
-
-    def remaining_s(self) -> float:
-        """See Lease.remaining_s."""
-        return float("-inf") if self._lost else self._until_s - self._store.clock()
-
-    def held(self) -> bool:
-        """See Lease.held."""
-        return self.remaining_s() > 0
+        self._term = taken.term
+        self.count_from(begun_s)
 
     async def renew(self) -> None:
         """See Lease.renew. A late renewal keeps its term: whoever came between has the next."""
@@ -337,7 +312,7 @@ class RegisterLease:
             found.beat = document.nonce
 
         await self._store.write(beat)
-        self._count_from(begun_s)
+        self.count_from(begun_s)
 
     async def release(self) -> None:
         """See Lease.release."""
@@ -352,17 +327,9 @@ class RegisterLease:
 
         await self._store.write(free)
 
-    def _count_from(self, begun_s: float) -> None:
-        self._until_s = begun_s + self._lease.ttl_s * (1 - LEASE_MARGIN)
-
     def _deposed(self, found: _Lease | None) -> LeaseLostError:
-        self._lost = True
         now = f"term {found.term}" if found is not None else "no term at all"
-        return LeaseLostError(
-            f"lease {self._key}: term {self.term} was followed by {now}",
-            slug="lease-lost",
-            where=f"register {self._store.name}",
-        )
+        return self.deposed(now, f"register {self._store.name}")
 
 
 def _entry(document: _Document, key: str) -> Entry | None:

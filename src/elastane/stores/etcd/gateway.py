@@ -139,6 +139,22 @@ class Gateway:
             next_step="nothing: it is tried again",
         )
 
+    def refused(self, answer: Answer, text: str) -> StoreError | ConfigurationError:
+        """Return the error for a server that said no: to who we are, or to what was asked."""
+        if answer.status in (401, 403) or any(sign in text for sign in _NOT_ALLOWED):
+            return ConfigurationError(
+                f"etcd: {answer.url}: {text or 'not allowed'}",
+                slug="etcd-auth",
+                expected=f"a user that may read and write below /{self.settings.prefix}/",
+                next_step="--rdzv-conf user=NAME,password=PASSWORD",
+            )
+        return StoreError(
+            f"etcd: {answer.url} refused: {text} (HTTP {answer.status})",
+            slug="store-refused",
+            where=f"servers {self.settings.names}",
+            next_step="look at the server's log",
+        )
+
     async def _one(self, method: str, url: str, what: dict[str, Any]) -> Answer:
         import httpx
 
@@ -229,7 +245,7 @@ class Session:
                 return self._decode(answer, kind)
             text = wire.trouble_of(answer.content)
             if last or not any(sign in text for sign in _TOKEN_IS_OLD):
-                raise self._refused(answer, text)
+                raise self.gateway.refused(answer, text)
             self._token = ""
         raise AssertionError("the last turn returns or raises")
 
@@ -252,7 +268,7 @@ class Session:
                 "POST", f"{self._root}/auth/authenticate", content=msgspec.json.encode(name)
             )
             if answer.status != 200:
-                raise self._refused(answer, wire.trouble_of(answer.content))
+                raise self.gateway.refused(answer, wire.trouble_of(answer.content))
             self._token = self._decode(answer, wire.Token).token
 
     async def _find_root(self) -> str:
@@ -278,21 +294,6 @@ class Session:
                 expected="an etcd server at --rdzv-endpoint",
                 next_step=f"curl {answer.url}",
             ) from error
-
-    def _refused(self, answer: Answer, text: str) -> StoreError | ConfigurationError:
-        if answer.status in (401, 403) or any(sign in text for sign in _NOT_ALLOWED):
-            return ConfigurationError(
-                f"etcd: {answer.url}: {text or 'not allowed'}",
-                slug="etcd-auth",
-                expected=f"a user that may read and write below /{self.gateway.settings.prefix}/",
-                next_step="--rdzv-conf user=NAME,password=PASSWORD",
-            )
-        return StoreError(
-            f"etcd: {answer.url} refused: {text} (HTTP {answer.status})",
-            slug="store-refused",
-            where=f"servers {self.gateway.settings.names}",
-            next_step="look at the server's log",
-        )
 
 
 class _Unanswered(Exception):

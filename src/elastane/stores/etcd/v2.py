@@ -21,8 +21,9 @@ from typing import Any
 
 import msgspec
 
-from elastane.core.limits import LEASE_MARGIN, STORE_TIMEOUT_S
+from elastane.core.limits import STORE_TIMEOUT_S
 from elastane.errors import ConfigurationError, LeaseLostError, StoreError
+from elastane.stores.common import HeldLease
 from elastane.stores.etcd import wire
 from elastane.stores.etcd.gateway import Answer, Gateway
 from elastane.stores.etcd.settings import EtcdSettings
@@ -189,46 +190,17 @@ class EtcdV2Store:
 
     def _refused(self, answer: Answer, reply: Reply) -> StoreError | ConfigurationError:
         text = f"{reply.message} {reply.cause}".strip() or wire.trouble_of(answer.content)
-        if answer.status in (401, 403):
-            return ConfigurationError(
-                f"etcd: {answer.url}: {text}",
-                slug="etcd-auth",
-                expected=f"a user that may read and write below /{self.gateway.settings.prefix}/",
-                next_step="--rdzv-conf user=NAME,password=PASSWORD",
-            )
-        return StoreError(
-            f"etcd: {answer.url} refused: {text} (HTTP {answer.status})",
-            slug="store-refused",
-            where=f"servers {self.gateway.settings.names}",
-            next_step="look at the server's log",
-        )
+        return self.gateway.refused(answer, text)
 
 
-class EtcdV2Lease:
+class EtcdV2Lease(HeldLease):
     """A lease of an EtcdV2Store; `take` takes it."""
 
     def __init__(self, store: EtcdV2Store, key: str, value: bytes, ttl_s: float) -> None:
+        super().__init__(key, ttl_s, boot_clock)
         self._store = store
-        self._key = key
         self._value = value
-        self._ttl_s = ttl_s
-        self._term = 0
         self._index = 0
-        self._until_s = -math.inf
-        self._lost = False
-
-    @property
-    def term(self) -> int:
-        """See Lease.term."""
-        return self._term
-
-    def remaining_s(self) -> float:
-        """See Lease.remaining_s."""
-        return -math.inf if self._lost else self._until_s - boot_clock()
-
-    def held(self) -> bool:
-        """See Lease.held."""
-        return self.remaining_s() > 0
 
     async def take(self, after_term: int | None) -> EtcdV2Lease | None:
         """Take the lease if it is free, and if its latest term was `after_term` (None: any)."""
@@ -249,7 +221,7 @@ class EtcdV2Lease:
             await self._store.ask("DELETE", self._key, params=_guard(taken.modifiedIndex))
             return None
         self._term, self._index = taken.createdIndex, taken.modifiedIndex
-        self._count_from(begun_s)
+        self.count_from(begun_s)
         return self
 
     async def renew(self) -> None:
@@ -265,7 +237,7 @@ class EtcdV2Lease:
         reply, _ = await self._store.ask("PUT", self._key, data=form)
         if reply.node is not None:
             self._index = reply.node.modifiedIndex
-            self._count_from(begun_s)
+            self.count_from(begun_s)
             return
         found, _ = await self._store.ask("GET", self._key, params={"quorum": "true"})
         if found.node is not None and found.node.createdIndex == self._term:
@@ -289,16 +261,8 @@ class EtcdV2Lease:
     def _ttl(self) -> str:
         return str(math.ceil(self._ttl_s))
 
-    def _count_from(self, begun_s: float) -> None:
-        self._until_s = begun_s + self._ttl_s * (1 - LEASE_MARGIN)
-
     def _deposed(self) -> LeaseLostError:
-        self._lost = True
-        return LeaseLostError(
-            f"lease {self._key}: term {self._term} ended, and others held it since",
-            slug="lease-lost",
-            where=f"servers {self._store.gateway.settings.names}",
-        )
+        return self.deposed("others'", f"servers {self._store.gateway.settings.names}")
 
 
 def _guard(version: int) -> dict[str, str]:

@@ -22,8 +22,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from elastane.core.limits import LEASE_MARGIN, STORE_TIMEOUT_S
+from elastane.core.limits import STORE_TIMEOUT_S
 from elastane.errors import LeaseLostError, StoreError
+from elastane.stores.common import HeldLease
 from elastane.stores.etcd import wire
 from elastane.stores.etcd.gateway import Gateway, Session
 from elastane.stores.etcd.settings import EtcdSettings
@@ -191,32 +192,15 @@ class EtcdStore:
                         yield event
 
 
-class EtcdLease:
+class EtcdLease(HeldLease):
     """A lease of an EtcdStore; `take` takes it."""
 
     def __init__(self, store: EtcdStore, key: str, value: bytes, ttl_s: float) -> None:
+        super().__init__(key, ttl_s, boot_clock)
         self._store = store
-        self._key = key
         self._name = store.name(key)
         self._value = value
-        self._ttl_s = ttl_s
-        self._term = 0
         self._id = 0
-        self._until_s = -math.inf
-        self._lost = False
-
-    @property
-    def term(self) -> int:
-        """See Lease.term."""
-        return self._term
-
-    def remaining_s(self) -> float:
-        """See Lease.remaining_s."""
-        return -math.inf if self._lost else self._until_s - boot_clock()
-
-    def held(self) -> bool:
-        """See Lease.held."""
-        return self.remaining_s() > 0
 
     async def take(self, after_term: int | None) -> EtcdLease | None:
         """Take the lease if it is free, and if its latest term was `after_term` (None: any).
@@ -241,7 +225,7 @@ class EtcdLease:
             return None
         before = done.responses[1].response_put.prev_kv if len(done.responses) > 1 else None
         self._id, self._term = lease, (before.version if before else 0) + 1
-        self._count_from(begun_s)
+        self.count_from(begun_s)
         return self
 
     async def renew(self) -> None:
@@ -253,7 +237,7 @@ class EtcdLease:
             "/lease/keepalive", {"ID": str(self._id)}, wire.KeepAlive
         )
         if answer.result.TTL > 0:
-            self._count_from(begun_s)
+            self.count_from(begun_s)
         elif await self.take(self._term) is None:
             await self._judge()
 
@@ -276,16 +260,8 @@ class EtcdLease:
             )
         raise self._deposed()
 
-    def _count_from(self, begun_s: float) -> None:
-        self._until_s = begun_s + self._ttl_s * (1 - LEASE_MARGIN)
-
     def _deposed(self) -> LeaseLostError:
-        self._lost = True
-        return LeaseLostError(
-            f"lease {self._key}: term {self._term} ended, and others held it since",
-            slug="lease-lost",
-            where=f"servers {self._store.session.settings.names}",
-        )
+        return self.deposed("others'", f"servers {self._store.session.settings.names}")
 
 
 def _term(name: bytes) -> bytes:
