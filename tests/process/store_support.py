@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from elastane.core.limits import Timing
+from elastane.core.model import JobSpec
 from elastane.stores.election import Election
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import JobKeys
@@ -43,4 +44,5 @@ async def take(store: FileStore, ttl_s: float = 60.0):
 
 
 def elect(store: FileStore, job: str, timing: Timing) -> Election:
-    return Election(JobKeys(store, job), "parent", timing, on_authority=lambda event: None)
+    spec = JobSpec(job=job, min_nodes=1, max_nodes=2, max_restarts=3, timing=timing)
+    return Election(JobKeys(store, job), "parent", spec, on_authority=lambda event: None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -10,8 +12,11 @@ import sys
 import pytest
 from style_sources import ROOT
 
+from elastane.errors import UsageError
+from elastane.launcher import elsewhere
 from elastane.launcher.conf import read_conf
-from elastane.launcher.options import TABLE
+from elastane.launcher.options import BY_DEST, TABLE
+from elastane.launcher.parser import parse
 
 PAGE = (ROOT / "docs" / "torchrun.md").read_text()
 _VERDICTS = ("same", "better: ", "refused", "taken with a note", "ours")
@@ -112,3 +117,86 @@ def test_every_verdict_is_one_of_the_three_or_says_what_is_ours():
     for title in ("Flags", "Variables", "rdzv-conf"):
         for name, verdict in rows(section(title)).items():
             assert verdict.startswith(_VERDICTS), f"{name}: {verdict}"
+
+
+# Of launchers that torch did not ship: the options that they define, by their sources.
+TORCHELASTIC = [
+    *("--nnodes", "--nproc_per_node", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id"),
+    *("--rdzv_conf", "--standalone", "--max_restarts", "--monitor_interval", "--start_method"),
+    *("--role", "-m", "--module", "--no_python", "--log_dir", "-r", "--redirects", "-t", "--tee"),
+    *("--node_rank", "--master_addr", "--master_port", "--use_env"),
+]
+BAGUA = [*TORCHELASTIC, "--run_path"]
+BAGUA += [
+    f"--{name.replace('-', '_')}"
+    for name in (*elsewhere._VARIABLES, *elsewhere._ADVICE)
+    if name != "use-env"  # TorchElastic had it too
+]
+
+
+def taken(option):
+    """Parse a line with this option; UsageError where the launcher has none of that name."""
+    name = option.lstrip("-").replace("-", "_")
+    found = BY_DEST.get(name) or next((o for o in TABLE if o.short and o.short == name), None)
+    value = []
+    if found is not None and found.kind != "flag":
+        value = [found.choices[0] if found.choices else found.default or "1"]
+    return parse([option, *value, "train.py"], {})
+
+
+@pytest.mark.parametrize(
+    ("title", "options"), [("TorchElastic", TORCHELASTIC), ("Bagua", BAGUA)], ids=["te", "bagua"]
+)
+def test_every_option_of_an_older_launcher_has_a_row_that_is_true(title, options):
+    told = rows(section(title))
+    assert set(told) == set(options), set(told) ^ set(options)
+    for option, verdict in told.items():
+        if not verdict.startswith("refused: "):
+            taken(option)
+            continue
+        with pytest.raises(UsageError) as caught:
+            taken(option)
+        assert caught.value.slug == "unknown-option"
+        variable = elsewhere._VARIABLES.get(option.lstrip("-").replace("_", "-"), "")
+        assert variable in verdict and variable in caught.value.next_step
+
+
+@pytest.mark.parametrize("title", ["TorchElastic", "Bagua"])
+def test_what_is_advised_in_place_of_an_older_default_is_a_command_line(title):
+    told = rows(section(title))
+    advised = {words for verdict in told.values() for words in re.findall("`(--[^`]+)`", verdict)}
+    assert {"--max-restarts 3", "--nproc-per-node auto"} <= advised
+    for words in advised - {"--master_addr"}:
+        parse([*words.split(), "train.py"], {})
+    for option in ("--nproc_per_node", "--max_restarts"):
+        default = BY_DEST[option.lstrip("-")].default
+        assert f"{default} here" in told[option], f"{option}: {default} by default"
+
+
+def test_the_calls_of_the_page_are_ones_that_python_and_the_launcher_take():
+    import elastane
+    from elastane.elastic.launcher import LaunchConfig
+    from elastane.functions.wish import as_text
+
+    blocks = re.findall(r"```python\n(.*?)```", section("Functions"), re.DOTALL)
+    calls = {
+        ast.unparse(node.func): node
+        for block in blocks
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call)
+    }
+    keywords = {word.arg: 1 for word in calls["elastane.launch"].keywords}
+    bound = inspect.signature(elastane.launch).bind("fn", (), **keywords)
+    as_text(bound.arguments.get("options", {}))
+    config = {word.arg: ast.literal_eval(word.value) for word in calls["LaunchConfig"].keywords}
+    assert LaunchConfig(**config).max_restarts == 3, "as the page says of its default"
+    assert LaunchConfig(1, 1, 1).rdzv_backend == "etcd"
+
+
+def test_every_link_of_the_page_leads_somewhere():
+    headings = {line.lstrip("# ").lower() for line in PAGE.splitlines() if line.startswith("## ")}
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        else:
+            assert (ROOT / "docs" / target).is_file(), target

@@ -27,7 +27,7 @@ from elastane.stores.registry import backends, make_store, register
 
 PATIENCE_S = 0.6
 TIMING = Timing(lease_ttl_s=0.3, lease_renew_s=0.05)
-SPEC = JobSpec(job="j", min_nodes=1, max_nodes=2, max_restarts=3)
+SPEC = JobSpec(job="j", min_nodes=1, max_nodes=2, max_restarts=3, timing=TIMING)
 HERE = Endpoint("node0", 29400)
 
 
@@ -58,7 +58,7 @@ class Node:
         self.told: asyncio.Queue[AuthorityChanged] = asyncio.Queue()
         self.keys = JobKeys(MemoryStore(backend, self.faults), "j")
         self.election = Election(
-            self.keys, name, TIMING, on_authority=self.told.put_nowait, patience_s=PATIENCE_S
+            self.keys, name, SPEC, on_authority=self.told.put_nowait, patience_s=PATIENCE_S
         )
 
 
@@ -185,7 +185,7 @@ async def test_a_late_renewal_with_a_new_term_keeps_what_was_written_last(tmp_pa
     """The file store's lease grows a term; a lost reply must not roll the record back."""
     store = FileStore(tmp_path)
     told: asyncio.Queue[AuthorityChanged] = asyncio.Queue()
-    election = Election(JobKeys(store, "j"), "a", TIMING, on_authority=told.put_nowait)
+    election = Election(JobKeys(store, "j"), "a", SPEC, on_authority=told.put_nowait)
     await election.campaign()
     await election.save(record(1))
     filed, version = await election.keys.filed()
@@ -207,7 +207,7 @@ async def test_a_late_renewal_with_a_new_term_keeps_what_was_written_last(tmp_pa
 @asynchronous
 async def test_tasks_that_all_find_the_lease_late_do_not_depose_one_another(tmp_path) -> None:
     keys = JobKeys(FileStore(tmp_path), "j")
-    election = Election(keys, "a", TIMING, on_authority=lambda event: None)
+    election = Election(keys, "a", SPEC, on_authority=lambda event: None)
     await election.campaign()
     await until(lambda: not election.held())
     await asyncio.gather(*(election.save(record(number)) for number in range(5)))
@@ -257,17 +257,22 @@ async def test_agents_find_the_coordinator_of_the_latest_term() -> None:
     backend = MemoryBackend()
     a, b, agent = Node(backend, "a"), Node(backend, "b"), JobKeys(MemoryStore(backend), "j")
     assert await agent.locate() is None
-    waiting = asyncio.ensure_future(agent.wait_for_seat())
     await a.election.campaign()
     await a.election.publish(HERE)
-    seat = await waiting
+    seat = await agent.seat()
     assert (seat.endpoint, seat.node_id, seat.term) == (HERE, "a", a.election.term)
-    waiting = asyncio.ensure_future(agent.wait_for_seat(after_term=seat.term))
     await a.election.resign()
     await b.election.campaign()
     await b.election.publish(Endpoint("node1", 1))
-    assert (await waiting).node_id == "b"
+    assert (await agent.seat()).node_id == "b"
     assert await agent.locate() == Endpoint("node1", 1)
+
+
+@pytest.mark.parametrize(("nodes", "look_s"), [(2, 0.1), (8, 0.1), (80, 1.0), (10_000, 1.0)])
+def test_many_candidates_together_look_no_more_often_than_a_few(nodes: int, look_s: float) -> None:
+    spec = JobSpec(job="j", min_nodes=1, max_nodes=nodes, max_restarts=3)
+    keys = JobKeys(MemoryStore(MemoryBackend()), "j")
+    assert Election(keys, "a", spec, on_authority=print)._look_s == pytest.approx(look_s)
 
 
 @asynchronous
@@ -287,17 +292,14 @@ async def test_a_finished_job_leaves_its_record_and_tells_late_agents() -> None:
     await late.token()
     await a.election.campaign()
     await a.election.publish(HERE)
-    waiting = [
-        asyncio.ensure_future(b.election.campaign()),
-        asyncio.ensure_future(late.wait_for_seat(after_term=a.election.term)),
-    ]
+    waiting = asyncio.ensure_future(b.election.campaign())
     await asyncio.sleep(0)
     outcome = Outcome(ok=True, reason="all workers succeeded")
     await a.election.save(record(outcome=outcome))
     await a.keys.tidy()
     await a.election.resign()
     assert list(backend.entries) == ["j/record"]
-    calls = [*waiting, late.check_open(), late.token(), late.locate(), late.wait_for_seat()]
+    calls = [waiting, late.check_open(), late.token(), late.locate()]
     for call in calls:
         with pytest.raises(RendezvousClosedError, match="closed: job j has ended: all workers"):
             await call

@@ -23,7 +23,6 @@ from elastane.runtime.endpoint import (
     local_addresses,
     parse_endpoint,
     resolve,
-    resolve_within,
 )
 from elastane.runtime.files import (
     JobEntry,
@@ -109,25 +108,6 @@ def test_a_resolver_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RendezvousError, match=r"no answer within 0\.05 s"):
         asyncio.run(resolve("slow", 0.05))
     answered.set()
-
-
-def test_a_name_that_resolves_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def late(host: str, *args: object, **kwargs: object) -> list[object]:
-        asked.append(host)
-        if len(asked) < 3:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.1.2.3", 0))]
-
-    monkeypatch.setattr(module.socket, "getaddrinfo", late)
-    monkeypatch.setattr(module, "RESOLVE_RETRY_S", 0.01)
-    assert asyncio.run(resolve_within("late", 5.0)) == ("10.1.2.3",)
-    assert len(asked) == 3
-    del asked[:]
-    with pytest.raises(RendezvousError, match="endpoint-unresolvable"):
-        asyncio.run(resolve_within("late", 0.0))
-    assert len(asked) == 1
 
 
 def test_one_process_gets_the_port_and_the_next_is_told_that_it_is_served() -> None:

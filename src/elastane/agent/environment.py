@@ -23,7 +23,6 @@ _PER_WORKER = (
 _SECRET = "ELASTANE_TOKEN"
 _CONF = "PET_RDZV_CONF"
 _SECRET_KEYS = ("token", "password")
-_SECRET_KEYS = ("token", "password")
 # ROCm reads it too.
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 LOCAL_RANK_MACRO = "${local_rank}"

@@ -275,7 +275,7 @@ class WorkerGroup:
         )
         if await _within(ended, limit_s or None):
             return
-        self.lost = f"workers {self._alive_pids()} cannot be killed [{SLUG}]"
+        self.lost = f"workers {self._alive_pids()} cannot be killed"
         ended.cancel()
         for watch in self._watches:
             watch.cancel()

@@ -96,8 +96,6 @@ LEASE_MARGIN = 0.1
 OFFLOAD_THREADS_MAX = 8
 # One look-up of a name; the resolver's own default is 5 s a server and two tries.
 RESOLVE_TIMEOUT_S = 10.0
-# Between two look-ups of a name that does not resolve yet.
-RESOLVE_RETRY_S = 0.5
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

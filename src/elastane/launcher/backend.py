@@ -140,6 +140,7 @@ def _etcd(
             next_step="leave --standalone out to use that server",
         )
     notes = _check_alone(options, nodes)
+    notes += [f"--rdzv-conf {key} has no effect on an etcd of the job's own" for key in conf.store]
     # The server is of this job alone: it speaks v3, whatever was written.
     return Rendezvous("etcd", sidecar=True, alone=True), notes
 

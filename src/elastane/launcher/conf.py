@@ -65,7 +65,7 @@ def read_conf(text: str) -> Conf:
         durations=durations,
         token=pairs.get("token", ""),
         is_host=_yes(pairs["is_host"]) if "is_host" in pairs else None,
-        rank=int(_number("rank", pairs["rank"])) if "rank" in pairs else None,
+        rank=_whole("rank", pairs["rank"]) if "rank" in pairs else None,
         tls={key: pairs[key] for key in _TLS if key in pairs},
         store={key: pairs[key] for key in CONF_KEYS if key in pairs},
         notes=tuple(
@@ -130,6 +130,17 @@ def _number(key: str, value: str) -> float:
             expected="a number, not negative; durations are seconds",
         )
     return number
+
+
+def _whole(key: str, value: str) -> int:
+    number = _number(key, value)
+    if number != int(number):
+        raise UsageError(
+            f"--rdzv-conf {key} = {value!r}",
+            slug="bad-rdzv-conf",
+            expected="a whole number, not negative",
+        )
+    return int(number)
 
 
 def _yes(value: str) -> bool:

@@ -10,8 +10,10 @@ import logging
 import os
 import sys
 
+from elastane.agent.stuck import SLUG as UNKILLABLE
 from elastane.core.effects import Exit
 from elastane.core.model import Outcome
+from elastane.errors import ExitCode
 from elastane.launcher.config import LaunchConfig
 from elastane.observe import logging as say
 from elastane.observe.box import render_box
@@ -25,11 +27,12 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 def tell_end(config: LaunchConfig, exit_: Exit) -> None:
     """Write what was asked for, then print the box of a job that failed."""
     _write_files(config, exit_)
-    if exit_.outcome is None or exit_.outcome.ok:
+    outcome = _outcome(exit_)
+    if outcome.ok or (exit_.outcome is None and not outcome.slug):
         return
     say.flush()
     try:
-        sys.stderr.write(render_box(exit_.outcome, _log_dir(config)) + "\n")
+        sys.stderr.write(render_box(outcome, _log_dir(config)) + "\n")
         sys.stderr.flush()
     except OSError:
         # The console went away: that has no say in how the job ends, nor has Python's last flush.
@@ -40,8 +43,7 @@ def _write_files(config: LaunchConfig, exit_: Exit) -> None:
     error_file = config.environment.get(_ERROR_FILE, "")
     if not config.report_file and not error_file:
         return
-    # An agent that left while the job goes on (a drain) was told of no outcome.
-    outcome = exit_.outcome or Outcome(ok=False, reason=exit_.reason, exit_code=exit_.code)
+    outcome = _outcome(exit_)
     report = report_of(config.spec.job, outcome, exit_.code, _log_dir(config))
     try:
         if config.report_file:
@@ -50,6 +52,20 @@ def _write_files(config: LaunchConfig, exit_: Exit) -> None:
             write_launcher_error(error_file, report)
     except OSError as error:
         _log.warning("how the job ended is not on file: %s", error)
+
+
+def _outcome(exit_: Exit) -> Outcome:
+    """Return the outcome; an agent that left while the job goes on was told of none."""
+    if exit_.outcome is not None:
+        return exit_.outcome
+    is_unfit = exit_.code == ExitCode.NODE_UNFIT
+    return Outcome(
+        ok=False,
+        reason=exit_.reason,
+        slug=UNKILLABLE if is_unfit else "",
+        exit_code=exit_.code,
+        next_step="another node; this one may need a reboot" if is_unfit else "",
+    )
 
 
 def _log_dir(config: LaunchConfig) -> str:

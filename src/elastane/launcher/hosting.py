@@ -37,18 +37,18 @@ class Hosting:
     """Makes coordinators for this agent's job; at most one runs at a time."""
 
     def __init__(self, spec: JobSpec, access: Access, tell: Callable[[Note], None]) -> None:
-        self._spec = spec
+        self.spec = spec
         self._access = access
         self._tell = tell
         self.coordinator: Coordinator | None = None
 
     def check(self, record: Record | None) -> None:
         """Raise where this agent's job is not the recorded one: it must not decide for it."""
-        if record is None or record.spec == self._spec:
+        if record is None or record.spec == self.spec:
             return
         raise RendezvousRefusedError(
-            f"job {self._spec.job!r} is on record as {record.spec}, and this agent was started"
-            f" for {self._spec}",
+            f"job {self.spec.job!r} is on record as {record.spec}, and this agent was started"
+            f" for {self.spec}",
             slug="config-mismatch",
             expected="the same --nnodes, --max-restarts and --rdzv-conf on every node",
             next_step="start every agent of a job with the same command line",
@@ -59,7 +59,7 @@ class Hosting:
     ) -> Outcome | None:
         """Serve until the job has ended (its outcome) or the seat was lost (None)."""
         machine = Rendezvous(
-            self._spec,
+            self.spec,
             time.monotonic(),
             takeover.record,
             store_backed=takeover.store_backed,

@@ -154,9 +154,7 @@ class _Agent:
     def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Seat:
         config = self._config
         if keys is not None:
-            return StoreSeat(
-                keys, self._node.id, config.spec.timing, config.node.local_addr, hosting
-            )
+            return StoreSeat(keys, self._node.id, config.node.local_addr, hosting)
         endpoint = Endpoint(config.rendezvous.host or "127.0.0.1", config.rendezvous.port)
         return EndpointSeat(endpoint, config.rendezvous.hosts, hosting)
 

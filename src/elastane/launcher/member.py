@@ -255,7 +255,7 @@ class Member:
         config = self.config
         if keys is None:
             return EndpointSeat(config.endpoint, config.hosts, hosting)
-        return StoreSeat(keys, config.node_id, config.spec.timing, config.local_addr, hosting)
+        return StoreSeat(keys, config.node_id, config.local_addr, hosting)
 
     def _node_spec(self) -> NodeSpec:
         config = self.config

@@ -59,7 +59,8 @@ TABLE: tuple[Option, ...] = (
     Option(
         "rdzv-backend",
         "static",
-        "elastane (also named c10d), static, file (a folder that all nodes share); the default is "
+        "elastane (also named c10d), static, file (a folder that all nodes share), etcd, etcd-v2, "
+        "or the name of an installed package's handler; the default is "
         "standalone for one node, elastane where --rdzv-endpoint is given, else static",
         RENDEZVOUS,
         metavar="NAME",
@@ -67,7 +68,8 @@ TABLE: tuple[Option, ...] = (
     Option(
         "rdzv-endpoint",
         "",
-        "where the coordinator is: HOST[:PORT], port 29400 by default; for file, the folder",
+        "where the coordinator is: HOST[:PORT], port 29400 by default; for file, the "
+        "folder; for etcd, one or more HOST[:PORT] or URLs",
         RENDEZVOUS,
         metavar="HOST[:PORT]",
     ),

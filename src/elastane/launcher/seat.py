@@ -13,7 +13,7 @@ import socket
 from typing import Protocol
 
 from elastane.core.events import AuthorityChanged
-from elastane.core.limits import CLOSE_S, Timing
+from elastane.core.limits import CLOSE_S
 from elastane.core.model import Record
 from elastane.errors import ConfigurationError, ElastaneError, RendezvousError, StoreError
 from elastane.launcher.hosting import Hosting, Takeover
@@ -109,10 +109,8 @@ class EndpointSeat:
 class StoreSeat:
     """The coordinator where the lease is, by a store."""
 
-    def __init__(
-        self, keys: JobKeys, node_id: str, timing: Timing, local_addr: str, hosting: Hosting
-    ) -> None:
-        self._election = Election(keys, node_id, timing, on_authority=self._authority)
+    def __init__(self, keys: JobKeys, node_id: str, local_addr: str, hosting: Hosting) -> None:
+        self._election = Election(keys, node_id, hosting.spec, on_authority=self._authority)
         self._local_addr = local_addr
         self._hosting = hosting
         self._running: asyncio.Task[None] | None = None

@@ -9,18 +9,16 @@ RendezvousError for a name that does not resolve, ConfigurationError for a port 
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import ipaddress
 import re
 import socket
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from elastane.core.limits import RESOLVE_RETRY_S, RESOLVE_TIMEOUT_S
+from elastane.core.limits import RESOLVE_TIMEOUT_S
 from elastane.errors import ConfigurationError, RendezvousError, UsageError
 from elastane.runtime.offload import Offload
 
@@ -104,22 +102,6 @@ async def resolve(host: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[str,
         raise _unresolvable(host, f"no answer within {timeout_s:g} s") from error
     except (OSError, UnicodeError) as error:
         raise _unresolvable(host, getattr(error, "strerror", "") or str(error)) from error
-
-
-async def resolve_within(host: str, patience_s: float) -> tuple[str, ...]:
-    """Return the addresses of `host`, asking again for `patience_s`: DNS may know it later.
-
-    The name of a pod, for one, resolves only once that pod has started. Raises RendezvousError.
-    """
-    deadline_s = time.monotonic() + patience_s
-    while True:
-        try:
-            left_s = max(deadline_s - time.monotonic(), 0.1)
-            return await resolve(host, min(RESOLVE_TIMEOUT_S, left_s))
-        except RendezvousError:
-            if time.monotonic() + RESOLVE_RETRY_S >= deadline_s:
-                raise
-        await asyncio.sleep(RESOLVE_RETRY_S)
 
 
 def _unresolvable(host: str, why: str) -> RendezvousError:

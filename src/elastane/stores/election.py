@@ -5,7 +5,7 @@ a coordinator decides. Safety does not rest on the lease alone (its holder may b
 looking at it and writing): a new holder first rewrites the job's record under its own term, and
 from then on no predecessor's write can succeed (stores.protocol, Fencing).
 
-    election = Election(JobKeys(store, job), node_id, timing, on_authority=...)
+    election = Election(JobKeys(store, job), node_id, spec, on_authority=...)
     record = await election.campaign()        # returns when this node holds the lease
     await election.publish(endpoint)
     await election.keep()                     # renews; raises LeaseLostError once deposed
@@ -26,8 +26,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from elastane.core.events import AuthorityChanged
-from elastane.core.limits import OUTCOME_KEPT_S, SAVE_PATIENCE_S, STORE_POLL_S, Timing
-from elastane.core.model import Record
+from elastane.core.limits import OUTCOME_KEPT_S, SAVE_PATIENCE_S, STORE_POLL_S
+from elastane.core.model import JobSpec, Record
 from elastane.errors import LeaseLostError, StoreError
 from elastane.runtime.endpoint import Endpoint
 from elastane.stores.jobs import Filed, JobKeys, Seat
@@ -36,6 +36,8 @@ from elastane.stores.protocol import ConflictError, Lease
 _log = logging.getLogger(__name__)
 # Of two that want to write one key, one wins each time; more turns than this is no race.
 _RACES_MAX = 100
+# A store answers the looks of so many candidates, each STORE_POLL_S, without noticing.
+_CROWD = 8
 
 
 class Election:
@@ -45,7 +47,7 @@ class Election:
         self,
         keys: JobKeys,
         node_id: str,
-        timing: Timing,
+        spec: JobSpec,
         *,
         on_authority: Callable[[AuthorityChanged], None],
         rng: random.Random | None = None,
@@ -53,7 +55,11 @@ class Election:
     ) -> None:
         self.keys = keys
         self.node_id = node_id
-        self._timing = timing
+        self._timing = spec.timing
+        # A thousand candidates that look as often as eight do would keep a store busy, which has
+        # other jobs to serve; the first of them still looks within milliseconds.
+        crowd_s = STORE_POLL_S * spec.max_nodes / _CROWD
+        self._look_s = max(STORE_POLL_S, min(crowd_s, spec.timing.lease_ttl_s / 2))
         self._on_authority = on_authority
         self._rng = rng or random.Random()
         self._patience_s = patience_s
@@ -78,7 +84,8 @@ class Election:
     async def campaign(self) -> Record | None:
         """Take the lease as soon as it is free, and return the job's record as of then.
 
-        Looks each STORE_POLL_S, give or take a fifth by chance, and bears a store that is away.
+        Looks each STORE_POLL_S, less often where many may, give or take a fifth by chance; bears a
+        store that is away.
         Raises RendezvousClosedError where the job has ended. Cancel it to withdraw.
         """
         assert self._lease is None, "a campaign of one who has the lease"
@@ -91,7 +98,7 @@ class Election:
                 self._note_trouble("")
             except StoreError as error:
                 self._note_trouble(str(error))
-            await asyncio.sleep(STORE_POLL_S * self._rng.uniform(0.8, 1.2))
+            await asyncio.sleep(self._look_s * self._rng.uniform(0.8, 1.2))
 
     async def keep(self) -> None:
         """Renew the lease until it is lost: then raise LeaseLostError.

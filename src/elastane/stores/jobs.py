@@ -11,7 +11,6 @@ be read is a ConfigurationError, since going on without it could settle a round 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from typing import TypeVar
 
@@ -27,7 +26,6 @@ T = TypeVar("T")
 _TOKEN_BYTES = 32
 # Agents that race to make the token or to clean up; each turn of the loop is one that won.
 _RACES_MAX = 1000
-_CHECK_OPEN_S = 1.0
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,21 +115,6 @@ class JobKeys:
             return seat.endpoint
         await self.check_open()
         return None
-
-    async def wait_for_seat(self, after_term: int = 0) -> Seat:
-        """Return the seat of a later term than `after_term` as soon as there is one.
-
-        Raises RendezvousClosedError where the job ends meanwhile.
-        """
-        while True:
-            seat, version = await self.seated()
-            if seat is not None and seat.term > after_term:
-                return seat
-            await self.check_open()
-            # A job may end without a seat ever having been published: look at it now and then.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_OPEN_S):
-                    await anext(self.store.watch(self.coordinator, version))
 
     async def tidy(self) -> None:
         """Remove what only a running job needs: the address, the secret, the seat.

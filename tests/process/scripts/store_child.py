@@ -57,7 +57,8 @@ async def lease(folder: Path, step: str, number: str) -> None:
 
 
 def elect(store: FileStore, job: str, timing: Timing) -> Election:
-    return Election(JobKeys(store, job), "child", timing, on_authority=lambda e: say(str(e)))
+    spec = JobSpec(job=job, min_nodes=1, max_nodes=2, max_restarts=3, timing=timing)
+    return Election(JobKeys(store, job), "child", spec, on_authority=lambda e: say(str(e)))
 
 
 async def hold(folder: Path, job: str) -> None:

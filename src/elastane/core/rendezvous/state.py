@@ -127,7 +127,6 @@ class State:
     by_session: dict[int, str] = field(default_factory=dict)
     contests: dict[str, Received] = field(default_factory=dict)
     contest_s: dict[str, float] = field(default_factory=dict)
-    queries: int = 0
     arrivals_seen: int = 0
     # Sets of node ids, kept by `refile`.
     idle: set[str] = field(default_factory=set)

@@ -12,7 +12,6 @@ from elastane.core import invariants
 from elastane.core.effects import Exit
 from elastane.core.messages import Assign, ToAgent
 from elastane.core.model import Assignment, Fence, Member, Outcome, Record, World
-from elastane.core.notes import EventKind, Note
 from elastane.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ class Checks:
         self._stepped: Fence | None = None
         self.outcome: Outcome | None = None
         self.restarts_used = 0
-        self.incidents = 0
         self.settled = 0
         self.steps = 0
         self.step_s = 0.0
@@ -187,10 +185,6 @@ class Checks:
         self._require(
             exit_.code in allowed, f"{node.name} exits with {exit_.code}, not one of {allowed}"
         )
-
-    def noted(self, host: str, note: Note) -> None:
-        """An event was told."""
-        self.incidents += note.kind is EventKind.INCIDENT
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:

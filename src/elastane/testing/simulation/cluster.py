@@ -169,7 +169,6 @@ class Cluster:
         """Take a note into the story."""
         at = f" [{note.fence}]" if note.fence else ""
         self.story.tell(f"{note.node_id or host}: {note.kind.value}{at}: {note.reason}")
-        self.checks.noted(host, note)
 
     # What is done to a host.
 

@@ -55,7 +55,6 @@ class LocalGroup:
     gated: bool = False
     target: int | None = None
     saved: bool = False
-    stopping: bool = False
     end: Timer | None = None
     failed: set[int] = field(default_factory=set)
     run: Run | None = None
@@ -151,7 +150,6 @@ class Training:
         """SIGTERM, and SIGKILL after the grace; a shorter one may follow."""
         if group.phase == "gone":
             return
-        group.stopping = True
         if group.end is not None:
             group.end.cancel()
         lives_s = 0.0 if group.phase == "done" else min(grace_s, self.script.trap_s)
