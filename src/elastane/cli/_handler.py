@@ -25,7 +25,7 @@ from elastane.launcher.nearest import nearest
 from elastane.launcher.parser import Options
 from elastane.observe import logging as say
 from elastane.observe.box import render_box
-from elastane.observe.report import report_of, write_report
+from elastane.observe.report import report_of, write_launcher_error, write_report
 from elastane.runtime.execspawn import RUN_PATH_CODE
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _GROUP, _LOGS_GROUP = "torchrun.handlers", "torchrun.logs_specs"
 _OURS = ("elastane", "c10d", "static", "file", "etcd", "etcd-v2")
 _REGISTRY = "elastane.elastic.rendezvous.api"
+_TORCHS_REGISTRY = "torch.distributed.elastic.rendezvous.registry"
 _LEADS = {"script": [], "module": ["-m"], "run-path": ["-c", RUN_PATH_CODE]}
 _log = logging.getLogger(__name__)
 
@@ -65,9 +66,9 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     from elastane.elastic.multiprocessing.errors import ChildFailedError
 
     say.setup(socket.gethostname(), environ.get("LOGLEVEL", ""))
-    argv = _argv(options, environ)
+    argv = argv_of(options, environ)
     try:
-        config = _config(options, environ)
+        config = config_of(options, environ)
         launch_agent(config, argv[0], argv[1:])
         outcome = Outcome(ok=True, reason="all workers of this node succeeded")
     except ChildFailedError as error:
@@ -78,7 +79,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         )
     except Exception as error:
         outcome = _outcome_of_handler(error)
-    _tell_end(options, outcome)
+    _tell_end(options, environ, outcome)
     return outcome.exit_code
 
 
@@ -92,19 +93,23 @@ def _outcome_of_handler(error: Exception) -> Outcome:
     return Outcome(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=code)
 
 
-def _tell_end(options: Options, outcome: Outcome) -> None:
+def _tell_end(options: Options, environ: Mapping[str, str], outcome: Outcome) -> None:
     say.flush()
-    path, job = options.text("report_file"), options.text("rdzv_id")
-    if path:
-        try:
-            write_report(path, report_of(job, outcome, outcome.exit_code, options.text("log_dir")))
-        except OSError as error:
-            _log.warning("how the job ended is not on file: %s", error)
+    path, own = options.text("report_file"), environ.get("TORCHELASTIC_ERROR_FILE", "")
+    report = report_of(options.text("rdzv_id"), outcome, outcome.exit_code, options.text("log_dir"))
+    try:
+        if path:
+            write_report(path, report)
+        if own and not outcome.ok:
+            write_launcher_error(own, report)
+    except OSError as error:
+        _log.warning("how the job ended is not on file: %s", error)
     if not outcome.ok:
         sys.stderr.write(render_box(outcome, options.text("log_dir")) + "\n")
 
 
-def _argv(options: Options, environ: Mapping[str, str]) -> list[str]:
+def argv_of(options: Options, environ: Mapping[str, str]) -> list[str]:
+    """Return the words of a worker's command."""
     command = read_command(options, environ)
     words = [command.target, *command.args]
     if command.kind == "exec":
@@ -112,7 +117,8 @@ def _argv(options: Options, environ: Mapping[str, str]) -> list[str]:
     return [command.python, "-u", *_LEADS[command.kind], *words]
 
 
-def _config(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
+def config_of(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
+    """Return the options as torch's launcher has them."""
     from elastane.elastic.launcher.api import LaunchConfig
     from elastane.runtime.streams.plan import parse_needles
 
@@ -132,6 +138,7 @@ def _config(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
         rdzv_configs=_pairs(options.text("rdzv_conf")),
         max_restarts=options.whole("max_restarts"),
         monitor_interval=options.seconds("monitor_interval") or 0.1,
+        start_method=options.text("start_method"),
         log_line_prefix_template=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         local_addr=options.text("local_addr") or None,
         event_log_handler=options.text("event_log_handler"),
@@ -149,6 +156,10 @@ def _check_handler(name: str) -> None:
     found: dict[str, EntryPoint] = {one.name: one for one in entry_points(group=_GROUP)}
     if name not in found:
         return
+    # A plug-in of torch's kind imports torch's registry, which loads all plug-ins and would warn
+    # of this one, which is only half there.
+    registry_log = logging.getLogger(_TORCHS_REGISTRY)
+    registry_log.disabled = True
     try:
         found[name].load()
     except Exception as error:
@@ -159,6 +170,8 @@ def _check_handler(name: str) -> None:
             expected="a callable that returns the creator of a RendezvousHandler",
             next_step=f"python -c 'import {found[name].module}'",
         ) from error
+    finally:
+        registry_log.disabled = False
 
 
 def _numa(mode: str) -> Any | None:

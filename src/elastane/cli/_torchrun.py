@@ -1,0 +1,177 @@
+"""torch.distributed.run's functions, for programs that call torchrun instead of typing it.
+
+Owns the parser in argparse's own manner, to which such programs add options of theirs, and the way
+from its namespace to a launch. How it fails: SystemExit of argparse for a command line, UsageError
+and ConfigurationError of the launcher for values, ChildFailedError for workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastane.agent.environment import LOCAL_RANK_MACRO
+from elastane.cli._handler import argv_of, config_of, is_wanted
+from elastane.errors import ConfigurationError
+from elastane.functions.wish import Wish, as_text
+from elastane.launcher.backend import is_builtin
+from elastane.launcher.build import read_nnodes, read_nproc
+from elastane.launcher.option import Option
+from elastane.launcher.options import BY_DEST, TABLE
+from elastane.runtime import environment
+from elastane.runtime.streams.plan import parse_needles
+
+if TYPE_CHECKING:
+    from elastane.elastic.launcher.api import LaunchConfig
+
+# Where nothing is said of them, torchrun's namespace has a text; elsewhere None.
+_EMPTY_TEXTS = ("rdzv_endpoint", "rdzv_conf", "local_ranks_filter")
+# They say how the script is run.
+_HOW = ("module", "no_python", "run_path")
+_FLAG_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return a parser of torchrun's options and ours, with defaults from their variables."""
+    environ = environment.snapshot()
+    parser = argparse.ArgumentParser(description="elastane's launcher of elastic jobs")
+    for option in TABLE:
+        _add(parser, option, environ.get(option.env, "") if option.env else "")
+    parser.add_argument("training_script", type=str, help="what is run by each worker")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
+    """Return the namespace of a command line; None: this process's own."""
+    return get_args_parser().parse_args(args)
+
+
+def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
+    """Return MIN and MAX of `MIN:MAX`, or of one number; UsageError for anything else."""
+    return read_nnodes(nnodes)
+
+
+def determine_local_world_size(nproc_per_node: str) -> int:
+    """Return how many workers a number, cpu, gpu or auto means on this machine."""
+    return read_nproc(nproc_per_node, environment.snapshot())
+
+
+def get_rdzv_endpoint(args: argparse.Namespace) -> str:
+    """Return the endpoint, which for the static backend may be the master's address."""
+    if args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        return f"{args.master_addr}:{_port(args)}"
+    return str(args.rdzv_endpoint)
+
+
+def get_use_env(args: argparse.Namespace) -> bool:
+    """Return whether workers learn their local rank from LOCAL_RANK; else --local-rank says it."""
+    return bool(getattr(args, "use_env", True))
+
+
+def run_script_path(training_script: str, *training_script_args: str) -> None:
+    """Run a script in this interpreter, as its main program."""
+    sys.argv = [training_script, *training_script_args]
+    runpy.run_path(training_script, run_name="__main__")
+
+
+def config_from_args(
+    args: argparse.Namespace,
+) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
+    """Return what `elastic_launch` takes: configuration, command, and the command's arguments."""
+    environ = environment.snapshot()
+    options = _wish(args).options(environ)
+    config, argv = config_of(options, environ), argv_of(options, environ)
+    config.rdzv_endpoint = get_rdzv_endpoint(args)
+    if config.rdzv_backend == "static":
+        config.rdzv_configs["rank"] = args.node_rank
+    return config, argv[0], argv[1:]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Launch, and return when all workers of the job are done.
+
+    Raises ChildFailedError where workers failed more often than is allowed.
+    """
+    from elastane.elastic.launcher._called import Job
+    from elastane.elastic.launcher.api import launch_agent
+
+    environ = environment.snapshot()
+    wish = _wish(args)
+    options = wish.options(environ)
+    if not is_builtin(options.text("rdzv_backend")) and is_wanted(options):
+        config, command, words = config_from_args(args)
+        launch_agent(config, command, list(words))
+    else:
+        Job(wish, {}, environ, os.fspath(args.training_script), 0).run()
+
+
+def _add(parser: argparse.ArgumentParser, option: Option, variable: str) -> None:
+    names = dict.fromkeys((f"--{option.name}", f"--{option.dest}"))
+    spelled = [f"-{option.short}", *names] if option.short else [*names]
+    text = option.help.replace("%", "%%")
+    default = _typed(option, variable or option.default)
+    if option.kind == "flag":
+        parser.add_argument(*spelled, action="store_true", default=default, help=text)
+        return
+    if option.dest == "master_port" and not variable:
+        default = None
+    parser.add_argument(
+        *spelled,
+        type=lambda value: _typed(option, value),
+        default=default,
+        choices=option.choices or None,
+        help=text,
+    )
+
+
+def _typed(option: Option, text: str) -> Any:
+    """Return a value as torchrun's namespace has it; ValueError, which argparse tells of."""
+    if option.kind == "flag":
+        known = _FLAG_WORDS.get(text.strip().lower())
+        return bool(int(text)) if known is None else known
+    if option.kind == "needles":
+        return list(parse_needles(text))
+    if not text:
+        return "" if option.dest in _EMPTY_TEXTS else None
+    if option.kind == "int":
+        return int(text)
+    if option.kind == "float":
+        number = float(text)
+        whole = option.dest == "shutdown_timeout" and number.is_integer()
+        return int(number) if whole else number
+    return text
+
+
+def _wish(args: argparse.Namespace) -> Wish:
+    """Return what a namespace asks for, of a parser of ours, of torch's, or made by hand.
+
+    A value at its default was not asked for: a settings file may say more.
+    """
+    found: Mapping[str, Any] = vars(args)
+    script = found.get("training_script")
+    if not script:
+        raise ConfigurationError(
+            "the namespace names no training_script",
+            slug="usage",
+            expected="what parse_args() returns",
+        )
+    said = [dest for dest in BY_DEST if _says(dest, found.get(dest))]
+    values = as_text({dest: found[dest] for dest in said if dest not in _HOW})
+    values |= dict.fromkeys((dest for dest in said if dest in _HOW), "1")
+    words = tuple(map(str, found.get("training_script_args") or ()))
+    if not get_use_env(args):
+        words = (f"--local-rank={LOCAL_RANK_MACRO}", *words)
+    return Wish(values, os.fspath(script), words)
+
+
+def _says(dest: str, value: Any) -> bool:
+    return value not in (None, "", [], _typed(BY_DEST[dest], BY_DEST[dest].default))
+
+
+def _port(args: argparse.Namespace) -> int:
+    return int(args.master_port or BY_DEST["master_port"].default)
