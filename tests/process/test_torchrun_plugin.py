@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -267,3 +268,28 @@ def _coordinator(folder: Path) -> str:
     """Return what the store holds of the coordinator in office."""
     (entry,) = folder.glob("*/coordinator/@entry")
     return max(entry.glob("[0-9]*")).read_bytes().decode(errors="replace")
+
+
+def test_elastane_status_shows_a_torchruns_job(
+    job: Callable[..., Torchruns], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    here = {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
+
+    def status() -> dict[str, object]:
+        command = [str(Path(sys.executable).with_name("elastane")), "status", "--json"]
+        said = subprocess.run(
+            command, capture_output=True, env=os.environ | here, check=False, timeout=30
+        )
+        return json.loads(said.stdout)
+
+    with job(env=here) as runs:
+        runs.start("a"), runs.start("b")
+        runs.wait_steps(2)
+        (shown,) = status()["jobs"]
+        assert shown["job"] == f"job-{runs.mark[:8]}"
+        assert len(shown["report"]["nodes"]) == 2
+        for name in ("a", "b"):
+            runs.agents[name].send_signal(signal.SIGTERM)
+            runs.code(name)
+        assert not list((tmp_path / "run").rglob("*.json"))

@@ -27,6 +27,7 @@ from elastane.core.notes import EventKind, Note
 from elastane.core.wire import derive_secret
 from elastane.errors import ElastaneError, ExitCode
 from elastane.launcher.config import LaunchConfig
+from elastane.launcher.dialing import Dialer
 from elastane.launcher.ending import tell_end
 from elastane.launcher.facts import versions
 from elastane.launcher.hosting import Hosting
@@ -36,7 +37,7 @@ from elastane.launcher.sidecar import sidecar
 from elastane.observe import logging as say
 from elastane.runtime import rpc
 from elastane.runtime.endpoint import Endpoint
-from elastane.runtime.files import JobEntry, JobRegistry, process_start
+from elastane.runtime.files import JobRegistry
 from elastane.runtime.tls import TlsConfig
 from elastane.stores.jobs import JobKeys
 from elastane.stores.registry import make_store
@@ -76,7 +77,7 @@ class _Agent:
         self._node = node
         self._config = node.config
         self._registry = registry
-        self._entry: JobEntry | None = None
+        self._dialer: Dialer | None = None
 
     async def run(self) -> Exit:
         """Take part in the job until it ends, or this agent leaves it."""
@@ -89,18 +90,9 @@ class _Agent:
         if keys is not None:
             token = await first_contact(keys, token, config.spec.timing.join_timeout_s)
         secret = derive_secret(config.spec.job, token or None)
-        tls = _tls(config)
-        hosting = Hosting(
-            config.spec, rpc.Access(config.spec.job, secret, tls), node.tell_as_coordinator
-        )
+        access = rpc.Access(config.spec.job, secret, _tls(config))
+        hosting = Hosting(config.spec, access, node.tell_as_coordinator)
         seat = self._seat(keys, hosting)
-
-        async def dial(host: str, port: int) -> rpc.Session:
-            session = await rpc.connect(
-                host, port, job=config.spec.job, secret=secret, tls=tls, timeout_s=5.0
-            )
-            self._register(Endpoint(host, port), token)
-            return session
 
         core = AgentCore(
             config.spec,
@@ -110,7 +102,8 @@ class _Agent:
             self_fencing=keys is not None,
         )
         shell = AgentShell(core, self._group_setup(), node.port, node.tell)
-        link = Link(seat, dial, shell.post, config.spec.timing.silence_s)
+        self._dialer = Dialer(access, token, node.id, self._registry, config.logs.base_dir)
+        link = Link(seat, self._dialer, shell.post, config.spec.timing.silence_s)
         shell.attach(link)
         shell.handle_signals(config.signals)
         node.tell(
@@ -139,8 +132,8 @@ class _Agent:
                 task.cancel()
             await asyncio.gather(work, linking, seating, return_exceptions=True)
             await seat.close(ended=exit_ is not None and exit_.outcome is not None)
-            if self._entry is not None and self._registry is not None:
-                self._registry.remove(self._entry)
+            if self._dialer is not None:
+                self._dialer.close()
 
     async def _store_keys(self, stack: contextlib.AsyncExitStack) -> JobKeys | None:
         """Return the job's place in its store, None where it has none."""
@@ -195,25 +188,6 @@ class _Agent:
             timers=self._node.timers,
             choose_files=config.supervision.choose_files,
         )
-
-    def _register(self, endpoint: Endpoint, token: str) -> None:
-        """Let `elastane status` find this job; a machine whose folder is full goes without."""
-        if self._registry is None:
-            return
-        self._entry = JobEntry(
-            job=self._config.spec.job,
-            node=self._node.id,
-            endpoint=str(endpoint),
-            token=token,
-            pid=os.getpid(),
-            process=process_start(os.getpid()),
-            log_dir=self._config.logs.base_dir,
-            started=time.time(),
-        )
-        try:
-            self._registry.write(self._entry)
-        except OSError as error:
-            _log.warning("status will not find this job: %s", error)
 
 
 def _failed(*tasks: asyncio.Task[None]) -> Exit:

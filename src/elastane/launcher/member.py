@@ -48,6 +48,7 @@ from elastane.core.events import (
 from elastane.core.messages import Conclude
 from elastane.core.model import Assignment, Failure, Fence, JobSpec, NodeSpec, Outcome
 from elastane.core.wire import derive_secret
+from elastane.launcher.dialing import Dialer, registry_here
 from elastane.launcher.facts import versions
 from elastane.launcher.hosting import Hosting
 from elastane.launcher.seat import EndpointSeat, Seat, StoreSeat
@@ -59,7 +60,6 @@ from elastane.stores.jobs import JobKeys
 from elastane.stores.protocol import Store
 
 _log = logging.getLogger("elastane.member")
-_DIAL_S = 5.0
 _REASON_CHARS_MAX = 1000
 _FINISHED = "finished"
 
@@ -235,11 +235,6 @@ class Member:
         access = rpc.Access(config.spec.job, secret, config.tls)
         seat = self._seat(keys, Hosting(config.spec, access, say.tell))
 
-        async def dial(host: str, port: int) -> rpc.Session:
-            return await rpc.connect(
-                host, port, job=config.spec.job, secret=secret, tls=config.tls, timeout_s=_DIAL_S
-            )
-
         self._core = AgentCore(
             config.spec,
             self._node_spec(),
@@ -248,8 +243,12 @@ class Member:
             self_fencing=keys is not None,
         )
         self._core.ready = True  # It forks nothing that would have to be warm.
-        self._link = Link(seat, dial, self.post, config.spec.timing.silence_s)
-        await self._work(self._core, self._link, seat)
+        dialer = Dialer(access, token, config.node_id, registry_here())
+        self._link = Link(seat, dialer, self.post, config.spec.timing.silence_s)
+        try:
+            await self._work(self._core, self._link, seat)
+        finally:
+            dialer.close()
 
     def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Seat:
         config = self.config
