@@ -14,10 +14,10 @@ def test_texts_are_cut_at_single_commas_as_torch_cuts_them():
     assert parse_needles("") == parse_needles(",") == ()
 
 
-def run(plan, words, ranks=2):
+def run(plan, words, ranks=2, first=0):
     async def scenario():
         streams = GroupStreams(plan, "job", "host-a", Fence(1, 0))
-        opened = [await streams.open_soon(rank, rank, "r") for rank in range(ranks)]
+        opened = [await streams.open_soon(rank, first + rank, "r") for rank in range(ranks)]
         for one in opened:
             os.write(one.stdout, words)
         await streams.finish()
@@ -43,6 +43,15 @@ def test_matching_lines_of_all_teed_ranks_are_copied_whole_and_under_their_prefi
         for words in (b"loss 1", b"at\xff acc", b"last loss")
     ), "a rank that is redirected only, or not shown, is not copied, as in torch"
     assert not (folder / "filtered_stderr.log").exists()
+
+
+def test_each_node_has_a_file_of_its_own(tmp_path):
+    plan = LogPlan(str(tmp_path), tee={0: Std.OUT}, prefix="", needles={Std.OUT: ("x",)})
+    for first in (0, 8):
+        run(plan, b"x %d\n" % first, ranks=1, first=first)
+    folder = plan.attempt_dir("job", Fence(1, 0))
+    assert (folder / "filtered_stdout.log").read_bytes() == b"x 0\n"
+    assert (folder / "filtered_stdout.rank_8.log").read_bytes() == b"x 8\n"
 
 
 def test_a_flood_that_the_console_skips_is_copied_in_full(tmp_path):

@@ -30,7 +30,7 @@ from elastane.runtime.streams.files import (
     open_append,
 )
 from elastane.runtime.streams.filtered import Filtered
-from elastane.runtime.streams.places import FILTERED_NAMES, GroupFiles, WorkerFiles, planned
+from elastane.runtime.streams.places import GroupFiles, WorkerFiles, filtered_name, planned
 from elastane.runtime.streams.plan import LogPlan, Std, WorkerPlace
 from elastane.runtime.streams.pump import Pump
 from elastane.runtime.streams.tailer import Tail, Tailer
@@ -189,11 +189,15 @@ class GroupStreams:
         tail.open()
         self._tailer.add(tail)
         if tee and self._plan.needles.get(std):
-            self._filter(std, path, prefix)
+            self._filter(std, path, place)
         return fd
 
-    def _filter(self, std: Std, source: Path, prefix: bytes) -> None:
-        default = str(self._plan.attempt_dir(self._job, self._fence) / FILTERED_NAMES[std])
+    def _filter(self, std: Std, source: Path, place: WorkerPlace) -> None:
+        prefix, name = (
+            self._plan.line_prefix(place),
+            filtered_name(std, place.rank - place.local_rank),
+        )
+        default = str(self._plan.attempt_dir(self._job, self._fence) / name)
         target = self._files.filtered.get(std, "") if self._files else default
         filtered = Filtered(source, Path(target), self._plan.needles[std], prefix)
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from elastane.runtime.streams.plan import LogPlan, Std, WorkerPlace
 
 FILE_NAMES = {Std.OUT: "stdout.log", Std.ERR: "stderr.log"}
-FILTERED_NAMES = {Std.OUT: "filtered_stdout.log", Std.ERR: "filtered_stderr.log"}
+_FILTERED = {Std.OUT: "filtered_stdout", Std.ERR: "filtered_stderr"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,15 @@ class GroupFiles:
 
 # Asked anew for each attempt, with the environments of its workers by local rank.
 ChooseFiles = Callable[[Mapping[int, Mapping[str, str]]], GroupFiles]
+
+
+def filtered_name(std: Std, first_rank: int) -> str:
+    """Return the name of a node's file of copied lines, in the attempt's folder.
+
+    Other nodes than the first have their first rank in it: over a network file system, two hosts
+    that append to one file overwrite each other.
+    """
+    return f"{_FILTERED[std]}.rank_{first_rank}.log" if first_rank else f"{_FILTERED[std]}.log"
 
 
 def planned(plan: LogPlan, place: WorkerPlace, folder: Path | None, error_file: str) -> WorkerFiles:
