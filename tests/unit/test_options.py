@@ -109,7 +109,8 @@ def test_a_typo_gets_the_nearest_name(typo, meant):
     ("option", "instead"),
     [
         ("--use_env", "leave it out"),
-        ("--autotune_level=1", "BAGUA_AUTOTUNE,"),
+        ("--autotune_level=1", "BAGUA_AUTOTUNE"),
+        ("--enable_bagua_net", "LD_LIBRARY_PATH"),
         ("--default-bucket-size", "BAGUA_DEFAULT_BUCKET_SIZE"),
     ],
 )

@@ -215,7 +215,8 @@ TABLE: tuple[Option, ...] = (
         "duplicate-stdout-filters",
         "",
         "copy lines of teed stdout that hold one of these texts to filtered_stdout.log in the "
-        "attempt's folder (filtered_stdout.rank_N.log on a node whose first rank N is not 0); two commas are one that belongs to a text",
+        "attempt's folder (filtered_stdout.rank_N.log on a node whose first rank N is not 0); "
+        "two commas are one that belongs to a text",
         LOGS,
         metavar="TEXT,...",
         kind="needles",
@@ -224,7 +225,8 @@ TABLE: tuple[Option, ...] = (
         "duplicate-stderr-filters",
         "",
         "copy lines of teed stderr that hold one of these texts to filtered_stderr.log in the "
-        "attempt's folder (filtered_stderr.rank_N.log on a node whose first rank N is not 0); two commas are one that belongs to a text",
+        "attempt's folder (filtered_stderr.rank_N.log on a node whose first rank N is not 0); "
+        "two commas are one that belongs to a text",
         LOGS,
         metavar="TEXT,...",
         kind="needles",
