@@ -2,6 +2,7 @@
 
 import logging
 import os
+import unicodedata
 
 import pytest
 
@@ -141,6 +142,14 @@ def test_box_is_bounded_in_both_directions_whatever_a_worker_said(message):
     assert {len(line) for line in lines} == {100}
     assert len(lines) < 50
     assert all(line.isprintable() for line in lines)
+
+
+def test_box_is_as_wide_as_its_frame_for_wide_characters_and_accents():
+    def columns(char):
+        return 2 if unicodedata.east_asian_width(char) in "WF" else not unicodedata.combining(char)
+
+    box = observe_logging.render_box(outcome("ValueError: 漢字 e\u0301 " + "漢" * 70))
+    assert {sum(map(columns, line)) for line in box.splitlines()} == {100}
 
 
 def test_box_shows_the_last_lines_for_there_the_error_is():

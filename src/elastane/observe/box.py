@@ -6,6 +6,7 @@ Pure text. It owns the wording of an end; the verdict itself comes from core.dia
 from __future__ import annotations
 
 import textwrap
+import unicodedata
 
 from elastane.core.diagnosis import failure_text
 from elastane.core.model import Cause, Failure, Outcome
@@ -37,7 +38,7 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
     if log_dir:
         body += _wrapped("logs", log_dir)
     rule = "═" * (WIDTH - 2)
-    lines = [f"║ {_printable(line):<{WIDTH - 4}} ║" for line in body]
+    lines = [f"║ {_padded(_printable(line))} ║" for line in body]
     return "\n".join([f"╔{rule}╗", *lines, f"╚{rule}╝"])
 
 
@@ -75,7 +76,7 @@ def _wrapped(label: str, text: str, *, lines_max: int = 8) -> list[str]:
     indent = " " * (len(lead) + len(expanded) - len(expanded.lstrip()))
     return textwrap.wrap(
         expanded.strip(),
-        WIDTH - 4,
+        max(WIDTH // 2, WIDTH - 4 - (_columns(text) - len(text))),
         initial_indent=lead + indent[len(lead) :],
         subsequent_indent=indent[: WIDTH // 2],
         max_lines=lines_max,
@@ -87,3 +88,13 @@ def _wrapped(label: str, text: str, *, lines_max: int = 8) -> list[str]:
 
 def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _padded(text: str) -> str:
+    return text + " " * (WIDTH - 4 - _columns(text))
+
+
+def _columns(text: str) -> int:
+    """Return how many columns a terminal needs: two for a wide character, none for an accent."""
+    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+    return len(text) + wide - sum(bool(unicodedata.combining(char)) for char in text)
