@@ -7,7 +7,9 @@ heading in docs/errors.md. This module imports nothing of elastane.
 
 from __future__ import annotations
 
+import copyreg
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -36,6 +38,10 @@ class ElastaneError(Exception):
         self.where = where
         self.expected = expected
         self.next_step = next_step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Go through a pickle, as where a pool of processes meets one."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         lines = [f"{self.what} [{self.slug}]"]

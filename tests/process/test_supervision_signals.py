@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from process_harness import until
-from supervise import agent, children
+from supervise import agent, children, words_agent, write_script
 
 DRAINED = 143
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -165,3 +166,12 @@ def test_a_drain_gives_all_workers_the_same_step_to_checkpoint_at(tmp_path: Path
         steps = [int(one.told(f"checkpoint.{rank}.0", 0)) for rank in (0, 1)]
         assert steps[0] == steps[1] > 10
         one.gone(2)
+
+
+def test_an_agent_whose_parent_ignores_sigchld_sees_its_workers_end(tmp_path: Path) -> None:
+    ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    ignoring = (sys.executable, "-c", f"{ignore}; os.execv(sys.argv[1], sys.argv[1:])")
+    name = write_script(tmp_path, "import sys\nsys.exit(3)\n")
+    with words_agent(tmp_path, "--standalone", "--log-dir", "logs", name, lead=ignoring) as one:
+        assert one.wait() == 1
+        assert one.events("worker-exited")[-1]["data"]["exit_code"] == 3

@@ -21,10 +21,10 @@ from elastane.errors import ConfigurationError, ExitCode, UsageError
 from elastane.launcher.backend import is_builtin
 from elastane.launcher.build import read_nnodes, read_nproc
 from elastane.launcher.command import read_command, read_logs, read_signals
+from elastane.launcher.ending import show
 from elastane.launcher.nearest import nearest
 from elastane.launcher.parser import Options
 from elastane.observe import logging as say
-from elastane.observe.box import render_box
 from elastane.observe.report import report_of, write_launcher_error, write_report
 from elastane.runtime.execspawn import RUN_PATH_CODE
 
@@ -94,7 +94,6 @@ def _outcome_of_handler(error: Exception) -> Outcome:
 
 
 def _tell_end(options: Options, environ: Mapping[str, str], outcome: Outcome) -> None:
-    say.flush()
     path, own = options.text("report_file"), environ.get("TORCHELASTIC_ERROR_FILE", "")
     report = report_of(options.text("rdzv_id"), outcome, outcome.exit_code, options.text("log_dir"))
     try:
@@ -105,7 +104,7 @@ def _tell_end(options: Options, environ: Mapping[str, str], outcome: Outcome) ->
     except OSError as error:
         _log.warning("how the job ended is not on file: %s", error)
     if not outcome.ok:
-        sys.stderr.write(render_box(outcome, options.text("log_dir")) + "\n")
+        show(outcome, options.text("log_dir"))
 
 
 def argv_of(options: Options, environ: Mapping[str, str]) -> list[str]:

@@ -27,6 +27,8 @@ _LOST_PEER = (
     "read timeout",
     "timed out waiting",
 )
+_TRACEBACK = "Traceback (most recent call last):"
+_OWN_ERRORS = "elastane.errors."
 
 
 class Sighting(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +43,18 @@ def is_lost_peer(failure: Failure) -> bool:
     """Whether the failure says no more than that a peer was gone."""
     text = failure.message.lower()
     return any(sign in text for sign in _LOST_PEER)
+
+
+def headline(said: str) -> str:
+    """Return the line of a worker's words that names its error, the last one where none does.
+
+    An exception's own text may have several lines: the one after the stack names it.
+    """
+    *_, last = said.rpartition(_TRACEBACK)
+    lines = [line for line in last.splitlines() if line.strip()]
+    if _TRACEBACK in said or said.startswith(_OWN_ERRORS):
+        lines = [line for line in lines if not line[0].isspace()][:1] or lines
+    return lines[-1].strip() if lines else ""
 
 
 def exit_text(exit_code: int) -> str:
@@ -83,8 +97,8 @@ def root_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
     own = [s for s in sightings if not is_lost_peer(s.failure)] or list(sightings)
     first = min(own, key=_place)
     failure = first.failure
-    last_words = failure.message.strip().splitlines()[-1:] if failure.message.strip() else []
-    said = f": {last_words[0][:200]}" if last_words else ""
+    words = headline(failure.message)[:200]
+    said = f": {words}" if words else ""
     return Cause(
         kind="worker",
         what=(

@@ -184,6 +184,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause | None = None
     next_step: str = ""
     failures: tuple[FailedWorker, ...] = ()
+    fence: Fence | None = None  # of the last world, where one ended with the job
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,12 @@ _ASKED_MAX = 2
 _KILLED_WAIT_S = 10.0
 
 
+def signal_of(error: BaseException) -> int:
+    """Return what the agent is to get: the signal that came here, else the one that means: end."""
+    default = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
+    return int(getattr(error, "sigval", default))
+
+
 class CalledAgent:
     """One agent of one call."""
 
@@ -42,6 +48,13 @@ class CalledAgent:
         return self._process.pid
 
     def __enter__(self) -> CalledAgent:
+        try:
+            return self._start()
+        except BaseException:
+            self.__exit__()  # Ctrl-C may come at any line
+            raise
+
+    def _start(self) -> CalledAgent:
         out, err = Relay(sys.stdout), Relay(sys.stderr)
         self._process = subprocess.Popen(
             [sys.executable, "-m", _MODULE, str(self._folder), str(os.getpid())],
@@ -60,12 +73,14 @@ class CalledAgent:
 
     def __exit__(self, *_: object) -> None:
         """Leave nothing: an agent that still runs is killed, and with it its workers."""
-        assert self._process is not None
+        if self._process is None:
+            return
         if self._process.poll() is None:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILLED_WAIT_S)
-        os.close(self._pidfd)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -91,7 +106,8 @@ class CalledAgent:
     def stop(self, signum: int, patience_s: float) -> None:
         """Pass a signal on, and wait for the end; ask no more after `patience_s`.
 
-        Each KeyboardInterrupt meanwhile is passed on too; one too many, and the agent is killed.
+        What is raised meanwhile (Ctrl-C once more, a signal) asks again, by its own signal; one too
+        many, and the agent is killed.
         """
         assert self._process is not None
         asked, end_s = 0, time.monotonic() + patience_s
@@ -104,8 +120,8 @@ class CalledAgent:
             try:
                 self._process.send_signal(signum)
                 self.wait(end_s - time.monotonic())
-            except KeyboardInterrupt:
-                signum = signal.SIGINT
+            except BaseException as error:
+                signum = signal_of(error)
 
     def _ended(self) -> int:
         """Bring on what is left in the pipes: whoever else holds them is not waited for."""

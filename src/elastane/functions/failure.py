@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+from elastane.core.diagnosis import headline
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
@@ -69,15 +70,20 @@ def lost(name: str, code: int) -> ElastaneError:
 
 def _of_worker(name: str, report: JobReport, root: ReportedFailure) -> FunctionFailedError:
     trace = root.message.strip("\n")
-    said = next((line for line in reversed(trace.splitlines()) if line.strip()), "")
     return FunctionFailedError(
-        f"{name}() failed on rank {root.rank}: {said.strip() or root.exit}",
+        f"{name}() failed on rank {root.rank}: {headline(trace) or root.exit}",
         report=report,
         trace=trace,
         where=f"{_place(report)}, node {root.node}, rank {root.rank} (local rank "
         f"{root.local_rank}, pid {root.pid}), {root.exit}",
-        next_step=report.next_step or f"logs of all workers: {report.log_dir}",
+        next_step=f"{_advice(name, report)}; logs: {report.log_dir}",
     )
+
+
+def _advice(name: str, report: JobReport) -> str:
+    """Return the agent's advice in the words of a caller of functions."""
+    advice = report.next_step.replace("--max-restarts N", "max_restarts=N")
+    return advice.replace("the script", f"{name}()") or "start from that failure"
 
 
 def _place(report: JobReport) -> str:

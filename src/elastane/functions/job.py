@@ -8,9 +8,9 @@ the launcher before anything starts; afterwards what happened is returned, not r
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,13 +19,17 @@ from typing import Any
 
 import msgspec
 
-from elastane.functions.agent import CalledAgent
+from elastane.core.limits import Timing
+from elastane.functions.agent import CalledAgent, signal_of
+from elastane.functions.failure import lost
 from elastane.functions.payload import collect, no_room, write_files
-from elastane.functions.wish import FILE, REPORT, Wish
+from elastane.functions.wish import FILE, OF_A_FUNCTION, REPORT, Wish
 from elastane.launcher.build import build
-from elastane.observe.report import JobReport, read_report
+from elastane.observe.report import JobReport, read_report, write_report
+from elastane.runtime import environment
 from elastane.runtime.files import process_start
 
+_log = logging.getLogger(__name__)
 _PREFIX = "elastane-call"
 # Beyond its bounds on checkpoints and on SIGTERM: the agent's own way out.
 _STOP_MARGIN_S = 10.0
@@ -49,9 +53,14 @@ def run_function(
     """Run the packed function `files` as a job; blocks until it ends."""
     with _folder() as folder:
         write_files(folder, files)
-        values = {**wish.values, "module": "1"}
+        values = {**wish.values, **OF_A_FUNCTION}
         ended = _run(folder, replace(wish, values=values, script_args=(str(folder),)), environ)
-        return replace(ended, values=collect(folder, name)) if ended.code == 0 else ended
+        if ended.code != 0:
+            return ended
+        if ended.report is None:
+            raise lost(name, ended.code)
+        attempt = f"{ended.report.round}.{ended.report.attempt}"
+        return replace(ended, values=collect(folder, name, attempt))
 
 
 def run_command(wish: Wish, environ: Mapping[str, str]) -> Ended:
@@ -62,26 +71,31 @@ def run_command(wish: Wish, environ: Mapping[str, str]) -> Ended:
 
 def _run(folder: Path, wish: Wish, environ: Mapping[str, str]) -> Ended:
     environ = {key: value for key, value in environ.items() if key not in _NOT_HANDED_ON}
-    report = Path(wish.values.get("report_file") or folder / REPORT)
-    wish = replace(wish, values={**wish.values, "report_file": str(report)})
     config = build(wish.options(environ), environ)
-    timing = config.spec.timing
+    # Its own place: the file that was asked for may be an earlier job's, or another's of this time.
+    wish = replace(wish, values={**wish.values, "report_file": str(folder / REPORT)})
     write_files(folder, {FILE: wish.to_json()})
+    try:
+        code = _ended(folder, environ, config.spec.timing)
+    finally:
+        report = _report(folder / REPORT)
+        if report is not None and config.report_file:
+            _hand_on(report, config.report_file)
+    # A program that ignores SIGCHLD is told of no exit code.
+    return Ended(code or (report.exit_code if report is not None else 0), report)
+
+
+def _ended(folder: Path, environ: Mapping[str, str], timing: Timing) -> int:
+    """Return the agent's exit code; whatever is raised here meanwhile ends it first."""
     with CalledAgent(folder, environ) as agent:
         try:
             code = agent.wait()
         except BaseException as error:
             patience_s = timing.drain_timeout_s + timing.shutdown_timeout_s + _STOP_MARGIN_S
-            agent.stop(_signal_of(error), patience_s)
+            agent.stop(signal_of(error), patience_s)
             raise
     assert code is not None, "without a timeout it waits for the end"
-    return Ended(code, _report(report))
-
-
-def _signal_of(error: BaseException) -> int:
-    """Return what the agent is to get: the signal that came here, else the one that means: end."""
-    default = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
-    return int(getattr(error, "sigval", default))
+    return code
 
 
 def _report(path: Path) -> JobReport | None:
@@ -91,21 +105,38 @@ def _report(path: Path) -> JobReport | None:
         return None
 
 
+def _hand_on(report: JobReport, path: str) -> None:
+    try:
+        write_report(path, report)
+    except OSError as error:
+        _log.warning("the report of the job cannot be written to %s: %s", path, error)
+
+
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    base = Path(tempfile.gettempdir())
-    # A pid of another container means nothing here, nor ours there.
-    space = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
-    prefix = f"{_PREFIX}-{os.getuid()}-{space}-"
-    _sweep(base, prefix)
+    prefix = _prefix()
     try:
+        base = Path(tempfile.gettempdir())
+        _sweep(base, prefix)
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
     except OSError as error:
+        base = Path(tempfile.tempdir or environment.snapshot().get("TMPDIR") or "/tmp")
         raise no_room(base, "a folder for the function", error) from error
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix() -> str:
+    """Return how folders of this user begin, where a pid means the same process as here.
+
+    It does not on another host that has the same folder for temporary files, nor in another
+    container.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    space = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
+    return f"{_PREFIX}-{os.getuid()}-{boot}-{space}-"
 
 
 def _sweep(base: Path, prefix: str) -> None:

@@ -16,26 +16,29 @@ from typing import Any
 from elastane.functions.failure import error_of
 from elastane.functions.job import run_function
 from elastane.functions.payload import Call, pack
-from elastane.functions.signals import Terminated, at_default, raised
+from elastane.functions.signals import Terminated, at_default, raised, unheard
 from elastane.functions.wish import Wish, as_text, named
 from elastane.job.call import MODULE
 from elastane.runtime import environment
+
+_IN_A_WORKER = "TORCHELASTIC_RUN_ID"
 
 
 def launch(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    nproc: int | str = "auto",
-    nnodes: int | str | tuple[int, int] = 1,
+    nproc: int | str | None = None,
+    nnodes: int | str | tuple[int, int] | None = None,
     **options: Any,
 ) -> dict[int, Any]:
     """Call `fn(*args, **kwargs)` in `nproc` workers, and return what they returned, by rank.
 
     The workers are those of `elastane run`: their environment, restarts, logs; `options` are its
     flags by name (`max_restarts=3`, `rdzv_endpoint="host:29400"`, `log_dir=...`), and so are what
-    variables and elastane.toml say where nothing is said here. `nproc` may be auto, cpu or gpu.
-    With several nodes, each calls this alike, and gets the values of its own workers.
+    variables and elastane.toml say where nothing is said here. `nproc` may be auto (the default),
+    cpu or gpu. With several nodes, each calls this alike, and gets the values of its own workers.
+    Within a worker, what variables and files say was meant for the launch that made it.
 
     The function goes to the workers by value where it is defined in a notebook or in the program
     itself, so it may use what is defined there; else by its module's name. What it prints appears
@@ -49,14 +52,18 @@ def launch(
     """
     if not callable(fn):
         raise TypeError(f"elastane.launch(): {fn!r} is no function")
-    if isinstance(args, str | bytes):
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise TypeError(f"elastane.launch(): args = {args!r}: expected a tuple, as in (x,)")
     call = Call(fn, tuple(args), dict(kwargs or {}))
     environ = environment.snapshot()
-    wish = Wish(as_text({"nproc_per_node": nproc, "nnodes": nnodes, **options}), MODULE)
+    values = as_text({"nproc_per_node": nproc, "nnodes": nnodes, **options})
+    wish = Wish(values, MODULE, ambient=_IN_A_WORKER not in environ)
     files, wish = pack(call), named(wish, call.name, environ)
     try:
-        with raised(at_default(signal.SIGTERM, signal.SIGHUP), Terminated):
+        with (
+            raised(at_default(signal.SIGTERM, signal.SIGHUP), Terminated),
+            raised(unheard(signal.SIGINT), lambda _: KeyboardInterrupt()),
+        ):
             ended = run_function(wish, files, environ, call.name)
     except Terminated as end:
         os.kill(os.getpid(), end.sigval)  # what it would have done by itself

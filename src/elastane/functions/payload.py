@@ -57,7 +57,7 @@ def pack(call: Call) -> dict[str, bytes]:
         "name": call.name,
         "argv": sys.argv,
         "path": [entry or here for entry in sys.path],
-        "sources": _sources(call.fn),
+        "sources": _sources(),
         "macros": call.macros,
     }
     return {HEADER: json.dumps(header, default=str).encode(), CALL: content}
@@ -84,19 +84,14 @@ def no_room(folder: Path, what: str, error: OSError) -> ConfigurationError:
     )
 
 
-def collect(folder: Path, name: str) -> dict[int, Any]:
-    """Return what the last attempt's workers of this node returned, by rank.
+def collect(folder: Path, name: str, attempt: str) -> dict[int, Any]:
+    """Return what this node's workers of an attempt (`ROUND.ATTEMPT`) returned, by rank.
 
-    Empty where this node had no workers. ConfigurationError where one ended without returning.
+    Empty where this node had none. ConfigurationError where one ended without returning.
     """
-    attempts = sorted(
-        (folder / VALUES).glob("*.*"),
-        key=lambda path: tuple(int(part) for part in path.name.split(".")),
-    )
-    if not attempts:
-        return {}
-    ranks = sorted(int(path.name.removesuffix(BEGUN)) for path in attempts[-1].glob(f"*{BEGUN}"))
-    missing = [rank for rank in ranks if not (attempts[-1] / f"{rank}{VALUE}").exists()]
+    found = folder / VALUES / attempt
+    ranks = sorted(int(path.name.removesuffix(BEGUN)) for path in found.glob(f"*{BEGUN}"))
+    missing = [rank for rank in ranks if not (found / f"{rank}{VALUE}").exists()]
     if missing:
         raise ConfigurationError(
             f"{name}() did not return on rank {', '.join(map(str, missing))}: its process ended "
@@ -105,7 +100,7 @@ def collect(folder: Path, name: str) -> dict[int, Any]:
             expected=f"{name}() returns, if only None, or raises",
             next_step="look for os._exit() in what it calls",
         )
-    return {rank: _value(attempts[-1] / f"{rank}{VALUE}", name, rank) for rank in ranks}
+    return {rank: _value(found / f"{rank}{VALUE}", name, rank) for rank in ranks}
 
 
 def _value(path: Path, name: str, rank: int) -> Any:
@@ -141,13 +136,11 @@ def _can_send(part: Any, dumps: Callable[[Any], bytes]) -> bool:
     return True
 
 
-def _sources(fn: Any) -> dict[str, str]:
-    """Return the source of a notebook's cell, which no file holds: tracebacks show its lines."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
-    name = getattr(code, "co_filename", "")
-    if not name or Path(name).exists():
-        return {}
-    lines = linecache.getlines(name)
-    return {name: "".join(lines)} if lines else {}
+def _sources() -> dict[str, str]:
+    """Return the source of a notebook's cells, which no file holds: tracebacks show its lines."""
+    entries = {name: linecache.getlines(name) for name in list(linecache.cache) if _no_file(name)}
+    return {name: "".join(lines) for name, lines in entries.items() if lines}
+
+
+def _no_file(name: str) -> bool:
+    return not name.startswith("<frozen ") and not Path(name).exists()

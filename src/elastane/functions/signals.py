@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import threading
@@ -41,6 +42,16 @@ def raised(
         for one, handler in before.items():
             # None: set by something that is not Python, and not to be put back from here.
             signal.signal(one, signal.SIG_DFL if handler is None else handler)
+
+
+def unheard(*signals: signal.Signals) -> tuple[signal.Signals, ...]:
+    """Return those whose handler would tell an event loop of this thread, which does not turn."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return ()
+    calm = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+    return tuple(one for one in signals if signal.getsignal(one) not in calm)
 
 
 def at_default(*signals: signal.Signals) -> tuple[signal.Signals, ...]:

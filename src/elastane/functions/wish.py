@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import numbers
 import os
 import re
 import secrets
@@ -29,8 +30,9 @@ FILE, REPORT = "wish.json", "report.json"
 _MET_AT_AN_ADDRESS = ("static", "c10d", "elastane")
 _MEETING = {"rdzv_backend", "rdzv_endpoint", "standalone", "master_addr", "master_port"}
 _STEM_CHARS_MAX = 40
-# They say what is run and how an interpreter is told so: here that is the function.
-_NOT_HERE = ("module", "no_python", "run_path", "show_config", "json")
+# They say what is run and how an interpreter is told so: here that is the function, whatever
+# variables say.
+OF_A_FUNCTION = {"module": "1", "no_python": "0", "run_path": "0", "show_config": "0", "json": "0"}
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ class Wish:
         namespace = argparse.Namespace(
             **self.values, training_script=self.script, training_script_args=list(self.script_args)
         )
+        named = self.values.get("config", "")
         if not self.ambient:
-            return read(namespace, {}, Settings())
-        named = self.values.get("config", "") or environ.get("ELASTANE_CONFIG", "")
+            return read(namespace, {}, load(named, Path.cwd()) if named else Settings())
+        named = named or environ.get("ELASTANE_CONFIG", "")
         return read(namespace, environ, load(named, Path.cwd()))
 
     def to_json(self) -> bytes:
@@ -67,27 +70,32 @@ def read_wish(folder: Path) -> Wish:
 
 
 def named(wish: Wish, function: str, environ: Mapping[str, str]) -> Wish:
-    """Return the wish with a name for its job, after the function, where none is given.
+    """Return the wish with what a call of a function adds where nobody said otherwise.
 
-    Of one node it is random; several find the same one without having met. A store remembers jobs
-    that ended: there the launcher asks for a name.
+    Workers for all devices of the node; for a job of one node, a place where it meets nobody; and a
+    name, after the function.
     """
     options = wish.options(environ)
-    if options.text("rdzv_id") not in ("", "none"):
-        return wish
-    nodes, endpoint = options.text("nnodes"), options.text("rdzv_endpoint")
-    more: dict[str, str] = {}
-    stem = re.sub(r"[^A-Za-z0-9_.-]", "-", function).strip(".-")[-_STEM_CHARS_MAX:] or "function"
-    if nodes in ("1", "1:1"):
-        ending = secrets.token_hex(4)
-        if not options.given & _MEETING:
-            more = {"rdzv_backend": "elastane", "rdzv_endpoint": "localhost:0"}
-    elif options.text("rdzv_backend").lower() in _MET_AT_AN_ADDRESS:
-        where = "\0".join((function, nodes, endpoint, options.text("master_addr")))
-        ending = hashlib.sha256(where.encode()).hexdigest()[:10]
-    else:
-        return wish
-    return replace(wish, values={**wish.values, **more, "rdzv_id": f"{stem}-{ending}"})
+    more = {} if "nproc_per_node" in options.given else {"nproc_per_node": "auto"}
+    is_alone = options.text("nnodes") in ("1", "1:1")
+    if is_alone and not options.given & _MEETING:
+        more |= {"rdzv_backend": "elastane", "rdzv_endpoint": "localhost:0"}
+    if options.text("rdzv_id") in ("", "none"):
+        ending = secrets.token_hex(4) if is_alone else _known_to_all(options, function)
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "-", function).strip(".-")[-_STEM_CHARS_MAX:]
+        more |= {"rdzv_id": f"{stem or 'function'}-{ending}"} if ending else {}
+    return replace(wish, values={**wish.values, **more})
+
+
+def _known_to_all(options: Options, function: str) -> str:
+    """Return the same text on all nodes that call alike, which have not met.
+
+    Nothing where a store remembers jobs that ended: there the launcher asks for a name.
+    """
+    if options.text("rdzv_backend").lower() not in _MET_AT_AN_ADDRESS:
+        return ""
+    where = [options.text(name) for name in ("nnodes", "rdzv_endpoint", "master_addr")]
+    return hashlib.sha256("\0".join([function, *where]).encode()).hexdigest()[:10]
 
 
 def as_text(options: Mapping[str, Any]) -> dict[str, str]:
@@ -96,7 +104,7 @@ def as_text(options: Mapping[str, Any]) -> dict[str, str]:
     None leaves an option at its default.
     """
     for name in options:
-        if name not in BY_DEST or name in _NOT_HERE:
+        if name not in BY_DEST or name in OF_A_FUNCTION:
             raise _unknown(name)
     return {
         name: _text(BY_DEST[name], value) for name, value in options.items() if value is not None
@@ -106,7 +114,7 @@ def as_text(options: Mapping[str, Any]) -> dict[str, str]:
 def _text(option: Option, value: Any) -> str:
     if isinstance(value, bool):
         return str(int(value))
-    if isinstance(value, str | int | float | os.PathLike):
+    if isinstance(value, str | numbers.Real | os.PathLike):  # numpy's numbers are Real too
         return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
     if isinstance(value, Mapping) and option.kind == "pairs":
         return ",".join(f"{key}={_item(option, item)}" for key, item in value.items())
@@ -131,7 +139,7 @@ def _bad(option: Option, value: Any, expected: str) -> UsageError:
 
 
 def _unknown(name: str) -> UsageError:
-    known = [dest for dest in BY_DEST if dest not in _NOT_HERE]
+    known = [dest for dest in BY_DEST if dest not in OF_A_FUNCTION]
     near = nearest(name, [*known, "nproc", "args", "kwargs"])
     return UsageError(
         f"elastane.launch(): no option {name}",

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from elastane.errors import ConfigurationError
+from elastane.errors import ConfigurationError, ElastaneError
 from elastane.job.record import ErrorFileHandler
 from elastane.runtime.files import write_atomic
 
@@ -31,12 +31,34 @@ BEGUN, VALUE = ".begun", ".pickle"
 _LOCAL_RANK = "${local_rank}"
 
 
+class _Main(ModuleType):
+    """Stands for the caller's `__main__`: has the classes that came from there, with what came."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = None if name.startswith("__") else _class_of_main(name)
+        if found is None:
+            raise AttributeError(f"module '__main__' has no attribute {name!r}")
+        return found
+
+
+def _class_of_main(name: str) -> type | None:
+    """Return the class that was made under this name; asked where a name is not there yet."""
+    seen: set[type] = set()
+    waiting: list[type] = [object]
+    while waiting:
+        below: set[type] = set(type.__subclasses__(waiting.pop())) - seen
+        seen |= below
+        waiting += below
+    here = (kind for kind in seen if kind.__qualname__ == name)
+    return next((kind for kind in here if kind.__module__ == "__main__"), None)
+
+
 def main(argv: list[str]) -> None:
     """Call the function of the folder `argv[0]`, and leave what it returns there."""
     folder = Path(argv[0])
     _insist_on_own(folder)
     # The interpreter of `-m` leads to this module; what the function pickles is not of it.
-    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"] = _Main("__main__")
     rank = os.environ["RANK"]
     attempt = f"{os.environ['ELASTANE_ROUND']}.{os.environ['ELASTANE_ATTEMPT']}"
     values = folder / VALUES / attempt
@@ -48,7 +70,7 @@ def main(argv: list[str]) -> None:
     try:
         _work(folder, values / f"{rank}{VALUE}")
     except Exception as error:
-        error.__traceback__ = _below_own_frames(error.__traceback__)
+        error.__traceback__ = _function_s(error)
         handler.record_exception(error)
         raise
 
@@ -62,7 +84,8 @@ def _work(folder: Path, path: Path) -> None:
     fn, args, kwargs = _load(folder, header["name"])
     if header["macros"]:
         args = [_substituted(arg) for arg in args]
-    _fill_main(fn)
+    for part in (fn, *args, *kwargs.values()):
+        _fill_main(part)
     value = None
     try:
         value = fn(*args, **kwargs)
@@ -81,7 +104,7 @@ def _load(folder: Path, name: str) -> tuple[Callable[..., Any], list[Any], dict[
             slug="function-load",
             expected="modules that workers can import, from the import path of the caller",
             next_step="python -c 'import MODULE' in the folder of the job, with the same python",
-        ) from error
+        ) from error.with_traceback(_below_own_frames(error.__traceback__))
     return fn, args, kwargs
 
 
@@ -92,7 +115,7 @@ def _substituted(arg: Any) -> Any:
 
 
 def _fill_main(fn: Any) -> None:
-    """Make `__main__` hold what the function's own `__main__` did, as far as it uses it.
+    """Make `__main__` hold what a function's own `__main__` did, as far as it uses it.
 
     So what it pickles by name, a model that it saves for one, is found under that name.
     """
@@ -104,7 +127,8 @@ def _fill_main(fn: Any) -> None:
             for name, value in getattr(inner, "__globals__", {}).items():
                 if not name.startswith("__"):
                     vars(sys.modules["__main__"]).setdefault(name, value)
-            vars(sys.modules["__main__"]).setdefault(getattr(inner, "__name__", ""), inner)
+            if hasattr(inner, "__name__"):
+                vars(sys.modules["__main__"]).setdefault(inner.__name__, inner)
         fn = getattr(inner, "__wrapped__", None)
 
 
@@ -120,7 +144,7 @@ def _leave(value: Any, path: Path, name: str) -> None:
             expected="plain data, arrays, tensors: what another process can be given",
             next_step=f"return what the caller needs of it, or write a file and return its path; "
             f"None, where {name}() has nothing to say",
-        ) from error
+        ) from None
     try:
         write_atomic(path, content)
     except OSError as error:
@@ -129,7 +153,7 @@ def _leave(value: Any, path: Path, name: str) -> None:
             slug="function-folder",
             expected="room in the folder for temporary files of the machine",
             next_step="TMPDIR=/a/larger/folder for the program that launches",
-        ) from error
+        ) from None
 
 
 def _show(
@@ -139,18 +163,23 @@ def _show(
     trace: TracebackType | None,
 ) -> None:
     """Show what ended the function as if nothing had called it."""
-    error.__traceback__ = _below_own_frames(trace)
+    error.__traceback__ = _function_s(error.with_traceback(trace))
     hook(kind, error, error.__traceback__)
 
 
-def _below_own_frames(full: TracebackType | None) -> TracebackType | None:
-    """Return the part that is the function's; all of it where the error is not the function's."""
-    below, here = None, full
+def _function_s(error: BaseException) -> TracebackType | None:
+    """Return the part of its traceback that is the function's; all, where the defect is ours."""
+    below = _below_own_frames(error.__traceback__)
+    return below if isinstance(error, ElastaneError) else below or error.__traceback__
+
+
+def _below_own_frames(here: TracebackType | None) -> TracebackType | None:
+    below = None
     while here is not None:
         if here.tb_frame.f_code.co_filename == __file__:
             below = here.tb_next
         here = here.tb_next
-    return below or full
+    return below
 
 
 def _insist_on_own(folder: Path) -> None:

@@ -30,9 +30,14 @@ def tell_end(config: LaunchConfig, exit_: Exit) -> None:
     outcome = _outcome(exit_)
     if outcome.ok or (exit_.outcome is None and not outcome.slug):
         return
+    show(outcome, _log_dir(config))
+
+
+def show(outcome: Outcome, log_dir: str) -> None:
+    """Print the box after all that was said before."""
     say.flush()
     try:
-        sys.stderr.write(render_box(outcome, _log_dir(config)) + "\n")
+        sys.stderr.write(render_box(outcome, log_dir) + "\n")
         sys.stderr.flush()
     except OSError:
         # The console went away: that has no say in how the job ends, nor has Python's last flush.

@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import secrets
+import signal
 import socket
 import time
 
@@ -50,6 +51,8 @@ _DESCRIPTORS_WANTED = 65536
 def launch(config: LaunchConfig) -> int:
     """Run one agent to its end; returns its exit code."""
     _raise_descriptor_limit()
+    # Who ignores it has its children do so too; then no child's end would be seen here.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         return asyncio.run(_launch(config))
     finally:

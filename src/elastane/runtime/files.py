@@ -174,9 +174,10 @@ class NodeSlot:
     descriptor is not inherited by programs that this process starts.
     """
 
-    def __init__(self, index: int, node_id: str, descriptor: int) -> None:
+    def __init__(self, index: int, node_id: str, path: Path, descriptor: int) -> None:
         self.index = index
         self.node_id = node_id
+        self._path = path
         self._descriptor = descriptor
 
     @classmethod
@@ -189,7 +190,7 @@ class NodeSlot:
             descriptor = _lock(path)
             if descriptor is not None:
                 host = safe_name(hostname)
-                return cls(index, f"{host}.{index}" if index else host, descriptor)
+                return cls(index, f"{host}.{index}" if index else host, path, descriptor)
         raise ConfigurationError(
             f"job {job} has {_SLOTS_MAX} agents on this machine already", slug="node-slots"
         )
@@ -197,6 +198,8 @@ class NodeSlot:
     def release(self) -> None:
         """Give the number back."""
         if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()  # while it is locked: whoever waits for it looks anew
             os.close(self._descriptor)
             self._descriptor = -1
 

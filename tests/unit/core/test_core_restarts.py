@@ -5,7 +5,7 @@ from core_driver import job_spec
 
 from elastane.core import limits
 from elastane.core.budget import RestartBudget
-from elastane.core.diagnosis import Sighting, exit_text, is_lost_peer, root_cause
+from elastane.core.diagnosis import Sighting, exit_text, headline, is_lost_peer, root_cause
 from elastane.core.messages import Close, Drain, DrainTarget, Stop
 from elastane.core.model import Failure, Fence
 
@@ -108,6 +108,24 @@ def test_where_all_only_lost_a_peer_the_first_is_the_cause():
         Sighting(node_id="c", at_s=1.0, failure=failure(5, "Broken pipe")),
     ]
     assert root_cause(sightings, Fence(1, 0)).node_id == "c"
+
+
+TRACE = "Traceback (most recent call last):\n  File x, line 1, in f\n    f()\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("", ""),
+        ("warning\nKilled\n\n", "Killed"),
+        (TRACE + "ValueError: bad", "ValueError: bad"),
+        (TRACE + "pkg.Error: bad\n  next: mend it\nand so on", "pkg.Error: bad"),
+        (TRACE + "KeyError: 1\n\nDuring handling ...\n\n" + TRACE + "OSError: 2", "OSError: 2"),
+        ("elastane.errors.UsageError: no\n  next: x", "elastane.errors.UsageError: no"),
+    ],
+)
+def test_the_headline_is_the_line_that_names_the_error(said, line):
+    assert headline(said) == line
 
 
 @pytest.mark.parametrize(

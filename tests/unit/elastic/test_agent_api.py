@@ -1,20 +1,16 @@
-"""Agents as subclasses written for torch use them; torch's own SimpleElasticAgent is the reference.
-
-The hooks are scripted and the handler is a fake over a HashStore: no process is started.
-"""
+"""Agents as subclasses written for torch use them; torch's own is the reference."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
-from types import SimpleNamespace
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from scripted_agent import FAILED_RANK, Handler, agent_of, theirs
 
 from elastane.elastic.agent.server import _telling
 from elastane.elastic.agent.server import api as ours
@@ -23,102 +19,8 @@ from elastane.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
-    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-
-theirs = importlib.import_module("torch.distributed.elastic.agent.server.api")
-WAIT_S = 20.0
-APIS = {"elastane": ours, "torch": theirs}
-FAILED_RANK = 1
-
-
-class Handler:
-    """A rendezvous of one node that a test scripts: `waiting` are the answers to its agent."""
-
-    use_agent_store = True
-
-    def __init__(self, waiting=(), infos=None):
-        self.waiting, self.infos, self.met = list(waiting), infos, 0
-        self.hash_store = dist.HashStore()
-
-    def next_rendezvous(self):
-        self.met += 1
-        info = next(self.infos) if self.infos else self.info()
-        if isinstance(info, Exception):
-            raise info
-        return info
-
-    def info(self, store=None):
-        store = store or dist.PrefixStore(str(self.met), self.hash_store)
-        where = RendezvousStoreInfo("host", 1000 + self.met)
-        return SimpleNamespace(store=store, rank=0, world_size=1, bootstrap_store_info=where)
-
-    def num_nodes_waiting(self):
-        answer = self.waiting.pop(0) if self.waiting else 0
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def get_backend(self):
-        return "fake"
-
-    def get_run_id(self):
-        return "run"
-
-
-def spec_of(api, handler=None, **more):
-    given = {
-        "role": "trainer",
-        "local_world_size": 2,
-        "rdzv_handler": handler or Handler(),
-        "entrypoint": "train",
-        "max_restarts": 2,
-        "monitor_interval": 0.001,
-    }
-    return api.WorkerSpec(**{**given, **more})
-
-
-def agent_of(api, states=(), handler=None, **more):
-    """Return an agent whose workers are in these states, one after another."""
-    errors = importlib.import_module(
-        api.__name__.replace("agent.server.api", "multiprocessing.errors")
-    )
-
-    class Scripted(api.SimpleElasticAgent):
-        def __init__(self, spec):
-            super().__init__(spec, exit_barrier_timeout=5, shutdown_timeout=7)
-            self.calls, self.states = [], list(states)
-
-        def _start_workers(self, worker_group):
-            where = (worker_group.master_addr, worker_group.master_port)
-            self.calls.append(("start", worker_group.state.value, str(worker_group.workers), where))
-            return {worker.local_rank: f"id-{worker.local_rank}" for worker in worker_group.workers}
-
-        def _stop_workers(self, worker_group):
-            self.calls.append(("stop", worker_group.state.value))
-
-        def _monitor_workers(self, worker_group):
-            state = self.states.pop(0)
-            self.calls.append(("monitor", [worker.id for worker in worker_group.workers]))
-            if isinstance(state, signal.Signals):
-                raise errors_signal(state)
-            result = api.RunResult(api.WorkerState[state])
-            if state == "SUCCEEDED":
-                result.return_values = {0: "a", 1: "b"}
-            if state == "FAILED":
-                failure = errors.ProcessFailure(FAILED_RANK, 99999, 3, "<N/A>")
-                result.failures = {FAILED_RANK: failure}
-            return result
-
-        def _shutdown(self, death_sig=signal.SIGUSR1, timeout=30):
-            self.calls.append(("shutdown", death_sig.name, timeout))
-
-    def errors_signal(sigval):
-        name = api.__name__.replace("agent.server.api", "multiprocessing")
-        return importlib.import_module(name).SignalException("got it", sigval)
-
-    return Scripted(spec_of(api, handler, **more))
 
 
 def played(api, states, waiting=()):
@@ -322,6 +224,22 @@ def test_worlds_that_always_end_before_their_ranks_are_known_are_given_up():
     assert handler.met == 5
 
 
+def test_an_agent_waits_for_the_workers_of_an_agent_of_torchs(monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+    handler, store = Handler(), dist.HashStore()
+    info = handler.info(store)
+    info.world_size = 2
+    handler.infos = iter([info])
+    agent = agent_of(ours, ["SUCCEEDED"], handler)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(agent.run)
+        store.wait(["torchelastic/agent/terminal_state/num_members"], timedelta(seconds=5))
+        assert agent._in_exit_barrier and not running.done()
+        torchs = importlib.import_module("torch.distributed.elastic.utils.store")
+        torchs.barrier(store, 2, theirs._TERMINAL_STATE_SYNC_ID, barrier_timeout=5)
+        assert running.result(20).return_values == {0: "a", 1: "b"}
+
+
 class Unfinished(dist.HashStore):
     def wait(self, *args):
         raise dist.DistStoreError("nobody came")
@@ -339,115 +257,6 @@ def test_the_address_of_the_spec_wins_over_that_of_the_rendezvous():
     agent = agent_of(ours, ["SUCCEEDED"], master_addr="given", master_port=7)
     agent.run()
     assert agent.calls[0][-1] == ("given", 7)
-
-
-WORLDS = {
-    "alike": [("trainer", 2)] * 3,
-    "sizes differ": [("trainer", 1), ("trainer", 4), ("trainer", 2)],
-    "roles differ": [("trainer", 2), ("server", 1), ("trainer", 3), ("reader", 2), ("server", 2)],
-    "one": [("trainer", 3)],
-}
-
-
-def ranks(apis, world, store):
-    """Have the agents of a world, each of an api, agree; return their workers as texts."""
-
-    def one(index):
-        role, size = world[index]
-        agent = agent_of(apis[index], role=role, local_world_size=size)
-        spec = agent.get_worker_group().spec
-        return [str(w) for w in agent._assign_worker_ranks(store, index, len(world), spec)]
-
-    with ThreadPoolExecutor(len(world)) as pool:
-        asked = [pool.submit(one, index) for index in range(len(world))]
-        return [future.result(WAIT_S) for future in asked]
-
-
-@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
-@pytest.mark.parametrize("identical", ["0", "1"])
-def test_ranks_are_those_that_torch_gives(world, identical, monkeypatch):
-    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", identical)
-    mine = ranks([ours] * len(world), world, dist.HashStore())
-    assert mine == ranks([theirs] * len(world), world, dist.HashStore())
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_agents_of_torch_and_ours_agree_with_each_other(seed):
-    dice = random.Random(seed)
-    world = [(dice.choice("ab"), dice.randint(1, 4)) for _ in range(dice.randint(2, 6))]
-    mixed = [dice.choice([ours, theirs]) for _ in world]
-    expected = ranks([theirs] * len(world), world, dist.HashStore())
-    assert ranks(mixed, world, dist.HashStore()) == expected
-
-
-def test_identical_workers_ask_no_store(monkeypatch):
-    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
-    agent = agent_of(ours)
-    workers = agent._assign_worker_ranks(None, 2, 3, agent.get_worker_group().spec)
-    assert [(w.global_rank, w.world_size, w.role_rank) for w in workers] == [(4, 6, 4), (5, 6, 5)]
-
-
-def test_all_agents_of_a_world_tell_one_restart_count():
-    agents = [agent_of(ours), agent_of(ours), agent_of(ours)]
-    for agent, used in zip(agents, (0, 2, 1), strict=True):
-        agent._remaining_restarts -= used
-    store = dist.HashStore()
-    with ThreadPoolExecutor(3) as pool:
-        asked = [
-            pool.submit(a._assign_worker_ranks, store, i, 3, a.get_worker_group().spec)
-            for i, a in enumerate(agents)
-        ]
-        assert all(future.result(WAIT_S) for future in asked)
-    assert [agent._restart_count for agent in agents] == [2, 2, 2]
-
-
-def test_a_spec_that_cannot_be_run_is_refused_as_in_torch():
-    for api in APIS.values():
-        for bad in ({"local_world_size": 0}, {"monitor_interval": 0}, {"entrypoint": None}):
-            with pytest.raises(AssertionError):
-                spec_of(api, **bad)
-        with pytest.warns(DeprecationWarning, match="entrypoint"):
-            assert spec_of(api, entrypoint=None, fn=spec_of).entrypoint is spec_of
-
-
-def test_a_refused_spec_says_the_value():
-    with pytest.raises(AssertionError, match="local_world_size = 0: expected 1 or more"):
-        spec_of(ours, local_world_size=0)
-
-
-@pytest.mark.parametrize("entry", ["/usr/bin/train", "train", spec_of, Handler.info])
-def test_a_spec_names_its_entrypoint_as_torch_does(entry):
-    names = [spec_of(api, entrypoint=entry).get_entrypoint_name() for api in APIS.values()]
-    assert names[0] == names[1] != ""
-
-
-@pytest.mark.parametrize("name", ["WorkerSpec", "RunResult"])
-def test_the_fields_of_the_values_are_those_of_torch(name):
-    def shape(api):
-        return [(f.name, f.default, f.default_factory) for f in fields(getattr(api, name))]
-
-    assert shape(ours) == shape(theirs)
-
-
-def test_workers_groups_and_states_are_told_as_torch_tells_them():
-    texts = [(str(api.Worker(1)), repr(api.Worker(1, 2, 3, 4, 5))) for api in APIS.values()]
-    assert texts[0] == texts[1]
-    assert ours.WorkerState("FAILED") == theirs.WorkerState.FAILED
-    for state in ours.WorkerState:
-        there = theirs.WorkerState[state.name]
-        assert ours.WorkerState.is_running(state) == theirs.WorkerState.is_running(there)
-        assert ours.RunResult(state).is_failed() == theirs.RunResult(there).is_failed()
-        assert str(state) == str(there)
-    mine, reference = (api.WorkerGroup(spec_of(api)) for api in APIS.values())
-    values = [
-        [
-            getattr(group, name)
-            for name in sorted(group.__slots__)
-            if name not in ("spec", "workers")
-        ]
-        for group in (mine, reference)
-    ]
-    assert values[0] == values[1] and str(mine.workers) == str(reference.workers)
 
 
 def test_a_job_that_was_closed_while_workers_were_stopped_is_raised():

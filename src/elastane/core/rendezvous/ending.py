@@ -14,9 +14,9 @@ from elastane.errors import ExitCode
 def success(state: State) -> bool:
     """All workers of the world in force exited with 0."""
     assert state.world is not None
-    count = state.world.world_size
+    count, fence = state.world.world_size, state.world.fence
     return _close(
-        state, Outcome(ok=True, reason=f"all {count} workers of {state.world.fence} succeeded")
+        state, Outcome(ok=True, reason=f"all {count} workers of {fence} succeeded", fence=fence)
     )
 
 
@@ -35,6 +35,7 @@ def failure(state: State, incident: Incident, why: str) -> bool:
             cause=cause,
             next_step=_advice(cause.failure, state.budget.allowed),
             failures=told(incident.sightings, state.now_s),
+            fence=state.world.fence,
         ),
     )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from elastane import errors
+from elastane.core.diagnosis import headline
 from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elastane.elastic.rendezvous._errors import raise_as_api
 from elastane.functions.failure import error_of
@@ -176,7 +177,7 @@ def _failure(one: ReportedFailure) -> ProcessFailure:
     if one.message and not isinstance(failure.message, dict):
         # Its file is on another node, or there is none: what its agent heard of it.
         failure.message = {
-            "message": one.message.strip().rpartition("\n")[2],
+            "message": headline(one.message),
             "extraInfo": {"py_callstack": one.message, "timestamp": str(failure.timestamp)},
         }
     return failure

@@ -41,10 +41,12 @@ def outcome_of(error: ChildFailedError, max_restarts: int) -> Outcome:
         Sighting(node_id=host, at_s=failure.time_ns / _NS, failure=_failure(rank, failure, now_s))
         for rank, failure in error.failures.items()
     ]
-    budget = f"used up (--max-restarts {max_restarts})" if max_restarts else "not allowed"
+    reason = "no restarts are allowed (--max-restarts 0)"
+    if max_restarts:
+        reason = f"all {max_restarts} restarts of this node are used (--max-restarts)"
     return Outcome(
         ok=False,
-        reason=f"restarts are {budget}",
+        reason=reason,
         slug="worker-failed",
         exit_code=int(ExitCode.WORKER_FAILED),
         # The handler's rounds have no numbers that it tells.

@@ -34,6 +34,7 @@ from elastane.elastic.multiprocessing.errors import ChildFailedError
 from elastane.elastic.rendezvous import RendezvousParameters
 from elastane.elastic.rendezvous import registry as rdzv_registry
 from elastane.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from elastane.errors import NodeUnfitError
 from elastane.functions.signals import raised
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -135,9 +136,11 @@ def launch_agent(
     if not entrypoint:
         raise AssertionError("entrypoint is missing: expected a callable or a command")
     name = _entrypoint_name(entrypoint, args)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    signals = _not_ignored(config.signals_to_handle)
+    # Where the workers' supervisor, which handles them too, reads them.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signals)
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-    with _signals_raised(config.signals_to_handle):
+    with _signals_raised(signals):
         job = _called.job_of(config, entrypoint, args, name)
         if job is not None:
             try:
@@ -175,7 +178,11 @@ def _run_here(
         if result.is_failed():
             # Workers that no process could be asked about (stuck in the kernel) have no failure.
             if not result.failures:
-                raise RuntimeError(f"{name}: the workers are unhealthy, and cannot be restarted")
+                raise NodeUnfitError(
+                    f"{name}: the workers are unhealthy, and cannot be restarted here",
+                    slug="worker-unkillable",
+                    next_step="another node; this one may need a reboot",
+                )
             raise ChildFailedError(name=name, failures=result.failures)
         return result.return_values
     except ChildFailedError:
@@ -218,19 +225,24 @@ def _spec(
     )
 
 
-@contextmanager
-def _signals_raised(names: str) -> Iterator[None]:
-    """Raise SignalException at these signals, and leave the caller's handlers as they were.
+def _not_ignored(names: str) -> list[str]:
+    """Return these signals but for those that the caller ignores, and so do stay ignored.
 
-    One that is ignored stays ignored: so a job that was started under nohup outlives its terminal.
+    So a job that was started under nohup outlives its terminal.
     """
-    known = [
-        name.strip() for name in names.split(",") if name.strip() in signal.Signals.__members__
+    known = signal.Signals.__members__
+    return [
+        name
+        for name in filter(None, (part.strip() for part in names.split(",")))
+        if name not in known or signal.getsignal(known[name]) is not signal.SIG_IGN
     ]
-    wanted = [signal.Signals[name] for name in known]
-    wanted = [one for one in wanted if signal.getsignal(one) is not signal.SIG_IGN]
+
+
+@contextmanager
+def _signals_raised(names: list[str]) -> Iterator[None]:
+    """Raise SignalException at these signals, and leave the caller's handlers as they were."""
     with raised(
-        wanted,
+        [signal.Signals[name] for name in names if name in signal.Signals.__members__],
         lambda one: SignalException(f"Process {os.getpid()} got signal: {one}", sigval=one),
     ):
         yield

@@ -116,6 +116,8 @@ class PContext(ABC):
         ):
             if needles:
                 self._filter(needles, files, path, log_line_prefixes)
+        # How long those get to end that are stopped because another failed; an agent sets its own.
+        self.close_timeout_s = 30
         self._closing = threading.Lock()
         self._closed = False
 
@@ -278,7 +280,7 @@ class MultiprocessContext(PContext):
             if code != 0 or rank not in self._values:
                 failures[rank] = self._failure(rank, process.pid, code)
         if failures:
-            self.close()
+            self.close(timeout=self.close_timeout_s)
             return self._result(failures)
         if len(self._values) < self.nprocs or any(
             process.exitcode is None for process in self._processes.values()
@@ -356,7 +358,7 @@ class SubprocessContext(PContext):
         }
         if not failures and any(code is None for code in codes.values()):
             return None
-        self.close()
+        self.close(timeout=self.close_timeout_s)
         # A command returns nothing; that it ended well is a value of None.
         return self._result(failures, {} if failures else dict.fromkeys(codes))
 

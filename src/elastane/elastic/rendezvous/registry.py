@@ -76,7 +76,10 @@ class _Plugin:
         return creator(params)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Plugin) and self._entry == other._entry
+        if isinstance(other, _Plugin):
+            return self._entry == other._entry
+        # The module that the entry names may register its creator by itself, when it is imported.
+        return getattr(other, "__module__", None) == self._entry.module
 
     def __hash__(self) -> int:
         return hash(self._entry)

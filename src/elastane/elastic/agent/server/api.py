@@ -192,7 +192,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """See ElasticAgent. A SignalException is raised again when the workers are gone."""
         started_s = time.monotonic()
-        death_sig: tuple[signal.Signals, ...] = ()  # else the subclass's own
+        death_sig: signal.Signals | None = None
         try:
             result = self._invoke_run(role)
             self._total_execution_time = int(time.monotonic() - started_s)
@@ -201,7 +201,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
             return result
         except SignalException as error:
             _log.warning("Received %s death signal, shutting down workers", error.sigval)
-            death_sig = (error.sigval,)
+            death_sig = error.sigval
             raise
         except Exception as error:
             if not _is_one_of(error, ("RendezvousGracefulExitError",)):
@@ -209,7 +209,10 @@ class SimpleElasticAgent(Telling, ElasticAgent):
             _log.info("Rendezvous gracefully exited: %s", error)
             return RunResult(state=WorkerState.SUCCEEDED)
         finally:
-            self._shutdown(*death_sig, timeout=self._shutdown_timeout)
+            if death_sig is None:  # A subclass has a default of its own.
+                self._shutdown(timeout=self._shutdown_timeout)
+            else:
+                self._shutdown(death_sig, timeout=self._shutdown_timeout)
             self._total_execution_time = int(time.monotonic() - started_s)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:

@@ -3,8 +3,9 @@
 Owns their environment, which is that of `elastane run`'s workers, and the watch over them: ends,
 timers, uninterruptible sleep, health checks. How they run is elastic.multiprocessing's.
 
-Differences from torch 2.13, on purpose: `shutdown_timeout` holds wherever workers are stopped, not
-only at the end; the health check outlives restarts.
+Differences from torch 2.13, on purpose: `shutdown_timeout` holds wherever workers are stopped,
+not only at the end; the health check outlives restarts; a report file and a secret of this process
+are not its workers'.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ _PASSED_ON = (
     "PYTHONFAULTHANDLER",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
+# What is this process's own, though children inherit it: an empty one counts as none.
+_KEPT = ("ELASTANE_REPORT_FILE", "ELASTANE_TOKEN")
 _WATCH_S = 0.1
 _HEALTHY_S = 60
 
@@ -153,6 +156,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
         )
+        self._pcontext.close_timeout_s = self._shutdown_timeout
         return dict(self._pcontext.pids())
 
     def _environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
@@ -175,7 +179,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         run_id = spec.rdzv_handler.get_run_id()
         run = RunFacts(run_id, socket.gethostname(), spec.role, spec.local_world_size)
         base = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        return worker_environment(base, assignment, run, WorkerFacts(rank))
+        kept = {name: "" for name in _KEPT if name in os.environ}
+        return {**worker_environment(base, assignment, run, WorkerFacts(rank)), **kept}
 
     def _set_local_rank_env(
         self, worker_env: dict[str, str], local_rank: int, spec: WorkerSpec
