@@ -1,6 +1,7 @@
 """Small rooms: the length of files and functions, the number of parameters, no sleeping tests."""
 
 import ast
+from collections import Counter
 
 import pytest
 from style_sources import functions_of, package_files, python_files, short, tree_of
@@ -66,6 +67,12 @@ def _sleeps(node, allowed=False):
 
 
 TESTS = [path for path in python_files() if path.name.startswith("test_")]
+
+
+def test_each_test_file_has_a_name_of_its_own():
+    """pytest imports them all into one process, by their bare names."""
+    names = Counter(path.name for path in TESTS if path.name not in {"conftest.py", "__init__.py"})
+    assert not {name: count for name, count in names.items() if count > 1}
 
 
 @pytest.mark.parametrize("path", TESTS, ids=short)
