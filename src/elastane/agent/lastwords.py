@@ -18,6 +18,8 @@ _FATAL = "Fatal Python error: "
 _STACKS_LINES_MAX, _STACKS_BYTES_MAX = 5000, 512 << 10
 _NATIVE_FRAMES_MAX = 12
 _PYTHON_FRAMES_MAX = 20
+# Evidence for a worker that had failed by itself before anybody stopped it.
+STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
 
 
 @dataclass(frozen=True)

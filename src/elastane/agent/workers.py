@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from elastane.agent.files import choose_files
 from elastane.agent.groupsetup import GroupSetup
-from elastane.agent.lastwords import LastWords
+from elastane.agent.lastwords import STOPPED_IN_ITS_END, LastWords
 from elastane.agent.memory import Memory, kill_evidence, read_memory
 from elastane.agent.offers import OfferedPort
 from elastane.agent.overdue import end_overdue
@@ -71,6 +71,7 @@ class WorkerGroup:
     _stuck_mind: asyncio.Task[None] | None = None
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: bool = False
+    _stopped_s: float = 0.0
 
     def begin(self) -> None:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
@@ -86,7 +87,7 @@ class WorkerGroup:
             handle = asyncio.get_running_loop().call_later(grace_s, self._kill.set)
             _log.debug("grace of %.1f s ends at %s", grace_s, handle.when())
         if not self._stopping:
-            self._stopping = True
+            self._stopping, self._stopped_s = True, time.monotonic()
             self._spawn_task(self._stop())
 
     def mark(self) -> None:
@@ -169,7 +170,9 @@ class WorkerGroup:
         stopped = self._stopping
         words = await worker.last_words(self.setup, self._streams)
         evidence = ""
-        if not (stopped or worker.verdict):
+        if stopped and 0 < words.failed_s <= self._stopped_s:
+            evidence = STOPPED_IN_ITS_END
+        elif not (stopped or worker.verdict):
             evidence = kill_evidence(self._memory, read_memory(), process.peak_bytes, code)
         # The error file's time is the fault's own; its process ended by and by after that.
         failed_s = min(ended_s, words.failed_s or ended_s)

@@ -67,7 +67,7 @@ def _advice(failure: Failure, allowed: int) -> str:
         )
     if failure.exit_code == -9:
         return "find who sent it: a scheduler, a person, or the kernel (dmesg | grep -i killed)"
-    if failure.exit_code < 0:
+    if failure.exit_code < 0 and not failure.error_file:  # no exception of the script's
         return "read the stacks of all threads above, or at the end of its stderr"
     if allowed == 0:
         return "mend the script; to let the job survive such failures: --max-restarts N"
