@@ -1,1 +1,28 @@
-"""testing"""
+"""For tests: jobs on this one machine under faults, and the control plane in virtual time.
+
+    from elastane.testing import Fault, FaultPlan, LocalCluster
+
+`LocalCluster` runs a training script on several nodes of this machine, `FaultPlan` harms them by
+plan, and pytest has the fixture `local_cluster`. `elastane.testing.simulation` plays the control
+plane alone. docs/testing.md shows how.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastane.testing.cluster import ClusterError, LocalCluster, LocalNode, World
+    from elastane.testing.plans import Fault, FaultPlan
+
+__all__ = ["ClusterError", "Fault", "FaultPlan", "LocalCluster", "LocalNode", "World"]
+_PLANS = ("Fault", "FaultPlan")
+
+
+def __getattr__(name: str) -> Any:
+    # pytest imports this package in every project, for its plug-in.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "plans" if name in _PLANS else "cluster"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -1,0 +1,333 @@
+"""A job of several nodes on this one machine, to try a training script under faults.
+
+    with LocalCluster(["train.py"], nnodes="1:2", nproc_per_node=2, max_restarts=3) as cluster:
+        cluster.start("a"), cluster.start("b")
+        cluster.wait_world(nodes=2)
+        cluster.node("b").kill()
+        cluster.wait_world(nodes=1)
+
+Owns the agents (`elastane run`, one process a node) and that none of their processes outlives the
+context. What it knows of the job, it reads in the event log. How it fails: UsageError for options
+that cannot be; ClusterError, with the job's whole story, for what did not happen in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from elastane.core.notes import EventKind
+from elastane.errors import ElastaneError, UsageError
+from elastane.functions.wish import as_text
+from elastane.launcher.options import BY_DEST
+from elastane.observe.events import read_events
+from elastane.observe.records import LoggedEvent
+from elastane.runtime import environment
+from elastane.testing import processes
+
+DEADLINE_S = 60.0
+_POLL_S = 0.02
+_GONE_S = 15.0
+_STORY_CHARS_MAX = 6000
+# What a job must not inherit from the program that tests it, which may be a worker itself.
+_FOREIGN = ("PET_", "ELASTANE_", "TORCHELASTIC_", "TORCH_ELASTIC_")
+_WORKERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+
+class ClusterError(ElastaneError):
+    """What was waited for did not happen; `story` is what each agent said, and the event log."""
+
+    def __init__(self, what: str, story: str) -> None:
+        super().__init__(what, slug="cluster", next_step="read the story below")
+        self.story = story
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n\n{self.story}"
+
+
+@dataclass(frozen=True)
+class World:
+    """The newest world: its fence, the ids of its nodes in the order of rank, and its workers.
+
+    `pids` are those of each node, by local rank; a node is missing there until it has started its
+    workers.
+    """
+
+    round: int
+    attempt: int
+    nodes: tuple[str, ...]
+    pids: Mapping[str, tuple[int, ...]]
+
+    @property
+    def fence(self) -> tuple[int, int]:
+        """Round and attempt."""
+        return self.round, self.attempt
+
+
+class LocalNode:
+    """One node: an agent of the job, and its workers."""
+
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], log: Path, cluster: LocalCluster
+    ) -> None:
+        self.name = name
+        self.process = process
+        self.log = log
+        self._cluster = cluster
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its agent runs."""
+        return self.process.poll() is None
+
+    @property
+    def output(self) -> str:
+        """All that the agent and its workers said."""
+        return self.log.read_text(errors="replace")
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Return the agent's exit code; ClusterError where it runs on."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            what = f"node {self.name} still runs after {deadline_s:g} s"
+            raise ClusterError(what, self._cluster.story()) from None
+
+    def workers(self) -> tuple[int, ...]:
+        """Return the pids of its newest workers, by local rank; none before it has any."""
+        world = self._cluster.world()
+        return world.pids.get(self.name, ()) if world is not None else ()
+
+    def kill_worker(self, local_rank: int = 0, number: int = signal.SIGKILL) -> int:
+        """Send a worker a signal, SIGKILL by default; returns its pid."""
+        pids = self.workers()
+        if not 0 <= local_rank < len(pids):
+            raise UsageError(
+                f"kill_worker({local_rank}): node {self.name} has {len(pids)} workers",
+                slug="cluster",
+                expected="a local rank of a worker that was started",
+                next_step="cluster.wait_world(...) before",
+            )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[local_rank], number)
+        return pids[local_rank]
+
+    def kill(self) -> None:
+        """End the agent, its workers and their children at once, as a power cut does."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGSTOP)  # It is to see nothing of what follows.
+        pids = processes.below(self.process.pid)
+        self.process.kill()
+        processes.kill(pids)
+        self.process.wait()
+
+    def kill_agent(self) -> None:
+        """SIGKILL to the agent alone: its workers are ended by its warden."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Ask the agent to leave (SIGTERM), as a preemption does; returns at once."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def pause(self) -> None:
+        """Stop every process of the node (SIGSTOP), as a host that hangs."""
+        for pid in [self.process.pid, *processes.below(self.process.pid)]:
+            processes.send(pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the node go on after `pause`."""
+        for pid in [*processes.below(self.process.pid), self.process.pid]:
+            processes.send(pid, signal.SIGCONT)
+
+
+class LocalCluster:
+    """See the module. `script` is what `elastane run` is given after its options.
+
+    `options` are its flags by name, as for `elastane.launch`; nodes meet on this machine unless
+    they say where (`rdzv_backend`, `rdzv_endpoint`). `folder` keeps logs and what agents said;
+    without it a temporary one does, removed at the end. `env`: variables for agents and workers.
+    Start nodes in a thread that lives as long as the cluster: the kernel ends them with it.
+    """
+
+    def __init__(
+        self,
+        script: Sequence[str],
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        self._given = as_text(options)
+        self._script = [os.fspath(word) for word in script]
+        self._env = dict(env or {})
+        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
+        self.folder = Path(self._temporary.name if self._temporary else os.fspath(folder or ""))
+        self.job = self._given.get("rdzv_id", f"cluster-{uuid.uuid4().hex[:8]}")
+        self.nodes: list[LocalNode] = []
+        self._mark = uuid.uuid4().hex
+        self._endpoint = ""
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._endpoint = f"127.0.0.1:{processes.free_port()}"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            processes.end_all([node.process for node in self.nodes], self._mark, _GONE_S)
+        finally:
+            if isinstance(error, Exception) and not isinstance(error, ClusterError):
+                error.add_note(self.story())
+            if self._temporary is not None:
+                self._temporary.cleanup()
+
+    def start(
+        self, name: str, *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> LocalNode:
+        """Start a node; `options` win over the cluster's."""
+        given = {**self._defaults(), **self._given, **as_text({"node_id": name, **options})}
+        log = self.folder / f"{name}.{len(self.nodes)}.log"
+        words = [_word(flag, value) for flag, value in given.items()]
+        with log.open("wb") as output:
+            process = processes.start(
+                [sys.executable, "-m", "elastane", "run", *words, *self._script],
+                self._environment(env or {}),
+                output.fileno(),
+            )
+        self.nodes.append(LocalNode(name, process, log, self))
+        return self.nodes[-1]
+
+    def node(self, name: str) -> LocalNode:
+        """Return the node of that name that was started last; KeyError where none was."""
+        for node in reversed(self.nodes):
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    def events(self, *kinds: str) -> list[LoggedEvent]:
+        """Return the event log of all nodes by time, of these kinds where some are named."""
+        found = read_events(self.log_dir / self.job)
+        return [event for event in found if not kinds or event.kind in kinds]
+
+    @property
+    def log_dir(self) -> Path:
+        """Where the logs and the event logs of the job are."""
+        return Path(self._given.get("log_dir", self.folder / "logs"))
+
+    def world(self) -> World | None:
+        """Return the newest world; None before the first."""
+        settled: LoggedEvent | None = None
+        pids: dict[tuple[str, int | None, int | None], tuple[int, ...]] = {}
+        for event in self.events(EventKind.ROUND_SETTLED, EventKind.WORKERS_STARTED):
+            if event.kind == EventKind.WORKERS_STARTED:
+                text = str(event.data.get("pids", "")).strip("(), ")
+                words = filter(None, (word.strip() for word in text.split(",")))
+                pids[event.node, event.round, event.attempt] = tuple(map(int, words))
+            else:
+                settled = event
+        if settled is None or settled.round is None or settled.attempt is None:
+            return None
+        nodes = tuple(str(settled.data.get("members", "")).split())
+        at = settled.round, settled.attempt
+        here = {node: pids[(node, *at)] for node in nodes if (node, *at) in pids}
+        return World(*at, nodes, here)
+
+    def wait(
+        self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S
+    ) -> None:
+        """Wait until `condition` holds; ClusterError, which says `what`, where it does not."""
+        end_s = time.monotonic() + deadline_s
+        while not condition():
+            if time.monotonic() >= end_s:
+                raise ClusterError(f"not within {deadline_s:g} s: {what}", self.story())
+            time.sleep(_POLL_S)
+
+    def wait_world(
+        self, nodes: int, *, after: World | None = None, deadline_s: float = DEADLINE_S
+    ) -> World:
+        """Return the newest world once it has so many nodes, all with workers.
+
+        `after`: and is newer than that one.
+        """
+        found: list[World] = []
+
+        def there() -> bool:
+            world = self.world()
+            is_new = world is not None and (after is None or world.fence > after.fence)
+            if world is None or not is_new or not len(world.nodes) == len(world.pids) == nodes:
+                return False
+            found.append(world)
+            return True
+
+        newer = f", newer than round {after.round} attempt {after.attempt}" if after else ""
+        self.wait(there, f"a world of {nodes} nodes with workers{newer}", deadline_s)
+        return found[-1]
+
+    def wait_event(
+        self, kind: str, words: str = "", count: int = 1, deadline_s: float = DEADLINE_S
+    ) -> LoggedEvent:
+        """Return the `count`-th event of a kind whose reason has `words`, once it was told."""
+
+        def found() -> list[LoggedEvent]:
+            return [event for event in self.events(kind) if words in event.reason]
+
+        self.wait(
+            lambda: len(found()) >= count, f"{count} events {kind} with {words!r}", deadline_s
+        )
+        return found()[count - 1]
+
+    def wait_done(self, deadline_s: float = DEADLINE_S) -> None:
+        """Wait until every agent that was not killed has ended, with exit code 0."""
+        end_s = time.monotonic() + deadline_s
+        for node in self.nodes:
+            code = node.wait(max(0.0, end_s - time.monotonic()))
+            if code not in (0, -signal.SIGKILL):
+                raise ClusterError(f"node {node.name} ended with exit code {code}", self.story())
+
+    def story(self) -> str:
+        """Return what each agent said, and the event log."""
+        said = [
+            f"--- {node.name} ({node.process.poll()})\n{node.output[-_STORY_CHARS_MAX:]}"
+            for node in self.nodes
+        ]
+        told = [f"{e.time} {e.source} {e.node} {e.kind}: {e.reason}" for e in self.events()]
+        return "\n".join([*said, "--- events", *told])
+
+    def _defaults(self) -> dict[str, str]:
+        """Return where nodes meet, and what a test wants of an agent, where nothing is said."""
+        found = {"rdzv_id": self.job, "log_dir": str(self.log_dir)}
+        if not {"rdzv_backend", "rdzv_endpoint", "standalone", "master_addr"} & set(self._given):
+            found |= {"rdzv_backend": "elastane", "rdzv_endpoint": self._endpoint}
+        return found
+
+    def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
+        own = {
+            name: value
+            for name, value in environment.snapshot().items()
+            if not name.startswith(_FOREIGN) and name not in _WORKERS_OWN
+        }
+        return {**own, "OMP_NUM_THREADS": "1", processes.MARK: self._mark, **self._env, **more}
+
+
+def _word(dest: str, value: str) -> str:
+    option = BY_DEST[dest]
+    if option.kind == "flag":
+        return f"--{option.name}" if value == "1" else ""
+    return f"--{option.name}={value}"

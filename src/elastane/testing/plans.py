@@ -1,0 +1,129 @@
+"""Faults by plan: what is done to a local cluster, and when, from one seed.
+
+    plan = FaultPlan.random(seed=7, duration_s=60, every_s=5)
+    plan.run(cluster)
+    cluster.wait_done()
+
+Pure but for `run`. The same seed gives the same plan; what a fault hits depends on who is there
+when it comes, and is told in what `run` returns. How it fails: UsageError for a plan that cannot
+be.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from elastane.core.notes import EventKind
+from elastane.errors import UsageError
+from elastane.testing.cluster import LocalCluster, LocalNode
+
+Kind = Literal["kill-worker", "kill-node", "kill-agent", "stop-node", "pause-node", "add-node"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_POLL_S = 0.05
+_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: seconds after the plan's begin, what it is, and whom of those present it hits.
+
+    `pick` is in [0, 1): 0 the first of those that are there, 0.99 the last.
+    """
+
+    at_s: float
+    kind: Kind
+    pick: float = 0.0
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Faults in the order of time. A node that one takes away comes back after `back_s`.
+
+    Never fewer than `keep` nodes are left: a fault that would is left out.
+    """
+
+    faults: tuple[Fault, ...]
+    back_s: float = 2.0
+    keep: int = 1
+
+    def __post_init__(self) -> None:
+        times = [fault.at_s for fault in self.faults]
+        if times != sorted(times) or any(at_s < 0 for at_s in times):
+            raise UsageError(
+                f"a plan of faults at {times} s", slug="cluster", expected="times in their order"
+            )
+        for fault in self.faults:
+            if fault.kind not in KINDS or not 0 <= fault.pick < 1:
+                raise UsageError(
+                    f"a plan with {fault}",
+                    slug="cluster",
+                    expected=f"pick in [0, 1), and kind one of {', '.join(KINDS)}",
+                )
+
+    @classmethod
+    def random(
+        cls, seed: int, duration_s: float, every_s: float, kinds: Sequence[Kind] = KINDS
+    ) -> FaultPlan:
+        """Return a plan with a fault each `every_s` seconds, give or take half, from a seed."""
+        rng, at_s, faults = random.Random(seed), 0.0, []
+        while (at_s := at_s + every_s * rng.uniform(0.5, 1.5)) < duration_s:
+            faults.append(Fault(at_s, rng.choice(list(kinds)), rng.random()))
+        return cls(tuple(faults))
+
+    def run(self, cluster: LocalCluster) -> list[str]:
+        """Do it all, and bring back whom it took away; returns what was done, in words.
+
+        Ends early where the job has ended, or no agent is left.
+        """
+        begun_s, told = time.monotonic(), list[str]()
+        absent: list[tuple[float, str]] = []
+        faults = list(self.faults)
+        while faults or absent:
+            now_s = time.monotonic() - begun_s
+            present = _present(cluster)
+            if cluster.events(EventKind.JOB_ENDED) or not (present or absent):
+                break
+            for back in [back for back in absent if back[0] <= now_s]:
+                if not cluster.node(back[1]).is_alive:  # a node that drains takes its time
+                    absent.remove(back)
+                    cluster.start(back[1])
+                    told.append(f"{now_s:.1f} s: {back[1]} comes back")
+            if faults and faults[0].at_s <= now_s:
+                done, gone = self._do(faults.pop(0), present, cluster)
+                told += [f"{now_s:.1f} s: {done}"] if done else []
+                absent += [(now_s + self.back_s, gone)] if gone else []
+            time.sleep(_POLL_S)
+        return told
+
+    def _do(self, fault: Fault, present: list[LocalNode], cluster: LocalCluster) -> tuple[str, str]:
+        """Return what was done, and the name of a node that has to come back; empty for nothing."""
+        if not present:
+            return "", ""
+        node = present[int(fault.pick * len(present))]
+        if fault.kind == "kill-worker":
+            pids = node.workers()
+            if not pids:
+                return "", ""
+            pid = node.kill_worker(int(fault.pick * len(pids)))
+            return f"kill-worker {pid} of {node.name}", ""
+        if fault.kind == "pause-node":
+            node.pause()
+            time.sleep(_PAUSE_S)  # the fault itself
+            node.resume()
+            return f"pause-node {node.name} for {_PAUSE_S:g} s", ""
+        if fault.kind == "add-node":
+            added = cluster.start(f"added-{len(cluster.nodes)}")
+            return f"add-node {added.name}", ""
+        if len(present) <= self.keep:
+            return "", ""
+        ends = {"kill-node": node.kill, "kill-agent": node.kill_agent, "stop-node": node.stop}
+        ends[fault.kind]()
+        return f"{fault.kind} {node.name}", node.name
+
+
+def _present(cluster: LocalCluster) -> list[LocalNode]:
+    return [node for node in cluster.nodes if node.is_alive]

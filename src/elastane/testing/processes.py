@@ -1,0 +1,93 @@
+"""The processes of a local cluster: started with a mark, found by it, ended with their parent.
+
+Each carries a variable that names its cluster, and so does whatever it starts: it is found whatever
+session or parent it took since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from elastane.runtime.files import process_start
+from elastane.runtime.kernel import die_with_parent
+
+MARK = "ELASTANE_TESTING_MARK"
+_POLL_S = 0.02
+
+
+def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own; the kernel kills it with this thread."""
+    return subprocess.Popen(
+        [word for word in words if word],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        # One system call, which takes no lock: safe where other threads run.
+        preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509
+    )
+
+
+def below(pid: int) -> list[int]:
+    """Return all that hangs below a process, children before theirs."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *below(child)]
+    return found
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal, if the process is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL to each that is still there."""
+    for pid in pids:
+        send(pid, signal.SIGKILL)
+
+
+def marked(mark: str) -> list[int]:
+    """Return the living processes that carry the mark."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            carries = wanted in (folder / "environ").read_bytes().split(b"\0")
+            if carries and process_start(int(folder.name)):
+                found.append(int(folder.name))
+    return found
+
+
+def end_all(agents: Iterable[subprocess.Popen[bytes]], mark: str, patience_s: float) -> None:
+    """Kill agents, and whatever of theirs carries the mark, until nothing is left."""
+    for agent in agents:
+        if agent.poll() is None:
+            agent.kill()
+        agent.wait()
+    end_s = time.monotonic() + patience_s
+    while (left := marked(mark)) and time.monotonic() < end_s:
+        kill(left)
+        time.sleep(_POLL_S)
+
+
+def free_port() -> int:
+    """Return a port that is free now, below those that the kernel gives to whoever asks for any."""
+    while True:
+        port = random.randint(20_000, 31_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
