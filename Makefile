@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.elastane-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env demo test lint bench soak format clean
+.PHONY: help env demo test lint bench soak nightly format clean
 
 help: ## list what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -54,6 +54,9 @@ bench: env ## elastane and torchrun side by side; prints the table, writes JSON
 
 soak: env ## the tests that take longer than a minute each
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+nightly: env ## ten minutes of the long job under faults
+	SOAK_S=600 $(BIN)/python -m pytest -m soak -k an_hour_of_faults $(ARGS)
 
 format: env ## format the code and sort its imports
 	$(BIN)/ruff check --fix --select I .

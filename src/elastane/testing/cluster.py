@@ -31,7 +31,7 @@ from elastane.core.notes import EventKind
 from elastane.errors import ElastaneError, UsageError
 from elastane.functions.wish import as_text
 from elastane.launcher.options import BY_DEST
-from elastane.observe.events import read_events
+from elastane.observe.events import EventReader
 from elastane.observe.records import LoggedEvent
 from elastane.runtime import environment
 from elastane.testing import processes
@@ -178,6 +178,8 @@ class LocalCluster:
         self.nodes: list[LocalNode] = []
         self._mark = uuid.uuid4().hex
         self._endpoint = ""
+        self._reader: EventReader | None = None
+        self._events: list[LoggedEvent] = []
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -223,8 +225,11 @@ class LocalCluster:
 
     def events(self, *kinds: str) -> list[LoggedEvent]:
         """Return the event log of all nodes by time, of these kinds where some are named."""
-        found = read_events(self.log_dir / self.job)
-        return [event for event in found if not kinds or event.kind in kinds]
+        if self._reader is None:
+            self._reader = EventReader(self.log_dir / self.job)
+        self._events += self._reader.poll()
+        self._events.sort(key=lambda event: event.order)  # one host's may come after another's
+        return [event for event in self._events if not kinds or event.kind in kinds]
 
     @property
     def log_dir(self) -> Path:

@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from elastane.core.notes import EventKind
 from elastane.errors import UsageError
@@ -43,12 +43,14 @@ class Fault:
 class FaultPlan:
     """Faults in the order of time. A node that one takes away comes back after `back_s`.
 
-    Never fewer than `keep` nodes are left: a fault that would is left out.
+    Never fewer than `keep` nodes are left, and those named in `spare` are never taken away nor
+    paused: a fault that would is left out.
     """
 
     faults: tuple[Fault, ...]
     back_s: float = 2.0
     keep: int = 1
+    spare: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         times = [fault.at_s for fault in self.faults]
@@ -66,13 +68,21 @@ class FaultPlan:
 
     @classmethod
     def random(
-        cls, seed: int, duration_s: float, every_s: float, kinds: Sequence[Kind] = KINDS
+        cls,
+        seed: int,
+        duration_s: float,
+        every_s: float,
+        kinds: Sequence[Kind] = KINDS,
+        **rest: Any,
     ) -> FaultPlan:
-        """Return a plan with a fault each `every_s` seconds, give or take half, from a seed."""
+        """Return a plan with a fault each `every_s` seconds, give or take half, from a seed.
+
+        `rest`: back_s, keep and spare.
+        """
         rng, at_s, faults = random.Random(seed), 0.0, []
         while (at_s := at_s + every_s * rng.uniform(0.5, 1.5)) < duration_s:
             faults.append(Fault(at_s, rng.choice(list(kinds)), rng.random()))
-        return cls(tuple(faults))
+        return cls(tuple(faults), **rest)
 
     def run(self, cluster: LocalCluster) -> list[str]:
         """Do it all, and bring back whom it took away; returns what was done, in words.
@@ -110,14 +120,16 @@ class FaultPlan:
                 return "", ""
             pid = node.kill_worker(int(fault.pick * len(pids)))
             return f"kill-worker {pid} of {node.name}", ""
+        if fault.kind == "add-node":
+            added = cluster.start(f"added-{len(cluster.nodes)}")
+            return f"add-node {added.name}", ""
+        if node.name in self.spare:
+            return "", ""
         if fault.kind == "pause-node":
             node.pause()
             time.sleep(_PAUSE_S)  # the fault itself
             node.resume()
             return f"pause-node {node.name} for {_PAUSE_S:g} s", ""
-        if fault.kind == "add-node":
-            added = cluster.start(f"added-{len(cluster.nodes)}")
-            return f"add-node {added.name}", ""
         if len(present) <= self.keep:
             return "", ""
         ends = {"kill-node": node.kill, "kill-agent": node.kill_agent, "stop-node": node.stop}

@@ -1,0 +1,107 @@
+"""A real job under a fault every few seconds: nothing leaks, and the weights are exact.
+
+SOAK_S says for how long the soak goes on: an hour by default. FAULT_SEED replays the faults, not
+their timing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elastane.testing import FaultPlan, LocalCluster
+from elastane.testing.processes import below, marked
+
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+from exact_training import undisturbed
+
+SCRIPT = Path(__file__).parent / "scripts" / "exact_training.py"
+STEP_S, EVERY_S = 0.05, 5.0
+# `add-node` is left out: an added one stays for ever, as a spare.
+KINDS = ("kill-worker", "kill-node", "kill-agent", "stop-node", "pause-node")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a node that is never taken away holds: agent, zygote and warden together."""
+
+    rss_bytes: int
+    descriptors: int
+    threads: int
+    processes: int
+
+
+def use_of(pid: int) -> Use:
+    found = [pid, *below(pid)]
+    return Use(
+        rss_bytes=sum(_status(one, "VmRSS") * 1024 for one in found),
+        descriptors=sum(len(os.listdir(f"/proc/{one}/fd")) for one in found),
+        threads=sum(_status(one, "Threads") for one in found),
+        processes=len(found),
+    )
+
+
+def _status(pid: int, name: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    return 0
+
+
+def run(folder: Path, soak_s: float) -> None:
+    seed = int(os.environ.get("FAULT_SEED", "1"))
+    steps = int(soak_s / STEP_S)  # more than can be done under faults: the job outlasts them
+    options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 100_000, "tee": "0"}
+    options |= {"preload": "torch,torch.distributed", "shutdown_timeout": 5}
+    script = [str(SCRIPT), str(folder), str(steps), str(STEP_S)]
+    temporary = {"TMPDIR": str(folder / "tmp"), "XDG_RUNTIME_DIR": str(folder / "run")}
+    for place in temporary.values():
+        Path(place).mkdir(mode=0o700)
+    shared = set(os.listdir("/dev/shm"))
+    with LocalCluster(script, folder=folder / "c", env=temporary, **options) as cluster:
+        stays = cluster.start("stays")
+        cluster.start("b"), cluster.start("c")
+        world = cluster.wait_world(nodes=3)
+        # The first faults load what only faults use.
+        warm = FaultPlan.random(seed, 20.0, 2.0, KINDS, spare=("stays",))
+        told = warm.run(cluster)
+        world = cluster.wait_world(nodes=3, after=world)
+        before = use_of(stays.process.pid)
+        plan = FaultPlan.random(seed + 1, soak_s - 20, EVERY_S, KINDS, spare=("stays",))
+        told += plan.run(cluster)
+        cluster.wait_world(nodes=3)
+        after = use_of(stays.process.pid)
+        print("\n".join(told), before, after, sep="\n")
+        assert (after.processes, after.threads) == (before.processes, before.threads)
+        assert after.descriptors <= before.descriptors + 2
+        # An hour's faults are some thousand events; a leak of one world each would be far more.
+        assert after.rss_bytes <= before.rss_bytes + 8 * MIB
+        assert stays.is_alive and len(told) > soak_s / EVERY_S / 2
+        cluster.wait((folder / "final.json").exists, "training ends", soak_s + 60)
+        cluster.wait(lambda: not any(node.is_alive for node in cluster.nodes), "all agents end")
+        assert cluster.events("job-ended")[-1].data["ok"] is True
+        mark = cluster._mark
+    assert json.loads((folder / "final.json").read_text())["weights"] == undisturbed(steps)
+    assert not marked(mark)
+    assert set(os.listdir("/dev/shm")) <= shared
+    # Logs are kept; of what serves a running job nothing is.
+    left = [path for path in (folder / "run").rglob("*") if path.is_file()]
+    assert not [path for path in left if path.suffix != ".lock"]
+    assert not list((folder / "tmp").glob("elastane-call*"))
+
+
+@pytest.mark.timeout(240)
+def test_a_minute_of_faults_leaks_nothing_and_ends_with_the_undisturbed_weights(tmp_path):
+    run(tmp_path, 45.0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+def test_an_hour_of_faults_leaks_nothing_and_ends_with_the_undisturbed_weights(tmp_path):
+    run(tmp_path, float(os.environ.get("SOAK_S", "3600")))
