@@ -1,0 +1,267 @@
+"""What seldom happens: each branch of core that no story of the other tests goes through."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from core_driver import Driver, job_spec
+from test_core_agent import Agent
+
+from elastane.core import invariants
+from elastane.core.contact import Contact
+from elastane.core.effects import Exit, Transmit
+from elastane.core.events import Signalled, Unlinked, Warm
+from elastane.core.group import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Group
+from elastane.core.limits import FAILURES_MAX
+from elastane.core.messages import Drained, Failed, Ready, Report, Succeeded
+from elastane.core.model import Assignment, Failure, Fence, Member, Outcome, Record, World
+from elastane.core.notes import EventKind
+from elastane.core.rendezvous import phases
+from elastane.core.wire import NONCE_BYTES, ServerHandshake, SessionKeys, codec_for_agent
+from elastane.errors import WireError
+
+SPEC = job_spec(1, 4)
+
+
+def world(fence, *ids, size=1):
+    return World(
+        fence=Fence(*fence),
+        members=tuple(
+            Member(node_id=i, incarnation="1", local_world_size=size, role="r") for i in ids
+        ),
+    )
+
+
+def given(world, **changed):
+    found, base = [], 0
+    total = sum(member.local_world_size for member in world.members)
+    for rank, member in enumerate(world.members):
+        one = Assignment(
+            fence=world.fence, node_rank=rank, nodes=len(world.members), rank_base=base,
+            world_size=total, role_rank_base=base, role_world_size=total, master_addr="h",
+            master_port=1, agent_store=True, restarts_used=0, max_restarts=0, reason="",
+        )  # fmt: skip
+        found.append(one)
+        base += member.local_world_size
+    found[-1] = msgspec.structs.replace(found[-1], **changed)
+    return found
+
+
+# What must always hold
+
+
+@pytest.mark.parametrize(
+    ("previous", "now", "says"),
+    [
+        (None, world((1, 0), "a"), ""),
+        (world((1, 0), "a"), world((1, 1), "a"), ""),
+        (world((1, 0), "a", "b", "c"), world((2, 0), "a", "c", "d"), ""),
+        (world((2, 0), "a"), world((1, 9), "a"), "was settled after"),
+        (world((2, 0), "a"), world((2, 0), "a"), "was settled after"),
+        (world((2, 0), "a"), world((2, 1), "b"), "two memberships in round 2"),
+        (world((1, 0), "a", "b"), world((2, 0), "b", "a"), "were put in the order"),
+    ],
+)
+def test_a_broken_succession_is_named(previous, now, says):
+    found = invariants.broken_succession(previous, now)
+    assert says in found and bool(found) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (world((1, 0), "a", "b"), ""),
+        (world((1, 0)), "has 0 nodes, of 1 to 4"),
+        (world((1, 0), *"abcde"), "has 5 nodes"),
+        (world((1, 0), "a", "a"), "holds a node twice"),
+    ],
+)
+def test_a_broken_size_is_named(now, says):
+    found = invariants.broken_size(SPEC, now)
+    assert says in found and bool(found) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, ""),
+        ({"node_rank": 0}, "node rank 1 was given"),
+        ({"rank_base": 3}, "node rank 1 was given"),
+        ({"role_rank_base": 0}, "node rank 1 was given"),
+        ({"world_size": 5}, "disagree on world size or fence"),
+        ({"fence": Fence(1, 1)}, "disagree on world size or fence"),
+    ],
+)
+def test_broken_ranks_are_named(changed, says):
+    two = world((1, 0), "a", "b", size=2)
+    found = invariants.broken_ranks(two, given(two, **changed))
+    assert says in found and bool(found) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (None, {}, ""),
+        ({"outcome": Outcome(ok=True, reason="x")}, {}, "was changed"),
+        ({"restarts_used": 2}, {"restarts_used": 1}, "went from 2 to 1"),
+        ({}, {"restarts_used": 1}, ""),
+        ({"world": world((1, 0), "a")}, {}, "the world was forgotten"),
+        ({"world": world((2, 0), "a")}, {"world": world((1, 0), "a")}, "was settled after"),
+        ({"world": world((1, 0), "a")}, {"world": world((1, 0), "a")}, ""),
+    ],
+)
+def test_a_record_that_goes_back_is_named(before, after, says):
+    previous = Record(spec=SPEC, **before) if before is not None else None
+    found = invariants.broken_record(previous, Record(spec=SPEC, **after))
+    assert says in found and bool(found) == bool(says)
+
+
+# The rendezvous
+
+
+def test_a_report_of_too_many_failures_is_no_message():
+    one = Failure(local_rank=0, rank=0, pid=1, exit_code=1)
+    with pytest.raises(ValueError, match="at most"):
+        Failed(fence=Fence(1, 0), failures=(one,) * (FAILURES_MAX + 1))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [(-9, "find who sent it"), (-11, "read the stacks"), (1, "mend the script")],
+)
+def test_the_next_step_fits_the_way_a_worker_ended(exit_code, words):
+    one = Driver(job_spec(1, 1, restarts=0))
+    one.join("a")
+    one.fails("a", "x", exit_code)
+    one.stops("a")
+    one.passes(1.0, alive="a")
+    assert words in one.persisted[-1].outcome.next_step
+
+
+def test_the_next_step_after_want_of_memory_is_more_memory():
+    one = Driver(job_spec(1, 1, restarts=0))
+    one.join("a")
+    fence = one.assigned["a"].fence
+    failure = Failure(
+        local_rank=0, rank=0, pid=1, exit_code=-9, evidence="out of memory: the kernel killed it"
+    )
+    one.says("a", Failed(fence=fence, failures=(failure,)))
+    one.stops("a")
+    one.passes(1.0, alive="a")
+    assert "more memory" in one.persisted[-1].outcome.next_step
+
+
+def test_authority_that_did_not_change_is_not_told_again(pair):
+    pair.authority(True)
+    pair.authority(False)
+    pair.authority(False)
+    kinds = [note.kind for note in pair.notes]
+    assert EventKind.AUTHORITY_REGAINED not in kinds
+    assert kinds.count(EventKind.AUTHORITY_LOST) == 1
+
+
+def test_rules_that_contradict_one_another_are_a_bug_that_says_so(pair, monkeypatch):
+    monkeypatch.setitem(phases.RULES, phases.Phase.RUNNING, lambda state: True)
+    with pytest.raises(AssertionError, match="contradict one another in phase"):
+        pair.leaves("a")
+
+
+def test_what_an_old_fence_says_changes_nothing(pair):
+    before = pair.machine.report()
+    for message in (
+        Succeeded(Fence(0, 9)),
+        Drained(Fence(0, 9)),
+        Failed(fence=Fence(0, 9), failures=()),
+    ):
+        pair.says("a", message)
+    after = pair.machine.report()
+    assert [n.state for n in after.nodes] == [n.state for n in before.nodes] == ["running"] * 2
+
+
+def test_a_record_without_a_world_begins_as_if_there_were_none():
+    one = Driver(job_spec(1, 1), record=Record(spec=job_spec(1, 1)))
+    one.join("a")
+    assert one.fence == {"round": 1, "attempt": 0}
+
+
+def test_status_tells_who_is_away_and_who_leaves(elastic):
+    elastic.leaves("b")
+    assert {n.node_id: n.state for n in elastic.machine.report().nodes}["b"] == "leaving"
+    elastic.breaks("a", clean=False)
+    assert {n.node_id: n.state for n in elastic.machine.report().nodes}["a"] == "away"
+
+
+def test_the_master_is_reached_by_what_other_hosts_see():
+    one = Driver(job_spec(2, 2))
+    one.join("a", host="127.0.0.1")
+    one.join("b", host="10.0.0.7")
+    assert one.assigned["a"].master_addr == "10.0.0.99", "where b reached the coordinator"
+    alone = Driver(job_spec(2, 2))
+    alone.join("a", host="127.0.0.1")
+    alone.join("b", host="127.0.0.1")
+    assert alone.assigned["b"].master_addr == "127.0.0.1"
+    named = Driver(job_spec(1, 1))
+    named.join("a", local_addr="192.0.2.9")
+    assert named.assigned["a"].master_addr == "192.0.2.9"
+
+
+# The agent
+
+
+def test_an_agent_is_warm_once_and_says_so_once():
+    agent = Agent()
+    agent.does(Warm())
+    assert agent.sent(Ready)
+    agent.does(Warm())
+    assert not agent.sent(Ready)
+
+
+def test_a_status_report_that_an_agent_did_not_ask_for_is_passed_over():
+    agent = Agent().running()
+    report = Report(
+        job="j", phase="running", reason="", fence=None, min_nodes=1, max_nodes=1, world_size=1,
+        restarts_used=0, max_restarts=0, uptime_s=1.0, nodes=(),
+    )  # fmt: skip
+    assert not [e for e in agent.told(report) if isinstance(e, Transmit | Exit)]
+
+
+def test_an_agent_leaves_once():
+    agent = Agent(linked=False)
+    agent.does(Signalled("SIGTERM"))
+    ends = [e for e in agent.effects if isinstance(e, Exit)]
+    again = [e for e in agent.does(Unlinked("still away")) if isinstance(e, Exit)]
+    assert len(ends) == 1 and not again
+
+
+def test_an_answer_that_nobody_waits_for_proves_nothing_new():
+    contact = Contact(5.0)
+    contact.begin(6.0)
+    contact.answered(authority=True)
+    assert contact.authority_s == 6.0, "as of the session's begin, and no later"
+
+
+def test_many_failures_of_one_node_are_kept_with_less_text():
+    group = Group(given(world((1, 0), "a"))[0])
+    for rank in range(FAILURES_MAX + 5):
+        failure = Failure(local_rank=rank, rank=rank, pid=1, exit_code=1, message="x" * 999)
+        group.add_failure(failure, 10.0)
+    kept = group.aged_failures(11.0)
+    assert len(kept) == FAILURES_MAX
+    sizes = [len(failure.message) for failure in kept]
+    assert sizes[:FULL_TEXTS_MAX] == [999] * FULL_TEXTS_MAX
+    assert set(sizes[FULL_TEXTS_MAX:]) == {SHORT_TEXT_CHARS}
+
+
+# The wire
+
+
+def test_a_reader_that_found_a_fault_is_ready_to_tell_it():
+    codec = codec_for_agent(SessionKeys(b"k" * 32, b"l" * 32))
+    codec.feed(b"\\xff" * 64)
+    with pytest.raises(WireError):
+        codec.next()
+    assert codec.ready
+
+
+def test_the_coordinators_side_says_nothing_to_a_stranger_that_says_nothing():
+    assert ServerHandshake("job", b"k" * 32, bytes(NONCE_BYTES)).start() == b""
