@@ -14,8 +14,11 @@ def main() -> int:
         return code
     print("\nNodes that join one rendezvous, and the round after one of them was replaced:\n")
     sys.stdout.flush()
-    # A process of its own: it opens thousands of connections.
-    return subprocess.run([sys.executable, "-m", "bench.joining"], check=False).returncode or code
+    # Processes of their own: they open thousands of connections.
+    code |= subprocess.run([sys.executable, "-m", "bench.joining"], check=False).returncode
+    print("\nA thousand agents without workers, and a hundred of them that die and come back:\n")
+    sys.stdout.flush()
+    return code | subprocess.run([sys.executable, "-m", "bench.crowd"], check=False).returncode
 
 
 if __name__ == "__main__":
