@@ -1,57 +1,61 @@
 """Thousands of histories of faults hold what must always hold.
 
-A failing seed prints its story and the command that replays it; put it into KEPT then.
+A failing seed prints a story that is as small as could be found, and the command that replays it;
+put its line into kept_seeds.txt then. ELASTANE_SOAK_SEEDS is how many the soak plays in each mode.
 """
+
+import os
+from pathlib import Path
 
 import pytest
 
-from elastane.testing.simulation import run_seed
+from elastane.testing.simulation import (
+    Cut,
+    History,
+    HistoryFailedError,
+    Violation,
+    run_seed,
+    setting_of,
+)
+from elastane.testing.simulation.batch import play
+from elastane.testing.simulation.kept import read_kept
+from elastane.testing.simulation.shrink import shrunk
 
-CHUNK = 100
-CHUNKS = 15
-SOAK_CHUNKS = 400
-# Seeds that once failed, with what was wrong: they are played for ever.
-KEPT = [
-    (15, True, "a stale holder was let into a forming world: two sides trained"),
-    (51, True, "workers that left on a drain's SIGTERM were taken for a job well done"),
-    (58, True, "an agent of the job, back after its end, was turned away instead of told"),
-    (22, False, "a holder outside the world that was pieced together sent the rules in circles"),
-    (88, False, "an agent kept failed or hanging workers for a coordinator that never came back"),
-    (101, True, "a coordinator that took up an ended job closed before its agents could come"),
-    (209, False, "fences began anew when nobody held workers as the coordinator came back"),
-    (536, False, "what nodes had said before their world was pieced together was forgotten"),
-    (4064, False, "a coordinator without memory settled before old holders could speak"),
-    (6356, False, "gated workers were kept for a coordinator that had gone for good"),
-    (8747, True, "an assignment that had waited in a paused host's buffer was started"),
-    (9819, False, "a departure was charged when its node came back with failed workers"),
-    (16852, True, "the same, in a store-backed job"),
-    (18026, False, "half of a world was resumed as if it were all of it"),
-    (17450, False, "two worlds with one fence were pieced together as one"),
-    (30483, False, "the same, with more nodes"),
-    (30654, False, "the same, and the rules went in circles"),
-    (39602, False, "a drain taken up again ended the job as a success"),
-]
+CHUNK = 250
+CHUNKS = 10
+SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000"))
+KEPT = read_kept(Path(__file__).parent / "kept_seeds.txt")
+MODES = pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
 
 
-@pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
+def holds(tally):
+    """Fail with the smallest story of the first history that failed."""
+    if tally.failed is not None:
+        seed, store_backed = tally.failed
+        setting = setting_of(seed, store_backed=store_backed)
+        with pytest.raises(HistoryFailedError) as failure:
+            History(setting).run()
+        pytest.fail(str(shrunk(setting, Cut(), failure.value)))
+
+
+@MODES
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_no_history_breaks_what_must_hold(chunk, store_backed):
-    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        run_seed(seed, store_backed=store_backed)
+    holds(play(range(chunk * CHUNK, (chunk + 1) * CHUNK), [store_backed]))
 
 
-@pytest.mark.parametrize(("seed", "store_backed", "was"), KEPT, ids=[str(k[0]) for k in KEPT])
-def test_a_seed_that_once_failed_holds(seed, store_backed, was):
-    assert run_seed(seed, store_backed=store_backed).events, was
+@pytest.mark.parametrize("kept", KEPT, ids=[f"{k.seed}-{k.store_backed}" for k in KEPT])
+def test_a_seed_that_once_failed_holds(kept):
+    assert run_seed(kept.seed, store_backed=kept.store_backed, cut=kept.cut).events, kept.was
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
-@pytest.mark.parametrize("chunk", range(CHUNKS, CHUNKS + SOAK_CHUNKS))
-def test_no_history_of_many_breaks_what_must_hold(chunk, store_backed):
-    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        run_seed(seed, store_backed=store_backed)
+@pytest.mark.timeout(36_000)
+@MODES
+def test_no_history_of_a_million_breaks_what_must_hold(store_backed):
+    first = CHUNK * CHUNKS
+    jobs = len(os.sched_getaffinity(0))
+    holds(play(range(first, first + SOAK_SEEDS), [store_backed], jobs))
 
 
 def test_one_seed_is_one_history():
@@ -61,9 +65,89 @@ def test_one_seed_is_one_history():
 
 
 def test_histories_meet_what_they_are_meant_to_meet():
-    results = [run_seed(seed, store_backed=True) for seed in range(200)]
-    assert sum(r.restarts_used for r in results) > 10
+    results = [run_seed(seed, store_backed=True) for seed in range(300)]
+    assert all(r.events for r in results)
+    assert sum(r.restarts_used for r in results) > 20
     assert sum(r.worlds > 2 for r in results) > 40
     assert sum("succeeded" in r.ended for r in results) > 10
     assert sum("restarts" in r.ended for r in results) > 5
     assert sum("joined within" in r.ended for r in results) > 0
+
+
+def test_every_kind_of_fault_is_drawn_and_told():
+    stories, kinds = "", set()
+    for seed in range(300):
+        history = History(setting_of(seed, store_backed=True))
+        history.run()
+        stories += history.cluster.story.text()
+        kinds |= {planned.kind for planned in history.setting.plan}
+    for what in (
+        "crashes silently",
+        "stands still",
+        "is suspended",
+        "clocks of",
+        "wrong sequence number",
+        "goes dead",
+        "delays all",
+        "is slow",
+        "partition",
+        "do not reach each other",
+        "nothing passes",
+        "dies where it is",
+        "the store is away",
+        "the store takes",
+        "answers of the store are lost",
+        "loses the lease",
+        "cannot reach the store",
+        "SIGTERM",
+    ):
+        assert what in stories, what
+    assert len(kinds) == 26
+
+
+def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):
+    from elastane.testing.simulation.faults import Faults
+
+    def breaks(self):
+        raise Violation("something that a drain breaks")
+
+    monkeypatch.setattr(Faults, "_drain", breaks)
+    setting = next(
+        s
+        for s in (setting_of(n, store_backed=True) for n in range(500))
+        if len(s.plan) > 3 and "drain" in [p.kind for p in s.plan] and len(s.sizes) > 3
+    )
+    with pytest.raises(HistoryFailedError) as failure:
+        History(setting).run()
+    small = shrunk(setting, Cut(), failure.value)
+    drains = sum(p.kind == "drain" for p in setting.plan)
+    assert str(small).count("FAULT") == 0
+    left_out = str(small).split("--without ")[1].split()[0].split(",")
+    assert len(left_out) >= len(setting.plan) - drains
+    assert "--nodes 1 --story" in str(small)
+    assert str(small).splitlines()[-1].startswith(f"replay: elastane sim --seed {setting.seed} ")
+
+
+def test_a_shrinking_ends_in_its_time(monkeypatch):
+    from elastane.testing.simulation.faults import Faults
+
+    def breaks(self):
+        raise Violation("something that a drain breaks")
+
+    monkeypatch.setattr(Faults, "_drain", breaks)
+    setting = next(
+        s
+        for s in (setting_of(n, store_backed=True) for n in range(500))
+        if len(s.plan) > 3 and "drain" in [p.kind for p in s.plan]
+    )
+    with pytest.raises(HistoryFailedError) as failure:
+        History(setting).run()
+    assert shrunk(setting, Cut(), failure.value, limit_s=0.0) is failure.value
+
+
+@pytest.mark.parametrize("line", ["7 store", "7 somewhere # x", "seven store # x"])
+def test_a_line_of_kept_seeds_that_says_too_little_is_refused(tmp_path, line):
+    path = tmp_path / "kept.txt"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"7|seven"):
+        read_kept(path)

@@ -3,18 +3,25 @@
 A checker that no bug can fail proves nothing; these are the bugs that it is there for.
 """
 
+import msgspec
 import pytest
 
 from elastane.core.agent import AgentCore
 from elastane.core.budget import RestartBudget
-from elastane.core.effects import Persist
-from elastane.core.messages import Stopped
-from elastane.core.model import Fence
-from elastane.core.rendezvous import door, forming, phases, presence, reports
+from elastane.core.contact import Contact
+from elastane.core.effects import Persist, Send
+from elastane.core.messages import Assign, Release, Stopped
+from elastane.core.model import Fence, Offer
+from elastane.core.ranks import Place, assignments, member_of
+from elastane.core.rendezvous import door, ending, forming, phases, presence, reports
 from elastane.core.rendezvous.machine import Rendezvous
 from elastane.core.rendezvous.state import Incident, State
 from elastane.testing.simulation import HistoryFailedError, run_seed
+from elastane.testing.simulation.cluster import Cluster
+from elastane.testing.simulation.election import Election
+from elastane.testing.simulation.node import SimulatedNode
 from elastane.testing.simulation.seat import Seat
+from elastane.testing.simulation.store import SimulatedStore
 
 
 def first_failure(seeds, *, store_backed=True, first=0):
@@ -107,24 +114,218 @@ def test_a_late_stopped_that_counts_is_found(monkeypatch):
 def test_messages_sent_before_the_record_is_durable_are_found(monkeypatch):
     original = Seat._carry_out
 
-    def sends_first(self, effects):
+    def sends_first(self, effects, done):
         effects = type(effects)(sorted(effects, key=lambda e: isinstance(e, Persist)))
-        original(self, effects)
+        original(self, effects, done)
 
     monkeypatch.setattr(Seat, "_carry_out", sends_first)
     assert "before it was durable" in first_failure(10)
 
 
 def test_a_coordinator_that_decides_without_its_lease_is_found(monkeypatch):
-    # It neither minds its lease, nor is its write guarded by the version it read.
-    monkeypatch.setattr(Seat, "_mind_lease", lambda self: None)
+    # It neither minds its lease, nor is its write guarded by the version that it read.
+    monkeypatch.setattr(Election, "held", lambda self: True)
     monkeypatch.setattr(Rendezvous, "_set_authority", lambda self, held, reason: None)
-    from elastane.testing.simulation.store import SimulatedStore
-
     original = SimulatedStore.write
+
+    def unguarded(self, after):
+        return original(self, msgspec.structs.replace(after, version=self.filed.version))
+
+    monkeypatch.setattr(SimulatedStore, "write", unguarded)
+    assert "has written after" in first_failure(400)
+
+
+def test_a_successor_that_does_not_fence_its_predecessor_is_found(monkeypatch):
+    def only_reads(self, answer):
+        def read(filed):
+            if filed is None:
+                answer(None)
+                return
+            self.filed, self.fenced_term = filed, self.term
+            answer(True)
+
+        self._ask(self._cluster.store.read, read)
+
+    monkeypatch.setattr(Election, "_fence", only_reads)
+    first_failure(1000)
+
+
+def test_a_round_number_that_a_coordinator_restart_resets_is_found(monkeypatch):
+    """As torchft's lighthouse numbers its quorums."""
+    original = phases.recover
+
+    def forgets_the_world(state, record):
+        original(state, msgspec.structs.replace(record, world=None))
+
+    monkeypatch.setattr(phases, "recover", forgets_the_world)
+    monkeypatch.setattr(State, "hold_up", lambda self, fence: None)
+    assert "forgotten" in first_failure(100) or "was settled after" in first_failure(100)
+
+
+def test_a_store_that_outlives_its_attempt_is_found(monkeypatch):
+    """As the keys of torchrun's default store, which do not name the attempt."""
+    monkeypatch.setattr(SimulatedNode, "new_offer", lambda self: Offer(20_000, True))
+    assert "met those of" in first_failure(50)
+
+
+def test_an_offer_that_others_may_know_is_found_when_it_is_made_again(monkeypatch):
+    original = AgentCore._link
+    monkeypatch.setattr(AgentCore, "_link", lambda self, offer: original(self, None))
+    assert "met those of" in first_failure(2000)
+
+
+def test_a_stale_address_of_rank_0_is_found(monkeypatch):
+    """As torchrun's, which stays where it was while a lower address takes rank 0."""
+    original, first = forming.master_addr, {}
+
+    def stays(state, node):
+        return first.setdefault(state.spec.job, original(state, node))
+
+    monkeypatch.setattr(forming, "master_addr", stays)
+    assert "assigned" in first_failure(200)
+
+
+def test_clocks_of_two_hosts_that_are_compared_are_found(monkeypatch):
+    """As where torchrun and NVRx judge a heartbeat by the time that its sender wrote into it."""
+    send_up, take = Cluster.send_up, reports.take
+    sent_s = {}
+
+    def stamps(self, session, message):
+        sent_s[session.number] = self.nodes[session.up.source].clock.now_s
+        send_up(self, session, message)
+
+    def by_the_senders_clock(state, session, message):
+        result = take(state, session, message)
+        if (node_id := state.by_session.get(session)) in state.nodes:
+            state.nodes[node_id].heard_s = sent_s[session]
+        return result
+
+    monkeypatch.setattr(Cluster, "send_up", stamps)
+    monkeypatch.setattr(reports, "take", by_the_senders_clock)
+    first_failure(100)
+
+
+def test_a_lease_that_is_judged_by_another_hosts_clock_is_found(monkeypatch):
     monkeypatch.setattr(
-        SimulatedStore, "write", lambda self, version, record: original(self, self.version, record)
+        Election, "_end_of", lambda self, begun_s: self._cluster.nodes["n0"].clock.boot_s + 1.8
     )
+    first_failure(400)
+
+
+def test_a_late_word_of_a_dead_agent_that_refuses_its_successor_is_found(monkeypatch):
+    def at_once(state):
+        for node_id, contest in [*state.contests.items()]:
+            old = state.nodes.get(node_id)
+            if old is not None and old.heard_s > contest.began_s:
+                del state.contests[node_id]
+                join = contest.join
+                door._refuse(state, join.session, node_id, door._duplicate(join, old))
+        original(state)
+
+    original = door.settle_contests
+    monkeypatch.setattr(door, "settle_contests", at_once)
+    assert "was refused" in first_failure(100, store_backed=False, first=13_950)
+
+
+def test_a_budget_of_each_agent_is_found(monkeypatch):
+    """As torchrun counts: an agent that is new has all of its restarts."""
+    original = door._admit
+
+    def anew(state, event):
+        state.budget.used = 0
+        original(state, event)
+
+    monkeypatch.setattr(door, "_admit", anew)
+    assert "restarts used went" in first_failure(200)
+
+
+def test_a_world_that_is_charged_twice_is_found(monkeypatch):
+    original = RestartBudget.charge
+
+    def twice(self, *args):
+        original(self, *args)
+        return original(self, *args)
+
+    monkeypatch.setattr(RestartBudget, "charge", twice)
+    assert "at once" in first_failure(200)
+
+
+def test_a_failure_that_is_not_charged_is_found(monkeypatch):
+    original = RestartBudget.charge
+
+    def now_and_then(self, *args):
+        verdict = original(self, *args)
+        self.used -= self.used == 1
+        return verdict
+
+    monkeypatch.setattr(RestartBudget, "charge", now_and_then)
+    assert "was not charged" in first_failure(400)
+
+
+def test_a_late_joiner_in_a_settled_round_is_found(monkeypatch):
+    original = door._admit
+
+    def lets_in(state, event):
+        original(state, event)
+        node = state.nodes[event.message.node.node_id]
+        if state.phase is not phases.Phase.RUNNING or state.is_member(node):
+            return
+        members = (*state.world.members, member_of(node.spec))
+        state.world = msgspec.structs.replace(state.world, members=members)
+        first = state.nodes.get(members[0].node_id, node)
+        place = Place(
+            master_addr=forming.master_addr(state, first),
+            offer=first.offer,
+            restarts_used=state.budget.used,
+            max_restarts=state.budget.allowed,
+            reason="late",
+        )
+        node.fence = state.world.fence
+        state.refile(node)
+        state.persist()
+        state.send(node, Assign(assignments(state.world, place)[-1]))
+
+    monkeypatch.setattr(door, "_admit", lets_in)
+    assert "was settled after" in first_failure(100)
+
+
+def test_a_drained_node_that_is_started_again_is_found(monkeypatch):
+    original = State.refile
+
+    def takes_leaving_too(self, node):
+        original(self, node)
+        if node.session is not None and node.fence is None:
+            self.idle.add(node.id)
+
+    monkeypatch.setattr(State, "refile", takes_leaving_too)
+    monkeypatch.setattr(phases, "_release_leaving", lambda state: None)
+    assert "is to leave" in first_failure(200)
+
+
+def test_a_drained_node_that_is_counted_as_departed_is_found(monkeypatch):
+    def releases_and_remembers(state):
+        for node in [state.nodes[i] for i in sorted(state.leaving - state.holding)]:
+            state.send(node, Release(node.leaving))
+
+    monkeypatch.setattr(phases, "_release_leaving", releases_and_remembers)
+    assert "was counted as departed" in first_failure(200)
+
+
+def test_an_end_that_is_told_before_it_is_durable_is_found(monkeypatch):
+    original = ending._close
+
+    def tells_first(state, outcome):
+        original(state, outcome)
+        late = [e for e in state.out if isinstance(e, Persist)][-1:]
+        state.out = [e for e in state.out if isinstance(e, Send)] + late
+        return True
+
+    monkeypatch.setattr(ending, "_close", tells_first)
+    assert "not durable" in first_failure(200)
+
+
+def test_an_assignment_that_waited_for_too_long_and_is_started_is_found(monkeypatch):
+    monkeypatch.setattr(Contact, "authority_s", property(lambda s: 1e12, lambda s, v: None), False)
     first_failure(2000)
 
 
@@ -174,3 +375,21 @@ def test_a_target_that_some_have_passed_is_found(monkeypatch):
 def test_silence_that_is_never_noticed_is_found(monkeypatch):
     monkeypatch.setattr(presence, "_verdict", lambda state, node: "")
     first_failure(100)
+
+
+def test_a_goodbye_that_is_lost_while_the_name_is_contested_is_found(monkeypatch):
+    monkeypatch.setattr(reports, "_at_the_door", lambda state, session, message: None)
+    assert "is to leave" in first_failure(20, store_backed=False, first=4_270)
+
+
+def test_an_offer_that_a_declined_assignment_leaves_is_found_when_it_is_made_again(monkeypatch):
+    original = SimulatedNode.new_offer
+
+    def same_again(self):
+        core = self.core
+        if core is not None and self.alive and core.group is None and self.session is not None:
+            return core.offer
+        return original(self)
+
+    monkeypatch.setattr(SimulatedNode, "new_offer", same_again)
+    assert "met those of" in first_failure(20, store_backed=False, first=57_050)

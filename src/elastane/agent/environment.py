@@ -66,7 +66,7 @@ def worker_environment(
     TORCHELASTIC_RESTART_COUNT is the job's count, the same on all nodes; torchrun's is each
     agent's own. OMP_NUM_THREADS is 1 where several workers share a node, unless `base` sets it.
     """
-    env = _without_secret(base)
+    env = without_secrets(base)
     for name in _PER_WORKER:
         env.pop(name, None)
     env.update(_places(assignment, run, worker))
@@ -148,7 +148,12 @@ def _torchelastic(assignment: Assignment, run: RunFacts) -> dict[str, str]:
     }
 
 
-def _without_secret(base: Mapping[str, str]) -> dict[str, str]:
+def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
+    """Return `base` without the job's secrets, for a process that needs none.
+
+    A fork shows in /proc what the program that it was forked from was started with, whatever it
+    does to its own environment later: so a zygote must never have had them.
+    """
     env = dict(base)
     env.pop(_SECRET, None)
     if _CONF in env:

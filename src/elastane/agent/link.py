@@ -42,8 +42,11 @@ _FATAL_ERRORS = (RendezvousRefusedError, RendezvousClosedError, ConfigurationErr
 class Locator(Protocol):
     """Finds the coordinator, which may be in this very process."""
 
-    async def locate(self) -> tuple[str, int]:
-        """Return host and port; raises ElastaneError where none is known."""
+    async def locate(self, *, linked: bool = False) -> tuple[str, int]:
+        """Return host and port; raises ElastaneError where none is known.
+
+        `linked`: while a session with a coordinator lives, which has no authority.
+        """
 
     def found(self) -> None:
         """Hear that there is a session, so that nothing is sought until `locate` is called."""
@@ -78,8 +81,7 @@ class Link:
         closed_early = 0
         while True:
             try:
-                host, port = await self._locator.locate()
-                session = await self._dial(host, port)
+                session = await self._reach()
             except ElastaneError as error:
                 closed_early += error.slug in ("endpoint-closed", "tls")
                 if not self._was_linked and (_is_fatal(error) or closed_early > _CLOSED_EARLY_MAX):
@@ -92,13 +94,34 @@ class Link:
                 pause_s = min(_RETRY_MAX_S, pause_s * 2)
                 continue
             self._was_linked = True
-            self._found(host, port)
+            self._locator.found()
             await self._serve(session)
             pause_s, since_s, said = _RETRY_FIRST_S, loop.time(), False
 
-    def _found(self, host: str, port: int) -> None:
-        self._at = host, port
-        self._locator.found()
+    async def _reach(self) -> Session:
+        """Return a session with the coordinator, wherever it moves to meanwhile.
+
+        A host that lost its power refuses nothing: a call to it would last until its time is up,
+        and by then the successor has given up waiting for us.
+        """
+        while True:
+            self._at = await self._locator.locate()
+            dialing = asyncio.ensure_future(self._dial(*self._at))
+            try:
+                while not dialing.done() and not await self._is_elsewhere(dialing):
+                    pass
+                if dialing.done():
+                    return dialing.result()
+            finally:
+                dialing.cancel()
+                await asyncio.gather(dialing, return_exceptions=True)
+
+    async def _is_elsewhere(self, dialing: asyncio.Future[Session]) -> bool:
+        """Wait for a moment; then say whether the coordinator is not where it is sought."""
+        await asyncio.wait({dialing}, timeout=_RETRY_MAX_S)
+        with contextlib.suppress(ElastaneError):
+            return not dialing.done() and await self._locator.locate() != self._at
+        return False
 
     async def _has_moved(self, message: Alive) -> bool:
         """Whether a coordinator without authority has a successor elsewhere, or is sought here."""
@@ -106,7 +129,7 @@ class Link:
             self._locator.found()
             return False
         with contextlib.suppress(ElastaneError):
-            return await self._locator.locate() != self._at
+            return await self._locator.locate(linked=True) != self._at
         return False
 
     async def _serve(self, session: Session) -> None:

@@ -20,6 +20,7 @@ from elastane.core.agent import AgentCore
 from elastane.core.effects import (
     AgentEffect,
     AimGroup,
+    Decline,
     Exit,
     MarkGroup,
     StartGroup,
@@ -27,7 +28,8 @@ from elastane.core.effects import (
     Tell,
     Transmit,
 )
-from elastane.core.events import AgentEvent, Signalled, Tick, Warm
+from elastane.core.events import AgentEvent, GroupGone, Linked, Signalled, Tick, Warm
+from elastane.core.model import Offer
 from elastane.core.notes import Note
 from elastane.errors import ExitCode
 from elastane.runtime.process import reap_orphans
@@ -75,7 +77,7 @@ class AgentShell:
         self.post(Tick())
         try:
             while True:
-                event = await self._queue.get()
+                event = self._with_offer(await self._queue.get())
                 # What workers leave behind and soon ends is adopted here: no pile of zombies.
                 reap_orphans()
                 self._core.progress = self._group.progress() if self._group else None
@@ -88,6 +90,17 @@ class AgentShell:
             warm.cancel()
             if self._timer is not None:
                 self._timer.cancel()
+
+    def _with_offer(self, event: AgentEvent) -> AgentEvent:
+        """Offer a new port in each session, unless workers use the one that was offered."""
+        if not isinstance(event, Linked) or self._core.group is not None:
+            return event
+        return Linked(self._new_port())
+
+    def _new_port(self) -> Offer:
+        """Hold another port than the last, which may have been told to others."""
+        self._port.close()
+        return self._port.open()
 
     def _judged(self, exit_: Exit) -> Exit:
         """Return the exit; another one where this node proved unfit for workers."""
@@ -119,6 +132,8 @@ class AgentShell:
                 self._tell(note)
             case Exit():
                 raise AssertionError("run() returns on Exit")
+            case Decline(fence=fence):
+                self.post(GroupGone(fence, self._new_port()))
             case StopGroup() | MarkGroup() | AimGroup():
                 self._act_on_group(effect)
 

@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Tell the story; 0 whatever became of the job."""
     from elastane.cli.logs import find_job
+    from elastane.observe.box import printable
     from elastane.observe.events import read_events
     from elastane.observe.story import story_of
 
@@ -46,7 +47,8 @@ def main(args: argparse.Namespace) -> int:
 
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(story)).decode() + "\n")
     else:
-        sys.stdout.write("\n".join(story_lines(story)) + "\n")
+        lines = (printable(line.expandtabs()) for line in story_lines(story))
+        sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

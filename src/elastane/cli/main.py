@@ -27,6 +27,7 @@ VERBS = {
     "status": "show a job: its nodes, its round, what it waits for",
     "logs": "show the output of a job's workers, merged by time",
     "explain": "say why a job failed or restarted, attempt by attempt",
+    "sim": "play the control plane of whole clusters in virtual time, faults and all",
     "demo": "train a classifier while workers and nodes die, on this machine",
 }
 

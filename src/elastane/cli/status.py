@@ -64,7 +64,10 @@ def main(args: argparse.Namespace) -> int:
             "next: elastane status JOB for one that ended, or --rdzv-endpoint HOST:PORT --rdzv-id"
         )
     else:
-        print("\n\n".join("\n".join(_lines(view)) for view in views))
+        from elastane.observe.box import printable
+
+        texts = ("\n".join(printable(line) for line in _lines(view)) for view in views)
+        print("\n\n".join(texts))
     troubled = [view for view in views if view.trouble is not None]
     return int(ExitCode.TRY_AGAIN) if troubled else 0
 

@@ -12,6 +12,7 @@ from elastane.core.diagnosis import failure_text
 from elastane.core.effects import (
     AgentEffect,
     AimGroup,
+    Decline,
     Exit,
     MarkGroup,
     StartGroup,
@@ -82,7 +83,7 @@ class AgentCore:
         self.outcome: Outcome | None = None
         self.progress: int | None = None
         self._now_s = now_s
-        self._welcomed = False
+        self.welcomed = False
         self._seen: Assignment | None = None
         self._heartbeat_s = now_s
         self._leaving = ""
@@ -95,8 +96,8 @@ class AgentCore:
         """Take in `event` at `now_s` (monotonic seconds) and return what is to be done."""
         self._now_s = now_s
         match event:
-            case Linked():
-                self._link()
+            case Linked(offer=offer):
+                self._link(offer)
             case Unlinked(reason=reason):
                 self._unlink(reason)
             case Told(message=message):
@@ -128,7 +129,8 @@ class AgentCore:
         """Whether there is a session with a coordinator."""
         return self.contact.linked
 
-    def _link(self) -> None:
+    def _link(self, offer: Offer | None) -> None:
+        self.offer = self.offer if offer is None else offer
         self.contact.begin(self._now_s)
         self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
         self._send(
@@ -138,7 +140,7 @@ class AgentCore:
                 offer=self.offer,
                 holding=self.group.holding(self._now_s) if self.group else None,
                 ready=self.ready,
-                welcomed=self._welcomed,
+                welcomed=self.welcomed,
                 seen=self._seen.fence if self._seen else None,
                 restarts_seen=self._seen.restarts_used if self._seen else 0,
             )
@@ -162,7 +164,7 @@ class AgentCore:
     def _told(self, message: ToAgent) -> None:
         match message:
             case Welcome(phase=phase, reason=reason):
-                self._welcomed = True
+                self.welcomed = True
                 self._tell(EventKind.COORDINATOR_FOUND, f"the job is {phase}: {reason}")
             case Refused():
                 self._refused(message)
@@ -197,9 +199,9 @@ class AgentCore:
             # Told twice, or after it was told to go: the coordinator learns what is held.
             return
         self.contact.decided()
-        if self.self_fencing and self._now_s - self.contact.authority_s >= ISOLATION_LIMIT_S:
+        if self._now_s - self.contact.authority_s >= ISOLATION_LIMIT_S:
             # It waited in a buffer while this host stood still; others have gone on since.
-            self._send(Stopped(assignment.fence, self.offer))
+            self._out.append(Decline(assignment.fence))
             return
         self.group, self._seen = Group(assignment), assignment
         self._tell(EventKind.WORKERS_STARTING, assignment.reason)
@@ -260,6 +262,9 @@ class AgentCore:
                 self._send(Drained(fence))
             case GroupGone(fence=fence, offer=offer) if group and fence == group.fence:
                 self._gone(fence, offer)
+            case GroupGone(fence=fence, offer=offer) if group is None:
+                self.offer = offer
+                self._send(Stopped(fence, offer))
             case _:
                 pass  # Of a group that is no more.
 

@@ -1,7 +1,7 @@
 """What core asks the world to do; the shells carry it out, in the order of the list.
 
 The rendezvous yields `Persist`, `Send`, `Hangup`, `Tell` and `Finished`; the agent yields
-`Transmit`, `StartGroup`, `StopGroup`, `MarkGroup`, `AimGroup`, `Tell` and `Exit`.
+`Transmit`, `StartGroup`, `Decline`, `StopGroup`, `MarkGroup`, `AimGroup`, `Tell` and `Exit`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,15 @@ class StopGroup(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Decline(msgspec.Struct, frozen=True):
+    """Do not start the workers of this fence; others may wait for them at the port on offer.
+
+    Obligation: another port is held, and `GroupGone` follows with it.
+    """
+
+    fence: Fence
+
+
 class MarkGroup(msgspec.Struct, frozen=True):
     """Begin a drain: gate the workers that ask should_checkpoint(), and count their calls.
 
@@ -103,4 +112,4 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 RendezvousEffect = Persist | Send | Hangup | Tell | Finished
-AgentEffect = Transmit | StartGroup | StopGroup | MarkGroup | AimGroup | Tell | Exit
+AgentEffect = Transmit | StartGroup | Decline | StopGroup | MarkGroup | AimGroup | Tell | Exit

@@ -19,9 +19,9 @@ def broken_succession(previous: World | None, world: World) -> str:
     if world.fence.round == previous.fence.round and world.members != previous.members:
         return f"two memberships in round {world.fence.round}"
     before = [m.node_id for m in previous.members]
-    after = {m.node_id for m in world.members}
+    known, after = {*before}, {m.node_id for m in world.members}
     survivors = [node_id for node_id in before if node_id in after]
-    order = [m.node_id for m in world.members if m.node_id in set(before)]
+    order = [m.node_id for m in world.members if m.node_id in known]
     if survivors != order:
         return f"survivors {survivors} were put in the order {order}"
     return ""
@@ -53,7 +53,9 @@ def broken_ranks(world: World, given: Sequence[Assignment]) -> str:
 
 
 def broken_record(previous: Record | None, record: Record) -> str:
-    """The durable record never goes back."""
+    """The durable record never goes back, and charges no more restarts than are allowed."""
+    if record.restarts_used > record.spec.max_restarts:
+        return f"{record.restarts_used} restarts were used of {record.spec.max_restarts} allowed"
     if previous is None:
         return ""
     if previous.outcome is not None and record.outcome != previous.outcome:

@@ -50,6 +50,13 @@ FAILURES_TOLD_WHOLE = 4
 FAILURE_TOLD_CHARS_MAX = 500
 # Failures that one report may carry; a node has at most a few dozen workers.
 FAILURES_MAX = 256
+# Counts that cross the wire: rounds, ranks, calls of should_checkpoint(). JSON carries them
+# exactly, and 64 bits hold the one more that a coordinator makes of each.
+COUNT_MAX = 1 << 53
+# Rounds beyond this are nobody's: one a second for 34 years, as of the highest that is believed.
+ROUND_MAX = 1 << 30
+# Text of an agent's wish to leave or to end the job, as it is kept and told.
+REASON_CHARS_MAX = 1000
 # Characters of a job or node name: it becomes part of paths, which POSIX bounds at 255.
 NAME_CHARS_MAX = 200
 # Workers of one node: more than any machine has of cores or accelerators worth a process each.
@@ -57,7 +64,7 @@ LOCAL_WORLD_SIZE_MAX = 4096
 # A session that broke may come back as quickly as a TCP connect and two frames; until then its
 # node is not yet a departure. Short, since a dead agent's broken session must count at once.
 REJOIN_GRACE_S = 0.1
-# A second agent with a node id that is in use: the first has this long to prove that it lives.
+# A second agent with a node id that is in use has it once the first was silent for this long.
 CONTEST_S = 1.0
 # Before a job is ended for its failures, evidence of a departure that caused them may come.
 VERDICT_S = 0.3
@@ -83,6 +90,10 @@ STORE_TIMEOUT_S = 5.0
 # A coordinator tries for so long to make one decision durable before it gives its seat up: members
 # of an etcd that lost its leader elect another in two seconds or so.
 SAVE_PATIENCE_S = 10.0
+# A coordinator that lost so many nodes that no world can be formed gives up its seat after this
+# long: those that it does not reach may reach each other, and the store. Longer than a restart of
+# a node, which is nothing to move a coordinator for.
+GIVE_WAY_S = 5.0
 # How often a watcher or a candidate of the file store looks: with it, take-over after a SIGKILL
 # of the holder costs the lease's time and at most 0.3 s.
 STORE_POLL_S = 0.1

@@ -6,13 +6,14 @@ worker group names the fence it is about, so one that comes late is recognised a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from elastane.core.limits import FAILURES_MAX
+from elastane.core.limits import COUNT_MAX, FAILURES_MAX
 from elastane.core.model import (
     Assignment,
+    Count,
     Failure,
     Fence,
     JobSpec,
@@ -22,6 +23,13 @@ from elastane.core.model import (
 )
 
 GroupState = Literal["running", "succeeded", "failed", "stopping"]
+# The target of a drain is one more than the furthest, and has to cross the wire as well.
+Calls = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_MAX)]
+
+
+def _check_count(failures: tuple[Failure, ...]) -> None:
+    if len(failures) > FAILURES_MAX:
+        raise ValueError(f"{len(failures)} failures in a report of at most {FAILURES_MAX}")
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +40,9 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[Failure, ...] = ()
     # Its workers were asked to checkpoint; they will not go on by themselves.
     draining: bool = False
+
+    def __post_init__(self) -> None:
+        _check_count(self.failures)
 
 
 class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
@@ -50,7 +61,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
     ready: bool = True
     welcomed: bool = False
     seen: Fence | None = None
-    restarts_seen: int = 0
+    restarts_seen: Count = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -61,7 +72,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """The agent lives. `progress` is the least step count of its workers that report one."""
 
     fence: Fence | None = None
-    progress: int | None = None
+    progress: Count | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
@@ -71,8 +82,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
     failures: tuple[Failure, ...]
 
     def __post_init__(self) -> None:
-        if len(self.failures) > FAILURES_MAX:
-            raise ValueError(f"{len(self.failures)} failures in a report of at most {FAILURES_MAX}")
+        _check_count(self.failures)
 
 
 class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
@@ -88,7 +98,7 @@ class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):
     """
 
     fence: Fence
-    calls: int | None
+    calls: Calls | None
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
@@ -170,7 +180,7 @@ class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True)
     """should_checkpoint() is to be true at its call number `calls`, on every worker."""
 
     fence: Fence
-    calls: int | None
+    calls: Count | None
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):

@@ -10,7 +10,13 @@ from typing import Annotated
 
 import msgspec
 
-from elastane.core.limits import LOCAL_WORLD_SIZE_MAX, NAME_CHARS_MAX, Timing
+from elastane.core.limits import (
+    COUNT_MAX,
+    FAILURE_TEXT_CHARS_MAX,
+    LOCAL_WORLD_SIZE_MAX,
+    NAME_CHARS_MAX,
+    Timing,
+)
 
 # What the wire refuses to decode otherwise; a NaN is in no range. Names may be somewhat too long
 # here, so that the coordinator's door can refuse them in words.
@@ -18,13 +24,16 @@ Name = Annotated[str, msgspec.Meta(max_length=4 * NAME_CHARS_MAX)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 LocalSize = Annotated[int, msgspec.Meta(ge=1, le=LOCAL_WORLD_SIZE_MAX)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+# Twice what an honest agent sends; so a job's end, which repeats some, always fits a frame.
+Text = Annotated[str, msgspec.Meta(max_length=2 * FAILURE_TEXT_CHARS_MAX)]
 
 
 class Fence(msgspec.Struct, frozen=True, order=True):
     """The fencing token: the number of an agreed membership, and of the start of workers in it."""
 
-    round: int
-    attempt: int
+    round: Count
+    attempt: Count
 
     def __str__(self) -> str:
         return f"round {self.round} attempt {self.attempt}"
@@ -122,12 +131,12 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     fence: Fence
-    node_rank: int
-    nodes: int
-    rank_base: int
-    world_size: int
-    role_rank_base: int
-    role_world_size: int
+    node_rank: Count
+    nodes: Count
+    rank_base: Count
+    world_size: Count
+    role_rank_base: Count
+    role_world_size: Count
     master_addr: str
     master_port: int
     agent_store: bool
@@ -150,10 +159,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     exit_code: int
     age_s: Seconds = 0.0
-    message: str = ""
-    error_file: str = ""
-    log_file: str = ""
-    evidence: str = ""
+    message: Text = ""
+    error_file: Text = ""
+    log_file: Text = ""
+    evidence: Text = ""
 
 
 class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):

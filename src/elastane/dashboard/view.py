@@ -13,6 +13,7 @@ from itertools import pairwise
 import msgspec
 
 from elastane.core.notes import EventKind
+from elastane.core.unreadable import UNREADABLE
 from elastane.observe.records import LoggedEvent
 
 # What is kept: a screen shows some tens of lines, and a sparkline is at most as wide as it.
@@ -184,7 +185,7 @@ def decode_progress(line: bytes) -> Progress | None:
     """Return the progress that a line states, or None where it is torn or something else."""
     try:
         return msgspec.json.decode(line, type=Progress)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 

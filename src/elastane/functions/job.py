@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from elastane.core.limits import Timing
+from elastane.core.unreadable import UNREADABLE
 from elastane.functions.agent import CalledAgent, signal_of
 from elastane.functions.failure import lost
 from elastane.functions.payload import collect, no_room, write_files
@@ -101,7 +100,7 @@ def _ended(folder: Path, environ: Mapping[str, str], timing: Timing) -> int:
 def _report(path: Path) -> JobReport | None:
     try:
         return read_report(str(path))
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return None
 
 

@@ -32,9 +32,9 @@ class Rendezvous:
     """Where this agent finds its coordinator, and what it proves itself with.
 
     `hosts` is whether this node serves the coordinator; None where the address decides. `token`
-    is empty where the job has no secret; `alone` means that no other machine is to join. `store`
-    is the store's place (a folder, servers) and `store_conf` how it is reached; `sidecar` means
-    that this agent brings the store's server along.
+    is empty where the job has no secret, and `token_file` where it is from no file; `alone` means
+    that no other machine is to join. `store` is the store's place (a folder, servers) and
+    `store_conf` how it is reached; `sidecar` means that this agent brings the store's server along.
     """
 
     backend: Backend
@@ -46,6 +46,7 @@ class Rendezvous:
     hosts: bool | None = None
     alone: bool = False
     token: str = field(default="", repr=False)
+    token_file: str = ""
     tls: Tls | None = None
 
 

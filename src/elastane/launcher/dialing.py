@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 
+from elastane.errors import RendezvousRefusedError
 from elastane.runtime import environment, rpc
-from elastane.runtime.endpoint import Endpoint
+from elastane.runtime.endpoint import Endpoint, parse_endpoint
 from elastane.runtime.files import JobEntry, JobRegistry, process_start, runtime_folder
 
 _log = logging.getLogger("elastane.launcher")
@@ -19,12 +21,12 @@ _TIMEOUT_S = 5.0
 
 
 class Dialer:
-    """Dials for one agent; `token` is what the job's secret was made from."""
+    """Dials for one agent; `token` tells what the job's secret is made from now."""
 
     def __init__(
         self,
         access: rpc.Access,
-        token: str,
+        token: Callable[[], str],
         node_id: str,
         registry: JobRegistry | None,
         log_dir: str = "",
@@ -38,12 +40,31 @@ class Dialer:
 
     async def __call__(self, host: str, port: int) -> rpc.Session:
         """Return a session that has been proven; raises as `rpc.connect`."""
-        access = self._access
-        session = await rpc.connect(
-            host, port, job=access.job, secret=access.secret, tls=access.tls, timeout_s=_TIMEOUT_S
-        )
+        session = await self._connect(host, port)
         self._note(Endpoint(host, port))
         return session
+
+    def token_changed(self) -> None:
+        """Note the secret anew, so that `elastane status` is let in."""
+        if self._entry is not None:
+            self._note(parse_endpoint(self._entry.endpoint))
+
+    async def _connect(self, host: str, port: int) -> rpc.Session:
+        """Prove the secret; one that a coordinator does not know yet is followed by the other."""
+        *newer, last = self._access.secrets()
+        for secret in newer:
+            try:
+                return await self._prove(host, port, secret)
+            except RendezvousRefusedError as error:
+                if error.slug != "wrong-token":
+                    raise
+        return await self._prove(host, port, last)
+
+    async def _prove(self, host: str, port: int, secret: bytes) -> rpc.Session:
+        access = self._access
+        return await rpc.connect(
+            host, port, job=access.job, secret=secret, tls=access.tls, timeout_s=_TIMEOUT_S
+        )
 
     def close(self) -> None:
         """Take the entry out."""
@@ -57,7 +78,7 @@ class Dialer:
             job=self._access.job,
             node=self._node_id,
             endpoint=str(endpoint),
-            token=self._token,
+            token=self._token(),
             pid=os.getpid(),
             process=process_start(os.getpid()),
             log_dir=self._log_dir,

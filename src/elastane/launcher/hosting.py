@@ -41,6 +41,11 @@ class Hosting:
         self._access = access
         self._tell = tell
         self.coordinator: Coordinator | None = None
+        self._machine: Rendezvous | None = None
+
+    def short_of_nodes_s(self) -> float:
+        """Return for how long the coordinator has had too few nodes after a loss of some."""
+        return self._machine.short_of_nodes_s if self._machine is not None else 0.0
 
     def check(self, record: Record | None) -> None:
         """Raise where this agent's job is not the recorded one: it must not decide for it."""
@@ -73,12 +78,12 @@ class Hosting:
             tell=self._tell,
         )
         port = listener.getsockname()[1]
-        self.coordinator = coordinator
+        self.coordinator, self._machine = coordinator, machine
         self._say(EventKind.COORDINATOR_STARTED, f"on port {port}, in phase {machine.phase.value}")
         try:
             return await coordinator.run()
         finally:
-            self.coordinator = None
+            self.coordinator = self._machine = None
             self._say(EventKind.COORDINATOR_STOPPED, f"in phase {machine.phase.value}")
 
     def _say(self, kind: EventKind, reason: str) -> None:

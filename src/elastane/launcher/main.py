@@ -25,14 +25,15 @@ from elastane.core.agent import AgentCore
 from elastane.core.effects import Exit
 from elastane.core.model import NodeSpec, Outcome
 from elastane.core.notes import EventKind, Note
-from elastane.core.wire import derive_secret
 from elastane.errors import ElastaneError, ExitCode
 from elastane.launcher.config import LaunchConfig
 from elastane.launcher.dialing import Dialer
 from elastane.launcher.ending import tell_end
 from elastane.launcher.facts import versions
 from elastane.launcher.hosting import Hosting
+from elastane.launcher.keyring import Keyring
 from elastane.launcher.node import Node, node_of, place
+from elastane.launcher.onrecord import as_on_record
 from elastane.launcher.seat import EndpointSeat, Seat, StoreSeat, first_contact
 from elastane.launcher.sidecar import sidecar
 from elastane.observe import logging as say
@@ -81,6 +82,8 @@ class _Agent:
         self._config = node.config
         self._registry = registry
         self._dialer: Dialer | None = None
+        self._core: AgentCore | None = None
+        self._keys: JobKeys | None = None
 
     async def run(self) -> Exit:
         """Take part in the job until it ends, or this agent leaves it."""
@@ -92,12 +95,14 @@ class _Agent:
         token = config.rendezvous.token
         if keys is not None:
             token = await first_contact(keys, token, config.spec.timing.join_timeout_s)
-        secret = derive_secret(config.spec.job, token or None)
-        access = rpc.Access(config.spec.job, secret, _tls(config))
+        keyring = Keyring(config.spec.job, token, config.rendezvous.token_file)
+        await keyring.look()
+        access = rpc.Access(config.spec.job, keyring.secrets()[0], _tls(config), keyring.secrets)
         hosting = Hosting(config.spec, access, node.tell_as_coordinator)
         seat = self._seat(keys, hosting)
 
-        core = AgentCore(
+        self._keys = keys
+        core = self._core = AgentCore(
             config.spec,
             self._node_spec(),
             node.port.open(),
@@ -105,8 +110,10 @@ class _Agent:
             self_fencing=keys is not None,
         )
         shell = AgentShell(core, self._group_setup(), node.port, node.tell)
-        self._dialer = Dialer(access, token, node.id, self._registry, config.logs.base_dir)
-        link = Link(seat, self._dialer, shell.post, config.spec.timing.silence_s)
+        self._dialer = dialer = Dialer(
+            access, lambda: keyring.token, node.id, self._registry, config.logs.base_dir
+        )
+        link = Link(seat, dialer, shell.post, config.spec.timing.silence_s)
         shell.attach(link)
         shell.handle_signals(config.signals)
         node.tell(
@@ -116,7 +123,11 @@ class _Agent:
                 node_id=node.id,
             )
         )
-        return await self._work(shell, link, seat)
+        watch = asyncio.create_task(keyring.watch(dialer.token_changed))
+        try:
+            return await self._work(shell, link, seat)
+        finally:
+            watch.cancel()
 
     async def _work(self, shell: AgentShell, link: Link, seat: Seat) -> Exit:
         work = asyncio.create_task(shell.run())
@@ -127,7 +138,7 @@ class _Agent:
             if not work.done() and seating.done() and seating.exception() is None:
                 # The coordinator here has finished; its agent still takes its leave.
                 await asyncio.wait({work, linking}, return_when=asyncio.FIRST_COMPLETED)
-            exit_ = work.result() if work.done() else _failed(linking, seating)
+            exit_ = work.result() if work.done() else await self._judged(_failed(linking, seating))
             return exit_
         finally:
             await link.flush()
@@ -137,6 +148,11 @@ class _Agent:
             await seat.close(ended=exit_ is not None and exit_.outcome is not None)
             if self._dialer is not None:
                 self._dialer.close()
+
+    async def _judged(self, exit_: Exit) -> Exit:
+        """Return the exit that an end of the connection or the seat means for this agent."""
+        was_in_it = self._core is not None and self._core.welcomed
+        return await as_on_record(exit_, self._keys, was_in_it=was_in_it)
 
     async def _store_keys(self, stack: contextlib.AsyncExitStack) -> JobKeys | None:
         """Return the job's place in its store, None where it has none."""

@@ -27,6 +27,7 @@ from elastane.core.agent import AgentCore
 from elastane.core.effects import (
     AgentEffect,
     AimGroup,
+    Decline,
     Exit,
     MarkGroup,
     StartGroup,
@@ -46,7 +47,7 @@ from elastane.core.events import (
     WorkerSucceeded,
 )
 from elastane.core.messages import Conclude
-from elastane.core.model import Assignment, Failure, Fence, JobSpec, NodeSpec, Outcome
+from elastane.core.model import Assignment, Failure, Fence, JobSpec, NodeSpec, Offer, Outcome
 from elastane.core.wire import derive_secret
 from elastane.launcher.dialing import Dialer, registry_here
 from elastane.launcher.facts import versions
@@ -243,7 +244,7 @@ class Member:
             self_fencing=keys is not None,
         )
         self._core.ready = True  # It forks nothing that would have to be warm.
-        dialer = Dialer(access, token, config.node_id, registry_here())
+        dialer = Dialer(access, lambda: token, config.node_id, registry_here())
         self._link = Link(seat, dialer, self.post, config.spec.timing.silence_s)
         try:
             await self._work(self._core, self._link, seat)
@@ -291,6 +292,8 @@ class Member:
         self.post(Tick())
         while True:
             event = await self._queue.get()
+            if isinstance(event, Linked) and core.group is None:
+                event = Linked(self._new_port())
             for effect in core.handle(event, time.monotonic()):
                 if core.outcome is not None:
                     self._tell_outcome(core.outcome)
@@ -299,13 +302,10 @@ class Member:
                 self._carry_out(effect, link)
             if isinstance(event, Linked):
                 self._say_conclusion()
-            self._set_timer(core)
-
-    def _set_timer(self, core: AgentCore) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        delay_s = max(0.0, core.wake_s - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self.post, Tick())
+            if self._timer is not None:
+                self._timer.cancel()
+            delay_s = max(0.0, core.wake_s - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.post, Tick())
 
     def _carry_out(self, effect: AgentEffect, link: Link) -> None:
         match effect:
@@ -315,6 +315,8 @@ class Member:
                 self._offer(assignment)
             case StopGroup(fence=fence, reason=reason):
                 self._stop(fence, reason)
+            case Decline(fence=fence):
+                self._gone(fence)
             case MarkGroup(fence=fence):
                 self.post(GroupMarked(fence, None))  # Nobody here can be asked to checkpoint.
             case AimGroup(fence=fence):
@@ -343,8 +345,7 @@ class Member:
                 outcome = self._core.outcome if self._core is not None else None
                 # Who closes a job, and does not say that it failed, lets others finish.
                 grace_s = self.config.close_grace_s if outcome is not None and outcome.ok else 0.0
-                loop = asyncio.get_running_loop()
-                loop.call_later(grace_s, self._tell_change, fence, reason)
+                asyncio.get_running_loop().call_later(grace_s, self._tell_change, fence, reason)
                 return
         if self._left is _FINISHED and self._core is not None and self._core.outcome is None:
             self._cannot_start_again(reason)
@@ -360,15 +361,19 @@ class Member:
 
     def _gone(self, fence: Fence) -> None:
         """Tell that nothing runs in `fence` any more, with a new port for what comes next."""
-        self._port.close()
-        self._port = OfferedPort(listening=True)
         with self.desk.told:
             self.desk.assignment, self.desk.change = None, ""
             if self.desk.listener is not None and not self.desk.taken:
                 self.desk.listener.close()
             self.desk.listener, self.desk.taken = None, False
         self._given_back = self._stopping = False
-        self.post(GroupGone(fence, self._port.open()))
+        self.post(GroupGone(fence, self._new_port()))
+
+    def _new_port(self) -> Offer:
+        """Hold another port than the last, which may have been told to others."""
+        self._port.close()
+        self._port = OfferedPort(listening=True)
+        return self._port.open()
 
     def _say_conclusion(self) -> None:
         if self._conclusion is not None and self._link is not None:

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from elastane.agent.environment import without_secrets
 from elastane.agent.offers import OfferedPort
 from elastane.agent.timerwatch import TimerWatch
 from elastane.core.diagnosis import exit_text
@@ -168,8 +169,7 @@ def _spawner(config: LaunchConfig, leash: str, events: EventLog, node_id: str) -
         say.tell(note)
         events.tell(note, "agent")
 
-    env = {**config.environment, LEASH_VARIABLE: leash}
-    env.pop("ELASTANE_TOKEN", None)
+    env = {**without_secrets(config.environment), LEASH_VARIABLE: leash}
     if config.node.local_world_size > 1:
         # As each worker will have it: OpenMP reads it when torch is imported.
         env.setdefault("OMP_NUM_THREADS", "1")

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from elastane.core.events import AuthorityChanged
-from elastane.core.limits import CLOSE_S
+from elastane.core.limits import CLOSE_S, GIVE_WAY_S
 from elastane.core.model import Record
 from elastane.errors import ConfigurationError, ElastaneError, RendezvousError, StoreError
 from elastane.launcher.hosting import Hosting, Takeover
 from elastane.runtime.endpoint import Endpoint, is_mine, listen, local_addresses, resolve
 from elastane.stores.election import Election
 from elastane.stores.jobs import JobKeys
+from elastane.stores.protocol import Store
 
 _log = logging.getLogger("elastane.seat")
 # After a seat was lost, before it is sought again: the store has to answer somebody else first.
 _PAUSE_S = 0.2
+# After it was given up for others, who look each STORE_POLL_S, a large crowd of them each second.
+_WAY_S = 2.0
 # Between two attempts to reach a store that is not up yet, and when a person hears of it.
 _STORE_RETRY_S = 0.5
 _SAY_AFTER_S = 3.0
@@ -32,8 +37,11 @@ _SAY_AFTER_S = 3.0
 class Seat(Protocol):
     """Finds the coordinator, and runs it where that is this agent's part."""
 
-    async def locate(self) -> tuple[str, int]:
-        """Return where the coordinator is; raises ElastaneError where that is not known (yet)."""
+    async def locate(self, *, linked: bool = False) -> tuple[str, int]:
+        """Return where the coordinator is; raises ElastaneError where that is not known (yet).
+
+        `linked`: while the session with one that lost its authority lives.
+        """
 
     def found(self) -> None:
         """Hear that there is a session: the seat is not to be sought until `locate` is called."""
@@ -77,7 +85,7 @@ class EndpointSeat:
         self._serving: asyncio.Task[object] | None = None
         self._port = endpoint.port
 
-    async def locate(self) -> tuple[str, int]:
+    async def locate(self, *, linked: bool = False) -> tuple[str, int]:
         """Serve the endpoint if it is this machine's and nobody does; return where it is."""
         if self._serving is not None and not self._serving.done():
             return self._endpoint.host, self._port
@@ -115,13 +123,18 @@ class StoreSeat:
         self._hosting = hosting
         self._running: asyncio.Task[None] | None = None
         self._sought = asyncio.Event()
+        self._linked = False
+        self._gave_way = False
 
     def found(self) -> None:
         """See Seat: an agent that has its coordinator looks at the store no more."""
         self._sought.clear()
+        if self._hosting.coordinator is None:
+            self._gave_way = False
 
-    async def locate(self) -> tuple[str, int]:
+    async def locate(self, *, linked: bool = False) -> tuple[str, int]:
         """See Seat."""
+        self._linked = linked
         self._sought.set()
         endpoint = await self._election.locate()
         if endpoint is None:
@@ -150,7 +163,7 @@ class StoreSeat:
             if ended:
                 await self._tidy()
                 return
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_WAY_S if self._gave_way else _PAUSE_S)
 
     async def _tidy(self) -> None:
         """Leave nothing in the store but how the job ended."""
@@ -176,7 +189,9 @@ class StoreSeat:
         """Serve under the lease; returns whether the job has ended."""
         self._hosting.check(record)
         before = await self._election.keys.seat()
-        takeover = Takeover(record, before.node_id if before else "", store_backed=True)
+        # Where its host lives and merely lost the store, its workers train: they are waited for.
+        ended = before.node_id if before and not self._linked else ""
+        takeover = Takeover(record, ended, store_backed=True)
         listener = listen("0.0.0.0", 0)
         if listener is None:
             raise ConfigurationError("no free port", slug="port-in-use")
@@ -186,16 +201,33 @@ class StoreSeat:
                 self._hosting.serve(listener, takeover, self._election.save)
             )
             keeping = asyncio.ensure_future(self._election.keep())
+            giving_way = asyncio.ensure_future(self._give_way())
             try:
-                await self._election.publish(Endpoint(reachable_host(self._local_addr), port))
-                await asyncio.wait({serving, keeping}, return_when=asyncio.FIRST_COMPLETED)
-                if not serving.done():
+                host = await reachable_host(self._local_addr, self._election.keys.store)
+                await self._election.publish(Endpoint(host, port))
+                tasks = {serving, keeping, giving_way}
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if not serving.done() and not giving_way.done():
                     await keeping  # which raises LeaseLostError
-                return serving.result() is not None
+                return serving.done() and serving.result() is not None
             finally:
-                for task in (serving, keeping):
+                for task in (serving, keeping, giving_way):
                     task.cancel()
-                await asyncio.gather(serving, keeping, return_exceptions=True)
+                await asyncio.gather(serving, keeping, giving_way, return_exceptions=True)
+
+    async def _give_way(self) -> None:
+        """Return once the job is too small on this side for so long that others should try.
+
+        They may reach each other and the store, but not this host. Once, until another's
+        coordinator was found: where nobody takes the seat, it is this agent's again.
+        """
+        while self._gave_way or self._hosting.short_of_nodes_s() < GIVE_WAY_S:  # noqa: ASYNC110
+            await asyncio.sleep(_PAUSE_S)
+        self._gave_way = True
+        _log.warning(
+            "too few nodes reach this coordinator: it gives up its seat, since others may reach"
+            " each other"
+        )
 
     def _authority(self, change: AuthorityChanged) -> None:
         """Hand the election's word on to the coordinator in charge."""
@@ -222,17 +254,32 @@ async def _end(task: asyncio.Task[object] | asyncio.Task[None] | None, *, ended:
         _log.error("the coordinator failed: %r", result)
 
 
-def reachable_host(local_addr: str) -> str:
+async def reachable_host(local_addr: str, store: Store) -> str:
     """Return an address of this machine that others are likely to reach.
 
-    The user's --local-addr; else the source address of the default route (a UDP socket's
-    connect sends nothing); else any that is no loopback; else the loopback.
+    The user's --local-addr; else the one that this machine has towards the store's servers, which
+    the others reach too; else the source address of the default route; else any that is no
+    loopback; else the loopback.
     """
     if local_addr:
         return local_addr
-    for family, probe in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect((probe, 9))  # documentation addresses (RFC 5737, RFC 3849)
-            return str(sock.getsockname()[0])
+    servers: list[str] = []
+    for url in getattr(store, "urls", ()):
+        with contextlib.suppress(ElastaneError):  # a name that does not resolve here and now
+            servers += await resolve(urlsplit(url).hostname or "")
+    # Documentation addresses (RFC 5737, RFC 3849) are nobody's: the default route leads there.
+    for address in (*servers, "192.0.2.1", "2001:db8::1"):
+        source = _source_towards(address)
+        if source and not ipaddress.ip_address(source.partition("%")[0]).is_loopback:
+            return source
     others = sorted(a for a in local_addresses() if not a.startswith(("127.", "::1", "fe80")))
     return others[0] if others else "127.0.0.1"
+
+
+def _source_towards(address: str) -> str:
+    """Return the address from which this machine would send there; a UDP connect sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, 9))
+        return str(sock.getsockname()[0])
+    return ""

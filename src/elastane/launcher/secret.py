@@ -18,6 +18,8 @@ from elastane.launcher.parser import Options
 
 # A secret is a line; a file that is larger was named by mistake.
 _TOKEN_CHARS_MAX = 4096
+# The one that counts, and while it is being changed the one before.
+_TOKENS_MAX = 2
 
 
 def secured(
@@ -39,27 +41,35 @@ def secured(
         return options.text(name) or conf.tls.get(name, "")
 
     tls = read_tls((file("tls_cert"), file("tls_key"), file("tls_ca")))
-    return replace(rendezvous, token=token, tls=tls)
+    return replace(rendezvous, token=token, token_file=path, tls=tls)
 
 
 def read_token(path: str) -> str:
     """Return the secret in a file; ConfigurationError where it holds none."""
+    return read_tokens(path)[0]
+
+
+def read_tokens(path: str) -> tuple[str, ...]:
+    """Return the secret in a file, and the one before it where the file has two lines."""
     try:
         with Path(path).open(encoding="utf-8") as file:
-            token = file.read(_TOKEN_CHARS_MAX + 1).strip()
+            text = file.read(_TOKEN_CHARS_MAX + 1).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise _unreadable(path, reason) from None
-    if not 0 < len(token) <= _TOKEN_CHARS_MAX:
-        raise _unreadable(path, "empty" if not token else f"over {_TOKEN_CHARS_MAX} characters")
-    return token
+    if not 0 < len(text) <= _TOKEN_CHARS_MAX:
+        raise _unreadable(path, "empty" if not text else f"over {_TOKEN_CHARS_MAX} characters")
+    tokens = tuple(filter(None, (line.strip() for line in text.splitlines())))
+    if len(tokens) > _TOKENS_MAX:
+        raise _unreadable(path, f"{len(tokens)} lines")
+    return tokens
 
 
 def _unreadable(path: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
         f"--token-file {path}: {reason}",
         slug="token-unreadable",
-        expected="a file with one line, the same on all nodes",
+        expected="a file with one line, the same on all nodes; a second line is the secret before",
         next_step=f"(umask 077; head -c 32 /dev/urandom | base64 > {path})",
     )
 

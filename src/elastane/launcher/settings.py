@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError
 from elastane.launcher.nearest import nearest
 from elastane.launcher.option import Option
@@ -101,7 +102,7 @@ def _document(path: Path, text: str) -> dict[str, Any]:
 
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except UNREADABLE as error:  # digits or brackets without end are no TOMLDecodeError
         raise _unusable(path, str(error)) from None
 
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping
 
+from elastane.agent.environment import without_secrets
 from elastane.errors import StoreError
 from elastane.runtime.execspawn import launch
 from elastane.runtime.files import runtime_folder
@@ -54,7 +55,8 @@ async def sidecar(environ: Mapping[str, str], leash: str) -> AsyncIterator[str]:
 
 async def _start(server: LocalServer, environ: Mapping[str, str], leash: str) -> WorkerProcess:
     # etcd reads ETCD_* variables, which here would be about another server.
-    env = {name: value for name, value in environ.items() if not name.startswith("ETCD_")}
+    own = without_secrets(environ)
+    env = {name: value for name, value in own.items() if not name.startswith("ETCD_")}
     env[LEASH_VARIABLE] = leash
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     log = os.open(

@@ -38,7 +38,7 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
     if log_dir:
         body += _wrapped("logs", log_dir)
     rule = "═" * (WIDTH - 2)
-    lines = [f"║ {_padded(_printable(line))} ║" for line in body]
+    lines = [f"║ {_padded(printable(line))} ║" for line in body]
     return "\n".join([f"╔{rule}╗", *lines, f"╚{rule}╝"])
 
 
@@ -86,7 +86,8 @@ def _wrapped(label: str, text: str, *, lines_max: int = 8) -> list[str]:
     ) or [lead]
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Return `text` so that it cannot steer a terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

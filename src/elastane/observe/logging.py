@@ -144,6 +144,7 @@ def flush(timeout_s: float = 1.0) -> bool:
 
 def one_line(text: str) -> str:
     """Return `text` as one bounded line that cannot steer a terminal."""
+    text = text[: 4 * LINE_CHARS_MAX]  # A peer's words may have megabytes.
     joined = " | ".join(filter(None, (part.strip() for part in text.splitlines())))
     safe = "".join(char if char.isprintable() else "?" for char in joined)
     return safe if len(safe) <= LINE_CHARS_MAX else safe[: LINE_CHARS_MAX - 4] + " ..."

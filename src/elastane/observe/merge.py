@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from elastane.core.model import Fence
+from elastane.core.unreadable import UNREADABLE
 from elastane.runtime.streams.bounds import LINE_BYTES_MAX
 from elastane.runtime.streams.files import WORKER_FILE
 from elastane.runtime.streams.index import TimeIndex
@@ -168,7 +169,7 @@ def _read_worker(folder: Path) -> WorkerNote:
     try:
         last = (folder / WORKER_FILE).read_bytes().splitlines()[-1]
         return msgspec.json.decode(last, type=WorkerNote)
-    except (OSError, IndexError, msgspec.DecodeError):
+    except (OSError, IndexError, *UNREADABLE):
         return WorkerNote()
 
 

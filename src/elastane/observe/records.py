@@ -12,6 +12,7 @@ import time
 import msgspec
 
 from elastane.core.notes import Note
+from elastane.core.unreadable import UNREADABLE
 
 FORMAT_VERSION = 1
 # One line is one write: this is a page, and what local file systems append as a whole.
@@ -100,7 +101,7 @@ def decode_line(line: bytes) -> LoggedEvent | None:
     """Return the event of a line, or None where it is torn or none of ours."""
     try:
         return msgspec.json.decode(line, type=LoggedEvent)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 

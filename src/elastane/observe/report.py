@@ -89,7 +89,7 @@ def write_report(path: str, report: JobReport) -> None:
 
 
 def read_report(path: str) -> JobReport:
-    """Return a report; raises OSError, or msgspec.MsgspecError for what is none."""
+    """Return a report; raises OSError, or one of UNREADABLE for what is none."""
     return msgspec.json.decode(Path(path).read_bytes(), type=JobReport)
 
 

@@ -15,6 +15,8 @@ from elastane.core.notes import EventKind
 from elastane.observe.records import LoggedEvent, iso_time
 
 _NS = 1e9
+# The last year that is written with four digits: a log may say anything.
+_TIME_MAX_S = 253402300799.0
 
 
 class SeenFailure(msgspec.Struct, kw_only=True):
@@ -143,7 +145,7 @@ def _note_end(attempt: AttemptStory, event: LoggedEvent) -> None:
             pid=_number(event, "pid") or 0,
             exit=event.reason,
             exit_code=code,
-            time=iso_time(int(time_s * _NS)),
+            time=iso_time(int(min(max(time_s, 0.0), _TIME_MAX_S) * _NS)),
             stopped=bool(event.data.get("stopped")),
             message=str(event.data.get("message", "")),
             error_file=str(event.data.get("error_file", "")),

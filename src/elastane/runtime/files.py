@@ -23,6 +23,7 @@ from types import TracebackType
 import msgspec
 
 from elastane.core.limits import NAME_CHARS_MAX
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError
 
 _SLOTS_MAX = 1024
@@ -127,7 +128,9 @@ class JobRegistry:
         path = self._folder / safe_name(entry.job) / f"{safe_name(entry.node)}.json"
         content = msgspec.json.encode(entry)
         for _ in range(10):  # remove() of another agent may take the empty folder away
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # One by one: parents=True would heed the umask alone.
+            for folder in (self._folder.parent, self._folder, path.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 write_atomic(path, content)
                 return path
@@ -156,7 +159,7 @@ def _read_entry(path: Path) -> JobEntry | None:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(_ENTRY_BYTES_MAX), type=JobEntry)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return None
 
 

@@ -17,6 +17,9 @@ from collections.abc import Callable
 # What a probe sends is a few hundred bytes, and comes at once.
 _REQUEST_BYTES_MAX = 8 << 10
 _REQUEST_S = 5.0
+# A probe is answered at once; who holds more than these open is slow on purpose, and the one that
+# waited longest makes room: the descriptors are the agent's, which needs them for workers.
+_CONNECTIONS_MAX = 64
 _REASONS = {200: "OK", 503: "Service Unavailable"}
 
 
@@ -28,6 +31,7 @@ class HealthServer:
         self._wished_port = port
         self._timeout_s = timeout_s
         self._server: asyncio.Server | None = None
+        self._open: dict[asyncio.StreamWriter, None] = {}
 
     async def start(self) -> None:
         """Listen on all addresses of this host; raises OSError where the port is taken."""
@@ -49,8 +53,15 @@ class HealthServer:
         if self._server is not None:
             self._server.close()
             self._server = None
+        for writer in self._open:
+            writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open[writer] = None
+        if len(self._open) > _CONNECTIONS_MAX:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
         # Who asks badly, slowly, or goes away gets no answer, and harms nobody.
         bad = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
         with contextlib.suppress(*bad):
@@ -58,6 +69,7 @@ class HealthServer:
                 await reader.readuntil(b"\r\n\r\n")
                 writer.write(self._answer())
                 await writer.drain()
+        self._open.pop(writer, None)
         writer.close()
 
     def _answer(self) -> bytes:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 
+from elastane.core.limits import COUNT_MAX
 from elastane.runtime.kernel import accept_barriers, impose_barrier
 
 PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
@@ -58,8 +59,11 @@ class Page(_Words):
 
     @property
     def calls(self) -> int:
-        """How often the worker has asked; final only while it is gated."""
-        return int(self._words[_CALLS])
+        """How often the worker has asked; final only while it is gated.
+
+        What it scribbled there instead is bounded: the number crosses the wire, and is added to.
+        """
+        return min(int(self._words[_CALLS]), COUNT_MAX - 1)
 
     @property
     def is_parked(self) -> bool:

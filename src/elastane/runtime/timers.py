@@ -18,10 +18,13 @@ from pathlib import Path
 
 import msgspec
 
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError
 
 # One request is one write that the kernel keeps whole.
 REQUEST_BYTES_MAX = select.PIPE_BUF
+# The kernel's own bound on process numbers, PID_MAX_LIMIT.
+PID_MAX = 4 << 20
 # Timers of one node: workers hold a few each, by nesting.
 TIMERS_MAX = 10_000
 _READ_BYTES = 64 << 10
@@ -39,11 +42,13 @@ class TimerRequest(msgspec.Struct, frozen=True):
 
 def parse_request(line: bytes) -> TimerRequest | None:
     """Return the request of a line, or None where it is none."""
+    if len(line) > REQUEST_BYTES_MAX:
+        return None  # A table full of such lines would hold hundreds of megabytes.
     try:
         request = msgspec.json.decode(line, type=TimerRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
-    return request if request.pid > 0 and request.signal <= 64 else None
+    return request if 0 < request.pid <= PID_MAX and request.signal <= 64 else None
 
 
 class TimerTable:

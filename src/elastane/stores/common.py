@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from elastane.core.limits import LEASE_MARGIN
 from elastane.errors import LeaseLostError
@@ -59,7 +59,7 @@ class HeldLease:
 
 async def watch_by_looking(
     get: Callable[[], Awaitable[Entry | None]], after_version: int, pause_s: float
-) -> AsyncIterator[Entry | None]:
+) -> AsyncGenerator[Entry | None, None]:
     """Yield what Store.watch promises, for a store that tells nobody of a change."""
     known = after_version
     while True:

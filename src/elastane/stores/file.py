@@ -28,7 +28,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -129,7 +129,7 @@ class FileStore:
         """See Store.holder. May name one that died up to a ttl ago, as seen by this process."""
         return await self.run(lambda: self._holder(key))
 
-    def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+    def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         return watch_by_looking(lambda: self.get(key), after_version, self._poll_s)
 

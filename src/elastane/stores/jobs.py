@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from elastane.core.model import Record
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, RendezvousClosedError
 from elastane.runtime.endpoint import Endpoint
 from elastane.runtime.files import safe_name
@@ -140,7 +141,7 @@ class JobKeys:
 def _decode(entry: Entry, kind: type[T], key: str) -> T:
     try:
         return msgspec.json.decode(entry.value, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ConfigurationError(
             f"store: {key} version {entry.version} cannot be read: {error}",
             slug="store-record",

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from elastane.errors import StoreError
@@ -137,7 +137,7 @@ class MemoryStore:
             return None
         return Holder(seat.value, seat.term)
 
-    async def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+    async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         check_key(key)
         known = after_version

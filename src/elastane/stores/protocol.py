@@ -42,7 +42,7 @@ either wrote before that (and its write is what the new holder reads) or gets a 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import msgspec
@@ -155,13 +155,14 @@ class Store(Protocol):
         """Return who holds the lease as far as this process can tell, None where it is free."""
         ...
 
-    def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+    def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """Yield the key's entry whenever its version is above the last one known.
 
         The last one known is at first `after_version` (0: none). Yields None once when a key
         of which a version was known is gone. May leave out versions in between, never the last
         one; goes on over deletion and re-creation. Raises StoreError when the store is out of
-        reach; begin again from the last version seen.
+        reach; begin again from the last version seen. To be closed (`aclose`) by the task that
+        iterates, for it may hold a connection.
         """
         ...
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +30,7 @@ from elastane.core.limits import (
     STORE_TIMEOUT_S,
     STORE_VALUE_BYTES_MAX,
 )
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError, StoreError
 from elastane.runtime.offload import Offload
 from elastane.stores.common import HeldLease, watch_by_looking
@@ -180,7 +181,7 @@ class RegisterStore:
             return None
         return Holder(found.value, found.term)
 
-    def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+    def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         return watch_by_looking(lambda: self.get(key), after_version, self._poll_s)
 
@@ -273,7 +274,7 @@ class RegisterStore:
             if len(state) > REGISTER_BYTES_MAX:
                 raise ValueError(f"{len(state)} bytes, {REGISTER_BYTES_MAX} at most")
             return msgspec.msgpack.decode(state, type=_Document)
-        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+        except (*UNREADABLE, TypeError) as error:
             raise ConfigurationError(
                 f"register {self.name} holds what is not elastane's: {error}",
                 slug="store-record",

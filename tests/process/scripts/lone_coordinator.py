@@ -42,7 +42,7 @@ async def main() -> None:
     secret = derive_secret(spec.job, token or None)
     hosting = Hosting(spec, Access(spec.job, secret, None), tell)
     seat = (
-        StoreSeat(keys, "lone", "127.0.0.1", hosting)
+        StoreSeat(keys, "lone", config.node.local_addr or "127.0.0.1", hosting)
         if keys is not None
         else EndpointSeat(Endpoint(meeting.host, meeting.port), True, hosting)
     )

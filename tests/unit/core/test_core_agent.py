@@ -4,7 +4,15 @@ import pytest
 from core_driver import job_spec, node_spec
 
 from elastane.core.agent import AgentCore
-from elastane.core.effects import AimGroup, Exit, MarkGroup, StartGroup, StopGroup, Transmit
+from elastane.core.effects import (
+    AimGroup,
+    Decline,
+    Exit,
+    MarkGroup,
+    StartGroup,
+    StopGroup,
+    Transmit,
+)
 from elastane.core.events import (
     GroupDrained,
     GroupGone,
@@ -153,7 +161,21 @@ def test_an_assignment_that_waited_in_a_buffer_is_not_started():
     agent.now_s += 2 * ISOLATION_LIMIT_S
     agent.told(Assign(assignment()))
     assert agent.effect(StartGroup) is None
-    assert agent.sent(Stopped)[0].fence == FENCE
+    assert agent.effect(Decline).fence == FENCE
+    # Others may wait at the port that was on offer: only another one is told.
+    assert not agent.sent(Stopped)
+    agent.does(GroupGone(FENCE, Offer(6, True)))
+    assert agent.sent(Stopped) == [Stopped(FENCE, Offer(6, True))]
+
+
+def test_a_session_offers_a_port_that_nobody_knows_yet_unless_workers_use_the_last():
+    agent = Agent(linked=False)
+    agent.does(Linked(Offer(7, True)))
+    assert agent.sent(Join)[0].offer == Offer(7, True)
+    agent.told(Assign(assignment()))
+    agent.does(Unlinked("EOF"))
+    agent.does(Linked())
+    assert agent.sent(Join)[-1].offer == Offer(7, True)
 
 
 def test_a_welcome_alone_proves_no_authority():

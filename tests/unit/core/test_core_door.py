@@ -5,7 +5,18 @@ import pytest
 from core_driver import VERSIONS, job_spec
 
 from elastane.core.events import Received
-from elastane.core.messages import Assign, Close, Query, Refused, Report, Welcome
+from elastane.core.messages import (
+    Alive,
+    Assign,
+    Close,
+    Heartbeat,
+    Leave,
+    Query,
+    Refused,
+    Release,
+    Report,
+    Welcome,
+)
 
 
 def refused(driver, key):
@@ -98,8 +109,9 @@ def test_an_agent_of_the_job_that_comes_back_after_its_end_is_told_how_it_ended(
 
 def test_a_second_live_agent_of_one_name_is_refused_and_the_first_stays(pair):
     pair.join("a", "2", key="impostor")
-    assert not pair.got("impostor", Welcome)
-    pair.passes(1.6, alive=["a", "b"])
+    pair.passes(2.9, alive=["a", "b"])
+    assert not pair.got("impostor", Welcome) and not pair.got("impostor", Refused)
+    pair.passes(0.2, alive=["a", "b"])
     message = refused(pair, "impostor")
     assert message.slug == "duplicate-node"
     assert "10.0.0.1" in message.what and "10.0.0.3" in message.what
@@ -111,6 +123,23 @@ def test_a_silent_holder_of_a_name_loses_it_to_a_new_agent(pair):
     pair.passes(1.6, alive=["b"])
     assert pair.got("reborn", Welcome)
     assert pair.phase == "stopping"
+
+
+def test_what_an_agent_said_just_before_it_died_may_come_late(pair):
+    pair.join("a", "2", key="reborn")
+    pair.passes(1.4, alive=["a", "b"])
+    pair.passes(1.6, alive=["b"])
+    assert pair.got("reborn", Welcome) and not pair.got("reborn", Refused)
+
+
+def test_what_an_agent_says_while_its_name_is_contested_is_heard_and_counts(pair):
+    pair.join("a", "2", key="reborn")
+    pair.says("reborn", Heartbeat())
+    pair.says("reborn", Leave("SIGTERM"))
+    assert pair.got("reborn", Alive)
+    pair.passes(1.6, alive=["b"])
+    pair.stops("b")
+    assert pair.got("reborn", Release) and not pair.got("reborn", Assign)
 
 
 def test_a_contest_ends_with_its_contestant(pair):

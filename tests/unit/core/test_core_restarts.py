@@ -44,6 +44,20 @@ def test_a_used_up_budget_ends_the_job_with_the_root_cause(driver):
     assert job.persisted[-1].outcome == outcome
 
 
+def test_failures_that_the_end_of_a_leaving_node_caused_cost_nothing_where_its_word_came_late(
+    driver,
+):
+    job = driver(job_spec(2, 3))
+    for node_id in "abc":
+        job.join(node_id)
+    job.fails("b", "Connection closed by peer")
+    job.leaves("a")
+    job.breaks("a")
+    job.passes(0.2, alive="bc")
+    job.stops("b", "c")
+    assert job.phase == "running" and job.machine.report().restarts_used == 0
+
+
 def test_failures_that_a_departure_caused_cost_nothing(driver):
     job = driver(job_spec(1, 2, restarts=0))
     job.join("a")

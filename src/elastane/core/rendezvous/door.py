@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from elastane.core.effects import Hangup, Send
 from elastane.core.events import Received
-from elastane.core.limits import CONTEST_S, NAME_CHARS_MAX
+from elastane.core.limits import CONTEST_S, NAME_CHARS_MAX, ROUND_MAX
 from elastane.core.messages import Close, Holding, Join, Refused, Stop, Welcome
 from elastane.core.model import Assignment, Fence, Outcome
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import phases, presence, reports
-from elastane.core.rendezvous.state import Claim, Node, Phase, State
+from elastane.core.rendezvous.state import Claim, Contest, Node, Phase, State
+
+# Whoever makes a path of a name must not be led elsewhere.
+_NO_NAME = frozenset("/\\")
 
 
 def knock(state: State, event: Received) -> None:
@@ -48,22 +51,30 @@ def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
 
 
 def settle_contests(state: State) -> None:
-    """End the contests whose time is up: whoever was heard since its begin keeps the name."""
-    for node_id, event in [*state.contests.items()]:
-        began_s = state.contest_s[node_id]
+    """End the contests that are decided.
+
+    The newcomer has the name once the old agent said nothing for a while. The old one keeps it if
+    it still talks after the time of silence: what it said just before it died may come that late.
+    """
+    timing = state.spec.timing
+    for node_id, contest in [*state.contests.items()]:
         old = state.nodes.get(node_id)
-        proved = old is not None and old.session is not None and old.heard_s > began_s
-        due_s = began_s + max(CONTEST_S, 1.5 * state.spec.timing.heartbeat_s)
-        if old is not None and old.session is not None and not proved and state.now_s < due_s:
-            state.wait_until(due_s)
+        gone = old is None or old.session is None
+        silent_s = max(contest.began_s, old.heard_s if old else contest.began_s)
+        replaced_s = silent_s + max(CONTEST_S, 1.5 * timing.heartbeat_s)
+        refused_s = contest.began_s + timing.silence_s
+        if not gone and state.now_s < min(replaced_s, refused_s):
+            state.wait_until(min(replaced_s, refused_s))
             continue
-        del state.contests[node_id], state.contest_s[node_id]
-        if proved:
-            _refuse(state, event.session, node_id, _duplicate(event, old))
-        else:
-            if old is not None:
-                presence.depart(state, old, "the same node came back as a new agent")
-            knock(state, event)
+        del state.contests[node_id]
+        if not gone and state.now_s < replaced_s:
+            _refuse(state, contest.join.session, node_id, _duplicate(contest.join, old))
+            continue
+        if old is not None:
+            presence.depart(state, old, "the same node came back as a new agent")
+        knock(state, contest.join)
+        for message in contest.said.values():
+            reports.take(state, contest.join.session, message)
 
 
 def _contest(state: State, event: Received) -> None:
@@ -71,9 +82,8 @@ def _contest(state: State, event: Received) -> None:
     node_id = event.message.node.node_id
     waiting = state.contests.get(node_id)
     if waiting is not None:
-        _refuse(state, waiting.session, node_id, _duplicate(waiting, None))
-    state.contests[node_id] = event
-    state.contest_s[node_id] = state.now_s
+        _refuse(state, waiting.join.session, node_id, _duplicate(waiting.join, None))
+    state.contests[node_id] = Contest(join=event, began_s=state.now_s)
 
 
 def _duplicate(event: Received, old: Node | None) -> Refused:
@@ -98,6 +108,8 @@ def _refusal(state: State, join: Join) -> Refused | None:
     return (
         _closed(state)
         or _bad_name(join)
+        or _bad_place(join)
+        or _bad_fence(join)
         or _other_job(state, join)
         or _other_versions(state, join)
         or _other_shape(state, join)
@@ -117,13 +129,42 @@ def _closed(state: State) -> Refused | None:
 
 def _bad_name(join: Join) -> Refused | None:
     node_id = join.node.node_id
-    if node_id and len(node_id) <= NAME_CHARS_MAX and node_id.isprintable():
+    plain = node_id.isprintable() and not set(node_id) & _NO_NAME and node_id not in (".", "..")
+    if plain and 0 < len(node_id) <= NAME_CHARS_MAX:
         return None
     return Refused(
         what=f"node id {node_id[:40]!r}... of {len(node_id)} characters cannot be used",
         slug="bad-node-id",
-        expected=f"1 to {NAME_CHARS_MAX} printable characters",
+        expected=f"1 to {NAME_CHARS_MAX} printable characters without slashes",
         next_step="give another: elastane run --node-id NAME ...",
+    )
+
+
+def _bad_place(join: Join) -> Refused | None:
+    """Role and address become variables of every worker, and parts of lines and of file names."""
+    node = join.node
+    for option, text in (("--role", node.role), ("--local-addr", node.local_addr)):
+        if len(text) > NAME_CHARS_MAX or not text.isprintable() or set(text) & _NO_NAME:
+            return Refused(
+                what=f"{option} {text[:40]!r} of node {node.node_id} cannot be used",
+                slug="bad-name",
+                expected=f"{NAME_CHARS_MAX} printable characters at most, without slashes",
+                next_step=f"give another: elastane run {option} VALUE ...",
+            )
+    return None
+
+
+def _bad_fence(join: Join) -> Refused | None:
+    """No job comes that far; and what is believed here, the next world has to surpass."""
+    held = join.holding.assignment.fence if join.holding else None
+    beyond = [fence for fence in (join.seen, held) if fence is not None and fence.round > ROUND_MAX]
+    if not beyond:
+        return None
+    return Refused(
+        what=f"node {join.node.node_id} says that it has seen {beyond[0]}",
+        slug="bad-fence",
+        expected=f"a round up to {ROUND_MAX}",
+        next_step="start that agent anew",
     )
 
 
@@ -164,6 +205,8 @@ def _other_versions(state: State, join: Join) -> Refused | None:
 
 
 def _other_shape(state: State, join: Join) -> Refused | None:
+    if not (state.spec.identical_workers or state.spec.static):
+        return None  # Nothing to compare with the others, of whom there may be many.
     size = join.node.local_world_size
     others = [n for n in state.nodes.values() if n.id != join.node.node_id]
     if state.spec.identical_workers and others and others[0].spec.local_world_size != size:
@@ -264,7 +307,7 @@ def _learn(state: State, join: Join) -> None:
     holds = held is not None and world is not None and held.assignment.fence == world.fence
     if not state.intact or world is None or holds:
         return
-    if world.node_rank(join.node.node_id) is not None:
+    if state.is_of_world(join.node.node_id):
         state.intact = False  # One of its nodes has no workers of it.
 
 

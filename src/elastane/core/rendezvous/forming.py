@@ -16,6 +16,9 @@ from elastane.core.rendezvous import ending
 from elastane.core.rendezvous.state import Node, Phase, State
 from elastane.core.rendezvous.words import named
 
+# More nodes than this are not named while others are waited for.
+_CROWD = 64
+
 
 def begin(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -> None:
     """Start to gather the next world; `follow_up`: from those who were in the last one."""
@@ -30,15 +33,16 @@ def arrivals_due(state: State) -> list[str]:
     """Return who is to be taken into the running world now; empty: nobody, or not yet."""
     assert state.world is not None
     room = state.spec.max_nodes - len(state.world.members)
-    waiting = sorted(state.idle - state.unready)
-    if room <= 0 or not waiting:
+    if room <= 0 or state.idle <= state.unready:
         state.first_arrival_s = None  # Those who only warm up are not being gathered yet.
         return []
     first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
     timing = state.spec.timing
     due_s = min(state.last_arrival_s + timing.gather_s, first_s + timing.gather_max_s)
-    if len(waiting) >= room or state.now_s >= due_s:
-        return waiting[:room]
+    if len(state.idle) >= room or state.now_s >= due_s:  # else a crowd is counted at each arrival
+        waiting = sorted(state.idle - state.unready)
+        if len(waiting) >= room or state.now_s >= due_s:
+            return waiting[:room]
     state.wait_until(due_s)
     return []
 
@@ -93,9 +97,10 @@ def _wait_for_nodes(state: State) -> bool:
     limit_s = state.spec.timing.join_timeout_s
     if state.now_s >= state.phase_s + limit_s:
         return ending.too_few(state, here)
-    names = named(state.idle) or "none"
+    # The names of a crowd help nobody, and each arrival would sort them.
+    names = f" ({named(state.idle) or 'none'})" if here <= _CROWD else ""
     reason = (
-        f"{here} of at least {needed} nodes are here ({names}); the job waits for"
+        f"{here} of at least {needed} nodes are here{names}; the job waits for"
         f" {needed - here} more, {limit_s:g} s at most"
     )
     if reason != state.phase_reason and state.nodes:  # with nobody here, nobody waits

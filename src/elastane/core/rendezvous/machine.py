@@ -72,6 +72,15 @@ class Rendezvous:
         """Where the job stands."""
         return self._state.phase
 
+    @property
+    def short_of_nodes_s(self) -> float:
+        """For how long there have been too few nodes for a world that follows another."""
+        state = self._state
+        here = len(state.nodes) - len(state.away)
+        if state.phase != Phase.FORMING or state.world is None or here >= state.spec.min_nodes:
+            return 0.0
+        return state.now_s - state.phase_s
+
     def report(self) -> Report:
         """Return what `elastane status` shows."""
         return status.report(self._state)

@@ -16,9 +16,9 @@ from elastane.core.rendezvous.state import Incident, Node, Phase, State
 
 def broken(state: State, event: Broken) -> None:
     """Take note that a session ended from the other side."""
-    for contested, join in [*state.contests.items()]:
-        if join.session == event.session:
-            del state.contests[contested], state.contest_s[contested]
+    for contested, contest in [*state.contests.items()]:
+        if contest.join.session == event.session:
+            del state.contests[contested]
     node_id = state.by_session.pop(event.session, None)
     if node_id is None:
         return
@@ -62,7 +62,7 @@ def depart(state: State, node: Node, why: str) -> None:
     if node.session is not None:
         state.out.append(Hangup(node.session, f"counted as departed: {why}"))
     # By the record, not by what it holds: a member that has stopped is still part of the incident.
-    member = state.world is not None and state.world.node_rank(node.id) is not None
+    member = state.is_of_world(node.id)
     in_force = state.phase in (
         Phase.RUNNING,
         Phase.DRAINING,
@@ -74,7 +74,7 @@ def depart(state: State, node: Node, why: str) -> None:
     if state.phase in (Phase.CLOSING, Phase.CLOSED):
         return
     state.tell(EventKind.NODE_DEPARTED, why, node.id)
-    if not (member and in_force) or (node.leaving and state.phase is Phase.STOPPING):
+    if not (member and in_force):
         return
     fault(state, f"node {node.id} departed: {why}").departed.append(node.id)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from elastane.core.diagnosis import Sighting, exit_text, failure_text, is_lost_peer
+from elastane.core.effects import Send
+from elastane.core.limits import REASON_CHARS_MAX
 from elastane.core.messages import (
     Alive,
     Conclude,
@@ -26,7 +28,8 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
     """Record what `message` says; return whether a rule could now decide otherwise."""
     node_id = state.by_session.get(session)
     if node_id is None:
-        return False  # A session that has not joined, or was replaced by a newer one.
+        _at_the_door(state, session, message)
+        return False
     node = state.nodes[node_id]
     node.heard_s = state.now_s
     match message:
@@ -55,21 +58,26 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
     return True
 
 
+def _at_the_door(state: State, session: int, message: ToCoordinator) -> None:
+    """Keep what an agent says whose name is contested, until it is let in.
+
+    Others have not joined, or their session was replaced by a newer one.
+    """
+    for contest in state.contests.values():
+        if contest.join.session == session and isinstance(message, Heartbeat):
+            state.out.append(Send(session, Alive(state.authority)))
+        elif contest.join.session == session and isinstance(message, Ready | Leave):
+            contest.said[type(message)] = message
+
+
 def _wish(state: State, node: Node, message: Leave | Conclude) -> None:
-    if isinstance(message, Conclude):
-        ending.conclude(state, node.id, message.ok, message.reason)
-        return
-    node.leaving = message.reason
-    state.tell(EventKind.NODE_LEAVING, message.reason, node.id)
-
-
-def _asked(state: State, node: Node, message: Leave | Conclude) -> None:
     """Take note of what an agent wants for itself, or for the job."""
+    reason = message.reason[:REASON_CHARS_MAX]
     if isinstance(message, Conclude):
-        ending.conclude(state, node.id, message.ok, message.reason)
+        ending.conclude(state, node.id, message.ok, reason)
         return
-    node.leaving = message.reason
-    state.tell(EventKind.NODE_LEAVING, message.reason, node.id)
+    node.leaving = reason
+    state.tell(EventKind.NODE_LEAVING, reason, node.id)
 
 
 def _ready(state: State, node: Node) -> None:
@@ -99,12 +107,11 @@ def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
         f"worker of rank {first.rank} on node {node.id} ended with {failure_text(first)}"
         + (" after it lost a peer" if is_lost_peer(first) else ""),
     )
-    known = {(s.node_id, s.failure.local_rank) for s in incident.sightings}
-    incident.sightings += [
-        Sighting(node_id=node.id, at_s=state.now_s - failure.age_s, failure=failure)
-        for failure in failures
-        if (node.id, failure.local_rank) not in known
-    ]
+    for failure in failures:
+        if (node.id, failure.local_rank) not in incident.seen:
+            incident.seen.add((node.id, failure.local_rank))
+            at_s = state.now_s - failure.age_s
+            incident.sightings.append(Sighting(node_id=node.id, at_s=at_s, failure=failure))
 
 
 def _failed_in_drain(state: State, node: Node, failures: tuple[Failure, ...]) -> None:

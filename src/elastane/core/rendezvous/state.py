@@ -7,6 +7,7 @@ every node for every message: a membership change of 10,000 nodes stays linear.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -14,7 +15,7 @@ from elastane.core.budget import RestartBudget
 from elastane.core.diagnosis import Sighting
 from elastane.core.effects import Persist, RendezvousEffect, Send, Tell
 from elastane.core.events import Received
-from elastane.core.messages import GroupState, ToAgent
+from elastane.core.messages import GroupState, ToAgent, ToCoordinator
 from elastane.core.model import (
     Cause,
     Failure,
@@ -83,11 +84,21 @@ class Incident:
     planned: bool
     sightings: list[Sighting] = field(default_factory=list)
     departed: list[str] = field(default_factory=list)
+    seen: set[tuple[str, int]] = field(default_factory=set)  # node and local rank of the sightings
 
     @property
     def is_charged(self) -> bool:
         """Whether it uses the restart budget: failed workers do, departures never."""
         return bool(self.sightings) and not self.planned and not self.departed
+
+
+@dataclass(slots=True, kw_only=True)
+class Contest:
+    """An agent that asks for a name which another has; `said` is what it said since, once each."""
+
+    join: Received
+    began_s: float
+    said: dict[type, ToCoordinator] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,8 +136,7 @@ class State:
     authority: bool = True
     nodes: dict[str, Node] = field(default_factory=dict)
     by_session: dict[int, str] = field(default_factory=dict)
-    contests: dict[str, Received] = field(default_factory=dict)
-    contest_s: dict[str, float] = field(default_factory=dict)
+    contests: dict[str, Contest] = field(default_factory=dict)
     arrivals_seen: int = 0
     # Sets of node ids, kept by `refile`.
     idle: set[str] = field(default_factory=set)
@@ -137,6 +147,9 @@ class State:
     succeeded: set[str] = field(default_factory=set)
     unmarked: set[str] = field(default_factory=set)
     undrained: set[str] = field(default_factory=set)
+    # Who has a place in the world, as `is_of_world` keeps it.
+    places: Collection[str] = ()
+    places_of: World | None = None
     # Of the phase in hand.
     incident: Incident | None = None
     last_incident: str = ""
@@ -239,6 +252,13 @@ class State:
         if self.first_arrival_s is None:
             self.first_arrival_s = self.now_s
         self.last_arrival_s = self.now_s
+
+    def is_of_world(self, node_id: str) -> bool:
+        """Whether the world in force has a place for this node, whatever that node holds."""
+        if self.world is not self.places_of:
+            self.places_of = self.world
+            self.places = frozenset(m.node_id for m in self.world.members) if self.world else ()
+        return node_id in self.places
 
     def is_member(self, node: Node) -> bool:
         """Whether `node` has workers of the world in force."""

@@ -16,6 +16,7 @@ import msgspec
 
 from elastane.core.limits import FRAME_BYTES_MAX
 from elastane.core.messages import ToAgent, ToCoordinator
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import WireError
 
 CODE_BYTES = 16
@@ -141,7 +142,7 @@ class FrameCodec(Generic[Incoming, Outgoing]):
     def _decode(self, body: bytes) -> Incoming:
         try:
             return self._decoder.decode(body)
-        except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+        except (*UNREADABLE, MemoryError) as error:
             refusal = self._refuse(f"a frame that holds no message: {error}", "bad-message")
             raise refusal from error
 

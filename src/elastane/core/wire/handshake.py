@@ -133,9 +133,9 @@ class _Side:
         taken, self._buffer = self._buffer[:size], self._buffer[size:]
         return taken
 
-    def _derive(self, transcript: bytes) -> tuple[bytes, bytes, SessionKeys]:
+    def _derive(self, secret: bytes, transcript: bytes) -> tuple[bytes, bytes, SessionKeys]:
         """Return the client's proof, the server's proof and the session's keys."""
-        root = hmac.digest(self._secret, b"elastane handshake\0" + transcript, "sha256")
+        root = hmac.digest(secret, b"elastane handshake\0" + transcript, "sha256")
         labels = (b"proof of agent", b"proof of coordinator", b"to coordinator", b"to agent")
         agent, coordinator, to_coordinator, to_agent = (
             hmac.digest(root, label, "sha256") for label in labels
@@ -190,7 +190,7 @@ class ClientHandshake(_Side):
         challenge = self._take(_ANSWER_BYTES + NONCE_BYTES)
         if _version(challenge) != PROTOCOL:
             raise self._refused(Verdict.WRONG_VERSION, _version(challenge))
-        self._keys = self._derive(self._hello + challenge)
+        self._keys = self._derive(self._secret, self._hello + challenge)
         return self._keys[0]
 
     def _read_proof(self, expected: bytes) -> None:
@@ -237,7 +237,17 @@ class ClientHandshake(_Side):
 
 
 class ServerHandshake(_Side):
-    """The coordinator's side; costs one buffer of a hello until the peer has proved itself."""
+    """The coordinator's side; costs one buffer of a hello until the peer has proved itself.
+
+    `others` are secrets that count as well, while the job's is being changed.
+    """
+
+    def __init__(
+        self, job: str, secret: bytes, nonce: bytes, others: tuple[bytes, ...] = ()
+    ) -> None:
+        super().__init__(job, secret, nonce)
+        self._secrets = (secret, *others)
+        self._transcript = b""
 
     def start(self) -> bytes:
         """Return nothing: a stranger that does not speak hears nothing."""
@@ -247,10 +257,10 @@ class ServerHandshake(_Side):
         """Take what the agent sent; return what to answer."""
         self._store(data)
         answer = b""
-        if self._keys is None:
+        if not self._transcript:
             answer = self._read_hello()
-        if self._keys is not None:
-            answer += self._read_proof(*self._keys[:2])
+        if self._transcript:
+            answer += self._read_proof()
         return answer
 
     def codec(self) -> FrameCodec[ToCoordinator, ToAgent]:
@@ -277,7 +287,7 @@ class ServerHandshake(_Side):
         hello = self._take(_HELLO_BYTES + job_bytes)
         self._check_job(hello[_HELLO_BYTES:])
         challenge = b"".join((MAGIC, _u16(PROTOCOL), bytes((Verdict.GO_ON,)), self._nonce))
-        self._keys = self._derive(hello + challenge)
+        self._transcript = hello + challenge
         return challenge
 
     def _check_job(self, name: bytes) -> None:
@@ -286,15 +296,20 @@ class ServerHandshake(_Side):
             what = f"the peer belongs to job {theirs!r}, this coordinator serves {self._job!r}"
             raise self._refuse(Verdict.WRONG_JOB, what, "wrong-job")
 
-    def _read_proof(self, expected: bytes, own: bytes) -> bytes:
+    def _read_proof(self) -> bytes:
         if len(self._buffer) < PROOF_BYTES:
             return b""
-        if not hmac.compare_digest(self._take(PROOF_BYTES), expected):
+        proof = self._take(PROOF_BYTES)
+        for secret in self._secrets:
+            keys = self._derive(secret, self._transcript)
+            if hmac.compare_digest(proof, keys[0]):
+                self._keys = keys
+        if self._keys is None:
             self.farewell = bytes((Verdict.WRONG_TOKEN,))
             what = f"the peer has another token than job {self._job!r}"
             raise WireError(what, slug="wrong-token")
         self.done = True
-        return bytes((Verdict.GO_ON,)) + own
+        return bytes((Verdict.GO_ON,)) + self._keys[1]
 
     def _refuse(self, verdict: Verdict, what: str, slug: str) -> WireError:
         self.farewell = b"".join((MAGIC, _u16(PROTOCOL), bytes((verdict,))))

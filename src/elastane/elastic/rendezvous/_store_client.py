@@ -7,6 +7,7 @@ fails: as the store does, StoreError or ConflictError; TimeoutError is never rai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -45,8 +46,11 @@ class StoreClient:
 
         async def wait(store: Store) -> Entry | None:
             try:
-                async with asyncio.timeout(timeout_s):
-                    async for entry in store.watch(key, 0):
+                async with (
+                    asyncio.timeout(timeout_s),
+                    contextlib.aclosing(store.watch(key, 0)) as watch,
+                ):
+                    async for entry in watch:
                         if entry is not None:
                             return entry
             except TimeoutError:

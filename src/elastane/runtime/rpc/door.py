@@ -11,6 +11,7 @@ import asyncio
 import errno
 import os
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -41,11 +42,19 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Access(msgspec.Struct, frozen=True):
-    """What a peer must know to take part in a job."""
+    """What a peer must know to take part in a job.
+
+    `changing` tells the secrets that count now, where they may change while the job runs.
+    """
 
     job: str
     secret: bytes
     tls: TlsConfig | None = None
+    changing: Callable[[], tuple[bytes, ...]] | None = None
+
+    def secrets(self) -> tuple[bytes, ...]:
+        """Return the secrets that count now; this side proves itself with the first."""
+        return self.changing() if self.changing is not None else (self.secret,)
 
     def __repr__(self) -> str:
         return f"Access({self.job!r}, ...)"
@@ -173,9 +182,9 @@ class Door:
         loop = asyncio.get_running_loop()
         sock.setblocking(False)
         nonce = os.urandom(NONCE_BYTES)
-        link = Link(
-            ServerHandshake(self._access.job, self._access.secret, nonce), self, self._buffer
-        )
+        first, *others = self._access.secrets()
+        handshake = ServerHandshake(self._access.job, first, nonce, tuple(others))
+        link = Link(handshake, self, self._buffer)
         visitor = _Visitor(link, peer_host, loop.time())
         self._visitors[visitor] = None
         self._of_link[link] = visitor

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from elastane.core.limits import STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, StoreError
 from elastane.stores.etcd import wire
 from elastane.stores.etcd.settings import EtcdSettings
@@ -287,7 +288,7 @@ class Session:
     def _decode(self, answer: Answer, kind: type[wire.T]) -> wire.T:
         try:
             return wire.decode(answer.content, kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise StoreError(
                 f"etcd: {answer.url} answered what is no message of etcd: {error}",
                 slug="store-refused",

@@ -102,6 +102,12 @@ def _url(written: str, protocol: str) -> str:
             slug="endpoint-syntax",
             expected="HOST:PORT, http://HOST:PORT or https://HOST:PORT",
         )
+    if "@" in rest:  # Not shown: what stands before it is likely a password.
+        raise ConfigurationError(
+            f"--rdzv-endpoint {scheme}://***@{rest.rpartition('@')[2]}: it holds a user",
+            slug="endpoint-syntax",
+            expected="HOST:PORT; who we are goes into --rdzv-conf user=NAME,password=PASSWORD",
+        )
     where = parse_endpoint(rest.rstrip("/"), default_port=PORT)
     host = f"[{where.host}]" if ":" in where.host else where.host
     return f"{scheme}://{host}:{where.port}"

@@ -16,12 +16,13 @@ import base64
 import binascii
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 
 from elastane.core.limits import STORE_TIMEOUT_S
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, LeaseLostError, StoreError
 from elastane.stores.common import HeldLease
 from elastane.stores.etcd import wire
@@ -66,6 +67,7 @@ class EtcdV2Store:
     """One process's view of the cluster. Nothing is sent before the first operation."""
 
     def __init__(self, settings: EtcdSettings, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self.urls = settings.urls
         self.gateway = Gateway(settings, timeout_s=timeout_s)
         self._folder = f"/v2/keys/{settings.prefix}"
         login = f"{settings.user}:{settings.password}".encode()
@@ -117,7 +119,7 @@ class EtcdV2Store:
         entry = _entry(reply.node)
         return Holder(entry.value, reply.node.createdIndex) if entry and reply.node else None
 
-    async def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+    async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         check_key(key)
         known = after_version
@@ -177,7 +179,7 @@ class EtcdV2Store:
     def _decode(self, answer: Answer) -> Reply:
         try:
             return msgspec.json.decode(answer.content, type=Reply)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNREADABLE:
             if answer.status != 404:
                 raise self._refused(answer, Reply()) from None
         raise ConfigurationError(

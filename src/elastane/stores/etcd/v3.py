@@ -18,11 +18,12 @@ import base64
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
 from elastane.core.limits import STORE_TIMEOUT_S
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import LeaseLostError, StoreError
 from elastane.stores.common import HeldLease
 from elastane.stores.etcd import wire
@@ -53,6 +54,7 @@ class EtcdStore:
     """One process's view of the cluster. Nothing is sent before the first operation."""
 
     def __init__(self, settings: EtcdSettings, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self.urls = settings.urls
         self.session = Session(Gateway(settings, timeout_s=timeout_s))
         self._prefix = f"/{settings.prefix}/"
 
@@ -116,7 +118,7 @@ class EtcdStore:
         held, term = _range(done, 0).first, _range(done, 1).first
         return Holder(held.value, term.version) if held and term else None
 
-    async def watch(self, key: str, after_version: int) -> AsyncIterator[Entry | None]:
+    async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         check_key(key)
         known = after_version
@@ -184,7 +186,7 @@ class EtcdStore:
                 async for line in lines:
                     try:
                         watched = wire.decode(line, wire.WatchLine).result
-                    except (msgspec.MsgspecError, UnicodeDecodeError):
+                    except UNREADABLE:
                         return  # An error's body, or garbage: look at the key again.
                     if watched.canceled:
                         return

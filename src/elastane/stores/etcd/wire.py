@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from elastane.core.unreadable import UNREADABLE
+
 T = TypeVar("T")
 
 
@@ -112,7 +114,7 @@ class Trouble(msgspec.Struct):
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """Return the message; msgspec.MsgspecError for what is none."""
+    """Return the message; one of UNREADABLE for what is none."""
     return msgspec.json.decode(content, type=kind, strict=False)
 
 
@@ -120,7 +122,7 @@ def trouble_of(content: bytes) -> str:
     """Return what an error's body says, or its beginning where that is no message."""
     try:
         found = decode(content, Trouble)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return content[:200].decode(errors="replace").strip()
     return found.error or found.message
 

@@ -1,10 +1,11 @@
 """The control plane of a job in virtual time: thousands of histories of faults, one seed each."""
 
 from elastane.testing.simulation.checks import Violation
-from elastane.testing.simulation.faults import Setting, setting_of
 from elastane.testing.simulation.history import History, HistoryFailedError, Result, run_seed
+from elastane.testing.simulation.setting import Cut, Setting, setting_of
 
 __all__ = [
+    "Cut",
     "History",
     "HistoryFailedError",
     "Result",

@@ -1,18 +1,22 @@
 """What must hold in every history, checked at every event that could break it.
 
 A `Violation` says in one sentence what was broken. The invariants that production asserts too
-come from `core.invariants`.
+come from `core.invariants`; the restart budget is `ledger`'s, liveness `history`'s.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from elastane.core import invariants
 from elastane.core.effects import Exit
-from elastane.core.messages import Assign, ToAgent
+from elastane.core.messages import Assign, Close, ToAgent
 from elastane.core.model import Assignment, Fence, Member, Outcome, Record, World
+from elastane.core.notes import Note
 from elastane.errors import ExitCode
+from elastane.testing.simulation.ledger import Ledger
+from elastane.testing.simulation.store import Filed
 
 if TYPE_CHECKING:
     from elastane.testing.simulation.cluster import Cluster
@@ -31,37 +35,45 @@ class Checks:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._durable: dict[Fence, tuple[Member, ...]] = {}
+        self._worlds: dict[Fence, list[tuple[Member, ...]]] = {}
         self._rounds: dict[int, tuple[Member, ...]] = {}
+        self._bases: list[int] = []
+        self._bases_of: tuple[Member, ...] = ()
         self._given: dict[Fence, dict[int, Assignment]] = {}
         self._started: dict[str, Fence] = {}
         self._targets: dict[Fence, int | None] = {}
         self._stepped: Fence | None = None
         self.outcome: Outcome | None = None
-        self.restarts_used = 0
+        self.ledger = Ledger(cluster)
         self.settled = 0
         self.steps = 0
         self.step_s = 0.0
 
+    def filed(self, before: Filed, after: Filed) -> None:
+        """The store has a new record: terms only grow, and a new term changes nothing else."""
+        self._require(
+            after.term >= before.term, f"term {after.term} has written after {before.term}"
+        )
+        if after.term > before.term:
+            self._require(
+                after.record == before.record, f"term {after.term} began with another record"
+            )
+        elif after.record is not None:
+            self.wrote(before.record, after.record, durable=True)
+
+    def noted(self, note: Note) -> None:
+        """Somebody told the event log."""
+        self._require(not (fault := self.ledger.noted(note)), fault)
+
     def wrote(self, before: Record | None, after: Record, *, durable: bool) -> None:
         """A record was written; without a store it only shows what was decided."""
-        if durable:
-            self._require(not (fault := invariants.broken_record(before, after)), fault)
-            if before is not None and before.world is not None and after.world is not None:
-                self._placed(before.world, after.world)
+        self._require(not (fault := invariants.broken_record(before, after)), fault)
+        if before is not None and before.world is not None and after.world is not None:
+            self._placed(before.world, after.world)
         if self.outcome is not None and durable:
             self._require(after.outcome == self.outcome, "the job went on after its end")
         self.outcome = after.outcome
-        allowed = self._cluster.spec.max_restarts
-        self._require(
-            after.restarts_used <= allowed,
-            f"{after.restarts_used} restarts were used of {allowed} allowed",
-        )
-        self.restarts_used = max(self.restarts_used, after.restarts_used)
-        crashes = self._cluster.training.crashes
-        self._require(
-            after.restarts_used <= crashes,
-            f"{after.restarts_used} restarts were charged, but only {crashes} workers failed",
-        )
+        self._require(not (fault := self.ledger.wrote(after, durable=durable)), fault)
         if after.world is not None:
             self._settled(after.world.fence, after.world.members, durable=durable)
         if after.outcome is not None:
@@ -90,6 +102,8 @@ class Checks:
         if durable:
             self._require(known == members, f"two memberships in round {fence.round}")
         self.settled += fence not in self._durable
+        if members not in (worlds := self._worlds.setdefault(fence, [])):
+            worlds.append(members)
         self._durable[fence] = members
 
     def _ended(self, record: Record, outcome: Outcome) -> None:
@@ -106,14 +120,26 @@ class Checks:
                 f"the job ended well at step {training.saved_step} of {training.script.steps}",
             )
 
-    def sends(self, seat: Seat, message: ToAgent) -> None:
+    @property
+    def restarts_used(self) -> int:
+        """Return how many restarts were charged."""
+        return self.ledger.used
+
+    def sends(self, seat: Seat, session: int, message: ToAgent) -> None:
         """A coordinator sends."""
         if isinstance(message, Assign):
             given = message.assignment
             self._require(
+                session not in seat.leaving, f"{given.fence} was given to a node that is to leave"
+            )
+            self._require(
                 given.fence in self._durable, f"{given.fence} was assigned before it was durable"
             )
             self._ranked(given)
+        if isinstance(message, Close) and seat.election is not None:
+            self._require(
+                self.outcome == message.outcome, "agents were told of an end that is not durable"
+            )
 
     def _ranked(self, given: Assignment) -> None:
         seats = self._given.setdefault(given.fence, {})
@@ -122,9 +148,13 @@ class Checks:
             f"{given.fence}: two assignments of node rank {given.node_rank}",
         )
         members = self._durable[given.fence]
-        sizes = [member.local_world_size for member in members]
-        found = (given.nodes, given.world_size, given.rank_base)
-        right = (len(sizes), sum(sizes), sum(sizes[: given.node_rank]))
+        if self._bases_of is not members:
+            self._bases_of = members
+            self._bases = [0, *accumulate(member.local_world_size for member in members)]
+        bases = self._bases
+        # Hosts are reached by their names here, so the first member's is where all are to meet.
+        found = (given.nodes, given.world_size, given.rank_base, given.master_addr)
+        right = (len(members), bases[-1], bases[given.node_rank], members[0].node_id)
         self._require(found == right, f"{given.fence}: assigned {found}, not {right}")
 
     def starts(self, node: SimulatedNode, assignment: Assignment) -> None:
@@ -137,10 +167,25 @@ class Checks:
             last is None or fence > last, f"{node.name} started {fence} after it started {last}"
         )
         self._started[owner] = fence
-        member = self._durable[fence][assignment.node_rank]
+        assert node.core is not None
         self._require(
-            (member.node_id, member.incarnation) == (node.name, f"{node.name}.{node.life}"),
-            f"{node.name}.{node.life} started the workers of {member.incarnation}",
+            assignment.node_rank > 0 or assignment.master_port == node.core.offer.port,
+            f"{fence} is to meet at port {assignment.master_port} of {node.name}, which is free",
+        )
+        # One that the endpoint's coordinator forgot may have had the same fence before.
+        worlds = self._worlds[fence][-1:] if self._cluster.store_backed else self._worlds[fence]
+        rank = assignment.node_rank
+        places = [members[rank].incarnation for members in worlds if rank < len(members)]
+        self._require(
+            f"{node.name}.{node.life}" in places,
+            f"{node.name}.{node.life} started the workers of {places}",
+        )
+
+    def meets(self, run: Run, group: LocalGroup) -> None:
+        """Workers of a node come to a process-group store."""
+        self._require(
+            run.fence == group.fence,
+            f"workers of {group.fence} on {group.host} met those of {run.fence}",
         )
 
     def stepped(self, run: Run) -> None:

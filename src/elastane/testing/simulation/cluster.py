@@ -14,12 +14,14 @@ from elastane.core.events import Signalled
 from elastane.core.messages import ToAgent, ToCoordinator
 from elastane.core.model import JobSpec
 from elastane.core.notes import Note
+from elastane.core.steps import Step
 from elastane.testing.simulation.checks import Checks
-from elastane.testing.simulation.clock import VirtualClock
+from elastane.testing.simulation.clock import HostClock, VirtualClock
+from elastane.testing.simulation.election import Election
 from elastane.testing.simulation.network import Network, Session
 from elastane.testing.simulation.node import SimulatedNode
 from elastane.testing.simulation.seat import Seat
-from elastane.testing.simulation.store import SimulatedStore, Taken
+from elastane.testing.simulation.store import Published, SimulatedStore
 from elastane.testing.simulation.story import Story
 from elastane.testing.simulation.workers import Run, Script, Training
 
@@ -36,12 +38,17 @@ class Cluster:
         self.network = Network(self.clock, rng)
         self.store = SimulatedStore(self.clock, rng)
         self.checks = Checks(self)
-        self.store.on_write = lambda before, after: self.checks.wrote(before, after, durable=True)
-        self.training = Training(self.clock, rng, script, self._can_step, self.checks.stepped)
+        self.store.on_write = self.checks.filed
+        self.training = Training(self.clock, rng, script, self._can_step, self.checks)
         self.nodes: dict[str, SimulatedNode] = {}
         self.seats: dict[str, Seat] = {}
         self.disturbed_s = 0.0
+        self.drifts: tuple[float, ...] = (1.0,)
+        self.on_step: Callable[[str, Step], bool] = lambda host, step: False
         self._by_session: dict[int, Seat] = {}
+        self.paused = 0
+        self.upset = False  # anything went wrong yet but deaths of workers
+        self.drained = False  # somebody left, or came late
         self._waiting: dict[str, list[Callable[[], None]]] = {}
 
     @property
@@ -51,7 +58,9 @@ class Cluster:
 
     def add(self, size: int, node_rank: int | None = None) -> SimulatedNode:
         """Return a new host, with nothing on it yet."""
-        node = SimulatedNode(self, f"n{len(self.nodes)}", size, node_rank)
+        # Clocks of hosts have nothing to do with each other; whoever compares them is found.
+        clock = HostClock(self.clock, self.rng.random() * 1e6, self.rng.choice(self.drifts))
+        node = SimulatedNode(self, f"n{len(self.nodes)}", size, node_rank, clock)
         self.nodes[node.name] = node
         return node
 
@@ -70,44 +79,52 @@ class Cluster:
         else:
             act()
 
+    def dies_at(self, host: str, step: Step) -> bool:
+        """Whether what runs on `host` is killed in this place of its work, as was planned."""
+        return step is not Step.NONE and self.on_step(host, step)
+
     def find(self, node: SimulatedNode) -> None:
-        """Look for the coordinator on behalf of `node`; become it, where nobody is."""
+        """Look for the coordinator on behalf of `node`, and seek the seat meanwhile."""
         if not self.store_backed:
             self._connect(node, self.endpoint)
             return
         life = node.life
 
-        def found(holder: str | None) -> None:
+        def found(seated: tuple[Published | None] | None) -> None:
             if not node.alive or node.life != life or node.session is not None:
                 return
-            if holder is None:
+            if seated is None:
                 node.not_found("the store does not answer")
-            elif holder:
-                self._connect(node, holder)
-            else:
-                self._stand(node)
-
-        self.store.ask(node.name, self.store.holder, found)
-
-    def ask_holder(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
-        """Ask the store who the coordinator is."""
-        self.store.ask(node.name, self.store.holder, lambda holder: answer(holder or ""))
-
-    def _stand(self, node: SimulatedNode) -> None:
-        """Try to become the coordinator: take the lease, and rewrite the record under it."""
-        life = node.life
-        ttl_s = self.spec.timing.lease_ttl_s
-
-        def elected(taken: Taken | None) -> None:
-            if not node.alive or node.life != life or taken is None or node.name in self.seats:
-                if node.alive and node.life == life and node.session is None:
-                    node.look(0.05)
                 return
-            self.story.tell(f"{node.name} is elected in term {taken.term}")
-            self.seats[node.name] = Seat(self, node.name, taken)
-            node.look(0.0)
+            self.stand(node)
+            if seated[0] is None:
+                node.not_found("no coordinator has been elected yet")
+            else:
+                self._connect(node, seated[0].host)
 
-        self.store.ask(node.name, lambda: self.store.take(node.name, ttl_s), elected)
+        self.store.ask(node.name, self.store.seated, found)
+
+    def ask_seated(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
+        """Ask the store who the coordinator is."""
+        self.store.ask(
+            node.name,
+            self.store.seated,
+            lambda seated: answer(seated[0].host if seated and seated[0] else ""),
+        )
+
+    def stand(self, node: SimulatedNode) -> None:
+        """Try once to become the coordinator, where no other try is under way."""
+        if node.election is not None or node.name in self.seats:
+            return
+        election = node.election = Election(self, node.name)
+
+        def answer(won: bool | None) -> None:
+            node.election = None
+            if won:
+                self.story.tell(f"{node.name} is elected in term {election.term}")
+                self.seats[node.name] = Seat(self, node.name, election)
+
+        election.campaign(answer, node.job_is_over)
 
     def _connect(self, node: SimulatedNode, host: str) -> None:
         life = node.life
@@ -126,7 +143,7 @@ class Cluster:
                 seat.welcome(session)
                 node.linked(session)
 
-        self.clock.after(self.network.delay_s() * 2, arrive)
+        self.clock.after(self.network.dial_s(node.name, host), arrive)
 
     def send_up(self, session: Session, message: ToCoordinator) -> None:
         """Carry a message of an agent."""
@@ -167,6 +184,7 @@ class Cluster:
 
     def note(self, host: str, note: Note) -> None:
         """Take a note into the story."""
+        self.checks.noted(note)
         at = f" [{note.fence}]" if note.fence else ""
         self.story.tell(f"{note.node_id or host}: {note.kind.value}{at}: {note.reason}")
 
@@ -192,46 +210,78 @@ class Cluster:
         if seat is not None:
             seat.end("its host has crashed", clean=False, tells=not silent)
 
-    def pause(self, name: str, for_s: float) -> None:
-        """Nothing runs on a host for a while."""
+    def pause(self, name: str, for_s: float, *, suspended: bool = False) -> None:
+        """Nothing runs on a host for a while; `suspended`: nor does its monotonic clock."""
         node = self.nodes[name]
         if node.paused or not (node.alive or name in self.seats):
             return
-        self.story.tell(f"FAULT {name} stands still for {for_s:.1f} s")
-        node.paused, life = True, node.life
+        how = "is suspended" if suspended else "stands still"
+        self.story.tell(f"FAULT {name} {how} for {for_s:.1f} s")
+        node.paused, life, from_s = True, node.life, node.clock.now_s
+        self.paused += 1
+        if suspended:
+            node.clock.suspend()
 
         def resume() -> None:
+            self.paused -= 1
+            node.clock.wake()
             if node.life != life or not node.paused:
                 return
             self.story.tell(f"{name} goes on")
             waiting = self._waiting.pop(name, [])
+            self._stood_still(name, node.clock.now_s - from_s)
             node.resume()
             for act in waiting:
                 self.on_host(name, act)
 
         self.clock.after(for_s, resume)
 
+    def _stood_still(self, name: str, for_s: float) -> None:
+        seat = self.seats.get(name)
+        if seat is not None:
+            seat.stood_still(for_s)
+
+    def jump_clock(self, name: str, by_s: float) -> None:
+        """The clocks of a host go forward at once."""
+        self.story.tell(f"FAULT the clocks of {name} go forward by {by_s:.1f} s")
+        self.nodes[name].clock.jump(by_s)
+        if not self.nodes[name].paused:  # else it is seen when the host goes on
+            self._stood_still(name, by_s)
+
     def drain(self, name: str) -> None:
         """SIGTERM to an agent."""
         node = self.nodes[name]
         if node.alive and not node.paused:
             self.story.tell(f"FAULT SIGTERM to the agent of {name}")
-            node.signalled = True
+            node.signalled, self.drained = True, True
+            node.signals += 1
             node.feed(Signalled("SIGTERM"))
 
-    def break_session(self, name: str, *, half_open: bool) -> None:
-        """The session of an agent breaks, or loses all that is sent over it."""
+    def break_session(self, name: str, reason: str) -> None:
+        """The session of an agent breaks."""
         session = self.nodes[name].session
-        if session is None:
-            return
-        self.story.tell(f"FAULT session of {name} {'goes dead' if half_open else 'breaks'}")
-        if half_open:
+        if session is not None:
+            self.story.tell(f"FAULT session of {name} breaks: {reason}")
+            self.close_from_seat(session, reason)
+            self._by_session[session.number].lose(session, reason, False)
+
+    def deaden_session(self, name: str) -> None:
+        """The session of an agent loses all that is sent over it."""
+        session = self.nodes[name].session
+        if session is not None:
+            self.story.tell(f"FAULT session of {name} goes dead")
             session.half_open = True
-            return
-        self.close_from_seat(session, "connection reset")
-        self._by_session[session.number].lose(session, "connection reset", False)
+
+    def delay_session(self, name: str, by_s: float) -> None:
+        """All that is sent over the session of an agent comes late, perhaps after a newer one's."""
+        session = self.nodes[name].session
+        if session is not None:
+            self.story.tell(f"FAULT session of {name} delays all by {by_s:.1f} s")
+            session.lag_s = by_s
 
     def _can_step(self, run: Run) -> bool:
+        if self.network.is_whole and not self.paused:
+            return True
         hosts = [group.host for group in run.groups.values()]
         return not any(self.nodes[host].paused for host in hosts) and all(
             self.network.linked(one, other) for one in hosts for other in hosts if one < other

@@ -1,116 +1,79 @@
-"""What goes wrong in a history, drawn from its seed."""
+"""What goes wrong in a history: each fault of its plan, by random numbers of its own.
+
+So a fault that is left out changes nothing in what the others do by themselves.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-import msgspec
-
-from elastane.core.limits import Timing
-from elastane.core.model import JobSpec
+from elastane.core.steps import Step
 from elastane.testing.simulation.cluster import Cluster
-from elastane.testing.simulation.workers import Script
+from elastane.testing.simulation.setting import Planned, Setting
 
-TIMING = Timing(
-    join_timeout_s=60.0,
-    last_call_s=1.0,
-    last_call_max_s=5.0,
-    drain_timeout_s=6.0,
-    shutdown_timeout_s=4.0,
+# Deaths of workers, and who comes and goes, are what the restart budget is exact about.
+_HARMLESS = ("workers_crash", "drain", "arrive", "slow_starts")
+# A plan's traps lie in wait for so long at most.
+_TRAP_S = 30.0
+_COORDINATOR_STEPS = (
+    Step.BEFORE_RECORD,
+    Step.AFTER_RECORD,
+    Step.BEFORE_MESSAGES,
+    Step.BETWEEN_MESSAGES,
+    Step.AFTER_MESSAGES,
+    Step.BEFORE_HANGUP,
+    Step.BEFORE_END,
 )
-# The virtual second of the first fault at the earliest, and of the last at the latest.
-FIRST_S, LAST_S = 1.0, 40.0
-
-
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """One history before anything goes wrong."""
-
-    seed: int
-    store_backed: bool
-    spec: JobSpec
-    script: Script
-    sizes: tuple[int, ...]
-    spares: int
-    faults: int
-
-
-def setting_of(seed: int, *, store_backed: bool) -> Setting:
-    """Draw the job, its nodes and how many faults there are."""
-    rng = random.Random(f"setting {seed} {store_backed}")
-    nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
-    low = rng.randint(1, nodes)
-    unequal = rng.random() < 0.3
-    asks = rng.random() < 0.6
-    return Setting(
-        seed=seed,
-        store_backed=store_backed,
-        spec=JobSpec(
-            job=f"seed-{seed}",
-            min_nodes=low,
-            max_nodes=rng.choice((nodes, nodes, low)),
-            max_restarts=rng.choice((0, 1, 3, 10)),
-            timing=TIMING,
-        ),
-        script=Script(
-            steps=rng.choice((15, 40, 10_000, 10_000)),
-            step_s=rng.choice((0.5, 1.0, 2.0)),
-            checkpoint_every=5,
-            asks=asks,
-            leaves_on_sigterm=not asks and rng.random() < 0.5,
-            trap_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0, 100.0)),
-        ),
-        sizes=tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes)),
-        spares=rng.choice((0, 0, 1, 2)),
-        faults=rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 6)),
-    )
+_AGENT_STEPS = (
+    Step.BEFORE_START,
+    Step.AFTER_START,
+    Step.BEFORE_STOP,
+    Step.AFTER_STOP,
+    Step.BEFORE_DRAIN,
+    Step.BEFORE_REPORT,
+    Step.AFTER_REPORT,
+    Step.BEFORE_END,
+)
 
 
 class Faults:
-    """Draws faults and lets them happen; knows when the last of them is over."""
+    """Lets the planned faults happen; knows when the last of them is over."""
 
-    def __init__(self, cluster: Cluster, setting: Setting, rng: random.Random) -> None:
-        self._cluster, self._setting, self._rng = cluster, setting, rng
+    def __init__(self, cluster: Cluster, setting: Setting) -> None:
+        self._cluster, self._setting = cluster, setting
+        self._rng = random.Random()
         self.over_s = 0.0
-        self._kinds: list[tuple[int, Callable[[], None]]] = [
-            (4, self._crash),
-            (3, self._restart_agent),
-            (5, self._workers_crash),
-            (3, self._pause),
-            (3, self._break),
-            (2, self._half_open),
-            (3, self._partition),
-            (2, self._one_way),
-            (3, self._kill_coordinator),
-            (3, self._drain),
-            (3, self._arrive),
-            (1, self._slow_starts),
-        ]
-        if cluster.store_backed:
-            self._kinds += [
-                (3, self._store_away),
-                (2, self._cut_off_coordinator),
-                (2, self._die_after_persist),
-            ]
 
     def plan(self) -> None:
         """Put all faults of this history on the clock."""
-        at_s = FIRST_S
-        for _ in range(self._setting.faults):
-            close = self._rng.random() < 0.45
-            at_s += self._rng.random() * 0.4 if close else self._rng.random() * 14.0
-            at_s = min(at_s, LAST_S)
-            weights = [weight for weight, _ in self._kinds]
-            act = self._rng.choices([act for _, act in self._kinds], weights)[0]
-            self._cluster.clock.after(at_s, act)
-            self._until(at_s - self._cluster.clock.now_s)
+        for planned in self._setting.plan:
+            self._cluster.clock.after(planned.at_s, lambda p=planned: self._begin(p))  # type: ignore[misc]
+            self._until(planned.at_s - self._cluster.clock.now_s)
+
+    def _begin(self, planned: Planned) -> None:
+        seed, mode = self._setting.seed, self._setting.mode
+        self._rng = random.Random(f"fault {planned.number} of {seed} {mode}")
+        self._cluster.upset = self._cluster.upset or planned.kind not in _HARMLESS
+        self._cluster.drained = self._cluster.drained or planned.kind == "arrive"
+        act: Callable[[], None] = getattr(self, f"_{planned.kind}")
+        act()
 
     def _until(self, for_s: float) -> None:
         self.over_s = max(self.over_s, self._cluster.clock.now_s + for_s)
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         self._until(delay_s)
-        self._cluster.clock.after(delay_s, act)
+        rng = self._rng
+
+        def now() -> None:
+            self._rng = rng
+            act()
+
+        self._cluster.clock.after(delay_s, now)
+
+    def _tell(self, what: str) -> None:
+        self._cluster.story.tell(f"FAULT {what}")
 
     def _some(self) -> str:
         alive = [name for name, node in self._cluster.nodes.items() if node.alive]
@@ -133,6 +96,8 @@ class Faults:
         fixed = not self._cluster.store_backed and name == self._cluster.endpoint
         return fixed or self._rng.random() < 0.7
 
+    # Deaths.
+
     def _crash(self) -> None:
         name = self._some()
         self._cluster.crash(name, "killed", silent=self._rng.random() < 0.4)
@@ -144,6 +109,37 @@ class Faults:
         self._cluster.crash(name, "its agent is replaced", silent=self._rng.random() < 0.4)
         self._back(name, 0.05)
 
+    def _kill_coordinator(self) -> None:
+        name = self._seat()
+        self._cluster.crash(name, "the coordinator is killed", silent=self._rng.random() < 0.3)
+        if self._comes_back(name):
+            self._back(name, self._rng.choice((0.1, 1.0, 5.0)))
+
+    def _die_at_step(self) -> None:
+        """Kill whoever comes to a nasty place next: a coordinator's mostly."""
+        steps = _COORDINATOR_STEPS if self._rng.random() < 0.7 else _AGENT_STEPS
+        step, left = self._rng.choice(steps), self._rng.choice((1, 1, 2, 3, 5, 9))
+        back_s = self._rng.choice((0.1, 1.0, 6.0))
+        silent = self._rng.random() < 0.3
+        armed_s, rng, cluster = self._cluster.clock.now_s, self._rng, self._cluster
+        before = cluster.on_step
+
+        def on_step(host: str, passed: Step) -> bool:
+            nonlocal left
+            if left <= 0 or passed is not step or cluster.clock.now_s > armed_s + _TRAP_S:
+                return before(host, passed)
+            left -= 1
+            if left:
+                return False
+            cluster.crash(host, f"dies where it is {step.value!r}", silent=silent)
+            self._rng = rng
+            if self._comes_back(host):
+                self._back(host, back_s)
+            return True
+
+        cluster.on_step = on_step
+        self._until(_TRAP_S)
+
     def _workers_crash(self) -> None:
         for _ in range(self._rng.choice((1, 1, 1, 2, 3))):
             self._later(self._rng.random() * 0.01, self._worker_crash)
@@ -151,19 +147,66 @@ class Faults:
     def _worker_crash(self) -> None:
         node = self._cluster.nodes[self._some()]
         if node.group is not None:
-            self._cluster.story.tell(f"FAULT a worker of {node.name} is killed")
+            self._tell(f"a worker of {node.name} is killed")
             self._cluster.training.crash(node.group, self._rng.randrange(node.size))
 
+    # Time.
+
     def _pause(self) -> None:
-        for_s = self._rng.choice((0.5, 2.0, 4.0, 9.0, 140.0))
-        self._cluster.pause(self._some(), for_s)
+        self._stand_still(self._some(), self._rng.choice((0.5, 2.0, 4.0, 9.0, 140.0)))
+
+    def _pause_coordinator(self) -> None:
+        """A coordinator stands still for a little more than its lease lasts."""
+        ttl_s = self._setting.spec.timing.lease_ttl_s
+        self._stand_still(self._seat(), ttl_s * self._rng.uniform(0.85, 2.0))
+
+    def _stand_still(self, name: str, for_s: float) -> None:
+        self._cluster.pause(name, for_s)
         self._until(for_s)
 
+    def _suspend(self) -> None:
+        for_s = self._rng.choice((1.0, 4.0, 30.0))
+        self._cluster.pause(self._some(), for_s, suspended=True)
+        self._until(for_s)
+
+    def _clock_jump(self) -> None:
+        self._cluster.jump_clock(self._some(), self._rng.choice((0.3, 2.5, 60.0, 3600.0)))
+
+    def _slow_starts(self) -> None:
+        self._cluster.training.slow_start_s = self._rng.choice((2.0, 8.0))
+
+    # The network.
+
     def _break(self) -> None:
-        self._cluster.break_session(self._some(), half_open=False)
+        self._cluster.break_session(self._some(), "connection reset")
+
+    def _replay(self) -> None:
+        """A frame that comes twice, or too early, has the wrong sequence number."""
+        self._cluster.break_session(self._some(), "a frame has the wrong sequence number")
+
+    def _flap(self) -> None:
+        name = self._some()
+        for number in range(self._rng.choice((3, 6, 12))):
+            self._later(number * self._rng.choice((0.03, 0.12, 0.5)), lambda: self._reset(name))
+
+    def _reset(self, name: str) -> None:
+        self._cluster.break_session(name, "connection reset")
 
     def _half_open(self) -> None:
-        self._cluster.break_session(self._some(), half_open=True)
+        self._cluster.deaden_session(self._some())
+
+    def _late_session(self) -> None:
+        self._cluster.delay_session(self._some(), self._rng.choice((0.3, 1.5, 3.5, 8.0)))
+
+    def _slow_host(self) -> None:
+        name, by_s = self._some(), self._rng.choice((0.05, 0.4, 1.5))
+        self._tell(f"{name} is slow: up to {by_s} s for each message")
+        self._cluster.network.lag_s[name] = by_s
+        self._later(self._rng.choice((2.0, 10.0, 25.0)), lambda: self._fast(name))
+
+    def _fast(self, name: str) -> None:
+        self._cluster.story.tell(f"{name} is no longer slow")
+        self._cluster.network.lag_s.pop(name, None)
 
     def _heal(self) -> None:
         self._cluster.story.tell("the network is whole again")
@@ -173,7 +216,7 @@ class Faults:
     def _partition(self) -> None:
         names = [*self._cluster.nodes]
         side = {name for name in names if self._rng.random() < 0.5}
-        self._cluster.story.tell(f"FAULT partition: {sorted(side)} against the rest")
+        self._tell(f"partition: {sorted(side)} against the rest")
         for one in names:
             for other in names:
                 if (one in side) != (other in side):
@@ -182,20 +225,60 @@ class Faults:
             self._cluster.store.cut_off |= side
         self._later(self._rng.choice((1.0, 3.5, 8.0, 20.0, 160.0)), self._heal)
 
+    def _partial(self) -> None:
+        """Some pairs of hosts do not reach each other, though both reach all others."""
+        names = [*self._cluster.nodes]
+        for _ in range(self._rng.choice((1, 1, 2, 3))):
+            one, other = self._rng.choice(names), self._rng.choice([*names, self._seat()])
+            self._tell(f"{one} and {other} do not reach each other")
+            self._cluster.network.cut(one, other)
+            self._cluster.network.cut(other, one)
+        self._later(self._rng.choice((1.0, 3.5, 8.0, 20.0)), self._heal)
+
     def _one_way(self) -> None:
         names = [*self._cluster.nodes]
         one, other = self._rng.choice(names), self._seat()
-        self._cluster.story.tell(f"FAULT nothing passes from {one} to {other}")
+        self._tell(f"nothing passes from {one} to {other}")
         self._cluster.network.cut(one, other)
         if self._rng.random() < 0.3:
             self._cluster.network.cut(other, self._some())
         self._later(self._rng.choice((1.0, 3.5, 8.0, 20.0)), self._heal)
 
-    def _kill_coordinator(self) -> None:
+    # The store.
+
+    def _store_away(self) -> None:
+        self._tell("the store is away")
+        self._cluster.store.away = True
+        self._later(self._rng.choice((0.5, 2.0, 8.0, 25.0, 150.0)), self._store_back)
+
+    def _store_back(self) -> None:
+        self._cluster.story.tell("the store is back")
+        self._cluster.store.away, self._cluster.store.slow_s = False, 0.0
+
+    def _store_slow(self) -> None:
+        slow_s = self._rng.choice((0.3, 0.9, 2.5))
+        self._tell(f"the store takes up to {slow_s} s each way")
+        self._cluster.store.slow_s = slow_s
+        self._later(self._rng.choice((3.0, 12.0, 30.0)), self._store_back)
+
+    def _replies_lost(self) -> None:
+        count = self._rng.choice((1, 1, 2, 4))
+        self._tell(f"the next {count} answers of the store are lost")
+        self._cluster.store.replies_lost = count
+
+    def _lease_revoked(self) -> None:
+        self._tell("the store loses the lease")
+        self._cluster.store.revoke()
+        if self._rng.random() < 0.7:  # somebody looks for the coordinator at that moment
+            self._cluster.break_session(self._some(), "connection reset")
+
+    def _cut_off_coordinator(self) -> None:
         name = self._seat()
-        self._cluster.crash(name, "the coordinator is killed", silent=self._rng.random() < 0.3)
-        if self._comes_back(name):
-            self._back(name, self._rng.choice((0.1, 1.0, 5.0)))
+        self._tell(f"{name} cannot reach the store")
+        self._cluster.store.cut_off.add(name)
+        self._later(self._rng.choice((1.0, 5.0, 30.0)), self._heal)
+
+    # Who comes and goes.
 
     def _drain(self) -> None:
         name = self._some()
@@ -213,26 +296,3 @@ class Faults:
         if self._cluster.checks.outcome is None and len(self._cluster.nodes) < 10:
             wish = self._rng.choice((None, None, 0, 1))
             self._cluster.boot(self._cluster.add(2, wish), warm_s=self._rng.choice((0.0, 0.3, 8.0)))
-
-    def _slow_starts(self) -> None:
-        self._cluster.training.slow_start_s = self._rng.choice((2.0, 8.0))
-
-    def _store_away(self) -> None:
-        self._cluster.story.tell("FAULT the store is away")
-        self._cluster.store.away = True
-        self._later(self._rng.choice((0.5, 2.0, 8.0, 25.0, 150.0)), self._store_back)
-
-    def _store_back(self) -> None:
-        self._cluster.story.tell("the store is back")
-        self._cluster.store.away = False
-
-    def _cut_off_coordinator(self) -> None:
-        name = self._seat()
-        self._cluster.story.tell(f"FAULT {name} cannot reach the store")
-        self._cluster.store.cut_off.add(name)
-        self._later(self._rng.choice((1.0, 5.0, 30.0)), self._heal)
-
-    def _die_after_persist(self) -> None:
-        for seat in self._cluster.seats.values():
-            seat.dies_after_persist = True
-            self._back(seat.host, 30.0)

@@ -6,17 +6,33 @@ import random
 
 import msgspec
 
-from elastane.core.limits import FENCE_WAIT_S
+from elastane.core.limits import BACKOFF_MAX_S, FENCE_WAIT_S, STOP_MARGIN_S
 from elastane.core.rendezvous import Phase
 from elastane.testing.simulation.checks import Violation
 from elastane.testing.simulation.cluster import Cluster
-from elastane.testing.simulation.faults import Faults, Setting, setting_of
+from elastane.testing.simulation.faults import Faults
+from elastane.testing.simulation.setting import TIMING, WHOLE, Cut, Setting, setting_of
 
 # Once the last fault is over and all that can be is healed, the job trains or has ended within
-# this: the longest wait of the coordinator, then a stop, a rejoin and a start.
-LIVENESS_S = FENCE_WAIT_S + 60.0
+# this. In the worst case one wait follows the other: the last silence is noticed and the lease
+# runs out, a coordinator takes over and waits for the old world, first for its agents to come
+# back, then for those it cannot reach to stop by themselves; a world is stopped, pauses after a
+# crash loop, is formed again in a last call, and starts its workers (slow ones: 8 s).
+LIVENESS_S = (
+    TIMING.silence_s
+    + TIMING.lease_ttl_s
+    + TIMING.reregister_s
+    + FENCE_WAIT_S
+    + TIMING.shutdown_timeout_s
+    + STOP_MARGIN_S
+    + BACKOFF_MAX_S
+    + TIMING.last_call_max_s
+    + 8.0
+)
 # Training that goes on for this long after the last fault goes on for good.
 STABLE_S = 20.0
+# All agents have been started by then.
+_BOOT_S = 0.5
 # More is a loop in virtual time.
 _EVENTS_MAX = 400_000
 
@@ -38,21 +54,27 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 class HistoryFailedError(AssertionError):
     """A history broke what must hold; the message is its story and how to replay it."""
 
+    def __init__(self, account: str, what: str, story: str) -> None:
+        super().__init__(account)
+        self.what, self.story = what, story
+
 
 class History:
     """One simulated job."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, setting: Setting, cut: Cut = WHOLE) -> None:
+        self.setting, self.was_cut = setting.cut(cut), cut
         rng = random.Random(f"history {setting.seed} {setting.store_backed}")
-        self.cluster = Cluster(setting.spec, setting.script, rng, store_backed=setting.store_backed)
-        self.faults = Faults(self.cluster, setting, rng)
-        for size in (*setting.sizes, *((2,) * setting.spares)):
-            node = self.cluster.add(size)
+        cluster = Cluster(self.setting.spec, setting.script, rng, store_backed=setting.store_backed)
+        cluster.drifts = setting.drifts
+        self.cluster = cluster
+        self.faults = Faults(cluster, self.setting)
+        for size in self.setting.sizes:
+            node = cluster.add(size)
             warm_s = rng.choice((0.0, 0.3, 1.0))
-            self.cluster.clock.after(
-                rng.random() * 0.5,
-                lambda n=node, w=warm_s: self.cluster.boot(n, w),  # type: ignore[misc]
+            cluster.clock.after(
+                rng.random() * _BOOT_S,
+                lambda n=node, w=warm_s: cluster.boot(n, w),  # type: ignore[misc]
             )
         self.faults.plan()
         self._events = 0
@@ -62,11 +84,14 @@ class History:
         try:
             self._play()
         except Exception as fault:
-            raise HistoryFailedError(self._account(fault)) from fault
+            what = f"{type(fault).__name__}: {fault}"
+            raise HistoryFailedError(
+                self._account(what), what, self.cluster.story.text()
+            ) from fault
         cluster, checks = self.cluster, self.cluster.checks
         return Result(
             seed=self.setting.seed,
-            mode=_mode(self.setting.store_backed),
+            mode=self.setting.mode,
             virtual_s=cluster.clock.now_s,
             events=self._events,
             messages=cluster.network.carried,
@@ -84,7 +109,8 @@ class History:
             self._events += 1
             if self._events > _EVENTS_MAX:
                 raise Violation(f"{_EVENTS_MAX} events and no end")
-        self._must_live()
+        if broken := stuck(cluster):
+            raise Violation(broken)
 
     def _deadline_s(self) -> float:
         return self._quiet_s() + LIVENESS_S
@@ -96,47 +122,62 @@ class History:
     def _is_settled(self) -> bool:
         """Whether nothing more will come: the job has ended and all know, or trains on."""
         cluster = self.cluster
-        if cluster.clock.now_s < self.faults.over_s:
+        if cluster.clock.now_s < max(self.faults.over_s, _BOOT_S):
             return False
         if not any(node.alive for node in cluster.nodes.values()) and not cluster.seats:
             return True
-        return cluster.clock.now_s > self._quiet_s() + STABLE_S and self._trains()
+        return cluster.clock.now_s > self._quiet_s() + STABLE_S and trains(cluster)
 
-    def _trains(self) -> bool:
-        """Whether the newest world makes steps, and its coordinator is content."""
-        cluster = self.cluster
-        phases = [seat.machine.phase for seat in cluster.seats.values()]
-        recent_s = cluster.clock.now_s - cluster.checks.step_s
-        return phases == [Phase.RUNNING] and recent_s < 2 * self.setting.script.step_s + 1.0
-
-    def _must_live(self) -> None:
-        cluster, spec = self.cluster, self.setting.spec
-        alive = [node for node in cluster.nodes.values() if node.alive and not node.signalled]
-        if cluster.checks.outcome is not None:
-            if alive:
-                names = ", ".join(node.name for node in alive)
-                raise Violation(f"the job has ended, but the agents of {names} have not")
-            return
-        served = cluster.store_backed or cluster.endpoint in cluster.seats
-        if len(alive) >= spec.min_nodes and served and not self._trains():
-            raise Violation(
-                f"{len(alive)} nodes of at least {spec.min_nodes} are here, and nothing was"
-                f" trained for {cluster.clock.now_s - cluster.checks.step_s:.0f} s"
-            )
-
-    def _account(self, fault: Exception) -> str:
-        seed, mode = self.setting.seed, _mode(self.setting.store_backed)
+    def _account(self, what: str) -> str:
+        setting, cut = self.setting, self.was_cut
+        nodes = " ".join(str(size) for size in setting.sizes)
+        spec, script = setting.spec, setting.script
         return (
-            f"{self.cluster.story.text()}\n\n{self.setting.spec}\n{self.setting.script}\n"
-            f"seed {seed} ({mode}): {type(fault).__name__}: {fault}\n"
-            f"replay: python -m elastane.testing.simulation --seed {seed} --mode {mode}"
+            f"{spec.min_nodes} to {spec.max_nodes} nodes, workers of each: {nodes};"
+            f" {spec.max_restarts} restarts; {script}\n\n"
+            f"{self.cluster.story.text()}\n\n"
+            f"seed {setting.seed} ({setting.mode}): {what}\n"
+            f"replay: {replay(setting.seed, setting.mode, cut)}"
         )
 
 
-def _mode(store_backed: bool) -> str:
-    return "store" if store_backed else "endpoint"
+def trains(cluster: Cluster) -> bool:
+    """Return whether the newest world makes steps, and its coordinator is content."""
+    phases = [seat.machine.phase for seat in cluster.seats.values()]
+    recent_s = cluster.clock.now_s - cluster.checks.step_s
+    return phases == [Phase.RUNNING] and recent_s < 2 * cluster.training.script.step_s + 1.0
 
 
-def run_seed(seed: int, *, store_backed: bool) -> Result:
+def stuck(cluster: Cluster) -> str:
+    """Return what is broken where all had the time to recover: nobody trains, or nobody knows."""
+    alive = [node for node in cluster.nodes.values() if node.alive and not node.signalled]
+    if cluster.checks.outcome is not None:
+        # Without a store, an endpoint that nobody could reach ends nothing for those who train.
+        late = [
+            node.name
+            for node in alive
+            if cluster.store_backed or node.session is not None or node.group is None
+        ]
+        return f"the job has ended, but the agents of {', '.join(late)} have not" if late else ""
+    served = cluster.store_backed or cluster.endpoint in cluster.seats
+    if len(alive) < cluster.spec.min_nodes or not served or trains(cluster):
+        return ""
+    return (
+        f"{len(alive)} nodes of at least {cluster.spec.min_nodes} are here, and nothing was"
+        f" trained for {cluster.clock.now_s - cluster.checks.step_s:.0f} s"
+    )
+
+
+def replay(seed: int, mode: str, cut: Cut) -> str:
+    """Return the command that plays a history again."""
+    words = f"elastane sim --seed {seed} --mode {mode}"
+    if cut.without:
+        words += " --without " + ",".join(map(str, cut.without))
+    if cut.nodes:
+        words += f" --nodes {cut.nodes}"
+    return words + " --story"
+
+
+def run_seed(seed: int, *, store_backed: bool, cut: Cut = WHOLE) -> Result:
     """Play the history of `seed`; raise HistoryFailedError where something did not hold."""
-    return History(setting_of(seed, store_backed=store_backed)).run()
+    return History(setting_of(seed, store_backed=store_backed), cut).run()

@@ -9,6 +9,7 @@ from elastane.core.agent import AgentCore
 from elastane.core.effects import (
     AgentEffect,
     AimGroup,
+    Decline,
     Exit,
     MarkGroup,
     StartGroup,
@@ -16,10 +17,13 @@ from elastane.core.effects import (
     Tell,
     Transmit,
 )
-from elastane.core.events import AgentEvent, Linked, Tick, Told, Unlinked, Warm
+from elastane.core.events import AgentEvent, GroupGone, Linked, Tick, Told, Unlinked, Warm
 from elastane.core.messages import Alive, ToAgent, Welcome
-from elastane.core.model import NodeSpec, Offer, Versions
-from elastane.testing.simulation.clock import Timer
+from elastane.core.model import NodeSpec, Offer, Outcome, Versions
+from elastane.core.steps import agent_step
+from elastane.errors import ExitCode
+from elastane.testing.simulation.clock import HostClock, Timer
+from elastane.testing.simulation.election import Election
 from elastane.testing.simulation.network import Session
 from elastane.testing.simulation.workers import LocalGroup
 
@@ -32,8 +36,11 @@ VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
 class SimulatedNode:
     """One host with (at times) an agent on it; a new life is a new incarnation."""
 
-    def __init__(self, cluster: Cluster, name: str, size: int, node_rank: int | None) -> None:
+    def __init__(
+        self, cluster: Cluster, name: str, size: int, node_rank: int | None, clock: HostClock
+    ) -> None:
         self.cluster, self.name, self.size, self.node_rank = cluster, name, size, node_rank
+        self.clock = clock
         self.alive = False
         self.paused = False
         self.life = 0
@@ -41,7 +48,9 @@ class SimulatedNode:
         self.session: Session | None = None
         self.group: LocalGroup | None = None
         self.core: AgentCore | None = None
+        self.election: Election | None = None
         self.signalled = False
+        self.signals = 0
         self.welcomed = False
         self.backlog: list[tuple[int, AgentEvent]] = []
         self._ports = 20_000
@@ -52,7 +61,7 @@ class SimulatedNode:
         """Start a new agent on this host."""
         assert not self.alive, self.name
         self.alive, self.paused, self.exit, self.signalled = True, False, None, False
-        self.welcomed = False
+        self.welcomed, self.signals = False, 0
         self.life += 1
         spec = NodeSpec(
             node_id=self.name,
@@ -65,7 +74,7 @@ class SimulatedNode:
             self.cluster.spec,
             spec,
             self.new_offer(),
-            self.cluster.clock.now_s,
+            self.clock.now_s,
             self_fencing=self.cluster.store_backed,
         )
         self.cluster.story.tell(f"{self.name}: agent {spec.incarnation} starts")
@@ -85,14 +94,18 @@ class SimulatedNode:
             self.backlog.append((self.life, event))
             return
         assert self.core is not None
-        effects = self.core.handle(event, self.cluster.clock.now_s)
-        for effect in effects:
-            self._carry_out(effect)
-        self._schedule()
+        life, done = self.life, None
+        for due in self.core.handle(event, self.clock.now_s):
+            if self.cluster.dies_at(self.name, agent_step(done, due)):
+                return
+            self._carry_out(due)
+            done = due
+        if self.life == life and not self.cluster.dies_at(self.name, agent_step(done, None)):
+            self._schedule()
 
     def resume(self) -> None:
         """Go on after a pause, with all that came meanwhile."""
-        self.paused, self._heard_s = False, self.cluster.clock.now_s
+        self.paused, self._heard_s = False, self.clock.now_s
         backlog, self.backlog = self.backlog, []
         for life, event in backlog:
             if life == self.life:
@@ -102,6 +115,7 @@ class SimulatedNode:
         """The agent and its workers are no more."""
         self.alive, self.paused = False, False
         self.backlog.clear()
+        self.election = None
         if self._tick is not None:
             self._tick.cancel()
         group, self.group = self.group, None
@@ -113,11 +127,11 @@ class SimulatedNode:
         if self.session is not session:
             return
         if not self.paused:
-            self._heard_s = self.cluster.clock.now_s
+            self._heard_s = self.clock.now_s
         self.welcomed = self.welcomed or isinstance(message, Welcome)
         self.feed(Told(message))
         if isinstance(message, Alive) and not message.authority:
-            self.cluster.ask_holder(self, lambda holder: self._doubt(session, holder))
+            self.cluster.ask_seated(self, lambda host: self._doubt(session, host))
 
     def unlinked(self, session: Session, reason: str) -> None:
         """The session was ended from the other side."""
@@ -128,8 +142,9 @@ class SimulatedNode:
 
     def linked(self, session: Session) -> None:
         """A session stands."""
-        self.session, self._heard_s = session, self.cluster.clock.now_s
-        self.feed(Linked())
+        self.session, self._heard_s = session, self.clock.now_s
+        assert self.core is not None
+        self.feed(Linked(None if self.core.group else self.new_offer()))
 
     def not_found(self, reason: str) -> None:
         """No coordinator could be had this time."""
@@ -147,7 +162,7 @@ class SimulatedNode:
                 else:
                     self.cluster.find(self)
 
-        self.cluster.clock.after(delay_s, now)
+        self.clock.after(delay_s, now)
 
     def drop(self, reason: str) -> None:
         """End the own session without a goodbye."""
@@ -157,9 +172,21 @@ class SimulatedNode:
             self.feed(Unlinked(reason))
             self.look(0.05)
 
-    def _doubt(self, session: Session, holder: str) -> None:
-        if self.session is session and holder and holder != session.down.source:
-            self.drop(f"{holder} is the coordinator now")
+    def job_is_over(self, outcome: Outcome) -> None:
+        """The store says that the job has ended, and no coordinator is there to tell it."""
+        if self.welcomed:
+            exit_ = Exit(outcome.exit_code, outcome.reason, outcome)
+        else:
+            refused = Outcome(ok=False, reason=outcome.reason, slug="job-closed")
+            exit_ = Exit(int(ExitCode.CONFIGURATION), "the job has ended", refused)
+        self.exit = exit_
+        self.cluster.agent_exits(self, exit_)
+
+    def _doubt(self, session: Session, host: str) -> None:
+        if self.session is session and host and host != session.down.source:
+            self.drop(f"{host} is the coordinator now")
+        elif self.session is session:
+            self.cluster.stand(self)
 
     def _carry_out(self, effect: AgentEffect) -> None:
         training, checks = self.cluster.training, self.cluster.checks
@@ -171,6 +198,8 @@ class SimulatedNode:
                 checks.starts(self, assignment)
                 self.group = LocalGroup(self.name, assignment, self.size, self._own_feed())
                 training.start(self.group)
+            case Decline(fence=fence):
+                self._later(0.0, GroupGone(fence, self.new_offer()))
             case StopGroup(grace_s=grace_s):
                 assert self.group is not None
                 training.stop(self.group, grace_s, self.new_offer)
@@ -198,7 +227,7 @@ class SimulatedNode:
 
     def _later(self, delay_s: float, event: AgentEvent) -> None:
         feed = self._own_feed()
-        self.cluster.clock.after(delay_s, lambda: feed(event))
+        self.clock.after(delay_s, lambda: feed(event))
 
     def _schedule(self) -> None:
         if self._tick is not None:
@@ -206,14 +235,14 @@ class SimulatedNode:
         if not self.alive or self.core is None:
             return
         life = self.life
-        delay_s = max(0.001, self.core.wake_s - self.cluster.clock.now_s)
+        delay_s = max(0.001, self.core.wake_s - self.clock.now_s)
 
         def tick() -> None:
             if self.life != life or not self.alive:
                 return
-            silent_s = self.cluster.clock.now_s - self._heard_s
+            silent_s = self.clock.now_s - self._heard_s
             if self.session and not self.paused and silent_s > self.cluster.spec.timing.silence_s:
                 self.drop(f"the coordinator was silent for {silent_s:.1f} s")
             self.feed(Tick())
 
-        self._tick = self.cluster.clock.after(delay_s, tick)
+        self._tick = self.clock.after(delay_s, tick)

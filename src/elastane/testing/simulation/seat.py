@@ -1,59 +1,77 @@
-"""The shell of a simulated coordinator: effects in order, durable first, and its lease.
+"""The shell of a simulated coordinator: effects in order, durable first.
 
 Shell obligations are those of `core.effects`: nothing after a Persist is done before the store
-has it, events that come meanwhile wait; and no event is handled on a lease that has run out.
+has it, and events that come meanwhile wait. Its clock stands still while its host does, and
+while it waits for the store, as that of `elastane.coordinator` does.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elastane.core.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
 from elastane.core.events import AuthorityChanged, Broken, Received, RendezvousEvent, Tick
-from elastane.core.limits import LEASE_MARGIN
-from elastane.core.messages import ToCoordinator
+from elastane.core.messages import Leave, ToCoordinator
 from elastane.core.model import Record
 from elastane.core.rendezvous import Phase, Rendezvous
+from elastane.core.steps import coordinator_step
 from elastane.testing.simulation.clock import Timer
+from elastane.testing.simulation.election import Election
 from elastane.testing.simulation.network import Session
-from elastane.testing.simulation.store import Taken
 
 if TYPE_CHECKING:
     from elastane.testing.simulation.cluster import Cluster
 
+# What passes between two readings of the clock counts for no more than this (coordinator.clock).
+_STEP_MAX_S = 0.75
+
 
 class Seat:
-    """One coordinator, on the host of one node."""
+    """One coordinator, on the host of one node; `election` is its own, where there is a store."""
 
-    def __init__(self, cluster: Cluster, host: str, taken: Taken | None) -> None:
-        self.cluster, self.host, self.taken = cluster, host, taken
+    def __init__(self, cluster: Cluster, host: str, election: Election | None) -> None:
+        self.cluster, self.host, self.election = cluster, host, election
         self.alive = True
         self.finished = False
-        self.dies_after_persist = False
+        self._clock = cluster.nodes[host].clock
+        self._lost_s = 0.0
         self.machine = Rendezvous(
             cluster.spec,
-            cluster.clock.now_s,
-            taken.record if taken else None,
-            store_backed=taken is not None,
-            previous_holder=taken.previous_holder if taken else "",
+            self.now_s,
+            election.filed.record if election else None,
+            store_backed=election is not None,
+            previous_holder=election.previous_holder if election else "",
         )
-        self._version = taken.version if taken else 0
-        ttl_s = cluster.spec.timing.lease_ttl_s
-        self._valid_until_s = cluster.clock.now_s + ttl_s * (1 - LEASE_MARGIN)
-        self._held = True
+        self._changes: deque[RendezvousEvent] = deque()
         self._events: deque[RendezvousEvent] = deque()
+        self._record: Record | None = None
         self._busy = False
         self._tick: Timer | None = None
         self.sessions: dict[int, Session] = {}
-        if taken is not None:
-            self._renew()
+        self.leaving: set[int] = set()  # sessions whose agents have said that they leave
+        if election is not None:
+            election.on_authority = self._authority
+            election.on_lost = lambda why: self.end(why, clean=True)
+            election.publish()
+            election.keep()
         self._schedule()
+
+    @property
+    def now_s(self) -> float:
+        """The coordinator's time, by its host's clock less what it stood still."""
+        return self._clock.now_s - self._lost_s
 
     @property
     def is_ending(self) -> bool:
         """Whether the job has ended and its agents are being told."""
         return self.machine.phase in (Phase.CLOSING, Phase.CLOSED)
+
+    def stood_still(self, for_s: float) -> None:
+        """Time went by in which this process heard nobody: it does not count."""
+        if not self._busy:  # else it is counted when the record is saved
+            self._lost_s += max(0.0, for_s - _STEP_MAX_S)
 
     def welcome(self, session: Session) -> None:
         """A new session is authenticated."""
@@ -90,11 +108,8 @@ class Seat:
         if tells:
             for session in sessions.values():
                 self.cluster.close_from_seat(session, why)
-        if clean and self.taken is not None:
-            term = self.taken.term
-            self.cluster.store.ask(
-                self.host, lambda: self.cluster.store.release(term), lambda _: None
-            )
+        if clean and self.election is not None:
+            self.election.resign()
         self.cluster.seat_ended(self)
 
     def _take(self, event: RendezvousEvent) -> None:
@@ -103,79 +118,75 @@ class Seat:
         self._events.append(event)
         self._work()
 
+    def _authority(self, held: bool, reason: str) -> None:
+        """Hand the election's word on: before all else that still waits."""
+        if self.alive:
+            self._changes.append(AuthorityChanged(held, reason))
+            self._work()
+
     def _work(self) -> None:
-        while self._events and not self._busy and self.alive:
-            self._mind_lease()
-            self._handle(self._events.popleft())
+        while (self._changes or self._events) and not self._busy and self.alive:
+            self._handle((self._changes or self._events).popleft())
         self._schedule()
 
-    def _mind_lease(self) -> None:
-        if self.taken is None:
-            return
-        held = self.cluster.clock.now_s < self._valid_until_s
-        if held != self._held:
-            self._held = held
-            reason = "the lease was renewed" if held else "the lease could not be renewed in time"
-            self._events.appendleft(AuthorityChanged(held, reason))
-
     def _handle(self, event: RendezvousEvent) -> None:
-        self._carry_out(deque(self.machine.handle(event, self.cluster.clock.now_s)))
+        if isinstance(event, Received) and isinstance(event.message, Leave):
+            self.leaving.add(event.session)
+        self._carry_out(deque(self.machine.handle(event, self.now_s)), None)
 
-    def _carry_out(self, effects: deque[RendezvousEffect]) -> None:
-        while effects and self.alive:
-            effect = effects.popleft()
-            match effect:
-                case Persist(record=record):
-                    if self.taken is None:
-                        self.cluster.checks.wrote(None, record, durable=False)
-                    else:
-                        self._persist(record, effects)
-                        return
-                case Send():
-                    self._send(effect)
-                case Hangup(session=number, reason=reason):
-                    session = self.sessions.pop(number, None)
-                    if session is not None:
-                        self.cluster.close_from_seat(session, reason)
-                case Tell(note=note):
-                    self.cluster.note(self.host, note)
-                case Finished():
-                    self.finished = True
-                    self.end("the job has ended", clean=True)
+    def _carry_out(self, effects: deque[RendezvousEffect], done: RendezvousEffect | None) -> None:
+        while self.alive:
+            due = effects[0] if effects else None
+            if self.cluster.dies_at(self.host, coordinator_step(done, due)) or due is None:
+                return
+            effects.popleft()
+            if isinstance(due, Persist) and self.election is not None:
+                self._persist(self.election, due, effects)
+                return
+            self._do(due)
+            done = due
+
+    def _do(self, effect: RendezvousEffect) -> None:
+        match effect:
+            case Persist(record=record):
+                self.cluster.checks.wrote(self._record, record, durable=False)
+                self._record = record
+            case Send():
+                self._send(effect)
+            case Hangup(session=number, reason=reason):
+                session = self.sessions.pop(number, None)
+                if session is not None:
+                    self.cluster.close_from_seat(session, reason)
+            case Tell(note=note):
+                self.cluster.note(self.host, note)
+            case Finished():
+                self.finished = True
+                self.end("the job has ended", clean=True)
 
     def _send(self, effect: Send) -> None:
         session = self.sessions.get(effect.session)
-        self.cluster.checks.sends(self, effect.message)
+        self.cluster.checks.sends(self, effect.session, effect.message)
         if session is not None:
             self.cluster.send_down(session, effect.message)
 
-    def _persist(self, record: Record, rest: deque[RendezvousEffect]) -> None:
-        self._busy = True
-        version = self._version
-        store = self.cluster.store
+    def _persist(self, election: Election, due: Persist, rest: deque[RendezvousEffect]) -> None:
+        self._busy, began_s = True, self._clock.now_s
 
-        def answer(result: int | None) -> None:
-            self.cluster.on_host(self.host, lambda: written(result))
-
-        def written(result: int | None) -> None:
+        def saved(trouble: str) -> None:
             if not self.alive:
                 return
-            if not result:
-                self.end(
-                    "its record could not be written"
-                    if result is None
-                    else "another coordinator has written",
-                    clean=False,
-                )
+            if trouble:
+                self.end(trouble, clean=True)
                 return
-            self._version, self._busy = result, False
-            if self.dies_after_persist:
-                self.cluster.crash(self.host, "dies between the record and its messages")
-                return
-            self._carry_out(rest)
+            self._busy = False
+            self.stood_still(self._clock.now_s - began_s)
+            self._carry_out(rest, due)
             self._work()
 
-        store.ask(self.host, lambda: store.write(version, record), answer)
+        self._save(election, due.record, saved)
+
+    def _save(self, election: Election, record: Record, saved: Callable[[str], None]) -> None:
+        election.save(record, saved)
 
     def _schedule(self) -> None:
         if self._tick is not None:
@@ -184,34 +195,5 @@ class Seat:
             return
         wake_s = self.machine.wake_s
         if wake_s is not None:
-            delay_s = max(0.0, wake_s - self.cluster.clock.now_s)
-            self._tick = self.cluster.clock.after(delay_s, lambda: self.take(Tick()))
-
-    def _renew(self) -> None:
-        assert self.taken is not None
-        if not self.alive:
-            return
-        timing, sent_s, term = self.cluster.spec.timing, self.cluster.clock.now_s, self.taken.term
-        store = self.cluster.store
-
-        def answer(result: bool | None) -> None:
-            self.cluster.on_host(self.host, lambda: renewed(result))
-
-        def renewed(result: bool | None) -> None:
-            if not self.alive:
-                return
-            if result is False:
-                self.end("its lease was taken", clean=False)
-                return
-            if result:
-                self._valid_until_s = sent_s + timing.lease_ttl_s * (1 - LEASE_MARGIN)
-            self._poke()
-            delay_s = timing.lease_renew_s if result else 0.1
-            self.cluster.clock.after(delay_s, lambda: self.cluster.on_host(self.host, self._renew))
-
-        store.ask(self.host, lambda: store.renew(self.host, term, timing.lease_ttl_s), answer)
-
-    def _poke(self) -> None:
-        """Tell the machine of its authority, should that have changed."""
-        self._mind_lease()
-        self._work()
+            delay_s = max(0.0, wake_s - self.now_s)
+            self._tick = self._clock.after(delay_s, lambda: self.take(Tick()))

@@ -1,7 +1,8 @@
-"""The simulated store: one record changed by compare-and-set, one lease with a time to live.
+"""The simulated store: a record changed by compare-and-set, a lease, where the coordinator is.
 
-It can be away for everybody or cut off from single hosts, and then an answer may be lost after
-the deed was done: whoever asked cannot tell.
+It can be away for everybody or cut off from single hosts, slow, or lose the answer to what it
+did: then whoever asked cannot tell whether it was done, and it may yet be done. It may lose the
+lease, as an etcd that is restored or told to revoke it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ class Lease(msgspec.Struct, frozen=True):
     until_s: float
 
 
-class Taken(msgspec.Struct, frozen=True):
-    """What an elected coordinator starts from."""
+class Filed(msgspec.Struct, frozen=True):
+    """The record, the term that wrote it, and the version that a write must expect."""
+
+    term: int = 0
+    record: Record | None = None
+    version: int = 0
+
+
+class Published(msgspec.Struct, frozen=True):
+    """Where the coordinator of a term listens; it may be dead by now."""
 
     term: int
-    version: int
-    record: Record | None
-    previous_holder: str
+    host: str
 
 
 class SimulatedStore:
@@ -43,68 +50,93 @@ class SimulatedStore:
 
     def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
         self._clock, self._rng = clock, rng
-        self.record: Record | None = None
-        self.version = 0
+        self.filed = Filed()
         self.lease: Lease | None = None
+        self.seat: Published | None = None
         self.away = False
+        self.slow_s = 0.0
+        self.replies_lost = 0  # of the next operations: they are done, and nobody hears of it
         self.cut_off: set[str] = set()
-        self.on_write: Callable[[Record | None, Record], None] = lambda before, after: None
-
-    def holder(self) -> str:
-        """Return who holds the lease now, or an empty string."""
-        lease = self.lease
-        return lease.holder if lease and self._clock.now_s < lease.until_s else ""
+        self.on_write: Callable[[Filed, Filed], None] = lambda before, after: None
 
     def ask(self, host: str, deed: Callable[[], T], answer: Callable[[T | None], None]) -> None:
         """Do `deed` atomically at the store; `answer` gets its result, or None where it is lost."""
+        patience = self._clock.after(_PATIENCE_S, lambda: answer(None))
 
         def there() -> None:
             if not self._reaches(host):
-                self._clock.after(_PATIENCE_S, lambda: answer(None))
                 return
             result = deed()
+            if self.replies_lost:
+                self.replies_lost -= 1
+                return
             self._clock.after(self._delay_s(), lambda: back(result))
 
         def back(result: T) -> None:
-            if self._reaches(host):
+            if self._reaches(host) and patience.cancel():
                 answer(result)
-            else:
-                self._clock.after(_PATIENCE_S, lambda: answer(None))
 
         self._clock.after(self._delay_s(), there)
 
-    def take(self, host: str, ttl_s: float) -> Taken | None:
-        """Take the lease where it is free."""
-        if self.holder():
-            return None
+    def take(self, host: str, ttl_s: float) -> int:
+        """Take the lease where it is free; return the term, or 0."""
         before = self.lease
+        if before is not None and self._clock.now_s < before.until_s:
+            return 0
         term = before.term + 1 if before else 1
         self.lease = Lease(host, term, self._clock.now_s + ttl_s)
-        return Taken(term, self.version, self.record, before.holder if before else "")
+        return term
 
-    def renew(self, host: str, term: int, ttl_s: float) -> bool:
-        """Hold the lease for longer, if nobody took it meanwhile."""
-        if self.lease is None or (self.lease.holder, self.lease.term) != (host, term):
-            return False
-        self.lease = Lease(host, term, self._clock.now_s + ttl_s)
-        return True
+    def renew(self, host: str, term: int, ttl_s: float) -> int:
+        """Hold the lease for longer; return its term, a new one where it had ended; 0: lost.
 
-    def release(self, term: int) -> None:
+        One that ended is taken anew if nobody came between.
+        """
+        lease = self.lease
+        if lease is None or (lease.holder, lease.term) != (host, term):
+            return 0
+        now_s = self._clock.now_s
+        self.lease = Lease(host, term + (now_s >= lease.until_s), now_s + ttl_s)
+        return self.lease.term
+
+    def release(self, term: int) -> bool:
         """Give the lease up."""
         if self.lease is not None and self.lease.term == term:
-            self.lease = Lease(self.lease.holder, term, self._clock.now_s)
+            self.revoke()
+        return True
 
-    def write(self, version: int, record: Record) -> int:
-        """Replace the record of `version`; return the new version, or 0 where it is another."""
-        if version != self.version:
-            return 0
-        before, self.record = self.record, record
-        self.version += 1
-        self.on_write(before, record)
-        return self.version
+    def revoke(self) -> None:
+        """Let the lease end now, whoever holds it."""
+        if self.lease is not None:
+            self.lease = Lease(self.lease.holder, self.lease.term, self._clock.now_s)
+
+    def read(self) -> Filed:
+        """Return the record as it is now."""
+        return self.filed
+
+    def write(self, after: Filed) -> tuple[bool, Filed]:
+        """Replace the record if it is at the version of `after`; return whether, and what it is."""
+        before = self.filed
+        if after.version != before.version:
+            return False, before
+        self.filed = Filed(after.term, after.record, before.version + 1)
+        self.on_write(before, self.filed)
+        return True, self.filed
+
+    def seated(self) -> tuple[Published | None]:
+        """Return where the latest coordinator said that it listens."""
+        return (self.seat,)
+
+    def publish(self, seat: Published) -> bool:
+        """Say where a coordinator listens, unless one of a later term has; return whether."""
+        if self.seat is not None and self.seat.term > seat.term:
+            return False
+        self.seat = seat
+        return True
 
     def _reaches(self, host: str) -> bool:
         return not self.away and host not in self.cut_off
 
     def _delay_s(self) -> float:
-        return 0.0005 + self._rng.random() * 0.004
+        slow_s = self.slow_s * self._rng.random() if self.slow_s else 0.0
+        return 0.0005 + self._rng.random() * 0.004 + slow_s

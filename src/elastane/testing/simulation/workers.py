@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from elastane.core.events import (
     AgentEvent,
@@ -22,6 +23,9 @@ from elastane.core.events import (
 )
 from elastane.core.model import Assignment, Failure, Fence, Offer
 from elastane.testing.simulation.clock import Timer, VirtualClock
+
+if TYPE_CHECKING:
+    from elastane.testing.simulation.checks import Checks
 
 # The process group's own timeout, from the last step.
 _COLLECTIVE_TIMEOUT_S = 60.0
@@ -98,25 +102,25 @@ class Training:
         rng: random.Random,
         script: Script,
         can_step: Callable[[Run], bool],
-        on_step: Callable[[Run], None],
+        checks: Checks,
     ) -> None:
         self._clock, self._rng, self.script = clock, rng, script
-        self._can_step, self._on_step = can_step, on_step
-        self._runs: dict[tuple[Fence, str, int], Run] = {}
+        self._can_step, self._checks = can_step, checks
+        self._runs: dict[tuple[str, int], Run] = {}
         self._last: Run | None = None
         self.saved_step = 0
-        self.crashes = 0
         self.slow_start_s = 0.0
 
     def start(self, group: LocalGroup) -> None:
         """Fork the workers; they compute once they have imported and met."""
         fence, nodes = group.fence, group.assignment.nodes
-        # A store of its own for each start: attempts never mix, even where a fence came again.
-        place = (fence, group.assignment.master_addr, group.assignment.master_port)
+        # They meet at the store of this address, and whoever else does is taken for one of them.
+        place = (group.assignment.master_addr, group.assignment.master_port)
         run = self._runs.get(place)
         if run is None:
             self._must_have_saved()
             run = self._last = self._runs[place] = Run(fence, nodes, self.saved_step)
+        self._checks.meets(run, group)
         group.run = run
         run.groups[group.assignment.node_rank] = group
         pids = tuple(range(100, 100 + group.size))
@@ -136,7 +140,7 @@ class Training:
         """One worker dies of itself."""
         if group.phase not in ("starting", "computing", "broken"):
             return
-        self.crashes += 1
+        self._checks.ledger.died(group.fence)
         self._fail(group, local_rank, exit_code, "")
         self._peers_notice(group)
 
@@ -187,7 +191,7 @@ class Training:
             return
         due_s = group.moved_s + _COLLECTIVE_TIMEOUT_S
         if self._clock.now_s >= due_s and not group.gated:
-            self.crashes += 1
+            self._checks.ledger.died(group.fence)
             self._fail(group, 0, 1, "RuntimeError: Timed out waiting 60000ms for recv operation")
             return
         delay_s = max(1.0, due_s - self._clock.now_s)
@@ -213,7 +217,7 @@ class Training:
         run.steps += 1
         for group in run.groups.values():
             group.moved_s = self._clock.now_s
-        self._on_step(run)
+        self._checks.stepped(run)
         done = run.base + run.steps
         if done % self.script.checkpoint_every == 0:
             self.saved_step = max(self.saved_step, done)

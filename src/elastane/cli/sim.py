@@ -1,0 +1,130 @@
+"""`elastane sim`: whole clusters of the control plane in virtual time, a history from each seed.
+
+It owns the options and the words; what is played and what must hold is testing.simulation's. It
+opens no socket, starts no worker and writes no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from elastane.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from elastane.testing.simulation import Cut, HistoryFailedError
+
+_MODES = {"store": (True,), "endpoint": (False,), "both": (True, False)}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--seed", metavar="N", type=int, default=0, help="the first seed (default: 0)")
+    add("--seeds", metavar="N", type=int, default=1, help="how many seeds (default: 1)")
+    add("--mode", choices=[*_MODES], default="both", help="jobs with a store, without, or both")
+    add("--story", action="store_true", help="tell what happened, also where all held")
+    add("--jobs", metavar="N", type=int, default=1, help="processes (default: 1)")
+    add("--without", metavar="N,N", default="", help="leave these faults of the plan out")
+    add("--nodes", metavar="N", type=int, default=0, help="at most so many nodes at the begin")
+    add("--transcript", metavar="FILE", default="", help="play the commands of a page of the docs")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Play; 1 where a history broke what must hold, and its story is told."""
+    if args.transcript:
+        return _transcript(args.transcript)
+    if args.seeds < 1 or args.jobs < 1 or args.nodes < 0 or args.seed < 0:
+        raise UsageError(
+            f"--seed {args.seed} --seeds {args.seeds} --jobs {args.jobs} --nodes {args.nodes}",
+            slug="usage",
+            expected="a seed from 0 on, at least one seed and one process",
+        )
+    if args.story or args.without or args.nodes:
+        return _tell(args)
+    return _play(args)
+
+
+def _play(args: argparse.Namespace) -> int:
+    from elastane.testing.simulation.batch import play
+
+    began_s = time.monotonic()
+    tally = play(range(args.seed, args.seed + args.seeds), _MODES[args.mode], args.jobs)
+    took_s = time.monotonic() - began_s
+    if tally.failed is not None:
+        return _explain(*tally.failed)
+    sys.stdout.write(
+        f"{tally.histories} histories held, in {took_s:.1f} s"
+        f" ({tally.histories / max(took_s, 1e-9):.0f} a second): {tally.worlds} worlds,"
+        f" {tally.restarts} restarts, {tally.messages} messages, {tally.steps} steps of training\n"
+    )
+    return 0
+
+
+def _tell(args: argparse.Namespace) -> int:
+    """Tell the story of each seed, and stop at one that fails."""
+    from elastane.testing.simulation import History, HistoryFailedError, setting_of
+
+    cut = _cut(args)
+    for seed in range(args.seed, args.seed + args.seeds):
+        for store_backed in _MODES[args.mode]:
+            history = History(setting_of(seed, store_backed=store_backed), cut)
+            try:
+                result = history.run()
+            except HistoryFailedError as failure:
+                sys.stdout.write(f"{failure}\n")
+                return int(ExitCode.WORKER_FAILED)
+            sys.stdout.write(f"{history.cluster.story.text()}\n\n{result}\n")
+    return 0
+
+
+def _explain(seed: int, store_backed: bool) -> int:
+    """Tell the smallest history found that fails as this one does."""
+    from elastane.testing.simulation import Cut, setting_of
+    from elastane.testing.simulation.shrink import shrunk
+
+    setting = setting_of(seed, store_backed=store_backed)
+    failure = _failure(seed, store_backed)
+    sys.stdout.write(f"seed {seed} ({setting.mode}) fails; looking for less that fails as well\n\n")
+    sys.stdout.flush()
+    sys.stdout.write(f"{shrunk(setting, Cut(), failure)}\n")
+    return int(ExitCode.WORKER_FAILED)
+
+
+def _failure(seed: int, store_backed: bool) -> HistoryFailedError:
+    from elastane.testing.simulation import HistoryFailedError, run_seed
+
+    try:
+        run_seed(seed, store_backed=store_backed)
+    except HistoryFailedError as failure:
+        return failure
+    raise AssertionError(f"seed {seed} failed once and held once: it is not one history")
+
+
+def _cut(args: argparse.Namespace) -> Cut:
+    from elastane.testing.simulation.kept import cut_of
+
+    try:
+        return cut_of(args.without, args.nodes)
+    except ValueError as error:
+        raise UsageError(
+            f"--without {args.without}: {error}",
+            slug="usage",
+            expected="numbers of faults, as the replay command of a story has them",
+        ) from error
+
+
+def _transcript(name: str) -> int:
+    """Print a page with the output of its commands as it is now."""
+    from pathlib import Path
+
+    from elastane.testing.simulation.transcript import replayed
+
+    try:
+        text = Path(name).read_text("utf-8")
+    except OSError as error:
+        raise UsageError(f"--transcript {name}: {error.strerror}", slug="usage") from error
+    sys.stdout.write(replayed(text))
+    return 0

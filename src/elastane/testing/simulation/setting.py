@@ -1,0 +1,149 @@
+"""One history before anything happens: the job, its nodes, and the plan of its faults.
+
+All of it is drawn from the seed, and is data: `Cut` takes faults and nodes away from it, and what
+is left happens as before, each fault by random numbers of its own.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from elastane.core.limits import Timing
+from elastane.core.model import JobSpec
+from elastane.testing.simulation.workers import Script
+
+TIMING = Timing(
+    join_timeout_s=60.0,
+    last_call_s=1.0,
+    last_call_max_s=5.0,
+    drain_timeout_s=6.0,
+    shutdown_timeout_s=4.0,
+)
+# The virtual second of the first fault at the earliest, and of the last at the latest.
+FIRST_S, LAST_S = 1.0, 40.0
+# How often each kind of fault is drawn, relative to the others.
+WEIGHTS = {
+    "crash": 4,
+    "restart_agent": 3,
+    "workers_crash": 5,
+    "pause": 3,
+    "suspend": 1,
+    "clock_jump": 1,
+    "break": 3,
+    "flap": 1,
+    "replay": 1,
+    "half_open": 2,
+    "late_session": 2,
+    "slow_host": 2,
+    "partition": 3,
+    "partial": 2,
+    "one_way": 2,
+    "kill_coordinator": 3,
+    "die_at_step": 4,
+    "drain": 3,
+    "arrive": 3,
+    "slow_starts": 1,
+}
+STORE_WEIGHTS = {
+    "store_away": 3,
+    "store_slow": 2,
+    "replies_lost": 2,
+    "lease_revoked": 2,
+    "cut_off_coordinator": 2,
+    "pause_coordinator": 3,
+}
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """One fault of a plan."""
+
+    number: int
+    at_s: float
+    kind: str
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left out of a history, to see whether it still fails."""
+
+    without: tuple[int, ...] = ()
+    nodes: int = 0  # at most so many from the begin; 0: all
+
+
+WHOLE = Cut()
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One history before anything goes wrong."""
+
+    seed: int
+    store_backed: bool
+    spec: JobSpec
+    script: Script
+    sizes: tuple[int, ...]
+    drifts: tuple[float, ...]
+    plan: tuple[Planned, ...]
+
+    @property
+    def mode(self) -> str:
+        """How the coordinator's seat is found."""
+        return "store" if self.store_backed else "endpoint"
+
+    def cut(self, cut: Cut) -> Setting:
+        """Return the same history with less in it."""
+        sizes = self.sizes[: cut.nodes or None]
+        spec = msgspec.structs.replace(self.spec, min_nodes=min(self.spec.min_nodes, len(sizes)))
+        plan = tuple(one for one in self.plan if one.number not in cut.without)
+        return msgspec.structs.replace(self, sizes=sizes, spec=spec, plan=plan)
+
+
+def setting_of(seed: int, *, store_backed: bool) -> Setting:
+    """Draw the job, its nodes and its faults."""
+    rng = random.Random(f"setting {seed} {store_backed}")
+    nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
+    low = rng.randint(1, nodes)
+    unequal = rng.random() < 0.3
+    asks = rng.random() < 0.6
+    spec = JobSpec(
+        job=f"seed-{seed}",
+        min_nodes=low,
+        max_nodes=rng.choice((nodes, nodes, low)),
+        max_restarts=rng.choice((0, 1, 3, 10)),
+        timing=TIMING,
+    )
+    script = Script(
+        steps=rng.choice((15, 40, 10_000, 10_000)),
+        step_s=rng.choice((0.5, 1.0, 2.0)),
+        checkpoint_every=5,
+        asks=asks,
+        leaves_on_sigterm=not asks and rng.random() < 0.5,
+        trap_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0, 100.0)),
+    )
+    sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))
+    spares = (2,) * rng.choice((0, 0, 1, 2))
+    return Setting(
+        seed=seed,
+        store_backed=store_backed,
+        spec=spec,
+        script=script,
+        sizes=sizes + spares,
+        # A quartz is wrong by less than 0.01 %; the bounds bear 3 %.
+        drifts=rng.choice(((1.0,), (0.9999, 1.0001), (0.97, 1.0, 1.03))),
+        plan=_plan(rng, store_backed=store_backed),
+    )
+
+
+def _plan(rng: random.Random, *, store_backed: bool) -> tuple[Planned, ...]:
+    """Draw the faults: single ones, and two or three at once or one upon the other."""
+    weights = WEIGHTS | (STORE_WEIGHTS if store_backed else {})
+    if rng.random() < 0.1:  # histories in which nothing but workers fails, and nobody but leaves
+        weights = {kind: weights[kind] for kind in ("workers_crash", "drain")}
+    kinds, at_s = [*weights], FIRST_S
+    plan = []
+    for number in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 6))):
+        near = rng.random()
+        gap_s = 0.0 if near < 0.1 else 0.4 if near < 0.5 else 14.0
+        at_s = min(at_s + rng.random() * gap_s, LAST_S)
+        plan.append(Planned(number, at_s, rng.choices(kinds, [*weights.values()])[0]))
+    return tuple(plan)

@@ -1,0 +1,112 @@
+"""A coordinator under attack while its job trains: the job does not notice."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+
+import pytest
+from attackers import Insiders, Strangers
+from hostile_support import Victim, dice, storm
+from jobs import until
+
+from elastane.core.limits import MESSAGES_BURST_MAX, MESSAGES_PER_S_MAX, UNPROVEN_MAX
+from elastane.core.messages import Query, Report
+from elastane.core.model import Fence
+from elastane.core.notes import EventKind
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory):
+    with Victim(tmp_path_factory.mktemp("victim")) as one:
+        yield one
+
+
+def strangers(victim):
+    return Strangers(
+        victim.port, victim.job.name, bytes(victim.tap.said["agent"]), list(victim.tap.pieces)
+    )
+
+
+def spec_of(victim):
+    """The job as its agents say it: the terms of its own recorded Join are sealed, so by hand."""
+    from elastane.launcher.build import build
+    from elastane.launcher.parser import parse
+
+    words = victim.job.command("x", 1, ())
+    return build(parse(words[words.index("run") + 1 :], {}), {}).spec
+
+
+def insiders(victim):
+    last = victim.job.seen()[-1]
+    return Insiders(victim.port, spec_of(victim), ("a", "b"), Fence(last.round, last.attempt))
+
+
+def test_strangers_are_not_noticed(victim):
+    rng = dice("strangers")
+    with victim.watch():
+        storm(rng, strangers(victim).attacks(), 2500)
+
+
+def test_insiders_that_break_the_protocol_or_lie_are_not_noticed(victim):
+    rng = dice("insiders")
+    with victim.watch():
+        storm(rng, insiders(victim).attacks(), 2500)
+
+
+def test_one_session_is_heard_at_its_rate_and_no_faster(victim):
+    """Twice a burst of questions at once: the second half waits, and nobody else does."""
+    count, within_s = 2 * MESSAGES_BURST_MAX, 1.0
+
+    async def ask():
+        heard = 0
+        async with insiders(victim).session(dice("rate")) as one:
+            await one.send(*[Query()] * count)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    while heard < count:
+                        assert isinstance(await one.answer(), Report)
+                        heard += 1
+        return heard
+
+    with victim.watch():
+        heard = asyncio.run(ask())
+    assert MESSAGES_BURST_MAX / 2 < heard < MESSAGES_BURST_MAX + 2 * within_s * MESSAGES_PER_S_MAX
+
+
+def test_a_crowd_beyond_the_bounds_keeps_nobody_out(victim):
+    """More connections than may be unproven at once, none of which says a whole sentence."""
+    with victim.watch(), contextlib.ExitStack() as stack:
+        for number in range(UNPROVEN_MAX * 2):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(("127.0.0.1", victim.port))
+            with contextlib.suppress(OSError):
+                sock.send(b"ELASTANE\r"[: number % 9])
+        rng = dice("crowd")
+        storm(rng, [insiders(victim).chatter, insiders(victim).impostor], 20, at_once=4)
+
+
+def test_afterwards_an_honest_agent_joins_and_takes_a_place(victim):
+    job = victim.job
+    with victim.watch():
+        storm(dice("before"), [*strangers(victim).attacks(), *insiders(victim).attacks()], 300)
+    agent = victim.take_in("c")
+    before = job.seen()[-1]
+    until(lambda: any(e.node == "c" for e in job.events(EventKind.NODE_READY)), "c is warm")
+    victim.b.send(signal.SIGTERM)
+    job.wait_step(world=2, fence=(before.round, before.attempt))
+    assert {s.node for s in job.seen() if s.round > before.round} == {"a", "c"}
+    assert agent.is_alive
+    assert victim.b.wait() == 143
+
+
+@pytest.mark.soak
+def test_a_long_storm_is_not_noticed(tmp_path):
+    count = int(os.environ.get("HOSTILE_COUNT", "100000"))
+    with Victim(tmp_path) as victim:
+        rng = dice("soak", default=str(os.getpid()))
+        with victim.watch():
+            storm(rng, [*strangers(victim).attacks(), *insiders(victim).attacks()], count)

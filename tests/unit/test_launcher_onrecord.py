@@ -1,0 +1,46 @@
+"""An agent of a job that ended behind its back ends as the job did."""
+
+import asyncio
+
+from elastane.core.effects import Exit
+from elastane.core.model import JobSpec, Outcome, Record
+from elastane.errors import ExitCode, StoreError
+from elastane.launcher.onrecord import as_on_record
+
+CLOSED = Exit(
+    int(ExitCode.CONFIGURATION),
+    "closed: job letters has ended",
+    Outcome(ok=False, reason="closed", slug="rdzv-closed", exit_code=ExitCode.CONFIGURATION),
+)
+SUCCESS = Outcome(ok=True, reason="all 4 workers of round 1 attempt 0 succeeded")
+
+
+class Keys:
+    def __init__(self, outcome=SUCCESS, fails=False):
+        self.outcome, self.fails = outcome, fails
+
+    async def load(self):
+        if self.fails:
+            raise StoreError("away", slug="store-unreachable")
+        spec = JobSpec(job="letters", min_nodes=2, max_nodes=2, max_restarts=0)
+        return Record(spec=spec, outcome=self.outcome)
+
+
+def judged(exit_=CLOSED, keys=None, was_in_it=True):
+    return asyncio.run(as_on_record(exit_, keys or Keys(), was_in_it=was_in_it))
+
+
+def test_an_agent_of_the_job_ends_as_the_job_did():
+    assert judged() == Exit(0, SUCCESS.reason, SUCCESS)
+
+
+def test_a_newcomer_to_an_ended_job_is_turned_away():
+    assert judged(was_in_it=False) is CLOSED
+
+
+def test_any_other_end_stays_what_it_is():
+    other = Exit(75, "no coordinator", None)
+    assert judged(other) is other
+    assert judged(keys=Keys(outcome=None)) is CLOSED
+    assert judged(keys=Keys(fails=True)) is CLOSED
+    assert asyncio.run(as_on_record(CLOSED, None, was_in_it=True)) is CLOSED
