@@ -24,7 +24,7 @@ def of_struct(kind):
 PLAIN = {
     msgspec.inspect.NoneType: st.none(),
     msgspec.inspect.BoolType: st.booleans(),
-    msgspec.inspect.IntType: st.integers(1, 4096),
+    msgspec.inspect.IntType: st.integers(1, 4095),
     msgspec.inspect.FloatType: st.floats(0.0, 1e6),
     msgspec.inspect.StrType: TEXT,
 }

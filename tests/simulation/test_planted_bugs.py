@@ -10,6 +10,7 @@ from elastane.core.agent import AgentCore
 from elastane.core.budget import RestartBudget
 from elastane.core.contact import Contact
 from elastane.core.effects import Persist, Send
+from elastane.core.localworkers import LocalWorkers
 from elastane.core.messages import Assign, Release, Stopped
 from elastane.core.model import Fence, Offer
 from elastane.core.ranks import Place, assignments, member_of
@@ -100,14 +101,14 @@ def test_a_late_stopped_that_counts_is_found(monkeypatch):
     monkeypatch.setattr(
         reports, "_stopped", lambda state, node, fence: original(state, node, node.fence or fence)
     )
-    stop = AgentCore._stop
+    stop = LocalWorkers._stop
 
     def answers_at_once(self, message):
         stop(self, message)
         if self.group is not None:
-            self._send(Stopped(Fence(0, 0), self.offer))
+            self._outbox.send(Stopped(Fence(0, 0), self.offer))
 
-    monkeypatch.setattr(AgentCore, "_stop", answers_at_once)
+    monkeypatch.setattr(LocalWorkers, "_stop", answers_at_once)
     first_failure(300)
 
 

@@ -1,7 +1,10 @@
 """What core asks the world to do; the shells carry it out, in the order of the list.
 
 The rendezvous yields `Persist`, `Send`, `Hangup`, `Tell` and `Finished`; the agent yields
-`Transmit`, `StartGroup`, `Decline`, `StopGroup`, `MarkGroup`, `AimGroup`, `Tell` and `Exit`.
+`Transmit`, `StartGroup`, `Decline`, `Tell`, `Exit`, and what is done to a group that runs:
+`StopGroup`, `MarkGroup`, `AimGroup`, `StartWorkers`, `InterruptGroup`, `RegroupWorkers`. A group is
+named by the fence that it was started with, whatever world its workers are in later; a drain, by
+that of the world that it is for.
 """
 
 from __future__ import annotations
@@ -61,6 +64,31 @@ class StartGroup(msgspec.Struct, frozen=True):
     assignment: Assignment
 
 
+class StartWorkers(msgspec.Struct, frozen=True):
+    """Start these local workers of a group anew, in `delay_s`; they have no place yet."""
+
+    fence: Fence
+    local_ranks: tuple[int, ...]
+    delay_s: float
+
+
+class InterruptGroup(msgspec.Struct, frozen=True):
+    """Have the workers that recover in place end their step, and wait for a world."""
+
+    fence: Fence
+    reason: str
+
+
+class RegroupWorkers(msgspec.Struct, frozen=True):
+    """Give the workers of the group that began with `fence` their place in another world.
+
+    Obligation: `GroupAble` follows, with another port; this one's is known to others now.
+    """
+
+    fence: Fence
+    assignment: Assignment
+
+
 class StopGroup(msgspec.Struct, frozen=True):
     """SIGTERM to each worker still alive, SIGKILL to all that is left after `grace_s`.
 
@@ -112,4 +140,5 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 RendezvousEffect = Persist | Send | Hangup | Tell | Finished
-AgentEffect = Transmit | StartGroup | Decline | StopGroup | MarkGroup | AimGroup | Tell | Exit
+GroupEffect = StopGroup | MarkGroup | AimGroup | StartWorkers | InterruptGroup | RegroupWorkers
+AgentEffect = Transmit | StartGroup | Decline | GroupEffect | Tell | Exit

@@ -101,6 +101,22 @@ class GroupGone(msgspec.Struct, frozen=True):
     offer: Offer
 
 
+class GroupAble(msgspec.Struct, frozen=True):
+    """These local workers can enter another world as they are; and the offer for it."""
+
+    fence: Fence
+    workers: tuple[int, ...]
+    offer: Offer
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """A worker that recovers in place has lost a peer in the world of `world`."""
+
+    fence: Fence
+    world: Fence
+    reason: str
+
+
 class GroupMarked(msgspec.Struct, frozen=True):
     """Answer to MarkGroup."""
 
@@ -129,6 +145,8 @@ AgentEvent = (
     | WorkerSucceeded
     | WorkerFailed
     | GroupGone
+    | GroupAble
+    | WorkerLost
     | GroupMarked
     | GroupDrained
     | Signalled

@@ -19,9 +19,16 @@ EVENT_TEXT_CHARS = 500
 
 @dataclass(slots=True)
 class Group:
-    """The local worker group of one fence."""
+    """The local worker group that was started with the fence `born`.
+
+    Workers that recover in place are of other worlds later; `able` are the local ranks that can
+    enter another one as they are.
+    """
 
     assignment: Assignment
+    born: Fence
+    able: tuple[int, ...] = ()
+    renewed: set[int] = field(default_factory=set)  # failed, with a successor that was started
     phase: GroupState = "running"
     done: set[int] = field(default_factory=set)
     failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
@@ -44,7 +51,32 @@ class Group:
             state=self.phase,
             failures=self.aged_failures(now_s),
             draining=self.draining,
+            able=self.able,
         )
+
+    def enter(self, assignment: Assignment) -> None:
+        """Be in another world from now on; failures of others than its workers are history."""
+        self.assignment, self.phase = assignment, "running"
+        self.draining = self.aimed = self.drained = False
+        self.target = None
+        dead = {*assignment.workers} - {*self.able}
+        self.failures = {
+            i: found
+            for i, found in self.failures.items()
+            if i in dead or (i not in assignment.workers and i not in self.renewed)
+        }
+        self.renewed &= {*self.failures}
+
+    def start_anew(self) -> tuple[int, ...]:
+        """Return the local ranks that are to have successors now, each failure's once."""
+        missing = sorted(set(self.failures) - self.renewed)
+        self.renewed.update(missing)
+        return tuple(missing)
+
+    def is_done(self, local_world_size: int) -> bool:
+        """Whether all workers that have a place exited with 0."""
+        places = self.assignment.workers or range(local_world_size)
+        return not self.assignment.waiting and self.done.issuperset(places)
 
     def was_stopped(self, failure: Failure, now_s: float) -> bool:
         """Whether the worker ended because it was told to, and not of a fault before that."""
@@ -54,7 +86,8 @@ class Group:
         """Keep `failure` with its end on the own clock, so that its age is right when told."""
         if len(self.failures) >= FULL_TEXTS_MAX:
             failure = msgspec.structs.replace(failure, message=failure.message[-SHORT_TEXT_CHARS:])
-        if len(self.failures) < FAILURES_MAX:
+        self.renewed.discard(failure.local_rank)
+        if len(self.failures) < FAILURES_MAX or failure.local_rank in self.failures:
             self.failures[failure.local_rank] = (now_s - failure.age_s, failure)
 
     def aged_failures(self, now_s: float) -> tuple[Failure, ...]:

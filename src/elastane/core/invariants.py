@@ -18,6 +18,8 @@ def broken_succession(previous: World | None, world: World) -> str:
         return f"{world.fence} was settled after {previous.fence}"
     if world.fence.round == previous.fence.round and world.members != previous.members:
         return f"two memberships in round {world.fence.round}"
+    if any(m.workers for m in world.members):
+        return ""  # The order is that of workers there, and a record does not know their processes.
     before = [m.node_id for m in previous.members]
     known, after = {*before}, {m.node_id for m in world.members}
     survivors = [node_id for node_id in before if node_id in after]
@@ -45,8 +47,8 @@ def broken_ranks(world: World, given: Sequence[Assignment]) -> str:
         found = (assignment.node_rank, assignment.rank_base, assignment.role_rank_base)
         if found != (node_rank, base, role_base):
             return f"{world.fence}: node rank {node_rank} was given {found}"
-        base += member.local_world_size
-        roles[member.role] = role_base + member.local_world_size
+        base += member.size
+        roles[member.role] = role_base + member.size
     if any(a.world_size != base or a.fence != world.fence for a in given):
         return f"{world.fence}: assignments disagree on world size or fence"
     return ""

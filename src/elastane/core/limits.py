@@ -68,6 +68,9 @@ REJOIN_GRACE_S = 0.1
 CONTEST_S = 1.0
 # Before a job is ended for its failures, evidence of a departure that caused them may come.
 VERDICT_S = 0.3
+# A worker that lost a peer waits for the news of what became of it; after that a world that makes
+# no step is ended without a cause.
+LOST_PEER_S = 1.0
 # The longest pause between two attempts of a crash loop, and the first.
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
@@ -179,6 +182,7 @@ assert not check(Timing()), check(Timing())
 assert Timing().silence_s < ISOLATION_LIMIT_S
 assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < FENCE_WAIT_S
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
+assert VERDICT_S < LOST_PEER_S
 assert HANDSHAKE_BYTES_MAX < INBOX_BYTES_MAX < FRAME_BYTES_MAX
 assert STORE_TIMEOUT_S < SAVE_PATIENCE_S < ISOLATION_LIMIT_S
 assert SEND_BYTES_MAX >= 2 * FRAME_BYTES_MAX

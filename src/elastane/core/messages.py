@@ -17,9 +17,12 @@ from elastane.core.model import (
     Failure,
     Fence,
     JobSpec,
+    LocalRank,
     NodeSpec,
     Offer,
     Outcome,
+    Seconds,
+    Text,
 )
 
 GroupState = Literal["running", "succeeded", "failed", "stopping"]
@@ -40,6 +43,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[Failure, ...] = ()
     # Its workers were asked to checkpoint; they will not go on by themselves.
     draining: bool = False
+    able: tuple[LocalRank, ...] = ()
 
     def __post_init__(self) -> None:
         _check_count(self.failures)
@@ -107,6 +111,23 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
     fence: Fence
 
 
+class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
+    """These local workers can enter another world as they are; those of the world in force too.
+
+    All of them, each time. `offer` is where the next process-group store would be.
+    """
+
+    workers: tuple[LocalRank, ...]
+    offer: Offer
+
+
+class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
+    """A worker of `fence` that recovers in place has lost a peer in the middle of a step."""
+
+    fence: Fence
+    reason: Text
+
+
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """No process of `fence` is left on this node; and where the next store would be."""
 
@@ -139,6 +160,8 @@ ToCoordinator = (
     | Succeeded
     | Marked
     | Drained
+    | Able
+    | Lost
     | Stopped
     | Leave
     | Conclude
@@ -166,6 +189,20 @@ class Assign(msgspec.Struct, frozen=True, tag="assign"):
     """A world is settled: start the workers of this assignment."""
 
     assignment: Assignment
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag="interrupt", kw_only=True):
+    """The world of `fence` is no more: its workers end their step, and wait for the next world."""
+
+    fence: Fence
+    reason: str
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
+    """Start the local workers that do not run, in `delay_s`; they get ready for a later world."""
+
+    assignment: Assignment
+    delay_s: Seconds = 0.0
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
@@ -238,4 +275,17 @@ class Report(msgspec.Struct, frozen=True, tag="report", kw_only=True):
     last_incident: str = ""
 
 
-ToAgent = Welcome | Refused | Assign | Drain | DrainTarget | Stop | Release | Close | Alive | Report
+ToAgent = (
+    Welcome
+    | Refused
+    | Assign
+    | Interrupt
+    | Prepare
+    | Drain
+    | DrainTarget
+    | Stop
+    | Release
+    | Close
+    | Alive
+    | Report
+)

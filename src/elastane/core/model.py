@@ -24,6 +24,7 @@ Name = Annotated[str, msgspec.Meta(max_length=4 * NAME_CHARS_MAX)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 LocalSize = Annotated[int, msgspec.Meta(ge=1, le=LOCAL_WORLD_SIZE_MAX)]
+LocalRank = Annotated[int, msgspec.Meta(ge=0, le=LOCAL_WORLD_SIZE_MAX - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 # Twice what an honest agent sends; so a job's end, which repeats some, always fits a frame.
 Text = Annotated[str, msgspec.Meta(max_length=2 * FAILURE_TEXT_CHARS_MAX)]
@@ -59,6 +60,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     identical_workers: bool = False
     # Ranks are given by flags and nothing else is accepted (the static backend).
     static: bool = False
+    # The fewest workers that train on after a fault, where they recover in place; 0: as many as
+    # `min_nodes` whole nodes have.
+    min_workers: Count = 0
     timing: Timing = Timing()
 
     @property
@@ -97,12 +101,27 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's place in a world."""
+    """One node's place in a world.
+
+    `workers` are the local ranks that take part, in the order of their ranks; empty: all of
+    `local_world_size`. Only worlds of workers that recover in place leave some out.
+    """
 
     node_id: str
     incarnation: str
     local_world_size: int
     role: str
+    workers: tuple[LocalRank, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of its workers in the world."""
+        return len(self.workers) or self.local_world_size
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The local ranks of its workers in the world, in the order of their ranks."""
+        return self.workers or tuple(range(self.local_world_size))
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +133,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         """Number of workers of all nodes."""
-        return sum(member.local_world_size for member in self.members)
+        return sum(member.size for member in self.members)
 
     def node_rank(self, node_id: str) -> int | None:
         """Return the node rank of `node_id`, or None where it is no member."""
@@ -127,7 +146,10 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """What one agent is told to run: its own place, and totals; never the list of all members.
 
-    So the bytes per node of a membership change do not grow with the job.
+    So the bytes per node of a membership change do not grow with the job. `workers` are the local
+    ranks that take part, as of Member. `in_place`: it is for workers that are there already and
+    keep their processes. `waiting`: there is no place yet; the workers are to start, and to get
+    ready for a later world. What it says of ranks is a guess then.
     """
 
     fence: Fence
@@ -143,6 +165,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     restarts_used: int
     max_restarts: int
     reason: str
+    workers: tuple[LocalRank, ...] = ()
+    in_place: bool = False
+    waiting: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,13 +60,14 @@ def world_of(fence: Fence, specs: Sequence[NodeSpec]) -> World:
     return World(fence=fence, members=tuple(member_of(spec) for spec in specs))
 
 
-def member_of(spec: NodeSpec) -> Member:
-    """Return the place in a world that `spec` describes."""
+def member_of(spec: NodeSpec, workers: tuple[int, ...] = ()) -> Member:
+    """Return the place in a world of `workers` of the node that `spec` describes; ()  is all."""
     return Member(
         node_id=spec.node_id,
         incarnation=spec.incarnation,
         local_world_size=spec.local_world_size,
         role=spec.role,
+        workers=workers,
     )
 
 
@@ -91,13 +92,14 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     restarts_used: int
     max_restarts: int
     reason: str
+    in_place: bool = False
 
 
 def assignments(world: World, place: Place) -> list[Assignment]:
     """Return each member's assignment, in the order of node rank."""
     role_sizes: dict[str, int] = {}
     for member in world.members:
-        role_sizes[member.role] = role_sizes.get(member.role, 0) + member.local_world_size
+        role_sizes[member.role] = role_sizes.get(member.role, 0) + member.size
     role_base = dict.fromkeys(role_sizes, 0)
     base, result, size = 0, [], world.world_size
     for node_rank, member in enumerate(world.members):
@@ -116,8 +118,10 @@ def assignments(world: World, place: Place) -> list[Assignment]:
                 restarts_used=place.restarts_used,
                 max_restarts=place.max_restarts,
                 reason=place.reason,
+                workers=member.workers,
+                in_place=place.in_place,
             )
         )
-        base += member.local_world_size
-        role_base[member.role] += member.local_world_size
+        base += member.size
+        role_base[member.role] += member.size
     return result

@@ -241,7 +241,7 @@ def test_an_answer_that_nobody_waits_for_proves_nothing_new():
 
 
 def test_many_failures_of_one_node_are_kept_with_less_text():
-    group = Group(given(world((1, 0), "a"))[0])
+    group = Group(given(world((1, 0), "a"))[0], Fence(1, 0))
     for rank in range(FAILURES_MAX + 5):
         failure = Failure(local_rank=rank, rank=rank, pid=1, exit_code=1, message="x" * 999)
         group.add_failure(failure, 10.0)

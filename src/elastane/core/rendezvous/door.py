@@ -5,11 +5,11 @@ from __future__ import annotations
 from elastane.core.effects import Hangup, Send
 from elastane.core.events import Received
 from elastane.core.limits import CONTEST_S, NAME_CHARS_MAX, ROUND_MAX
-from elastane.core.messages import Close, Holding, Join, Refused, Stop, Welcome
-from elastane.core.model import Assignment, Fence, Outcome
+from elastane.core.messages import Close, Join, Refused, Welcome
+from elastane.core.model import Outcome
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import phases, presence, reports
-from elastane.core.rendezvous.state import Claim, Contest, Node, Phase, State
+from elastane.core.rendezvous import holdings, phases, presence, reports
+from elastane.core.rendezvous.state import Contest, Node, Phase, State
 
 # Whoever makes a path of a name must not be led elsewhere.
 _NO_NAME = frozenset("/\\")
@@ -256,7 +256,7 @@ def _admit(state: State, event: Received) -> None:
     state.presence_s = min(state.presence_s, state.now_s + state.spec.timing.silence_s)
     if state.versions is None:
         state.versions = join.node.versions
-    _take_holding(state, node, join.holding)
+    holdings.take(state, node, join.holding)
     state.refile(node)
     state.note_arrival()
     kind = EventKind.NODE_REGISTERED_AGAIN if join.holding else EventKind.NODE_JOINED
@@ -286,7 +286,7 @@ def _admit_again(state: State, event: Received, node: Node) -> None:
     if held != node.fence and state.is_member(node) and state.phase is not Phase.STOPPING:
         why = f"it came back with {held or 'no workers'} instead of {node.fence}"
         presence.fault(state, f"node {node.id} lost its workers: {why}").departed.append(node.id)
-    _take_holding(state, node, join.holding)
+    holdings.take(state, node, join.holding)
     state.refile(node)
     if state.phase is Phase.DRAINING and state.is_member(node):
         phases.ask_to_drain(state, node)
@@ -313,86 +313,3 @@ def _learn(state: State, join: Join) -> None:
 
 def _welcome(state: State, node: Node) -> None:
     state.send(node, Welcome(phase=state.phase.value, reason=state.phase_reason))
-
-
-def _take_holding(state: State, node: Node, holding: Holding | None) -> None:
-    """Record what workers an agent brings along, and have them stopped where they are stale."""
-    node.fence = holding.assignment.fence if holding else None
-    node.state, node.draining, node.stray = "running", False, False
-    if holding is None:
-        return
-    fence = holding.assignment.fence
-    state.hold_up(fence)
-    node.draining = holding.draining
-    if state.world is None and state.phase in (Phase.FORMING, Phase.RECOVERING):
-        _claim(state, node, holding)
-    current = state.world.fence if state.world else (state.claim.fence if state.claim else None)
-    if state.store_backed and current is not None and fence > current:
-        # Another coordinator has settled it: this one is deposed, and its shell is to learn it.
-        state.authority, node.stray = False, True
-        state.tell(EventKind.AUTHORITY_LOST, f"node {node.id} has workers of {fence}", node.id)
-        return
-    node.stray = fence != current or not _in_world(state, node, holding.assignment)
-    if node.stray or state.phase is Phase.STOPPING:
-        _stop(state, node, fence)
-        return
-    if holding.state == "succeeded":
-        node.state = "succeeded"
-    elif holding.state == "failed":
-        state.refile(node)
-        node.failures = holding.failures
-        reports.failed(state, node, holding.failures)
-
-
-def _in_world(state: State, node: Node, assignment: Assignment) -> bool:
-    """Whether the world in force has this very agent in that place."""
-    rank = assignment.node_rank
-    if state.world is None:
-        claim = state.claim
-        return (
-            claim is not None
-            and claim.of == _world_of(assignment)
-            and (claim.seats.get(rank) == node.id)
-        )
-    if assignment.fence != state.world.fence or rank >= len(state.world.members):
-        return False
-    member = state.world.members[rank]
-    return (member.node_id, member.incarnation) == (node.id, node.spec.incarnation)
-
-
-def _world_of(assignment: Assignment) -> tuple[int, str, int]:
-    """What tells two worlds of one fence apart, where a coordinator had forgotten the first."""
-    return (assignment.nodes, assignment.master_addr, assignment.master_port)
-
-
-def _claim(state: State, node: Node, holding: Holding) -> None:
-    """Rebuild the last world from what its agents hold, where there is no record of it."""
-    assignment = holding.assignment
-    claim = state.claim
-    if claim is None or assignment.fence > claim.fence:
-        for node_id in claim.seats.values() if claim is not None else ():
-            _turn_out(state, node_id)
-        claim = Claim(
-            fence=assignment.fence, size=assignment.nodes, of=_world_of(assignment), seats={}
-        )
-        state.claim = claim
-        if state.phase is Phase.FORMING:
-            state.enter(
-                Phase.RECOVERING,
-                f"agents hold {claim.fence}: waiting for all {claim.size} of its nodes",
-            )
-    if (assignment.fence, _world_of(assignment)) == (claim.fence, claim.of):
-        claim.seats[assignment.node_rank] = node.id
-
-
-def _turn_out(state: State, node_id: str) -> None:
-    """Have workers stopped whose world turned out not to be the last one."""
-    node = state.nodes.get(node_id)
-    if node is not None and node.fence is not None:
-        node.stray = True
-        _stop(state, node, node.fence)
-
-
-def _stop(state: State, node: Node, fence: Fence) -> None:
-    grace_s = state.spec.timing.shutdown_timeout_s
-    state.send(node, Stop(fence=fence, grace_s=grace_s, reason=f"{fence} is no longer in force"))

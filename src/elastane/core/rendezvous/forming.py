@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from elastane.core import invariants
 from elastane.core.limits import FENCE_WAIT_S
-from elastane.core.messages import Assign
+from elastane.core.messages import Assign, Stop
+from elastane.core.model import World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import Candidate, Place, assignments, choose, next_fence, world_of
 from elastane.core.rendezvous import ending
@@ -24,6 +25,10 @@ def begin(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -
     """Start to gather the next world; `follow_up`: from those who were in the last one."""
     state.enter(Phase.FORMING, reason)
     state.follow_up = follow_up
+    for node in [state.nodes[i] for i in sorted(state.holding)]:
+        if node.waiting and node.fence is not None:
+            grace_s = state.spec.timing.shutdown_timeout_s
+            state.send(node, Stop(fence=node.fence, grace_s=grace_s, reason=reason))
     state.not_before_s = state.now_s + delay_s
     if delay_s:
         state.tell(EventKind.WAITING, f"{delay_s:g} s before the next attempt: {reason}")
@@ -123,11 +128,18 @@ def settle(state: State, why: str) -> bool:
     ]
     specs = choose(state.world, candidates, state.spec.max_nodes, state.spec.static)
     world = world_of(next_fence(state.world, specs, state.floor), specs)
+    state.in_place = False
+    put_in_force(state, world, why)
+    return True
+
+
+def put_in_force(state: State, world: World, why: str) -> None:
+    """Make the next world durable, and tell each member its assignment."""
     fault = invariants.broken_succession(state.world, world) or invariants.broken_size(
         state.spec, world
     )
     assert not fault, fault
-    members = [state.nodes[spec.node_id] for spec in specs]
+    members = [state.nodes[member.node_id] for member in world.members]
     reason = f"{len(members)} nodes, {world.world_size} workers: {why}"
     place = Place(
         master_addr=master_addr(state, members[0]),
@@ -135,6 +147,7 @@ def settle(state: State, why: str) -> bool:
         restarts_used=state.budget.used,
         max_restarts=state.budget.allowed,
         reason=reason,
+        in_place=state.in_place,
     )
     given = assignments(world, place)
     fault = invariants.broken_ranks(world, given)
@@ -144,8 +157,9 @@ def settle(state: State, why: str) -> bool:
     state.intact = True
     state.running_s, state.first_arrival_s = state.now_s, None
     state.persist()
-    for node, assignment in zip(members, given, strict=True):
+    for node, member, assignment in zip(members, world.members, given, strict=True):
         node.fence, node.state, node.stray = world.fence, "running", False
+        node.take_places(member.local_ranks)
         node.failures, node.progress = (), None
         node.marked = node.drained = node.draining = False
         state.refile(node)
@@ -159,7 +173,6 @@ def settle(state: State, why: str) -> bool:
         spares=len(state.idle),
         members=" ".join(m.node_id for m in world.members)[:1000],
     )
-    return True
 
 
 def _is_loopback(host: str) -> bool:

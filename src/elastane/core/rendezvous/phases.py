@@ -5,7 +5,9 @@ A rule returns True when it entered another phase, whose rule is then asked in t
     RECOVERING -> RUNNING (all are back) | STOPPING (some are) | FORMING (none is)
     FORMING    -> RUNNING (settled) | CLOSING (nobody came in time)
     RUNNING    -> STOPPING (a fault) | DRAINING (a planned change) | CLOSING (all succeeded)
-    DRAINING   -> STOPPING
+                  | REGROUPING (a fault, where workers recover in place)
+    DRAINING   -> STOPPING | REGROUPING
+    REGROUPING -> RUNNING (enough are left) | STOPPING (none is) | CLOSING
     STOPPING   -> FORMING | CLOSING (the restart budget is used up)
     CLOSING    -> CLOSED
 """
@@ -17,10 +19,10 @@ from collections.abc import Callable
 from elastane.core.effects import Finished
 from elastane.core.limits import CLOSE_S, STOP_MARGIN_S, VERDICT_S
 from elastane.core.messages import Drain, DrainTarget, Release, Stop
-from elastane.core.model import Fence, Record, World
+from elastane.core.model import Fence, Member, Record, World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
-from elastane.core.rendezvous import ending, forming, presence, reports
+from elastane.core.rendezvous import ending, forming, presence, regroup, reports
 from elastane.core.rendezvous.state import Incident, Node, Phase, State
 from elastane.core.rendezvous.words import named
 
@@ -68,7 +70,8 @@ def _recovering(state: State) -> bool:
         # Whatever now fails on those that did, their world had been broken up before.
         gone = missing + without or ["others"]
         state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
-        return _stop_world(state, reason)
+        state.in_place = not state.unable
+        return _end_world(state, reason)
     forming.begin(state, "none of the last world's workers is left", follow_up=bool(present))
     return True
 
@@ -89,7 +92,7 @@ def _last_world(state: State) -> tuple[list[str], list[Node]]:
 def _adopt_claim(state: State, present: list[Node]) -> None:
     assert state.claim is not None, "recovering needs a record or a claim"
     fence = state.claim.fence
-    state.world = World(fence=fence, members=tuple(member_of(n.spec) for n in present))
+    state.world = World(fence=fence, members=tuple(_member(node) for node in present))
     for node in [*state.nodes.values()]:
         state.refile(node)  # What they said of themselves counts from now on.
     state.intact = sum(state.is_member(node) for node in present) == state.claim.size
@@ -98,14 +101,22 @@ def _adopt_claim(state: State, present: list[Node]) -> None:
         state.hold_up(Fence(fence.round, fence.attempt + 1))
 
 
+def _member(node: Node) -> Member:
+    return member_of(node.spec, () if node.has_all_places else node.workers)
+
+
 def _resume(state: State, present: list[Node]) -> bool:
     state.claim, state.running_s = None, state.now_s
+    state.in_place = not state.unable
     state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
     state.tell(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
     state.persist()
     for node in present:
         failures, node.failures = node.failures, ()
+        able = {*node.able}
         reports.failed(state, node, failures)
+        node.able = able  # Successors may have come since.
+        state.refile(node)
     if state.incident is None and any(node.draining for node in present):
         _drain_world(state, "going on with the drain that the last coordinator began")
         state.asked = True
@@ -114,17 +125,19 @@ def _resume(state: State, present: list[Node]) -> bool:
 
 def _running(state: State) -> bool:
     assert state.world is not None
-    if state.incident is not None:
-        return _stop_world(state, state.incident.reason)
+    if state.incident is not None or regroup.unexplained(state):
+        assert state.incident is not None
+        return _end_world(state, state.incident.reason)
     if len(state.succeeded) == len(state.world.members):
         return ending.success(state)
     _release_leaving(state)
-    gone = sorted(state.leaving & state.holding)
+    regroup.look_after(state)
+    gone = sorted(i for i in state.leaving & state.holding if state.is_member(state.nodes[i]))
     if gone:
         why = {state.nodes[i].leaving for i in gone}
         reason = f"{named(gone)} to leave ({named(why)})"
         return _drain_world(state, reason)
-    arrivals = forming.arrivals_due(state)
+    arrivals = regroup.joiners_due(state) if state.in_place else forming.arrivals_due(state)
     if arrivals:
         return _drain_world(state, f"taking in {named(arrivals)}")
     return False
@@ -135,7 +148,7 @@ def _drain_world(state: State, reason: str) -> bool:
     state.aimed, state.asked, state.target = False, False, None
     state.enter(Phase.DRAINING, reason)
     state.tell(EventKind.DRAIN_STARTED, reason)
-    for node in [state.nodes[i] for i in sorted(state.holding)]:
+    for node in state.members():
         node.marked = node.drained = node.draining = False
         state.refile(node)
         ask_to_drain(state, node)
@@ -155,7 +168,7 @@ def ask_to_drain(state: State, node: Node) -> None:
 def _draining(state: State) -> bool:
     assert state.world is not None and state.incident is not None
     if not state.incident.planned:
-        return _stop_world(state, state.incident.reason)
+        return _end_world(state, state.incident.reason)
     # Once they are asked to checkpoint, workers that exit with 0 may have done just that.
     asked = state.aimed or state.asked
     if not asked and len(state.succeeded) == len(state.world.members):
@@ -165,28 +178,43 @@ def _draining(state: State) -> bool:
     if state.aimed and not state.undrained:
         took_s = state.now_s - state.phase_s
         state.tell(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
-        return _stop_world(state, state.incident.reason)
+        return _end_world(state, state.incident.reason)
     deadline_s = state.phase_s + state.spec.timing.drain_timeout_s
     if state.now_s < deadline_s:
         state.wait_until(deadline_s)
         return False
     late = named(state.undrained)
     state.tell(EventKind.DRAIN_ENDED, f"workers of {late} did not checkpoint within the time")
-    return _stop_world(state, state.incident.reason)
+    return _end_world(state, state.incident.reason)
 
 
 def _aim(state: State) -> None:
     """Let all workers checkpoint at one and the same call, which none of them has passed."""
     assert state.world is not None
     state.aimed = True
-    nodes = [state.nodes[i] for i in sorted(state.holding)]
+    nodes = state.members()
     furthest = max((node.calls or 0 for node in nodes), default=0)
     state.target = furthest + 1 if furthest else None
     for node in nodes:
         ask_to_drain(state, node)
 
 
+def _end_world(state: State, reason: str) -> bool:
+    """Go on to the next world; with the same processes, where they recover in place."""
+    if state.in_place and regroup.has_survivors(state):
+        return regroup.begin(state, reason)
+    return _stop_world(state, reason)
+
+
+def _regrouping(state: State) -> bool:
+    assert state.incident is not None
+    if not regroup.has_survivors(state) and not state.away:
+        return _stop_world(state, f"{state.incident.reason}; no worker is left that goes on")
+    return regroup.rule(state)
+
+
 def _stop_world(state: State, reason: str) -> bool:
+    state.in_place = False
     state.enter(Phase.STOPPING, reason)
     grace_s = state.spec.timing.shutdown_timeout_s
     for node in [state.nodes[i] for i in sorted(state.holding)]:
@@ -206,7 +234,7 @@ def _stopping(state: State) -> bool:
     incident = state.incident
     assert incident is not None
     delay_s, reason = 0.0, incident.reason
-    if incident.is_charged:
+    if incident.is_charged and not incident.charged:
         if state.budget.used >= state.budget.allowed and _verdict_pending(state, incident):
             return False
         verdict = state.budget.charge(
@@ -265,6 +293,7 @@ RULES: dict[Phase, Callable[[State], bool]] = {
     Phase.FORMING: _forming,
     Phase.RUNNING: _running,
     Phase.DRAINING: _draining,
+    Phase.REGROUPING: _regrouping,
     Phase.STOPPING: _stopping,
     Phase.CLOSING: _closing,
     Phase.CLOSED: _closed,

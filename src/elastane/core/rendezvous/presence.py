@@ -66,6 +66,7 @@ def depart(state: State, node: Node, why: str) -> None:
     in_force = state.phase in (
         Phase.RUNNING,
         Phase.DRAINING,
+        Phase.REGROUPING,
         Phase.STOPPING,
     )
     if member and (node.fence is None or (node.session is None and node.broken_clean)):

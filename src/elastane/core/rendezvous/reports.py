@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from elastane.core.diagnosis import Sighting, exit_text, failure_text, is_lost_peer
+from elastane.core.diagnosis import exit_text, failure_text, is_lost_peer
 from elastane.core.effects import Send
 from elastane.core.limits import REASON_CHARS_MAX
 from elastane.core.messages import (
+    Able,
     Alive,
     Conclude,
     Drained,
     Failed,
     Heartbeat,
     Leave,
+    Lost,
     Marked,
     Ready,
     Stopped,
@@ -20,7 +22,7 @@ from elastane.core.messages import (
 )
 from elastane.core.model import Failure, Fence
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import ending, presence
+from elastane.core.rendezvous import ending, presence, regroup
 from elastane.core.rendezvous.state import Node, Phase, State
 
 
@@ -45,10 +47,10 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             failed(state, node, failures)
         case Succeeded(fence=fence) if fence == node.fence and node.state == "running":
             node.state = "succeeded"
-        case Marked(fence=fence, calls=calls) if fence == node.fence:
-            node.marked, node.calls = True, calls
-        case Drained(fence=fence) if fence == node.fence:
-            node.drained = True
+        case Marked() | Drained() if message.fence == node.fence:
+            _drained(node, message)
+        case Able() | Lost():
+            _in_place(state, node, message)
         case Stopped(fence=fence, offer=offer):
             _stopped(state, node, fence)
             node.offer = offer
@@ -56,6 +58,21 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             return False
     state.refile(node)
     return True
+
+
+def _drained(node: Node, message: Marked | Drained) -> None:
+    if isinstance(message, Marked):
+        node.marked, node.calls = True, message.calls
+    else:
+        node.drained = True
+
+
+def _in_place(state: State, node: Node, message: Able | Lost) -> None:
+    if isinstance(message, Lost):
+        regroup.lost_peer(state, node, message.fence, message.reason)
+        return
+    node.offer = message.offer
+    regroup.able(state, node, message.workers)
 
 
 def _at_the_door(state: State, session: int, message: ToCoordinator) -> None:
@@ -90,16 +107,19 @@ def _ready(state: State, node: Node) -> None:
 
 def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
     """Put `failures` of `node` on the coordinator's time line."""
+    if state.in_place or node.waiting:
+        failures = _of_places(state, node, failures)
     if not failures:
         return
     node.state = "failed"
     if state.phase in (Phase.RECOVERING, Phase.FORMING):
         node.failures = failures  # Told when the world is found to be in force.
         return
-    if state.phase is Phase.DRAINING:
+    if state.phase is Phase.DRAINING and not state.in_place:
         _failed_in_drain(state, node, failures)
         return
-    if state.phase not in (Phase.RUNNING, Phase.STOPPING) or not state.is_member(node):
+    in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING, Phase.STOPPING)
+    if state.phase not in in_force or not state.is_member(node):
         return
     first = failures[0]
     incident = presence.fault(
@@ -107,11 +127,20 @@ def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
         f"worker of rank {first.rank} on node {node.id} ended with {failure_text(first)}"
         + (" after it lost a peer" if is_lost_peer(first) else ""),
     )
-    for failure in failures:
-        if (node.id, failure.local_rank) not in incident.seen:
-            incident.seen.add((node.id, failure.local_rank))
-            at_s = state.now_s - failure.age_s
-            incident.sightings.append(Sighting(node_id=node.id, at_s=at_s, failure=failure))
+    incident.see(node.id, failures, state.now_s)
+    if state.in_place:
+        node.lose(failures)
+
+
+def _of_places(state: State, node: Node, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """Return the failures of workers that have a place; the others are those of joiners."""
+    failures = tuple(f for f in failures if not node.is_known(f))
+    places = () if node.waiting else set(node.workers) - node.lost
+    inside = tuple(f for f in failures if f.local_rank in places)
+    joiners = tuple(f for f in failures if f.local_rank not in places)
+    if joiners and state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
+        regroup.joiner_failed(state, node, joiners)
+    return inside
 
 
 def _failed_in_drain(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
@@ -131,9 +160,11 @@ def _stopped(state: State, node: Node, fence: Fence) -> None:
         return
     if state.is_member(node):
         state.intact = False
-    if state.phase in (Phase.RUNNING, Phase.DRAINING) and state.is_member(node):
+    in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
+    if state.phase in in_force and state.is_member(node):
         # Nobody told it to stop: it had no authority for too long, or its user stopped it.
         presence.fault(state, f"node {node.id} stopped its workers by itself").departed.append(
             node.id
         )
-    node.fence, node.state = None, "running"
+    node.fence = None
+    node.forget_workers()

@@ -38,6 +38,7 @@ class Phase(StrEnum):
     FORMING = "forming"  # no world is in force; the next one is being gathered
     RUNNING = "running"
     DRAINING = "draining"  # workers checkpoint before a planned change
+    REGROUPING = "regrouping"  # workers that recover in place wait for the next world
     STOPPING = "stopping"  # all workers of the world are being stopped
     CLOSING = "closing"  # the job has ended and its agents are being told
     CLOSED = "closed"
@@ -60,6 +61,12 @@ class Node:
     broken_clean: bool = True
     fence: Fence | None = None  # of the workers that it has, as far as is known
     stray: bool = False  # they are of another world, whatever their fence
+    waiting: bool = False  # they have no place in a world yet
+    workers: tuple[int, ...] = ()  # local ranks of those that have one
+    able: set[int] = field(default_factory=set)  # local ranks that can enter another world
+    lost: set[int] = field(default_factory=set)  # local ranks whose processes ended since
+    prepared: set[int] = field(default_factory=set)  # of those, whose successors were asked for
+    ends: dict[int, int] = field(default_factory=dict)  # the process of each that was last lost
     state: GroupState = "running"
     failures: tuple[Failure, ...] = ()  # brought along while a new coordinator recovers
     leaving: str = ""
@@ -74,6 +81,41 @@ class Node:
         """The node id."""
         return self.spec.node_id
 
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """The local ranks of the world in force that are in the middle of it, and able."""
+        if self.waiting:
+            return ()
+        return tuple(i for i in self.workers if i in self.able and i not in self.lost)
+
+    @property
+    def has_all_places(self) -> bool:
+        """Whether all its workers have a place, in the order of their local ranks."""
+        return self.workers == tuple(range(self.spec.local_world_size))
+
+    def lose(self, failures: tuple[Failure, ...]) -> None:
+        """The processes of these workers have ended."""
+        for failure in failures:
+            self.ends[failure.local_rank] = failure.pid
+            self.lost.add(failure.local_rank)
+            self.prepared.discard(failure.local_rank)
+            self.able.discard(failure.local_rank)
+
+    def is_known(self, failure: Failure) -> bool:
+        """Whether this end was told before."""
+        return failure.pid > 0 and self.ends.get(failure.local_rank) == failure.pid
+
+    def take_places(self, workers: tuple[int, ...]) -> None:
+        """Its workers of these local ranks are in a world from now on."""
+        self.workers, self.waiting = workers, False
+        self.lost -= set(workers)
+        self.prepared -= set(workers)
+
+    def forget_workers(self) -> None:
+        """It has no workers any more."""
+        self.workers, self.waiting, self.state = (), False, "running"
+        self.able, self.lost, self.prepared, self.ends = set(), set(), set(), {}
+
 
 @dataclass(slots=True, kw_only=True)
 class Incident:
@@ -84,7 +126,16 @@ class Incident:
     planned: bool
     sightings: list[Sighting] = field(default_factory=list)
     departed: list[str] = field(default_factory=list)
+    charged: bool = False  # the budget has paid for it
     seen: set[tuple[str, int]] = field(default_factory=set)  # node and local rank of the sightings
+
+    def see(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
+        """Put `failures` of a node on the time line, each once."""
+        for failure in failures:
+            if (node_id, failure.local_rank) not in self.seen:
+                self.seen.add((node_id, failure.local_rank))
+                at_s = now_s - failure.age_s
+                self.sightings.append(Sighting(node_id=node_id, at_s=at_s, failure=failure))
 
     @property
     def is_charged(self) -> bool:
@@ -147,9 +198,16 @@ class State:
     succeeded: set[str] = field(default_factory=set)
     unmarked: set[str] = field(default_factory=set)
     undrained: set[str] = field(default_factory=set)
+    unable: set[str] = field(default_factory=set)  # members with workers that cannot regroup
+    joinable: set[str] = field(default_factory=set)  # who has able workers without a place
     # Who has a place in the world, as `is_of_world` keeps it.
     places: Collection[str] = ()
     places_of: World | None = None
+    # Whether the workers of the world in force recover in place.
+    in_place: bool = False
+    lost_s: float | None = None  # when one of them first lost a peer that nobody has explained
+    lost_reason: str = ""
+    exhausted: Incident | None = None  # what the budget could not pay a replacement for
     # Of the phase in hand.
     incident: Incident | None = None
     last_incident: str = ""
@@ -209,6 +267,7 @@ class State:
         present = node.session is not None
         has_workers = node.fence is not None
         member = self.is_member(node)
+        places = set(node.survivors) if member else set[int]()
         facts = (
             (self.idle, present and not has_workers and not node.leaving),
             (self.unready, not node.ready),
@@ -218,6 +277,8 @@ class State:
             (self.succeeded, member and node.state == "succeeded"),
             (self.unmarked, member and not node.marked),
             (self.undrained, member and not node.drained),
+            (self.unable, member and not node.able.issuperset(node.workers)),
+            (self.joinable, present and not node.leaving and bool(node.able - places)),
         )
         for members, belongs in facts:
             if belongs:
@@ -239,6 +300,8 @@ class State:
             self.succeeded,
             self.unmarked,
             self.undrained,
+            self.unable,
+            self.joinable,
         ):
             members.discard(node.id)
 
@@ -262,4 +325,10 @@ class State:
 
     def is_member(self, node: Node) -> bool:
         """Whether `node` has workers of the world in force."""
-        return self.world is not None and node.fence == self.world.fence and not node.stray
+        here = self.world is not None and node.fence == self.world.fence
+        return here and not (node.stray or node.waiting)
+
+    def members(self) -> list[Node]:
+        """Return the nodes that have workers of the world in force."""
+        nodes = [self.nodes[i] for i in sorted(self.holding)]
+        return [node for node in nodes if self.is_member(node)]

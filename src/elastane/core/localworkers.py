@@ -1,0 +1,250 @@
+"""The agent's decisions on its local worker group: what the coordinator asks, what workers do.
+
+Whether there is a coordinator, and whether this agent is to leave, is `agent`'s. A group is named
+by the fence that it was started with, to its shell; by that of its world, to the coordinator.
+"""
+
+from __future__ import annotations
+
+from elastane.core.contact import Contact
+from elastane.core.diagnosis import failure_text
+from elastane.core.effects import (
+    AimGroup,
+    Decline,
+    InterruptGroup,
+    MarkGroup,
+    RegroupWorkers,
+    StartGroup,
+    StartWorkers,
+    StopGroup,
+)
+from elastane.core.events import (
+    AgentEvent,
+    GroupAble,
+    GroupDrained,
+    GroupGone,
+    GroupMarked,
+    GroupStarted,
+    WorkerFailed,
+    WorkerLost,
+    WorkerSucceeded,
+)
+from elastane.core.group import Group, failure_data
+from elastane.core.limits import ISOLATION_LIMIT_S
+from elastane.core.messages import (
+    Able,
+    Assign,
+    Drain,
+    Drained,
+    DrainTarget,
+    Failed,
+    Interrupt,
+    Lost,
+    Marked,
+    Prepare,
+    Stop,
+    Stopped,
+    Succeeded,
+)
+from elastane.core.model import Assignment, Failure, Fence, NodeSpec, Offer
+from elastane.core.notes import EventKind
+from elastane.core.outbox import Outbox
+
+ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget
+
+
+class LocalWorkers:
+    """Decides for one local worker group at a time; `now_s` is set before each call."""
+
+    def __init__(self, node: NodeSpec, offer: Offer, contact: Contact, outbox: Outbox) -> None:
+        self.node, self.offer = node, offer
+        self.group: Group | None = None
+        self.seen: Assignment | None = None
+        self.now_s = 0.0
+        self._contact, self._outbox = contact, outbox
+
+    def told(self, message: ToGroup, *, leaving: bool) -> None:
+        """Do what the coordinator asks; `leaving`: this agent starts nothing any more."""
+        match message:
+            case Assign(assignment=assignment) if assignment.in_place:
+                self._regroup(assignment, leaving=leaving)
+            case Assign(assignment=assignment):
+                self._start(assignment, leaving=leaving)
+            case Prepare():
+                self._prepare(message, leaving=leaving)
+            case Interrupt(fence=fence, reason=reason):
+                self._interrupt(fence, reason)
+            case Stop():
+                self._stop(message)
+            case Drain(fence=fence):
+                self._drain(fence)
+            case DrainTarget(fence=fence, calls=calls):
+                self._aim(fence, calls)
+
+    def happened(self, event: AgentEvent) -> None:
+        """Take in what became of the group, or of a worker of it."""
+        group = self.group
+        match event:
+            case GroupStarted(fence=fence, pids=pids) if group and fence == group.born:
+                self._tell(EventKind.WORKERS_STARTED, f"{len(pids)} workers", pids=str(pids))
+            case WorkerSucceeded(fence=fence, local_rank=rank) if group and fence == group.born:
+                self._succeeded(group, rank)
+            case WorkerFailed(fence=fence, failure=failure) if group and fence == group.born:
+                self._failed(group, failure)
+            case GroupAble(fence=fence, workers=workers, offer=offer) if (
+                group and fence == group.born
+            ):
+                group.able, self.offer = workers, offer
+                self._outbox.send(Able(workers=workers, offer=offer))
+            case WorkerLost(fence=fence, world=world, reason=reason) if (
+                group and fence == group.born and world == group.fence
+            ):
+                self._outbox.send(Lost(fence=world, reason=reason))
+            case GroupMarked(fence=fence, calls=calls) if group and self._is_draining(fence):
+                self._outbox.send(Marked(fence=group.fence, calls=calls))
+            case GroupDrained(fence=fence) if group and self._is_draining(fence):
+                group.drained = True
+                self._outbox.send(Drained(group.fence))
+            case GroupGone(fence=fence, offer=offer) if group is None or fence == group.born:
+                self._gone(fence, offer)
+            case _:
+                pass  # Of a group that is no more.
+
+    def stop(self, group: Group, grace_s: float, reason: str) -> None:
+        """Stop the workers; what comes later may shorten the grace, and nothing lengthens it."""
+        by_s = self.now_s + grace_s
+        if group.stop_by_s is not None and by_s >= group.stop_by_s:
+            return
+        group.stop_by_s = by_s
+        group.stop_from_s = self.now_s if group.stop_from_s is None else group.stop_from_s
+        group.phase = "stopping"
+        self._tell(EventKind.WORKERS_STOPPING, reason, grace_s=grace_s)
+        self._outbox.add(StopGroup(group.born, grace_s, reason))
+
+    def _start(self, assignment: Assignment, *, leaving: bool) -> None:
+        if leaving or self.group is not None:
+            # Told twice, or after it was told to go: the coordinator learns what is held.
+            return
+        if not self._may_act():
+            # It waited in a buffer while this host stood still; others have gone on since.
+            self._outbox.add(Decline(assignment.fence))
+            return
+        self.group, self.seen = Group(assignment, assignment.fence), assignment
+        self._tell(EventKind.WORKERS_STARTING, assignment.reason)
+        self._outbox.add(StartGroup(assignment))
+
+    def _may_act(self) -> bool:
+        """Whether the coordinator that decided had authority not too long ago."""
+        self._contact.decided()
+        return self.now_s - self._contact.authority_s < ISOLATION_LIMIT_S
+
+    def _regroup(self, assignment: Assignment, *, leaving: bool) -> None:
+        """Give the workers that are here their place in another world."""
+        group = self.group
+        if group is None:
+            if not leaving:
+                self._outbox.add(Decline(assignment.fence))  # They are gone since.
+            return
+        if group.phase in ("stopping", "succeeded") or not self._may_act():
+            return
+        group.enter(assignment)
+        self.seen = assignment
+        self._tell(EventKind.WORKERS_REGROUPED, assignment.reason, workers=len(assignment.workers))
+        self._outbox.add(RegroupWorkers(group.born, assignment))
+        dead = {*assignment.workers} & {*group.failures}
+        if dead:
+            group.phase = "failed"
+            failures = tuple(f for f in group.aged_failures(self.now_s) if f.local_rank in dead)
+            self._outbox.send(Failed(fence=group.fence, failures=failures))
+
+    def _prepare(self, message: Prepare, *, leaving: bool) -> None:
+        """Start the workers that do not run; they get ready beside the world in force."""
+        group = self.group
+        if leaving:
+            return
+        if group is None:
+            self.group = Group(message.assignment, message.assignment.fence)
+            self._tell(EventKind.WORKERS_STARTING, message.assignment.reason)
+            self._outbox.add(StartGroup(message.assignment))
+            return
+        missing = group.start_anew()
+        if missing and group.phase not in ("stopping", "succeeded"):
+            self._tell(EventKind.WORKERS_STARTING, message.assignment.reason, workers=len(missing))
+            self._outbox.add(StartWorkers(group.born, missing, message.delay_s))
+
+    def _interrupt(self, fence: Fence, reason: str) -> None:
+        group = self.group
+        if group is not None and group.fence == fence and group.phase != "stopping":
+            self._tell(EventKind.WORKERS_INTERRUPTED, reason)
+            self._outbox.add(InterruptGroup(group.born, reason))
+
+    def _stop(self, message: Stop) -> None:
+        group = self.group
+        if group is None:
+            self._outbox.send(Stopped(message.fence, self.offer))
+        elif group.fence == message.fence:
+            self.stop(group, message.grace_s, message.reason)
+
+    def _drain(self, fence: Fence) -> None:
+        group = self.group
+        if group is None or group.fence != fence:
+            return
+        if group.phase != "running":
+            self._outbox.send(Marked(fence=fence, calls=None))
+            self._outbox.send(Drained(fence))
+            return
+        if group.aimed:
+            # A new coordinator goes on with the drain of the last one: the target stays.
+            calls = group.target - 1 if group.target is not None else None
+            self._outbox.send(Marked(fence=fence, calls=calls))
+            return
+        group.draining = True
+        self._tell(EventKind.WORKERS_DRAINING, "asked to checkpoint before a planned change")
+        self._outbox.add(MarkGroup(fence))
+
+    def _aim(self, fence: Fence, calls: int | None) -> None:
+        group = self.group
+        if group is None or not self._is_draining(fence):
+            return
+        if group.drained:
+            self._outbox.send(Drained(fence))
+        elif not group.aimed:
+            group.aimed, group.target = True, calls
+            self._outbox.add(AimGroup(fence, calls))
+
+    def _is_draining(self, fence: Fence) -> bool:
+        group = self.group
+        return group is not None and group.fence == fence and group.draining
+
+    def _succeeded(self, group: Group, local_rank: int) -> None:
+        if group.phase == "stopping":
+            return
+        group.done.add(local_rank)
+        self._tell(EventKind.WORKER_EXITED, "exit code 0", local_rank=local_rank)
+        if group.phase == "running" and group.is_done(self.node.local_world_size):
+            group.phase = "succeeded"
+            self._outbox.send(Succeeded(group.fence))
+
+    def _failed(self, group: Group, failure: Failure) -> None:
+        stopped = group.was_stopped(failure, self.now_s)
+        data = failure_data(failure, stopped=stopped)
+        self._tell(EventKind.WORKER_EXITED, failure_text(failure), **data)
+        if stopped:
+            return
+        # One that failed before it was told to stop may be the first cause of all.
+        group.add_failure(failure, self.now_s)
+        group.phase = group.phase if group.phase == "stopping" else "failed"
+        failures = group.aged_failures(self.now_s)
+        self._outbox.send(Failed(fence=group.fence, failures=failures))
+
+    def _gone(self, fence: Fence, offer: Offer) -> None:
+        self.offer = offer
+        if self.group is not None:
+            fence, self.group = self.group.fence, None
+            text = "no process of the group is left"
+            self._tell(EventKind.WORKERS_STOPPED, text, at=str(fence))
+        self._outbox.send(Stopped(fence, offer))
+
+    def _tell(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
+        self._outbox.fence = self.group.fence if self.group else None
+        self._outbox.tell(kind, reason, **data)

@@ -1,0 +1,111 @@
+"""What agents bring along when they register: workers of the world in force, or of others.
+
+Where there is no record, the last world is pieced together from what its agents hold. Workers of
+no world that is in force are stopped.
+"""
+
+from __future__ import annotations
+
+from elastane.core.messages import Holding, Stop
+from elastane.core.model import Assignment, Fence
+from elastane.core.notes import EventKind
+from elastane.core.rendezvous import reports
+from elastane.core.rendezvous.state import Claim, Node, Phase, State
+
+
+def take(state: State, node: Node, holding: Holding | None) -> None:
+    """Record what workers an agent brings along, and have them stopped where they are stale."""
+    node.fence = holding.assignment.fence if holding else None
+    node.forget_workers()
+    node.draining, node.stray = False, False
+    if holding is None:
+        return
+    assignment = holding.assignment
+    fence = assignment.fence
+    node.take_places(assignment.workers or tuple(range(node.spec.local_world_size)))
+    node.waiting, node.able = assignment.waiting, {*holding.able}
+    if node.waiting:
+        _take_waiting(state, node, fence)
+        return
+    state.hold_up(fence)
+    node.draining = holding.draining
+    if state.world is None and state.phase in (Phase.FORMING, Phase.RECOVERING):
+        _claim(state, node, holding)
+    current = state.world.fence if state.world else (state.claim.fence if state.claim else None)
+    if state.store_backed and current is not None and fence > current:
+        # Another coordinator has settled it: this one is deposed, and its shell is to learn it.
+        state.authority, node.stray = False, True
+        state.tell(EventKind.AUTHORITY_LOST, f"node {node.id} has workers of {fence}", node.id)
+        return
+    node.stray = fence != current or not _in_world(state, node, assignment)
+    if node.stray or state.phase is Phase.STOPPING:
+        _stop(state, node, fence)
+        return
+    if holding.state == "succeeded":
+        node.state = "succeeded"
+    elif holding.state == "failed":
+        state.refile(node)
+        node.failures = holding.failures
+        reports.failed(state, node, holding.failures)
+
+
+def _take_waiting(state: State, node: Node, fence: Fence) -> None:
+    """Workers that wait for a place keep doing so where there will be one."""
+    if state.phase in (Phase.FORMING, Phase.STOPPING):
+        node.waiting = False
+        node.stray = True
+        _stop(state, node, fence)
+
+
+def _in_world(state: State, node: Node, assignment: Assignment) -> bool:
+    """Whether the world in force has this very agent in that place."""
+    rank = assignment.node_rank
+    if state.world is None:
+        claim = state.claim
+        return (
+            claim is not None
+            and claim.of == _world_of(assignment)
+            and (claim.seats.get(rank) == node.id)
+        )
+    if assignment.fence != state.world.fence or rank >= len(state.world.members):
+        return False
+    member = state.world.members[rank]
+    return (member.node_id, member.incarnation) == (node.id, node.spec.incarnation)
+
+
+def _world_of(assignment: Assignment) -> tuple[int, str, int]:
+    """What tells two worlds of one fence apart, where a coordinator had forgotten the first."""
+    return (assignment.nodes, assignment.master_addr, assignment.master_port)
+
+
+def _claim(state: State, node: Node, holding: Holding) -> None:
+    """Rebuild the last world from what its agents hold, where there is no record of it."""
+    assignment = holding.assignment
+    claim = state.claim
+    if claim is None or assignment.fence > claim.fence:
+        for node_id in claim.seats.values() if claim is not None else ():
+            _turn_out(state, node_id)
+        claim = Claim(
+            fence=assignment.fence, size=assignment.nodes, of=_world_of(assignment), seats={}
+        )
+        state.claim = claim
+        if state.phase is Phase.FORMING:
+            state.enter(
+                Phase.RECOVERING,
+                f"agents hold {claim.fence}: waiting for all {claim.size} of its nodes",
+            )
+    if (assignment.fence, _world_of(assignment)) == (claim.fence, claim.of):
+        claim.seats[assignment.node_rank] = node.id
+
+
+def _turn_out(state: State, node_id: str) -> None:
+    """Have workers stopped whose world turned out not to be the last one."""
+    node = state.nodes.get(node_id)
+    if node is not None and node.fence is not None:
+        node.stray = True
+        _stop(state, node, node.fence)
+
+
+def _stop(state: State, node: Node, fence: Fence) -> None:
+    grace_s = state.spec.timing.shutdown_timeout_s
+    state.send(node, Stop(fence=fence, grace_s=grace_s, reason=f"{fence} is no longer in force"))

@@ -1,0 +1,245 @@
+"""Worlds whose workers recover in place: survivors keep their processes, and get another world.
+
+Owns who has a place in the next one, what becomes of nodes and workers that have none yet, and
+who pays for replacements. A world follows at once where enough workers are left; the others get
+ready beside it, and are taken in at a step's boundary. Where no survivor is left, all workers
+start anew (`phases`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastane.core.limits import LOST_PEER_S, VERDICT_S
+from elastane.core.messages import Interrupt, Prepare, Stop
+from elastane.core.model import Assignment, Failure, Fence, World
+from elastane.core.notes import EventKind
+from elastane.core.ranks import member_of
+from elastane.core.rendezvous import ending, forming, presence
+from elastane.core.rendezvous.state import Incident, Node, Phase, State
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The workers of one node that could be in the next world, survivors first."""
+
+    node: Node
+    survivors: tuple[int, ...]
+    joiners: tuple[int, ...]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Their local ranks, in the order of their ranks."""
+        return self.survivors + self.joiners
+
+
+def able(state: State, node: Node, workers: tuple[int, ...]) -> None:
+    """Take note which workers of `node` can enter another world."""
+    known = {i for i in workers if i < node.spec.local_world_size}
+    if known - node.able and state.in_place:
+        state.note_arrival()
+    node.able = known
+    state.refile(node)
+    if state.phase is Phase.RUNNING and not (state.in_place or state.unable):
+        state.in_place = True
+        state.tell(EventKind.IN_PLACE, "all workers recover in place from now on")
+
+
+def lost_peer(state: State, node: Node, fence: Fence, reason: str) -> None:
+    """A worker lost a peer; most often somebody tells in a moment what became of that one."""
+    if fence == node.fence and state.is_member(node) and state.lost_s is None:
+        state.lost_s, state.lost_reason = state.now_s, f"a worker of node {node.id} {reason}"
+
+
+def unexplained(state: State) -> bool:
+    """Whether a worker lost a peer, and nothing else says so: the world makes no step."""
+    if state.lost_s is None or not state.in_place:
+        return False
+    due_s = state.lost_s + LOST_PEER_S
+    if state.now_s < due_s:
+        state.wait_until(due_s)
+        return False
+    presence.fault(state, state.lost_reason)
+    return True
+
+
+def begin(state: State, reason: str) -> bool:
+    """End the step in hand of the world in force; its workers stay where they are."""
+    assert state.world is not None
+    state.enter(Phase.REGROUPING, reason)
+    for node in state.members():
+        state.send(node, Interrupt(fence=state.world.fence, reason=reason))
+    return True
+
+
+def has_survivors(state: State) -> bool:
+    """Whether any worker has the state of the world in force."""
+    return any(node.survivors and not node.leaving for node in state.members())
+
+
+def rule(state: State) -> bool:
+    """Settle the next world as soon as enough workers are able; until then they wait."""
+    incident = state.incident
+    assert incident is not None and state.world is not None
+    if state.away:
+        return False  # Its grace to come back is short, and bounded by presence.
+    if not incident.charged and incident.is_charged:
+        if state.budget.used >= state.budget.allowed and _may_be_a_departure(state, incident):
+            return False
+        why = _charge(state, incident)
+        if why:
+            return ending.failure(state, incident, why)
+    _replace_lost(state, incident, 0.0)  # Those that were lost since are paid for as well.
+    seats = _seats(state)
+    workers, needed = sum(len(seat.workers) for seat in seats), _needed(state)
+    if len(seats) < state.spec.min_nodes or workers < needed:
+        return _wait(state, workers, needed)
+    members = tuple(member_of(seat.node.spec, seat.workers) for seat in seats)
+    floor = max(state.floor.round if state.floor else 0, state.world.fence.round)
+    _settle(state, World(fence=Fence(floor + 1, 0), members=members), incident.reason)
+    return True
+
+
+def look_after(state: State) -> None:
+    """Have workers without a place start: of nodes that arrived, and successors of the lost."""
+    if not state.in_place or state.world is None:
+        return
+    room = state.spec.max_nodes - len({m.node_id for m in state.world.members} | state.joinable)
+    arrived = sorted(state.idle - state.unready)
+    for node in [state.nodes[i] for i in arrived[: max(0, room)]]:
+        node.fence, node.waiting = state.world.fence, True
+        state.refile(node)
+        state.send(node, Prepare(assignment=_beside(state, state.world)))
+
+
+def joiners_due(state: State) -> list[str]:
+    """Return who has workers that are to be taken in now; empty: nobody, or not yet."""
+    if not state.joinable:
+        return []
+    first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
+    timing = state.spec.timing
+    due_s = min(state.last_arrival_s + timing.gather_s, first_s + timing.gather_max_s)
+    if state.now_s < due_s:
+        state.wait_until(due_s)
+        return []
+    return [seat.node.id for seat in _seats(state) if seat.joiners]
+
+
+def joiner_failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
+    """Workers without a place ended: others follow them, as long as the budget pays for it."""
+    node.lose(failures)
+    state.refile(node)
+    reason = f"a worker of node {node.id} ended before it had a place"
+    incident = Incident(at_s=state.now_s, reason=reason, planned=False)
+    incident.see(node.id, failures, state.now_s)
+    why = _charge(state, incident)
+    if why:
+        state.exhausted = incident
+        state.tell(EventKind.WAITING, f"{reason}; nobody follows it: {why}", node.id)
+
+
+def _charge(state: State, incident: Incident) -> str:
+    """Let the budget pay for replacements; returns why it does not."""
+    timing = state.spec.timing
+    verdict = state.budget.charge(incident.at_s - state.running_s, timing.crash_loop_s)
+    if not verdict.restart:
+        return verdict.reason
+    incident.charged = True
+    ending.tell_restart(state, incident, verdict.reason)
+    state.persist()
+    _replace_lost(state, incident, verdict.delay_s)
+    return ""
+
+
+def _replace_lost(state: State, incident: Incident, delay_s: float) -> None:
+    """Have the workers that were lost followed by others, which wait for a place."""
+    assert state.world is not None
+    for node_id in sorted({sighting.node_id for sighting in incident.sightings}):
+        node = state.nodes.get(node_id)
+        if node is not None and node.lost - node.prepared and node.fence is not None:
+            node.prepared |= node.lost
+            state.send(node, Prepare(assignment=_beside(state, state.world), delay_s=delay_s))
+
+
+def _may_be_a_departure(state: State, incident: Incident) -> bool:
+    due_s = incident.at_s + VERDICT_S
+    if state.now_s < due_s:
+        state.wait_until(due_s)
+    return state.now_s < due_s
+
+
+def _needed(state: State) -> int:
+    largest = max((node.spec.local_world_size for node in state.nodes.values()), default=1)
+    return state.spec.min_workers or state.spec.min_nodes * largest
+
+
+def _seats(state: State) -> list[Seat]:
+    """Return who could be in the next world: survivors in their order, then who came since."""
+    assert state.world is not None
+    order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
+    staying: list[Seat] = []
+    coming: list[Seat] = []
+    for node in state.nodes.values():
+        if node.session is None or node.leaving or node.stray or not node.able:
+            continue
+        survivors = node.survivors if state.is_member(node) else ()
+        seat = Seat(node, survivors, tuple(sorted(node.able - set(survivors))))
+        (staying if survivors else coming).append(seat)
+    staying.sort(key=lambda seat: order[seat.node.id])
+    coming.sort(key=lambda seat: seat.node.order)
+    return (staying + coming)[: state.spec.max_nodes]
+
+
+def _wait(state: State, workers: int, needed: int) -> bool:
+    limit_s = state.spec.timing.join_timeout_s
+    if state.exhausted is not None:
+        return ending.failure(state, state.exhausted, "its budget pays for no other")
+    if state.now_s >= state.phase_s + limit_s:
+        return ending.too_few(state, len(_seats(state)))
+    look_after(state)
+    reason = (
+        f"{workers} of at least {needed} workers are left; they wait with all that they hold"
+        f" for others, {limit_s:g} s at most"
+    )
+    if reason != state.phase_reason:
+        state.phase_reason = reason
+        state.tell(EventKind.WAITING, reason, workers=workers, min_workers=needed)
+    state.wait_until(state.phase_s + limit_s)
+    return False
+
+
+def _settle(state: State, world: World, why: str) -> None:
+    """Put the next world in force, and see to those who have no place in it."""
+    before = state.members()
+    state.last_incident, state.incident, state.claim = why, None, None
+    state.lost_s, state.exhausted = None, None
+    forming.put_in_force(state, world, why)
+    for node in before:
+        if node.fence == world.fence or node.fence is None:
+            continue
+        node.waiting = True
+        if node.leaving:
+            grace_s = state.spec.timing.shutdown_timeout_s
+            state.send(node, Stop(fence=node.fence, grace_s=grace_s, reason=node.leaving))
+        state.refile(node)
+
+
+def _beside(state: State, world: World) -> Assignment:
+    """Return what workers are told that have no place yet: ranks after all others."""
+    return Assignment(
+        fence=world.fence,
+        node_rank=len(world.members),
+        nodes=len(world.members) + 1,
+        rank_base=world.world_size,
+        world_size=world.world_size + 1,
+        role_rank_base=world.world_size,
+        role_world_size=world.world_size + 1,
+        master_addr="",
+        master_port=0,
+        agent_store=False,
+        restarts_used=state.budget.used,
+        max_restarts=state.budget.allowed,
+        reason=f"getting ready beside {world.fence}",
+        in_place=True,
+        waiting=True,
+    )

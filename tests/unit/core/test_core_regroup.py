@@ -1,0 +1,246 @@
+"""Workers that recover in place: the rendezvous gives survivors another world, and stops nobody."""
+
+import pytest
+from core_driver import Driver, job_spec
+
+from elastane.core.limits import LOST_PEER_S
+from elastane.core.messages import (
+    Able,
+    Alive,
+    Assign,
+    Close,
+    Drain,
+    DrainTarget,
+    Failed,
+    Interrupt,
+    Lost,
+    Prepare,
+    Release,
+    Stop,
+)
+from elastane.core.model import Failure, Fence, Offer
+from elastane.core.notes import EventKind
+
+
+def able(job, *node_ids, workers=(0, 1)):
+    for node_id in node_ids:
+        job.says(node_id, Able(workers=workers, offer=Offer(8000, True)))
+
+
+def in_place(low=1, high=3, nodes="ab", restarts=3, **more):
+    """A running world of nodes with two workers each, all of which recover in place."""
+    job = Driver(job_spec(low, high, restarts, **more))
+    for node_id in nodes:
+        job.join(node_id)
+    job.passes(4.0, alive=nodes)
+    able(job, *nodes)
+    job.inbox.clear()
+    return job
+
+
+def dies(job, node_id, local_rank=0, pid=4242):
+    failure = Failure(local_rank=local_rank, rank=0, pid=pid, exit_code=-9)
+    return job.says(node_id, Failed(fence=job.assigned[node_id].fence, failures=(failure,)))
+
+
+def kinds(job, node_id):
+    return [type(m) for m in job.inbox.get(node_id, []) if not isinstance(m, Alive)]
+
+
+def regrouped(job, node_id):
+    given = job.assigned[node_id]
+    return given.fence, given.rank_base, given.workers, given.world_size
+
+
+def test_a_lost_worker_costs_the_others_one_message_and_nobody_is_stopped():
+    job = in_place(min_workers=1)
+    dies(job, "a", local_rank=0)
+    assert kinds(job, "b") == [Interrupt, Assign]
+    assert kinds(job, "a") == [Interrupt, Prepare, Assign]
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (1,), 3)
+    assert regrouped(job, "b") == (Fence(2, 0), 1, (0, 1), 3)
+    assert job.assigned["a"].in_place and not job.assigned["a"].waiting
+    assert job.persisted[-1].restarts_used == 1
+    assert job.persisted[-1].world.fence == Fence(2, 0)
+
+
+def test_its_successor_comes_in_at_a_steps_boundary_after_all_survivors():
+    job = in_place(min_workers=1)
+    dies(job, "a", local_rank=0)
+    able(job, "a", workers=(1,))
+    job.inbox.clear()
+    able(job, "a", workers=(0, 1))
+    job.passes(1.2, alive="ab")
+    assert kinds(job, "b") == [Drain]
+    job.marks("a", 10), job.marks("b", 12)
+    assert [m.calls for m in job.inbox["b"] if isinstance(m, DrainTarget)] == [13]
+    job.drains("a"), job.drains("b")
+    assert regrouped(job, "a") == (Fence(3, 0), 0, (1, 0), 4)
+    assert regrouped(job, "b") == (Fence(3, 0), 2, (0, 1), 4)
+    assert Stop not in kinds(job, "a") + kinds(job, "b")
+    assert job.persisted[-1].restarts_used == 1
+
+
+def test_a_node_whose_workers_are_all_new_comes_after_survivors():
+    job = in_place(low=1, high=2, nodes="ab")
+    dies(job, "a", 0, 1)
+    dies(job, "a", 1, 2)
+    assert regrouped(job, "b")[1:] == (0, (0, 1), 2)
+    able(job, "a")
+    job.passes(1.2, alive="ab")
+    job.marks("b", 5), job.drains("b")
+    assert job.assigned["b"].rank_base == 0 and job.assigned["a"].rank_base == 2
+
+
+def test_a_fixed_size_waits_in_memory_for_the_successor():
+    job = in_place(low=2, high=2)
+    dies(job, "a", local_rank=1)
+    assert kinds(job, "b") == [Interrupt] and kinds(job, "a") == [Interrupt, Prepare]
+    assert job.machine.phase == "regrouping"
+    job.passes(5.0, alive="ab")
+    able(job, "a", workers=(0,))
+    assert kinds(job, "b") == [Interrupt]
+    able(job, "a", workers=(0, 1))
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 4)
+
+
+def test_a_departed_node_is_left_behind_and_costs_no_restart():
+    job = in_place(nodes="abc")
+    job.breaks("a")
+    job.passes(0.2, alive="bc")
+    assert regrouped(job, "b") == (Fence(2, 0), 0, (0, 1), 4)
+    assert regrouped(job, "c") == (Fence(2, 0), 2, (0, 1), 4)
+    assert job.persisted[-1].restarts_used == 0
+
+
+def test_an_arriving_node_gets_ready_beside_the_others_and_then_has_a_place():
+    job = in_place(nodes="ab")
+    job.join("c")
+    assert kinds(job, "c")[-1] is Prepare and job.inbox["c"][-1].assignment.waiting
+    job.passes(5.0, alive="abc")
+    assert kinds(job, "a") == []
+    job.inbox.clear()
+    able(job, "c")
+    job.passes(1.2, alive="abc")
+    assert Drain in kinds(job, "a") and Drain in kinds(job, "b") and Drain not in kinds(job, "c")
+    for node_id in "ab":
+        job.marks(node_id, 3)
+    job.drains("a"), job.drains("b")
+    assert regrouped(job, "c") == (Fence(2, 0), 4, (0, 1), 6)
+
+
+def test_a_joiner_that_dies_disturbs_nobody_and_the_budget_pays_for_the_next():
+    job = in_place(nodes="ab")
+    job.join("c")
+    job.inbox.clear()
+    job.assigned["c"] = job.assigned["a"]
+    dies(job, "c", pid=77)
+    assert kinds(job, "a") == kinds(job, "b") == [] and kinds(job, "c") == [Prepare]
+    assert job.persisted[-1].restarts_used == 1
+    dies(job, "c", pid=77)
+    assert job.persisted[-1].restarts_used == 1, "it was told twice"
+
+
+def test_a_node_that_leaves_goes_at_a_steps_boundary_and_is_released():
+    job = in_place(nodes="abc")
+    job.leaves("b")
+    for node_id in "abc":
+        job.marks(node_id, 7)
+    for node_id in "abc":
+        job.drains(node_id)
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 4)
+    assert regrouped(job, "c") == (Fence(2, 0), 2, (0, 1), 4)
+    assert kinds(job, "b")[-1] is Stop
+    job.stops("b")
+    assert kinds(job, "b")[-1] is Release
+    assert job.machine.phase == "running" and job.persisted[-1].restarts_used == 0
+
+
+def test_where_no_survivor_is_left_all_start_anew():
+    job = in_place(low=1, high=1, nodes="a")
+    dies(job, "a", 0, 1)
+    assert kinds(job, "a") == [Interrupt, Prepare]
+    dies(job, "a", 1, 2)
+    assert kinds(job, "a")[-1] is Stop
+    job.stops("a")
+    assert job.assigned["a"].fence == Fence(1, 1) and not job.assigned["a"].in_place
+    assert job.persisted[-1].restarts_used == 1
+
+
+def test_a_budget_that_is_used_up_ends_the_job_with_the_cause():
+    job = in_place(restarts=0, min_workers=1)
+    dies(job, "a")
+    job.passes(0.5, alive="ab")
+    assert kinds(job, "b")[-1] is Close
+    assert job.got("b", Close)[-1].outcome.slug == "worker-failed"
+    assert job.persisted[-1].restarts_used == 0
+
+
+def test_a_joiner_whose_budget_is_used_up_is_not_followed_and_the_others_go_on():
+    job = in_place(restarts=1, min_workers=1)
+    dies(job, "a", 0, 1)
+    job.inbox.clear()
+    dies(job, "a", 0, 2)
+    assert kinds(job, "a") == kinds(job, "b") == []
+    assert [n.kind for n in job.notes][-1] is EventKind.WAITING
+    assert job.machine.phase == "running"
+
+
+def test_a_wait_for_a_successor_that_nobody_pays_for_ends_the_job():
+    job = in_place(low=2, high=2, restarts=1)
+    dies(job, "a", 0, 1)
+    dies(job, "a", 0, 2)
+    assert kinds(job, "b")[-1] is Close
+
+
+def test_a_peer_that_is_lost_without_any_news_ends_the_step_after_a_while():
+    job = in_place(nodes="ab")
+    job.says("a", Lost(fence=Fence(1, 0), reason="lost a peer: reset"))
+    job.passes(LOST_PEER_S - 0.2, alive="ab")
+    assert kinds(job, "b") == []
+    job.passes(0.4, alive="ab")
+    assert regrouped(job, "b") == (Fence(2, 0), 2, (0, 1), 4)
+    assert job.persisted[-1].restarts_used == 0
+    job.says("a", Lost(fence=Fence(1, 0), reason="late"))
+    job.passes(2.0, alive="ab")
+    assert job.assigned["b"].fence == Fence(2, 0)
+
+
+def test_a_fault_in_a_drain_for_an_arrival_recovers_in_place():
+    job = in_place(nodes="ab", min_workers=1)
+    job.join("c")
+    able(job, "c")
+    job.passes(1.2, alive="abc")
+    dies(job, "a", 1)
+    assert regrouped(job, "a")[2] == (0,)
+    assert job.assigned["c"].in_place, "it is ready, and is taken in at once"
+    assert Stop not in kinds(job, "b")
+
+
+def test_a_second_fault_while_waiting_is_the_same_incident():
+    job = in_place(low=2, high=2)
+    dies(job, "a", 0, 1)
+    dies(job, "b", 1, 2)
+    assert job.persisted[-1].restarts_used == 1
+    assert kinds(job, "b")[-1] is Prepare
+    able(job, "a")
+    assert Assign not in kinds(job, "b")
+    able(job, "b")
+    assert regrouped(job, "b") == (Fence(2, 0), 2, (0, 1), 4)
+
+
+def test_workers_that_cannot_all_recover_in_place_are_restarted():
+    job = Driver(job_spec(1, 3, 3))
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    able(job, "a")
+    dies(job, "b")
+    assert kinds(job, "a")[-1] is Stop
+
+
+@pytest.mark.parametrize("workers", [(9,), (0, 5)])
+def test_workers_that_a_node_does_not_have_are_not_counted(workers):
+    job = in_place(nodes="ab", min_workers=1)
+    able(job, "a", workers=workers)
+    dies(job, "b", 0)
+    assert set(job.assigned["a"].workers or ()) <= {0, 1}
