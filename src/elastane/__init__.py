@@ -9,16 +9,36 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elastane import errors
+    from elastane.data.batch_sampler import ElasticBatchSampler
+    from elastane.data.sampler import ElasticSampler
     from elastane.functions.launch import launch
     from elastane.job.drain import should_checkpoint
+    from elastane.job.job import Job, init
     from elastane.job.record import record
+    from elastane.job.step import Step
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "errors", "launch", "record", "should_checkpoint"]
+__all__ = [
+    "ElasticBatchSampler",
+    "ElasticSampler",
+    "Job",
+    "Step",
+    "__version__",
+    "errors",
+    "init",
+    "launch",
+    "record",
+    "should_checkpoint",
+]
 
 # Public name: the module it comes from; itself, where it is a module.
 _HOMES = {
+    "ElasticBatchSampler": "elastane.data.batch_sampler",
+    "ElasticSampler": "elastane.data.sampler",
+    "Job": "elastane.job.job",
+    "Step": "elastane.job.step",
     "errors": "elastane.errors",
+    "init": "elastane.job.job",
     "launch": "elastane.functions.launch",
     "record": "elastane.job.record",
     "should_checkpoint": "elastane.job.drain",

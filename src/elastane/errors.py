@@ -111,3 +111,15 @@ class LeaseLostError(StoreError):
 
 class WorkerFailedError(ElastaneError):
     """Workers failed more often than the restart budget allows."""
+
+
+class PeerLostError(ElastaneError):
+    """A member of the world is gone, or the world was ended: what was begun in it is void."""
+
+
+class JobError(ElastaneError):
+    """The library inside a worker is used in a way that cannot work, or is on its own."""
+
+
+class StateError(ElastaneError):
+    """A state cannot be encoded, or did not arrive whole."""

@@ -147,7 +147,7 @@ def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outc
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
         shell = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
-        shell._group = SimpleNamespace(lost=lost, progress=lambda: None)
+        shell._group = SimpleNamespace(lost=lost, drain=SimpleNamespace(progress=lambda: None))
         return await shell.run()
 
     assert asyncio.run(scenario()).code == code

@@ -17,6 +17,7 @@ from elastane.errors import ConfigurationError
 _PER_WORKER = (
     "TORCHELASTIC_ERROR_FILE",
     "ELASTANE_PAGE_FD",
+    "ELASTANE_LINE_FD",
     "ELASTANE_REPORT_FILE",
     "ELASTANE_LEASH",
 )
@@ -55,6 +56,7 @@ class WorkerFacts:
     local_rank: int
     error_file: str = ""
     page_fd: int | None = None
+    line_fd: int | None = None
     leash: str = ""
 
 
@@ -87,6 +89,8 @@ def worker_environment(
         env["TORCHELASTIC_ERROR_FILE"] = worker.error_file
     if worker.page_fd is not None:
         env["ELASTANE_PAGE_FD"] = str(worker.page_fd)
+    if worker.line_fd is not None:
+        env["ELASTANE_LINE_FD"] = str(worker.line_fd)
     if worker.leash:
         env["ELASTANE_LEASH"] = worker.leash
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

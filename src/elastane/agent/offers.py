@@ -34,7 +34,12 @@ class OfferedPort:
         self._socket = _bind()
         if self.listening:
             self._socket.listen(_BACKLOG)
-        return Offer(port=self._socket.getsockname()[1], agent_store=self.listening)
+        return self.offer
+
+    @property
+    def offer(self) -> Offer:
+        """What others are told of the port that is held."""
+        return Offer(port=self.socket.getsockname()[1], agent_store=self.listening)
 
     @property
     def is_open(self) -> bool:
@@ -46,6 +51,12 @@ class OfferedPort:
         """The bound socket."""
         assert self._socket is not None, "open() comes first"
         return self._socket
+
+    def hand_over(self) -> OfferedPort:
+        """Return one that holds what this one held, for a world that meets there; this is free."""
+        taken = OfferedPort(listening=self.listening)
+        taken._socket, self._socket = self._socket, None
+        return taken
 
     def close(self) -> None:
         """Give the port back."""

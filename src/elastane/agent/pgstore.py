@@ -52,9 +52,11 @@ class GroupStore:
         self._ending = True
 
     def kill(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if there is one, and give its port back."""
         if self._process is not None:
             self._process.kill_group(signal.SIGKILL)
+        if self._ending:
+            self._port.close()
 
     def _end_late(self) -> None:
         if self._ending:
@@ -66,3 +68,54 @@ class GroupStore:
         except (ElastaneError, OSError) as error:
             self._failed(f"the process-group store was not started: {error}")
             return None
+
+
+class Meeting:
+    """Where the worlds of one local worker group meet, one after the other.
+
+    The agent's side serves a store there; where it has no zygote to fork one from, it holds the
+    port, which the worker of rank 0 binds by number.
+    """
+
+    def __init__(self, spawner: Spawner, failed: Callable[[str], None]) -> None:
+        self._spawner, self._failed = spawner, failed
+        self._held: OfferedPort | None = None
+        self._store: GroupStore | None = None
+        self._minding: asyncio.Task[None] | None = None
+
+    async def begin(self, port: OfferedPort, *, serves: bool) -> None:
+        """Let the next world meet at `port`, before its workers start."""
+        if not serves:
+            self._held = port
+            return
+        self._store = GroupStore(self._spawner, port, self._failed)
+        await self._store.start()
+        self._minding = asyncio.create_task(self._store.mind())
+
+    async def move(self, port: OfferedPort | None, *, serves: bool) -> None:
+        """Let the next world meet at `port`, or elsewhere; where the last one met is given up."""
+        former = Meeting(self._spawner, self._failed)
+        former._held, former._store, former._minding = self._held, self._store, self._minding
+        self._held = self._store = self._minding = None
+        if port is not None:
+            await self.begin(port, serves=serves)
+        former.end()
+        former.kill()
+        await former.wait_gone()
+
+    def end(self) -> None:
+        """Start no other store from now on."""
+        if self._store is not None:
+            self._store.end()
+
+    def kill(self) -> None:
+        """End the store's process, and give the port back."""
+        if self._store is not None:
+            self._store.kill()
+        if self._held is not None:
+            self._held.close()
+
+    async def wait_gone(self) -> None:
+        """Wait for the end of what was killed."""
+        if self._minding is not None:
+            await asyncio.wait({self._minding})

@@ -22,8 +22,12 @@ from elastane.core.effects import (
     AimGroup,
     Decline,
     Exit,
+    GroupEffect,
+    InterruptGroup,
     MarkGroup,
+    RegroupWorkers,
     StartGroup,
+    StartWorkers,
     StopGroup,
     Tell,
     Transmit,
@@ -80,7 +84,7 @@ class AgentShell:
                 event = self._with_offer(await self._queue.get())
                 # What workers leave behind and soon ends is adopted here: no pile of zombies.
                 reap_orphans()
-                self._core.progress = self._group.progress() if self._group else None
+                self._core.progress = self._group.drain.progress() if self._group else None
                 for effect in self._core.handle(event, time.monotonic()):
                     if isinstance(effect, Exit):
                         return self._judged(effect)
@@ -134,18 +138,25 @@ class AgentShell:
                 raise AssertionError("run() returns on Exit")
             case Decline(fence=fence):
                 self.post(GroupGone(fence, self._new_port()))
-            case StopGroup() | MarkGroup() | AimGroup():
+            case _:
                 self._act_on_group(effect)
 
-    def _act_on_group(self, effect: StopGroup | MarkGroup | AimGroup) -> None:
+    def _act_on_group(self, effect: GroupEffect) -> None:
         group = self._group
-        if group is None or group.assignment.fence != effect.fence:
+        of_world = isinstance(effect, MarkGroup | AimGroup)
+        if group is None or effect.fence != (group.world if of_world else group.assignment).fence:
             _log.debug("no group of %s any more", effect.fence)
             return
         match effect:
             case StopGroup(grace_s=grace_s):
                 group.stop(grace_s)
-            case MarkGroup():
-                group.mark()
-            case AimGroup(calls=calls):
-                group.aim(calls)
+            case MarkGroup(fence=fence):
+                group.drain.mark(fence)
+            case AimGroup(fence=fence, calls=calls):
+                group.drain.aim(fence, calls)
+            case StartWorkers(local_ranks=local_ranks, delay_s=delay_s):
+                group.start_more(local_ranks, delay_s)
+            case InterruptGroup(reason=reason):
+                group.interrupt(reason)
+            case RegroupWorkers(assignment=assignment):
+                group.regroup(assignment)

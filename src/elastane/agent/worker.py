@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from elastane.agent.environment import WorkerFacts, worker_args, worker_environment
 from elastane.agent.groupsetup import GroupSetup
@@ -19,15 +18,16 @@ from elastane.runtime.page import Page
 from elastane.runtime.process import WorkerCommand, WorkerProcess
 from elastane.runtime.streams import GroupStreams, WorkerStreams
 
-# The page's descriptor in every worker: above what programs open by themselves.
+# The descriptors of page and line in every worker: above what programs open by themselves.
 PAGE_FD = 250
+LINE_FD = 251
 # What the exit code of a worker that could not be started says: command cannot be executed.
 EXIT_NOT_STARTED = 126
 # Reading a failed worker's last words from its log folder, which may be a network's.
 _WORDS_WAIT_S = 1.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """One local rank in one attempt.
 
@@ -38,9 +38,11 @@ class Worker:
     local_rank: int
     rank: int
     streams: WorkerStreams
+    files: GroupStreams
     page: Page
     env: Mapping[str, str] = field(default_factory=dict)
     process: WorkerProcess | None = None
+    beside: bool = False  # it waits for a place in a world
     termed: bool = False
     given_up: bool = False
     verdict: str = ""
@@ -56,11 +58,12 @@ class Worker:
             local_rank=self.local_rank,
             error_file=self.streams.error_file,
             page_fd=PAGE_FD,
+            line_fd=LINE_FD,
             leash=setup.leash,
         )
 
-    def command(self, setup: GroupSetup, assignment: Assignment) -> WorkerCommand:
-        """Return what it runs, and all that it inherits."""
+    def command(self, setup: GroupSetup, assignment: Assignment, line: int) -> WorkerCommand:
+        """Return what it runs, and all that it inherits; `line` is its end of its line."""
         env = worker_environment(setup.environment, assignment, setup.run, self.facts(setup))
         return WorkerCommand(
             kind=setup.kind,
@@ -71,14 +74,14 @@ class Worker:
             stdin=0,
             stdout=self.streams.stdout,
             stderr=self.streams.stderr,
-            fds={PAGE_FD: self.page.fd},
+            fds={PAGE_FD: self.page.fd, LINE_FD: line},
             cpus=setup.cpus[self.local_rank] if setup.cpus else frozenset(),
         )
 
-    async def last_words(self, setup: GroupSetup, group: GroupStreams) -> LastWords:
+    async def last_words(self, setup: GroupSetup) -> LastWords:
         """Return what it left to say; nothing where the log folder does not answer."""
         try:
-            words = await setup.offload.run(partial(self._read, group), _WORDS_WAIT_S)
+            words = await setup.offload.run(self._read, _WORDS_WAIT_S)
         except TimeoutError:
             words = LastWords()  # The failure must be told all the same.
         if not self.verdict:
@@ -101,8 +104,8 @@ class Worker:
             evidence=evidence,
         )
 
-    def _read(self, group: GroupStreams) -> LastWords:
-        group.settle(self.streams)
+    def _read(self) -> LastWords:
+        self.files.settle(self.streams)
         return read_last_words(self.streams)
 
 

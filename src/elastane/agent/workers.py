@@ -14,30 +14,33 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 
 from elastane.agent.files import choose_files
+from elastane.agent.groupdrain import GroupDrain
 from elastane.agent.groupsetup import GroupSetup
 from elastane.agent.lastwords import STOPPED_IN_ITS_END, LastWords
+from elastane.agent.lines import Lines, place_of, waiting_beside
 from elastane.agent.memory import Memory, kill_evidence, read_memory
 from elastane.agent.offers import OfferedPort
 from elastane.agent.overdue import end_overdue
-from elastane.agent.pgstore import GroupStore
+from elastane.agent.pgstore import Meeting
 from elastane.agent.stuck import SLUG, StuckWatch, states_of
 from elastane.agent.worker import EXIT_NOT_STARTED, Worker
 from elastane.core.events import (
     AgentEvent,
-    GroupDrained,
+    GroupAble,
     GroupGone,
-    GroupMarked,
     GroupStarted,
     Signalled,
     WorkerFailed,
+    WorkerLost,
     WorkerSucceeded,
 )
-from elastane.core.model import Assignment, Failure, Offer
+from elastane.core.model import Assignment, Failure, Fence, Offer
 from elastane.errors import ElastaneError
+from elastane.runtime import workerline
 from elastane.runtime.page import Page
 from elastane.runtime.process import EXIT_UNKNOWN, WorkerProcess
 from elastane.runtime.strays import kill_strays
@@ -45,8 +48,6 @@ from elastane.runtime.streams import GroupStreams, process_console
 from elastane.runtime.timers import TimerRequest
 
 _log = logging.getLogger("elastane.workers")
-# How often a drain looks at the pages of its workers; only while a drain lasts.
-_DRAIN_POLL_S = 0.002
 # A SIGKILLed process in uninterruptible sleep may take its time; then it is reported, not hidden.
 _KILL_WAIT_S = 5.0
 
@@ -60,18 +61,27 @@ class WorkerGroup:
     port: OfferedPort
     post: Callable[[AgentEvent], None]
     lost: str = ""
+    world: Assignment = field(init=False)  # the one that the workers have their places in now
     _workers: list[Worker] = field(default_factory=list)
     _memory: Memory = field(default_factory=Memory)
-    _store: GroupStore | None = None
-    _streams: GroupStreams | None = None
+    _files: dict[Fence, GroupStreams] = field(default_factory=dict)
+    _lines: Lines = field(init=False)
+    _meeting: Meeting = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
     _starting: asyncio.Task[None] | None = None
-    _minding: asyncio.Task[None] | None = None
     _stuck_mind: asyncio.Task[None] | None = None
+    drain: GroupDrain = field(init=False)
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: bool = False
+    _told_able: bool = False
     _stopped_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.world = self.assignment
+        self._lines = Lines(self._post_able, self._post_lost)
+        self._meeting = Meeting(self.setup.spawner, self._store_failed)
+        self.drain = GroupDrain(self._members, self._lines, self.post)
 
     def begin(self) -> None:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
@@ -90,75 +100,92 @@ class WorkerGroup:
             self._stopping, self._stopped_s = True, time.monotonic()
             self._spawn_task(self._stop())
 
-    def mark(self) -> None:
-        """Gate the workers that ask should_checkpoint(), and post how far the furthest is."""
+    def interrupt(self, reason: str) -> None:
+        """Have the workers that have a place end their step."""
+        for worker in self._members():
+            self._lines.send(worker.local_rank, workerline.Interrupt(reason))
+
+    def regroup(self, assignment: Assignment) -> None:
+        """Give the workers their places in another world, where they meet at another store."""
+        self.drain.cancel()
+        self.world = assignment
+        port = self._next_port(assignment)
+        self._spawn_task(self._meeting.move(port, serves=assignment.agent_store))
         for worker in self._workers:
-            worker.page.gate()
-        calls = max((w.page.calls for w in self._workers if w.is_alive), default=0)
-        self.post(GroupMarked(self.assignment.fence, calls or None))
+            if worker.local_rank in assignment.workers:
+                worker.beside = False
+                worker.page.release()
+                self._lines.send(worker.local_rank, self._place(assignment, worker.local_rank))
+        self._post_able()
+        self._post_started(self._members())
 
-    def aim(self, calls: int | None) -> None:
-        """Have all workers checkpoint: at call number `calls`, or on SIGTERM if they catch it."""
-        self._spawn_task(self._drain(calls))
-
-    def progress(self) -> int | None:
-        """Return the least call count of the workers that ask should_checkpoint()."""
-        counts = [w.page.calls for w in self._workers if w.is_alive]
-        return min(counts) if counts and all(counts) else None
+    def start_more(self, local_ranks: Iterable[int], delay_s: float) -> None:
+        """Start these workers in the place of others that ended; they have no place yet."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(delay_s, self._begin_more, tuple(local_ranks))
 
     async def _start(self) -> None:
         fence, run = self.assignment.fence, self.setup.run
         self._memory = read_memory()
-        self._streams = GroupStreams(
-            self.setup.logs, run.job, run.node_id, fence, self.setup.offload
-        )
         try:
-            if self.assignment.agent_store and self.assignment.node_rank == 0:
-                await self._start_store()
-            await choose_files(self.setup, self.assignment, self._streams)
+            if self.assignment.node_rank == 0:
+                port = self._next_port(self.assignment)
+                assert port is not None
+                await self._meeting.begin(port, serves=self.assignment.agent_store)
+            await choose_files(self.setup, self.assignment, self._files_of(fence))
             for local_rank in range(run.local_world_size):
-                await self._start_one(local_rank)
+                await self._start_one(local_rank, self.assignment)
                 if self._stopping:
                     break
         finally:
-            self._streams.close_worker_ends()
+            self._files_of(fence).close_worker_ends()
         if self.setup.stuck_s > 0:
             self._stuck_mind = self._spawn_task(self._mind_stuck())
-        pids = tuple(w.process.pid for w in self._workers if w.process is not None)
-        self.post(GroupStarted(fence, pids))
+        self._post_started(self._workers)
 
-    async def _start_store(self) -> None:
-        self._store = GroupStore(self.setup.spawner, self.port, self._store_failed)
-        await self._store.start()
-        self._minding = self._spawn_task(self._store.mind())
+    def _next_port(self, assignment: Assignment) -> OfferedPort | None:
+        """Hold another port; the one that was offered is returned where its world meets here."""
+        port = self.port.hand_over()
+        self.port.open()
+        if assignment.node_rank == 0:
+            return port
+        port.close()
+        return None
 
     def _store_failed(self, reason: str) -> None:
-        rank = self.assignment.rank_base
+        rank = self.world.rank_base
         failure = Failure(
             local_rank=0, rank=rank, pid=0, exit_code=EXIT_NOT_STARTED, message=reason
         )
         self.post(WorkerFailed(self.assignment.fence, failure))
 
-    async def _start_one(self, local_rank: int) -> None:
-        assert self._streams is not None
-        rank = self.assignment.rank_base + local_rank
-        streams = await self._streams.open_soon(local_rank, rank, self.setup.run.role)
-        worker = Worker(
-            local_rank, rank, streams, Page.create(), self._streams.chosen_env(local_rank)
-        )
+    async def _start_one(self, local_rank: int, place: Assignment) -> None:
+        files, rank = self._files_of(place.fence), place.rank_base + local_rank
+        streams = await files.open_soon(local_rank, rank, self.setup.run.role)
+        env = files.chosen_env(local_rank)
+        page, beside = Page.create(), place.waiting
+        worker = Worker(local_rank, rank, streams, files, page, env, beside=beside)
         self._workers.append(worker)
-        command = worker.command(self.setup, self.assignment)
+        line = self._lines.open(local_rank)
+        self._lines.send(local_rank, self._place(place, local_rank))
         try:
-            worker.process = await self.setup.spawner.spawn(command)
+            worker.process = await self.setup.spawner.spawn(
+                worker.command(self.setup, place, line.fileno())
+            )
         except (ElastaneError, OSError) as error:
             failure = worker.failure(0, EXIT_NOT_STARTED, LastWords(f"not started: {error}"))
             self.post(WorkerFailed(self.assignment.fence, failure))
             return
+        finally:
+            line.close()
         self._watches.add(self._spawn_task(self._watch(worker, worker.process)))
 
     async def _watch(self, worker: Worker, process: WorkerProcess) -> None:
         code = await process.wait()
         ended_s = time.monotonic()
+        if any(known is worker for known in self._workers):
+            self._lines.hang_up(worker.local_rank)  # Its children may hold the other end.
+            self._post_able()
         if self.setup.timers is not None:
             self.setup.timers.forget(process.pid)
         if worker.given_up:
@@ -166,9 +193,8 @@ class WorkerGroup:
         if code == 0:
             self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank))
             return
-        assert self._streams is not None
         stopped = self._stopping
-        words = await worker.last_words(self.setup, self._streams)
+        words = await worker.last_words(self.setup)
         evidence = ""
         if stopped and 0 < words.failed_s <= self._stopped_s:
             evidence = STOPPED_IN_ITS_END
@@ -179,6 +205,58 @@ class WorkerGroup:
         age_s = time.monotonic() - failed_s
         failure = worker.failure(process.pid, code, words, age_s, evidence)
         self.post(WorkerFailed(self.assignment.fence, failure))
+
+    def _begin_more(self, local_ranks: tuple[int, ...]) -> None:
+        if not self._stopping:
+            self._starting = self._spawn_task(self._start_more(local_ranks, self._starting))
+
+    async def _start_more(
+        self, local_ranks: tuple[int, ...], before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        beside = waiting_beside(self.world, self.setup.run.local_world_size)
+        try:
+            for local_rank in local_ranks:
+                former = [w for w in self._workers if w.local_rank == local_rank]
+                if self._stopping:
+                    break
+                for worker in former:
+                    self._workers.remove(worker)
+                    worker.page.close()
+                await self._start_one(local_rank, beside)
+        finally:
+            self._files_of(beside.fence).close_worker_ends()
+
+    def _members(self) -> list[Worker]:
+        """Return the workers that have a place in the world."""
+        here = self.world.workers or range(self.setup.run.local_world_size)
+        return [w for w in self._workers if w.local_rank in here and not w.beside]
+
+    def _place(self, assignment: Assignment, local_rank: int) -> workerline.ToWorker:
+        return place_of(assignment, local_rank, self.setup.run.local_world_size)
+
+    def _files_of(self, fence: Fence) -> GroupStreams:
+        run = self.setup.run
+        if fence not in self._files:
+            self._files[fence] = GroupStreams(
+                self.setup.logs, run.job, run.node_id, fence, self.setup.offload
+            )
+        return self._files[fence]
+
+    def _post_able(self) -> None:
+        if not self._stopping and (self._lines.able or self._told_able):
+            self._told_able = True
+            able = tuple(sorted(self._lines.able))
+            self.post(GroupAble(self.assignment.fence, able, self.port.offer))
+
+    def _post_started(self, workers: list[Worker]) -> None:
+        by_local_rank = sorted(workers, key=lambda worker: worker.local_rank)
+        pids = tuple(w.process.pid for w in by_local_rank if w.process is not None)
+        self.post(GroupStarted(self.assignment.fence, pids))
+
+    def _post_lost(self, fence: Fence, reason: str) -> None:
+        self.post(WorkerLost(self.assignment.fence, fence, reason))
 
     async def _mind_stuck(self) -> None:
         """Hold a worker for failed that has been in uninterruptible sleep for too long."""
@@ -198,30 +276,8 @@ class WorkerGroup:
     def _expire(self, request: TimerRequest) -> bool:
         return end_overdue(self._workers, request)
 
-    async def _drain(self, calls: int | None) -> None:
-        for worker in self._workers:
-            if calls is not None:
-                worker.page.aim(calls)
-            elif worker.process is not None and worker.process.catches(signal.SIGTERM):
-                worker.termed = True
-                worker.process.send_signal(signal.SIGTERM)
-        # A page of memory has no event that could be waited for.
-        while not self._stopping and any(  # noqa: ASYNC110
-            self._is_busy(w, calls) for w in self._workers
-        ):
-            await asyncio.sleep(_DRAIN_POLL_S)
-        if not self._stopping:
-            self.post(GroupDrained(self.assignment.fence))
-
-    @staticmethod
-    def _is_busy(worker: Worker, calls: int | None) -> bool:
-        if not worker.is_alive:
-            return False
-        return worker.termed if calls is None else not worker.page.is_parked
-
     async def _stop(self) -> None:
-        if self._store is not None:
-            self._store.end()
+        self._meeting.end()
         await self._end_start()
         if self._stuck_mind is not None:
             self._stuck_mind.cancel()
@@ -246,16 +302,13 @@ class WorkerGroup:
         if not self.setup.spawner.warm.is_set():
             self._starting.cancel()
         await asyncio.wait({self._starting})
-        if self._store is not None:
-            self._store.end()
+        self._meeting.end()
 
     async def _reap(self, ended: asyncio.Task[None]) -> None:
         """Wait for what was killed; what a worker left behind is killed as well."""
-        if self._store is not None:
-            self._store.kill()
+        self._meeting.kill()
         await self._wait_killed(ended)
-        if self._minding is not None:
-            await asyncio.wait({self._minding})
+        await self._meeting.wait_gone()
         if self._watches:
             # Each says how its worker ended, within a bound; of a group that is gone nobody hears.
             await asyncio.wait(self._watches)
@@ -288,8 +341,8 @@ class WorkerGroup:
         return [w.process.pid for w in self._workers if w.process is not None and w.is_alive]
 
     async def _finish(self) -> None:
-        if self._streams is not None:
-            await self._streams.finish()
+        await asyncio.gather(*(files.finish() for files in self._files.values()))
+        self._lines.close()
         for worker in self._workers:
             worker.page.close()
         self.post(GroupGone(self.assignment.fence, self._next_offer()))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from elastane.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from elastane.testing.simulation import Cut, HistoryFailedError
+    from elastane.testing.simulation import Cut, HistoryFailedError, Setting
 
 _MODES = {"store": (True,), "endpoint": (False,), "both": (True, False)}
 
@@ -25,6 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", metavar="N", type=int, default=0, help="the first seed (default: 0)")
     add("--seeds", metavar="N", type=int, default=1, help="how many seeds (default: 1)")
     add("--mode", choices=[*_MODES], default="both", help="jobs with a store, without, or both")
+    add("--in-place", action="store_true", help="jobs whose workers recover in place")
     add("--story", action="store_true", help="tell what happened, also where all held")
     add("--jobs", metavar="N", type=int, default=1, help="processes (default: 1)")
     add("--without", metavar="N,N", default="", help="leave these faults of the plan out")
@@ -51,10 +52,11 @@ def _play(args: argparse.Namespace) -> int:
     from elastane.testing.simulation.batch import play
 
     began_s = time.monotonic()
-    tally = play(range(args.seed, args.seed + args.seeds), _MODES[args.mode], args.jobs)
+    seeds = range(args.seed, args.seed + args.seeds)
+    tally = play(seeds, _MODES[args.mode], args.jobs, in_place=args.in_place)
     took_s = time.monotonic() - began_s
     if tally.failed is not None:
-        return _explain(*tally.failed)
+        return _explain(*tally.failed, args.in_place)
     sys.stdout.write(
         f"{tally.histories} histories held, in {took_s:.1f} s"
         f" ({tally.histories / max(took_s, 1e-9):.0f} a second): {tally.worlds} worlds,"
@@ -70,7 +72,8 @@ def _tell(args: argparse.Namespace) -> int:
     cut = _cut(args)
     for seed in range(args.seed, args.seed + args.seeds):
         for store_backed in _MODES[args.mode]:
-            history = History(setting_of(seed, store_backed=store_backed), cut)
+            setting = setting_of(seed, store_backed=store_backed, in_place=args.in_place)
+            history = History(setting, cut)
             try:
                 result = history.run()
             except HistoryFailedError as failure:
@@ -80,27 +83,27 @@ def _tell(args: argparse.Namespace) -> int:
     return 0
 
 
-def _explain(seed: int, store_backed: bool) -> int:
+def _explain(seed: int, store_backed: bool, in_place: bool) -> int:
     """Tell the smallest history found that fails as this one does."""
     from elastane.testing.simulation import Cut, setting_of
     from elastane.testing.simulation.shrink import shrunk
 
-    setting = setting_of(seed, store_backed=store_backed)
-    failure = _failure(seed, store_backed)
+    setting = setting_of(seed, store_backed=store_backed, in_place=in_place)
+    failure = _failure(setting)
     sys.stdout.write(f"seed {seed} ({setting.mode}) fails; looking for less that fails as well\n\n")
     sys.stdout.flush()
     sys.stdout.write(f"{shrunk(setting, Cut(), failure)}\n")
     return int(ExitCode.WORKER_FAILED)
 
 
-def _failure(seed: int, store_backed: bool) -> HistoryFailedError:
-    from elastane.testing.simulation import HistoryFailedError, run_seed
+def _failure(setting: Setting) -> HistoryFailedError:
+    from elastane.testing.simulation import Cut, History, HistoryFailedError
 
     try:
-        run_seed(seed, store_backed=store_backed)
+        History(setting, Cut()).run()
     except HistoryFailedError as failure:
         return failure
-    raise AssertionError(f"seed {seed} failed once and held once: it is not one history")
+    raise AssertionError(f"seed {setting.seed} failed once and held once: not one history")
 
 
 def _cut(args: argparse.Namespace) -> Cut:

@@ -30,6 +30,7 @@ class Group:
     able: tuple[int, ...] = ()
     renewed: set[int] = field(default_factory=set)  # failed, with a successor that was started
     phase: GroupState = "running"
+    halted: str = ""  # why its workers wait for another world
     done: set[int] = field(default_factory=set)
     failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
     draining: bool = False
@@ -52,11 +53,17 @@ class Group:
             failures=self.aged_failures(now_s),
             draining=self.draining,
             able=self.able,
+            halted=self.halted,
+            renewed=tuple(sorted(self.renewed)),
         )
+
+    def move(self, fence: Fence) -> None:
+        """Be of the world of `fence`, of which the workers make no step any more."""
+        self.assignment = msgspec.structs.replace(self.assignment, fence=fence)
 
     def enter(self, assignment: Assignment) -> None:
         """Be in another world from now on; failures of others than its workers are history."""
-        self.assignment, self.phase = assignment, "running"
+        self.assignment, self.phase, self.halted = assignment, "running", ""
         self.draining = self.aimed = self.drained = False
         self.target = None
         dead = {*assignment.workers} - {*self.able}
@@ -78,6 +85,11 @@ class Group:
         places = self.assignment.workers or range(local_world_size)
         return not self.assignment.waiting and self.done.issuperset(places)
 
+    def has_place(self, local_rank: int) -> bool:
+        """Whether the worker is of the world that the group is in."""
+        places = self.assignment.workers
+        return not self.assignment.waiting and (not places or local_rank in places)
+
     def was_stopped(self, failure: Failure, now_s: float) -> bool:
         """Whether the worker ended because it was told to, and not of a fault before that."""
         return self.stop_from_s is not None and now_s - failure.age_s >= self.stop_from_s
@@ -87,6 +99,7 @@ class Group:
         if len(self.failures) >= FULL_TEXTS_MAX:
             failure = msgspec.structs.replace(failure, message=failure.message[-SHORT_TEXT_CHARS:])
         self.renewed.discard(failure.local_rank)
+        self.able = tuple(i for i in self.able if i != failure.local_rank)
         if len(self.failures) < FAILURES_MAX or failure.local_rank in self.failures:
             self.failures[failure.local_rank] = (now_s - failure.age_s, failure)
 

@@ -95,10 +95,11 @@ class LocalWorkers:
                 group and fence == group.born
             ):
                 group.able, self.offer = workers, offer
-                self._outbox.send(Able(workers=workers, offer=offer))
+                self._outbox.send(Able(workers=workers, offer=offer, fence=group.fence))
             case WorkerLost(fence=fence, world=world, reason=reason) if (
                 group and fence == group.born and world == group.fence
             ):
+                group.halted = reason
                 self._outbox.send(Lost(fence=world, reason=reason))
             case GroupMarked(fence=fence, calls=calls) if group and self._is_draining(fence):
                 self._outbox.send(Marked(fence=group.fence, calls=calls))
@@ -146,6 +147,9 @@ class LocalWorkers:
                 self._outbox.add(Decline(assignment.fence))  # They are gone since.
             return
         if group.phase in ("stopping", "succeeded") or not self._may_act():
+            group.move(assignment.fence)  # What is told of them is for the coordinator's world.
+            if group.phase == "succeeded":
+                self._outbox.send(Succeeded(group.fence))
             return
         group.enter(assignment)
         self.seen = assignment
@@ -176,13 +180,15 @@ class LocalWorkers:
         group = self.group
         if group is not None and group.fence == fence and group.phase != "stopping":
             self._tell(EventKind.WORKERS_INTERRUPTED, reason)
+            group.halted = reason
             self._outbox.add(InterruptGroup(group.born, reason))
 
     def _stop(self, message: Stop) -> None:
         group = self.group
         if group is None:
             self._outbox.send(Stopped(message.fence, self.offer))
-        elif group.fence == message.fence:
+        elif group.fence <= message.fence:  # It may not have heard of its last world.
+            group.move(message.fence)
             self.stop(group, message.grace_s, message.reason)
 
     def _drain(self, fence: Fence) -> None:
@@ -220,6 +226,7 @@ class LocalWorkers:
         if group.phase == "stopping":
             return
         group.done.add(local_rank)
+        group.able = tuple(i for i in group.able if i != local_rank)
         self._tell(EventKind.WORKER_EXITED, "exit code 0", local_rank=local_rank)
         if group.phase == "running" and group.is_done(self.node.local_world_size):
             group.phase = "succeeded"
@@ -232,8 +239,9 @@ class LocalWorkers:
         if stopped:
             return
         # One that failed before it was told to stop may be the first cause of all.
+        if group.phase != "stopping" and group.has_place(failure.local_rank):
+            group.phase = "failed"
         group.add_failure(failure, self.now_s)
-        group.phase = group.phase if group.phase == "stopping" else "failed"
         failures = group.aged_failures(self.now_s)
         self._outbox.send(Failed(fence=group.fence, failures=failures))
 

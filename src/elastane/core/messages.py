@@ -44,6 +44,9 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     # Its workers were asked to checkpoint; they will not go on by themselves.
     draining: bool = False
     able: tuple[LocalRank, ...] = ()
+    # Why its workers make no step in their world any more, and wait for another one.
+    halted: Text = ""
+    renewed: tuple[LocalRank, ...] = ()  # of the failed: those with successors that were paid for
 
     def __post_init__(self) -> None:
         _check_count(self.failures)
@@ -114,11 +117,13 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
     """These local workers can enter another world as they are; those of the world in force too.
 
-    All of them, each time. `offer` is where the next process-group store would be.
+    All of them, each time. `offer` is where the next process-group store would be, after that of
+    the world of `fence`, which the agent was told of last.
     """
 
     workers: tuple[LocalRank, ...]
     offer: Offer
+    fence: Fence | None = None
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):

@@ -89,6 +89,14 @@ def _open() -> WorkerPage | None:
     return _page
 
 
+def take_page() -> WorkerPage | None:
+    """Return the page, for a job whose steps count in place of calls of should_checkpoint()."""
+    global _page, _is_open
+    page = _page or (None if _is_open else _open())
+    _page, _is_open = None, True
+    return page
+
+
 def _forget() -> None:
     """In a forked child, such as a DataLoader's, whose calls are not the worker's."""
     global _page  # noqa: PLW0603 - one page per process

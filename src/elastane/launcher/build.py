@@ -45,7 +45,8 @@ def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
             job=job,
             min_nodes=nodes[0],
             max_nodes=nodes[1],
-            max_restarts=_max_restarts(options),
+            max_restarts=_at_least_0(options, "max_restarts"),
+            min_workers=_min_workers(options, nodes[1] * node.local_world_size),
             identical_workers=environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1",
             static=static,
             timing=_timing(options, conf, environ),
@@ -123,11 +124,24 @@ def _check_monitor_interval(options: Options) -> None:
         raise options.bad("monitor_interval", "more than 0")
 
 
-def _max_restarts(options: Options) -> int:
-    count = options.whole("max_restarts")
-    if count < 0:
+def _min_workers(options: Options, most: int) -> int:
+    count = _at_least_0(options, "min_workers")
+    if count > most:
         raise UsageError(
-            f"--max-restarts = {count}", slug="bad-option-value", expected="0 or a higher number"
+            f"--min-workers = {count}",
+            slug="bad-option-value",
+            expected=f"at most {most}, which is what all nodes have",
+            next_step="allow more nodes with --nnodes MIN:MAX, or ask for fewer workers",
+        )
+    return count
+
+
+def _at_least_0(options: Options, dest: str) -> int:
+    count = options.whole(dest)
+    if count < 0:
+        name = f"--{dest.replace('_', '-')}"
+        raise UsageError(
+            f"{name} = {count}", slug="bad-option-value", expected="0 or a higher number"
         )
     return count
 

@@ -257,6 +257,16 @@ TABLE: tuple[Option, ...] = (
         ours=True,
     ),
     Option(
+        "min-workers",
+        "0",
+        "the fewest workers that train on after a fault, where the script recovers in place"
+        " (elastane.init; default: those of MIN whole nodes)",
+        OURS,
+        metavar="N",
+        ours=True,
+        kind="int",
+    ),
+    Option(
         "preload",
         DEFAULT_PRELOAD,
         "modules that are imported once, before workers are forked",

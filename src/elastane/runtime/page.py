@@ -116,6 +116,12 @@ class WorkerPage(_Words):
         words[_CALLS] = calls
         return calls, words[_GATE]
 
+    def reach(self, number: int) -> int:
+        """Come to the boundary of this number, which is a call's; returns the gate."""
+        words = self._words
+        words[_CALLS] = number
+        return words[_GATE]
+
     @property
     def gated(self) -> bool:
         """Whether the agent drains."""

@@ -24,7 +24,8 @@ from elastane.core.notes import EventKind
 
 def able(job, *node_ids, workers=(0, 1)):
     for node_id in node_ids:
-        job.says(node_id, Able(workers=workers, offer=Offer(8000, True)))
+        fence = job.assigned[node_id].fence if node_id in job.assigned else None
+        job.says(node_id, Able(workers=workers, offer=Offer(8000, True), fence=fence))
 
 
 def in_place(low=1, high=3, nodes="ab", restarts=3, **more):
@@ -83,10 +84,10 @@ def test_its_successor_comes_in_at_a_steps_boundary_after_all_survivors():
 
 def test_a_node_whose_workers_are_all_new_comes_after_survivors():
     job = in_place(low=1, high=2, nodes="ab")
-    dies(job, "a", 0, 1)
+    dies(job, "a", 0, 1), able(job, "a", workers=(1,)), able(job, "b")
     dies(job, "a", 1, 2)
     assert regrouped(job, "b")[1:] == (0, (0, 1), 2)
-    able(job, "a")
+    able(job, "b"), able(job, "a")
     job.passes(1.2, alive="ab")
     job.marks("b", 5), job.drains("b")
     assert job.assigned["b"].rank_base == 0 and job.assigned["a"].rank_base == 2

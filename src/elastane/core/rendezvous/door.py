@@ -281,9 +281,12 @@ def _admit_again(state: State, event: Received, node: Node) -> None:
     node.session, node.heard_s, node.offer = event.session, state.now_s, join.offer
     node.peer_host, node.local_host, node.ready = event.peer_host, event.local_host, join.ready
     state.by_session[event.session] = node.id
+    node.spent = False
     held = join.holding.assignment.fence if join.holding else None
     _welcome(state, node)
-    if held != node.fence and state.is_member(node) and state.phase is not Phase.STOPPING:
+    member = state.is_member(node) and state.phase is not Phase.STOPPING
+    untold = holdings.untold(state, node, join.holding) is not None
+    if held != node.fence and member and not untold:
         why = f"it came back with {held or 'no workers'} instead of {node.fence}"
         presence.fault(state, f"node {node.id} lost its workers: {why}").departed.append(node.id)
     holdings.take(state, node, join.holding)

@@ -155,10 +155,11 @@ def put_in_force(state: State, world: World, why: str) -> None:
     state.world = world
     state.floor = world.fence
     state.intact = True
-    state.running_s, state.first_arrival_s = state.now_s, None
+    state.running_s, state.first_arrival_s, state.lost_s = state.now_s, None, None
     state.persist()
     for node, member, assignment in zip(members, world.members, given, strict=True):
         node.fence, node.state, node.stray = world.fence, "running", False
+        node.untold, node.spent, node.halted = False, state.in_place, ""
         node.take_places(member.local_ranks)
         node.failures, node.progress = (), None
         node.marked = node.drained = node.draining = False

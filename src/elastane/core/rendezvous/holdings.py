@@ -7,15 +7,15 @@ no world that is in force are stopped.
 from __future__ import annotations
 
 from elastane.core.messages import Holding, Stop
-from elastane.core.model import Assignment, Fence
+from elastane.core.model import Assignment, Fence, Member
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import reports
+from elastane.core.rendezvous import regroup, reports
 from elastane.core.rendezvous.state import Claim, Node, Phase, State
 
 
 def take(state: State, node: Node, holding: Holding | None) -> None:
     """Record what workers an agent brings along, and have them stopped where they are stale."""
-    node.fence = holding.assignment.fence if holding else None
+    node.fence, ends = holding.assignment.fence if holding else None, node.ends
     node.forget_workers()
     node.draining, node.stray = False, False
     if holding is None:
@@ -23,8 +23,15 @@ def take(state: State, node: Node, holding: Holding | None) -> None:
     assignment = holding.assignment
     fence = assignment.fence
     node.take_places(assignment.workers or tuple(range(node.spec.local_world_size)))
-    node.waiting, node.able = assignment.waiting, {*holding.able}
+    node.waiting, node.able, node.ends = assignment.waiting, {*holding.able}, ends
+    place = untold(state, node, holding)
+    if place is not None and state.world is not None:
+        node.fence, node.untold = state.world.fence, True
+        node.take_places(place.local_ranks)
+        _bring(state, node, holding)
+        return
     if node.waiting:
+        _bring(state, node, holding)
         _take_waiting(state, node, fence)
         return
     state.hold_up(fence)
@@ -43,10 +50,31 @@ def take(state: State, node: Node, holding: Holding | None) -> None:
         return
     if holding.state == "succeeded":
         node.state = "succeeded"
-    elif holding.state == "failed":
-        state.refile(node)
-        node.failures = holding.failures
-        reports.failed(state, node, holding.failures)
+    else:
+        _bring(state, node, holding)
+
+
+def untold(state: State, node: Node, holding: Holding | None) -> Member | None:
+    """Return the place that able workers have in the world in force, and have not heard of.
+
+    They are of a world before it; this one makes no step without them, so nothing is lost yet.
+    """
+    world = state.world
+    if holding is None or world is None or not holding.able or holding.state == "stopping":
+        return None
+    if holding.assignment.fence >= world.fence or not state.is_of_world(node.id):
+        return None
+    member = next(m for m in world.members if m.node_id == node.id)
+    known = member.incarnation == node.spec.incarnation
+    return member if known and member.workers else None
+
+
+def _bring(state: State, node: Node, holding: Holding) -> None:
+    """Take in failures; those whose successors were paid for cost nothing again."""
+    node.halted = holding.halted
+    state.refile(node)
+    failures = regroup.paid_for(state, node, holding.failures, {*holding.renewed})
+    reports.failed(state, node, failures)
 
 
 def _take_waiting(state: State, node: Node, fence: Fence) -> None:

@@ -70,7 +70,8 @@ def _recovering(state: State) -> bool:
         # Whatever now fails on those that did, their world had been broken up before.
         gone = missing + without or ["others"]
         state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
-        state.in_place = not state.unable
+        state.in_place, state.phase = not state.unable, Phase.RUNNING
+        _hear(state)
         return _end_world(state, reason)
     forming.begin(state, "none of the last world's workers is left", follow_up=bool(present))
     return True
@@ -111,16 +112,21 @@ def _resume(state: State, present: list[Node]) -> bool:
     state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
     state.tell(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
     state.persist()
-    for node in present:
-        failures, node.failures = node.failures, ()
-        able = {*node.able}
-        reports.failed(state, node, failures)
-        node.able = able  # Successors may have come since.
-        state.refile(node)
+    _hear(state)
     if state.incident is None and any(node.draining for node in present):
         _drain_world(state, "going on with the drain that the last coordinator began")
         state.asked = True
     return True
+
+
+def _hear(state: State) -> None:
+    """Take in what failed while there was no coordinator."""
+    for node in [node for node in state.nodes.values() if not node.stray]:
+        failures, node.failures = node.failures, ()
+        node.state = "running" if node.state == "failed" else node.state
+        regroup.heard(state, node)
+        reports.failed(state, node, failures)
+        state.refile(node)
 
 
 def _running(state: State) -> bool:
@@ -131,9 +137,10 @@ def _running(state: State) -> bool:
     if len(state.succeeded) == len(state.world.members):
         return ending.success(state)
     _release_leaving(state)
+    regroup.part_with(state)
     regroup.look_after(state)
     gone = sorted(i for i in state.leaving & state.holding if state.is_member(state.nodes[i]))
-    if gone:
+    if gone and not (state.in_place and not regroup.anybody_able(state)):
         why = {state.nodes[i].leaving for i in gone}
         reason = f"{named(gone)} to leave ({named(why)})"
         return _drain_world(state, reason)
@@ -173,6 +180,8 @@ def _draining(state: State) -> bool:
     asked = state.aimed or state.asked
     if not asked and len(state.succeeded) == len(state.world.members):
         return ending.success(state)
+    if state.in_place and not regroup.anybody_able(state):
+        return _call_off(state)
     if not state.aimed and not state.unmarked:
         _aim(state)
     if state.aimed and not state.undrained:
@@ -186,6 +195,14 @@ def _draining(state: State) -> bool:
     late = named(state.undrained)
     state.tell(EventKind.DRAIN_ENDED, f"workers of {late} did not checkpoint within the time")
     return _end_world(state, state.incident.reason)
+
+
+def _call_off(state: State) -> bool:
+    """The workers have finished their steps: there is no world to change any more."""
+    state.incident = None
+    state.enter(Phase.RUNNING, "the workers have finished their steps")
+    state.tell(EventKind.DRAIN_ENDED, state.phase_reason)
+    return True
 
 
 def _aim(state: State) -> None:
@@ -210,6 +227,9 @@ def _regrouping(state: State) -> bool:
     assert state.incident is not None
     if not regroup.has_survivors(state) and not state.away:
         return _stop_world(state, f"{state.incident.reason}; no worker is left that goes on")
+    if regroup.is_ending(state):
+        return _stop_world(state, f"{state.incident.reason}; others have finished their steps")
+    _release_leaving(state)
     return regroup.rule(state)
 
 

@@ -18,6 +18,8 @@ from elastane.core.ranks import member_of
 from elastane.core.rendezvous import ending, forming, presence
 from elastane.core.rendezvous.state import Incident, Node, Phase, State
 
+_IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -53,7 +55,7 @@ def lost_peer(state: State, node: Node, fence: Fence, reason: str) -> None:
 
 def unexplained(state: State) -> bool:
     """Whether a worker lost a peer, and nothing else says so: the world makes no step."""
-    if state.lost_s is None or not state.in_place:
+    if state.lost_s is None:
         return False
     due_s = state.lost_s + LOST_PEER_S
     if state.now_s < due_s:
@@ -77,10 +79,72 @@ def has_survivors(state: State) -> bool:
     return any(node.survivors and not node.leaving for node in state.members())
 
 
+def anybody_able(state: State) -> bool:
+    """Whether any worker of the world in force still makes steps, though its node may leave."""
+    return any(node.survivors for node in state.members())
+
+
+def is_ending(state: State) -> bool:
+    """Whether too few are left because some have finished their steps: nobody follows those."""
+    finished = any({*n.workers} - n.able - n.lost for n in state.members())
+    seats = _seats(state)
+    return finished and not (state.away or _are_enough(state, seats))
+
+
+def part_with(state: State) -> None:
+    """Have workers stopped whose nodes leave, and which have no place (any more)."""
+    for node in [state.nodes[i] for i in sorted(state.leaving & state.holding)]:
+        member = state.is_member(node)
+        if node.parting or (member and state.phase is not Phase.REGROUPING):
+            continue
+        assert node.fence is not None
+        node.parting = node.waiting = True
+        state.refile(node)
+        grace_s = state.spec.timing.shutdown_timeout_s
+        state.send(node, Stop(fence=node.fence, grace_s=grace_s, reason=node.leaving))
+
+
+def paid_for(
+    state: State, node: Node, failures: tuple[Failure, ...], renewed: set[int]
+) -> tuple[Failure, ...]:
+    """Take note of failures that were charged before; return the others."""
+    paid = tuple(f for f in failures if f.local_rank in renewed or node.is_known(f))
+    able, lost = {*node.able}, {f.local_rank for f in paid}
+    node.lose(paid)
+    node.able = able  # Successors may have come since.
+    node.prepared |= renewed
+    state.refile(node)
+    heard(state, node)
+    if lost - renewed and state.in_place and state.world is not None and state.exhausted is None:
+        node.prepared |= lost
+        state.send(node, Prepare(assignment=_beside(state, state.world, node)))
+    return tuple(f for f in failures if f not in paid)
+
+
+def heard(state: State, node: Node) -> None:
+    """End a world that makes no step for what another coordinator saw, and paid for."""
+    if state.phase not in _IN_FORCE or not state.is_member(node):
+        return
+    if node.untold:
+        _free_fault(state, f"node {node.id} was not told of {node.fence}")
+    elif node.lost & {*node.workers}:
+        _free_fault(state, f"workers of node {node.id} are lost, and were paid for")
+    elif node.halted and node.fence is not None:
+        lost_peer(state, node, node.fence, node.halted)
+
+
+def _free_fault(state: State, reason: str) -> None:
+    before = state.incident
+    incident = presence.fault(state, reason)
+    if incident is not before:
+        incident.charged = True
+
+
 def rule(state: State) -> bool:
     """Settle the next world as soon as enough workers are able; until then they wait."""
     incident = state.incident
     assert incident is not None and state.world is not None
+    part_with(state)
     if state.away:
         return False  # Its grace to come back is short, and bounded by presence.
     if not incident.charged and incident.is_charged:
@@ -91,9 +155,12 @@ def rule(state: State) -> bool:
             return ending.failure(state, incident, why)
     _replace_lost(state, incident, 0.0)  # Those that were lost since are paid for as well.
     seats = _seats(state)
-    workers, needed = sum(len(seat.workers) for seat in seats), _needed(state)
-    if len(seats) < state.spec.min_nodes or workers < needed:
-        return _wait(state, workers, needed)
+    if not _are_enough(state, seats):
+        return _wait(state, sum(len(seat.workers) for seat in seats), _needed(state))
+    port_due_s = state.running_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
+    if seats[0].node.spent and state.now_s < port_due_s:
+        state.wait_until(port_due_s)  # The last world meets at its port; it tells of another.
+        return False
     members = tuple(member_of(seat.node.spec, seat.workers) for seat in seats)
     floor = max(state.floor.round if state.floor else 0, state.world.fence.round)
     _settle(state, World(fence=Fence(floor + 1, 0), members=members), incident.reason)
@@ -109,13 +176,13 @@ def look_after(state: State) -> None:
     for node in [state.nodes[i] for i in arrived[: max(0, room)]]:
         node.fence, node.waiting = state.world.fence, True
         state.refile(node)
-        state.send(node, Prepare(assignment=_beside(state, state.world)))
+        state.send(node, Prepare(assignment=_beside(state, state.world, node)))
 
 
 def joiners_due(state: State) -> list[str]:
     """Return who has workers that are to be taken in now; empty: nobody, or not yet."""
-    if not state.joinable:
-        return []
+    if not state.joinable or not anybody_able(state):
+        return []  # Workers that have finished their steps take nobody in.
     first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
     timing = state.spec.timing
     due_s = min(state.last_arrival_s + timing.gather_s, first_s + timing.gather_max_s)
@@ -158,7 +225,7 @@ def _replace_lost(state: State, incident: Incident, delay_s: float) -> None:
         node = state.nodes.get(node_id)
         if node is not None and node.lost - node.prepared and node.fence is not None:
             node.prepared |= node.lost
-            state.send(node, Prepare(assignment=_beside(state, state.world), delay_s=delay_s))
+            state.send(node, Prepare(assignment=_beside(state, state.world, node), delay_s=delay_s))
 
 
 def _may_be_a_departure(state: State, incident: Incident) -> bool:
@@ -166,6 +233,11 @@ def _may_be_a_departure(state: State, incident: Incident) -> bool:
     if state.now_s < due_s:
         state.wait_until(due_s)
     return state.now_s < due_s
+
+
+def _are_enough(state: State, seats: list[Seat]) -> bool:
+    workers = sum(len(seat.workers) for seat in seats)
+    return len(seats) >= state.spec.min_nodes and workers >= _needed(state)
 
 
 def _needed(state: State) -> int:
@@ -212,27 +284,25 @@ def _settle(state: State, world: World, why: str) -> None:
     """Put the next world in force, and see to those who have no place in it."""
     before = state.members()
     state.last_incident, state.incident, state.claim = why, None, None
-    state.lost_s, state.exhausted = None, None
+    state.exhausted = None
     forming.put_in_force(state, world, why)
     for node in before:
         if node.fence == world.fence or node.fence is None:
             continue
         node.waiting = True
-        if node.leaving:
-            grace_s = state.spec.timing.shutdown_timeout_s
-            state.send(node, Stop(fence=node.fence, grace_s=grace_s, reason=node.leaving))
         state.refile(node)
 
 
-def _beside(state: State, world: World) -> Assignment:
-    """Return what workers are told that have no place yet: ranks after all others."""
+def _beside(state: State, world: World, node: Node) -> Assignment:
+    """Return what workers are told that have no place yet: ranks of nobody, after all others."""
+    base = world.world_size + node.order * node.spec.local_world_size
     return Assignment(
         fence=world.fence,
         node_rank=len(world.members),
         nodes=len(world.members) + 1,
-        rank_base=world.world_size,
+        rank_base=base,
         world_size=world.world_size + 1,
-        role_rank_base=world.world_size,
+        role_rank_base=base,
         role_world_size=world.world_size + 1,
         master_addr="",
         master_port=0,

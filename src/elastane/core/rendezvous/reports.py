@@ -53,7 +53,7 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             _in_place(state, node, message)
         case Stopped(fence=fence, offer=offer):
             _stopped(state, node, fence)
-            node.offer = offer
+            node.offer, node.spent = offer, False
         case _:
             return False
     state.refile(node)
@@ -71,6 +71,7 @@ def _in_place(state: State, node: Node, message: Able | Lost) -> None:
     if isinstance(message, Lost):
         regroup.lost_peer(state, node, message.fence, message.reason)
         return
+    node.spent = node.spent and message.fence != node.fence
     node.offer = message.offer
     regroup.able(state, node, message.workers)
 
@@ -107,14 +108,16 @@ def _ready(state: State, node: Node) -> None:
 
 def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
     """Put `failures` of `node` on the coordinator's time line."""
+    if state.phase in (Phase.RECOVERING, Phase.FORMING):
+        failures = tuple(f for f in failures if not node.is_known(f))
+        node.state = "failed" if failures else node.state
+        node.failures = failures  # Told when the world is found to be in force.
+        return
     if state.in_place or node.waiting:
         failures = _of_places(state, node, failures)
     if not failures:
         return
     node.state = "failed"
-    if state.phase in (Phase.RECOVERING, Phase.FORMING):
-        node.failures = failures  # Told when the world is found to be in force.
-        return
     if state.phase is Phase.DRAINING and not state.in_place:
         _failed_in_drain(state, node, failures)
         return

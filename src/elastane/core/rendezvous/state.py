@@ -56,12 +56,16 @@ class Node:
     order: int
     heard_s: float
     ready: bool
+    spent: bool = False  # the port on offer is that of the last world; another follows
     broken_s: float = 0.0
     broken_reason: str = ""
     broken_clean: bool = True
     fence: Fence | None = None  # of the workers that it has, as far as is known
     stray: bool = False  # they are of another world, whatever their fence
     waiting: bool = False  # they have no place in a world yet
+    untold: bool = False  # they have one, and their agent has not heard of it
+    halted: str = ""  # why they make no step in it any more
+    parting: bool = False  # it leaves, and was told to stop them
     workers: tuple[int, ...] = ()  # local ranks of those that have one
     able: set[int] = field(default_factory=set)  # local ranks that can enter another world
     lost: set[int] = field(default_factory=set)  # local ranks whose processes ended since
@@ -114,6 +118,7 @@ class Node:
     def forget_workers(self) -> None:
         """It has no workers any more."""
         self.workers, self.waiting, self.state = (), False, "running"
+        self.stray, self.untold, self.parting, self.halted = False, False, False, ""
         self.able, self.lost, self.prepared, self.ends = set(), set(), set(), {}
 
 
@@ -268,6 +273,7 @@ class State:
         has_workers = node.fence is not None
         member = self.is_member(node)
         places = set(node.survivors) if member else set[int]()
+        gone = node.lost.union(f.local_rank for f in node.failures)
         facts = (
             (self.idle, present and not has_workers and not node.leaving),
             (self.unready, not node.ready),
@@ -277,7 +283,7 @@ class State:
             (self.succeeded, member and node.state == "succeeded"),
             (self.unmarked, member and not node.marked),
             (self.undrained, member and not node.drained),
-            (self.unable, member and not node.able.issuperset(node.workers)),
+            (self.unable, member and not node.able.issuperset({*node.workers} - gone)),
             (self.joinable, present and not node.leaving and bool(node.able - places)),
         )
         for members, belongs in facts:

@@ -7,6 +7,7 @@ of the store ends it with a traceback on stderr. Owns nothing else.
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ def serve(fd: int) -> None:
     """Serve the store on the listening descriptor `fd` until killed."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    _look_up_no_names()
     listener = socket.socket(fileno=fd)
     host, port = listener.getsockname()[:2]
     any_address = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -29,6 +31,17 @@ def serve(fd: int) -> None:
     while True:
         signal.pause()
         assert store.port == port
+
+
+def _look_up_no_names() -> None:
+    """Keep the resolver out of this process.
+
+    The store looks up the name of every address that connects, to log it, in the one thread that
+    serves: while one packet of the resolver is lost nobody is answered for 5 s (torch 2.13).
+    """
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:  # glibc; others have no such switch
+        configure(b"hosts", b"files")
 
 
 if __name__ == "__main__":

@@ -34,19 +34,19 @@ class Tally(msgspec.Struct, kw_only=True):
         self.failed = self.failed or other.failed
 
 
-def play(seeds: range, modes: Sequence[bool], jobs: int = 1) -> Tally:
+def play(seeds: range, modes: Sequence[bool], jobs: int = 1, *, in_place: bool = False) -> Tally:
     """Play each seed with a store (True) or without (False), as `modes` says."""
     total = Tally()
-    for tally in _chunks(seeds, modes, jobs):
+    for tally in _chunks(seeds, modes, jobs, in_place):
         total.add(tally)
         if total.failed:
             break
     return total
 
 
-def _chunks(seeds: range, modes: Sequence[bool], jobs: int) -> Iterator[Tally]:
+def _chunks(seeds: range, modes: Sequence[bool], jobs: int, in_place: bool) -> Iterator[Tally]:
     tasks = [
-        (seeds[at : at + _CHUNK], store_backed)
+        (seeds[at : at + _CHUNK], store_backed, in_place)
         for at in range(0, len(seeds), _CHUNK)
         for store_backed in modes
     ]
@@ -56,16 +56,16 @@ def _chunks(seeds: range, modes: Sequence[bool], jobs: int) -> Iterator[Tally]:
     # Each process is a new interpreter: nothing is forked that may hold a lock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        act: Callable[[range, bool], Tally] = _play_chunk
+        act: Callable[[range, bool, bool], Tally] = _play_chunk
         yield from pool.map(act, *zip(*tasks, strict=True))
 
 
-def _play_chunk(seeds: range, store_backed: bool) -> Tally:
+def _play_chunk(seeds: range, store_backed: bool, in_place: bool) -> Tally:
     tally = Tally()
     for seed in seeds:
         tally.histories += 1
         try:
-            result = run_seed(seed, store_backed=store_backed)
+            result = run_seed(seed, store_backed=store_backed, in_place=in_place)
         except HistoryFailedError:
             tally.failed = (seed, store_backed)
             return tally

@@ -15,12 +15,14 @@ from elastane.core.messages import Assign, Close, ToAgent
 from elastane.core.model import Assignment, Fence, Member, Outcome, Record, World
 from elastane.core.notes import Note
 from elastane.errors import ExitCode
-from elastane.testing.simulation.ledger import Ledger
+from elastane.testing.simulation.ledger import Ledger, PerDeath
+from elastane.testing.simulation.line import Line
 from elastane.testing.simulation.store import Filed
 
 if TYPE_CHECKING:
     from elastane.testing.simulation.cluster import Cluster
     from elastane.testing.simulation.node import SimulatedNode
+    from elastane.testing.simulation.places import Household
     from elastane.testing.simulation.seat import Seat
     from elastane.testing.simulation.workers import LocalGroup, Run
 
@@ -44,7 +46,8 @@ class Checks:
         self._targets: dict[Fence, int | None] = {}
         self._stepped: Fence | None = None
         self.outcome: Outcome | None = None
-        self.ledger = Ledger(cluster)
+        self.ledger = (PerDeath if cluster.in_place else Ledger)(cluster)
+        self.line = Line(cluster, self._require, self.stepped)
         self.settled = 0
         self.steps = 0
         self.step_s = 0.0
@@ -81,6 +84,8 @@ class Checks:
 
     def _placed(self, before: World, after: World) -> None:
         """Who arrives without a wish for a rank comes after all who were there."""
+        if self._cluster.in_place:
+            return  # The order is that of processes: see `line`.
         known = {member.node_id for member in before.members}
         places = [
             member.node_id in known
@@ -114,10 +119,10 @@ class Checks:
                 " restarts used",
             )
         if outcome.ok:
-            training = self._cluster.training
+            saved, steps = self._cluster.saved_step, self._cluster.training.script.steps
             self._require(
-                training.saved_step >= training.script.steps,
-                f"the job ended well at step {training.saved_step} of {training.script.steps}",
+                saved >= steps,
+                f"the job ended well at step {saved} of {steps}",
             )
 
     @property
@@ -150,7 +155,7 @@ class Checks:
         members = self._durable[given.fence]
         if self._bases_of is not members:
             self._bases_of = members
-            self._bases = [0, *accumulate(member.local_world_size for member in members)]
+            self._bases = [0, *accumulate(member.size for member in members)]
         bases = self._bases
         # Hosts are reached by their names here, so the first member's is where all are to meet.
         found = (given.nodes, given.world_size, given.rank_base, given.master_addr)
@@ -160,6 +165,8 @@ class Checks:
     def starts(self, node: SimulatedNode, assignment: Assignment) -> None:
         """An agent starts workers."""
         fence = assignment.fence
+        if assignment.waiting:
+            return
         # Without a store, an agent that is new has no memory that could hold the fences up.
         owner = node.name if self._cluster.store_backed else f"{node.name}.{node.life}"
         last = self._started.get(owner)
@@ -167,7 +174,12 @@ class Checks:
             last is None or fence > last, f"{node.name} started {fence} after it started {last}"
         )
         self._started[owner] = fence
+        self.placed(node, assignment)
+
+    def placed(self, node: SimulatedNode, assignment: Assignment) -> None:
+        """An agent gives workers a place in a world."""
         assert node.core is not None
+        fence = assignment.fence
         self._require(
             assignment.node_rank > 0 or assignment.master_port == node.core.offer.port,
             f"{fence} is to meet at port {assignment.master_port} of {node.name}, which is free",
@@ -175,9 +187,13 @@ class Checks:
         # One that the endpoint's coordinator forgot may have had the same fence before.
         worlds = self._worlds[fence][-1:] if self._cluster.store_backed else self._worlds[fence]
         rank = assignment.node_rank
-        places = [members[rank].incarnation for members in worlds if rank < len(members)]
+        places = [
+            (members[rank].incarnation, members[rank].workers)
+            for members in worlds
+            if rank < len(members)
+        ]
         self._require(
-            f"{node.name}.{node.life}" in places,
+            (f"{node.name}.{node.life}", assignment.workers) in places,
             f"{node.name}.{node.life} started the workers of {places}",
         )
 
@@ -188,19 +204,19 @@ class Checks:
             f"workers of {group.fence} on {group.host} met those of {run.fence}",
         )
 
-    def stepped(self, run: Run) -> None:
+    def stepped(self, fence: Fence) -> None:
         """A world has made a step: nobody of an older one may make another."""
         self.steps += 1
         self.step_s = self._cluster.clock.now_s
         if self._cluster.store_backed:
             self._require(
-                self._stepped is None or run.fence >= self._stepped,
-                f"{run.fence} made a step after {self._stepped} had: two sides train",
+                self._stepped is None or fence >= self._stepped,
+                f"{fence} made a step after {self._stepped} had: two sides train",
             )
-            self._require(self.outcome is None, f"{run.fence} made a step after the job's end")
-        self._stepped = run.fence
+            self._require(self.outcome is None, f"{fence} made a step after the job's end")
+        self._stepped = fence
 
-    def aims(self, node: SimulatedNode, group: LocalGroup, calls: int | None) -> None:
+    def aims(self, node: SimulatedNode, group: LocalGroup | Household, calls: int | None) -> None:
         """The workers of a node are told at which call to checkpoint."""
         known = self._targets.setdefault(group.fence, calls)
         self._require(

@@ -20,10 +20,11 @@ from elastane.testing.simulation.clock import HostClock, VirtualClock
 from elastane.testing.simulation.election import Election
 from elastane.testing.simulation.network import Network, Session
 from elastane.testing.simulation.node import SimulatedNode
+from elastane.testing.simulation.residents import Residents
 from elastane.testing.simulation.seat import Seat
 from elastane.testing.simulation.store import Published, SimulatedStore
 from elastane.testing.simulation.story import Story
-from elastane.testing.simulation.workers import Run, Script, Training
+from elastane.testing.simulation.workers import HasHosts, Script, Training
 
 
 class Cluster:
@@ -33,13 +34,16 @@ class Cluster:
         self, spec: JobSpec, script: Script, rng: random.Random, *, store_backed: bool
     ) -> None:
         self.spec, self.rng, self.store_backed = spec, rng, store_backed
+        self.in_place = script.in_place
         self.clock = VirtualClock()
         self.story = Story(self.clock)
         self.network = Network(self.clock, rng)
         self.store = SimulatedStore(self.clock, rng)
         self.checks = Checks(self)
         self.store.on_write = self.checks.filed
+        # One of the two has the job's workers.
         self.training = Training(self.clock, rng, script, self._can_step, self.checks)
+        self.residents = Residents(self.clock, rng, script, self._can_step, self.checks)
         self.nodes: dict[str, SimulatedNode] = {}
         self.seats: dict[str, Seat] = {}
         self.disturbed_s = 0.0
@@ -47,7 +51,9 @@ class Cluster:
         self.on_step: Callable[[str, Step], bool] = lambda host, step: False
         self._by_session: dict[int, Seat] = {}
         self.paused = 0
+        self.coordinators = 0  # how many there were
         self.upset = False  # anything went wrong yet but deaths of workers
+        self.torn = False  # anything but processes and hosts that died
         self.drained = False  # somebody left, or came late
         self._waiting: dict[str, list[Callable[[], None]]] = {}
 
@@ -68,7 +74,24 @@ class Cluster:
         """Start an agent, and the coordinator where this is the endpoint of the default store."""
         if not self.store_backed and node.name == self.endpoint and node.name not in self.seats:
             self.seats[node.name] = Seat(self, node.name, None)
+        elif self.store_backed and node.name in self.seats:
+            self.seats[node.name].end("its process has ended", clean=False)
         node.boot(warm_s)
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the last checkpoint."""
+        return (self.residents if self.in_place else self.training).saved_step
+
+    def kill_worker(self, name: str, local_rank: int) -> bool:
+        """SIGKILL to one worker of a host; return whether there are any."""
+        node = self.nodes[name]
+        found = node.household is not None or node.group is not None
+        if self.in_place and node.household is not None:
+            self.residents.crash(node.household, local_rank)
+        elif node.group is not None:
+            self.training.crash(node.group, local_rank)
+        return found
 
     # What a host does.
 
@@ -169,6 +192,7 @@ class Cluster:
         """The agent ends by its own decision."""
         self.story.tell(f"{node.name}: agent exits with {exit_.code}: {exit_.reason}")
         self.checks.exits(node, exit_)
+        self._forgets(node.name)
         node.die()
         session, node.session = node.session, None
         if session is not None:
@@ -197,6 +221,9 @@ class Cluster:
             return
         self.story.tell(f"FAULT {name} crashes{' silently' if silent else ''}: {why}")
         self.disturbed_s = self.clock.now_s
+        self._forgets(name)
+        # Its agents notice later than its successor waits for them.
+        self.torn = self.torn or (silent and name in self.seats)
         self._waiting.pop(name, None)
         node.die()
         node.life += 1
@@ -209,6 +236,10 @@ class Cluster:
         seat = self.seats.get(name)
         if seat is not None:
             seat.end("its host has crashed", clean=False, tells=not silent)
+
+    def _forgets(self, name: str) -> None:
+        """Without a store the job's memory goes with the endpoint."""
+        self.torn = self.torn or (not self.store_backed and name == self.endpoint)
 
     def pause(self, name: str, for_s: float, *, suspended: bool = False) -> None:
         """Nothing runs on a host for a while; `suspended`: nor does its monotonic clock."""
@@ -279,10 +310,10 @@ class Cluster:
             self.story.tell(f"FAULT session of {name} delays all by {by_s:.1f} s")
             session.lag_s = by_s
 
-    def _can_step(self, run: Run) -> bool:
+    def _can_step(self, run: HasHosts) -> bool:
         if self.network.is_whole and not self.paused:
             return True
-        hosts = [group.host for group in run.groups.values()]
+        hosts = run.hosts
         return not any(self.nodes[host].paused for host in hosts) and all(
             self.network.linked(one, other) for one in hosts for other in hosts if one < other
         )

@@ -13,7 +13,9 @@ from elastane.testing.simulation.cluster import Cluster
 from elastane.testing.simulation.setting import Planned, Setting
 
 # Deaths of workers, and who comes and goes, are what the restart budget is exact about.
-_HARMLESS = ("workers_crash", "drain", "arrive", "slow_starts")
+_HARMLESS = ("workers_crash", "workers_in_turn", "drain", "arrive", "slow_starts")
+# Nobody is out of anybody's reach by these, but the dead.
+_DEATHS = (*_HARMLESS, "crash", "restart_agent", "kill_coordinator", "die_at_step")
 # A plan's traps lie in wait for so long at most.
 _TRAP_S = 30.0
 _COORDINATOR_STEPS = (
@@ -55,6 +57,7 @@ class Faults:
         seed, mode = self._setting.seed, self._setting.mode
         self._rng = random.Random(f"fault {planned.number} of {seed} {mode}")
         self._cluster.upset = self._cluster.upset or planned.kind not in _HARMLESS
+        self._cluster.torn = self._cluster.torn or planned.kind not in _DEATHS
         self._cluster.drained = self._cluster.drained or planned.kind == "arrive"
         act: Callable[[], None] = getattr(self, f"_{planned.kind}")
         act()
@@ -144,11 +147,17 @@ class Faults:
         for _ in range(self._rng.choice((1, 1, 1, 2, 3))):
             self._later(self._rng.random() * 0.01, self._worker_crash)
 
+    def _workers_in_turn(self) -> None:
+        """One worker after the other: while others recover, join and heal."""
+        for number in range(self._rng.choice((2, 3, 5, 8))):
+            delay_s = number * self._rng.choice((0.03, 0.2, 0.7, 1.6))
+            self._later(delay_s + self._rng.random() * 0.3, self._worker_crash)
+
     def _worker_crash(self) -> None:
         node = self._cluster.nodes[self._some()]
-        if node.group is not None:
+        if node.group is not None or node.household is not None:
             self._tell(f"a worker of {node.name} is killed")
-            self._cluster.training.crash(node.group, self._rng.randrange(node.size))
+            self._cluster.kill_worker(node.name, self._rng.randrange(node.size))
 
     # Time.
 
@@ -173,7 +182,8 @@ class Faults:
         self._cluster.jump_clock(self._some(), self._rng.choice((0.3, 2.5, 60.0, 3600.0)))
 
     def _slow_starts(self) -> None:
-        self._cluster.training.slow_start_s = self._rng.choice((2.0, 8.0))
+        slow_s = self._rng.choice((2.0, 8.0))
+        self._cluster.training.slow_start_s = self._cluster.residents.slow_start_s = slow_s
 
     # The network.
 

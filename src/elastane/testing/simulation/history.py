@@ -11,6 +11,7 @@ from elastane.core.rendezvous import Phase
 from elastane.testing.simulation.checks import Violation
 from elastane.testing.simulation.cluster import Cluster
 from elastane.testing.simulation.faults import Faults
+from elastane.testing.simulation.residents import COLLECTIVE_TIMEOUT_S, MEETING_TIMEOUT_S
 from elastane.testing.simulation.setting import TIMING, WHOLE, Cut, Setting, setting_of
 
 # Once the last fault is over and all that can be is healed, the job trains or has ended within
@@ -29,6 +30,9 @@ LIVENESS_S = (
     + TIMING.last_call_max_s
     + 8.0
 )
+# Workers that recover in place wait for peers that nobody knows to be gone, at a meeting and in a
+# collective, and those that come are gathered and waited for by a drain.
+IN_PLACE_S = MEETING_TIMEOUT_S + COLLECTIVE_TIMEOUT_S + TIMING.gather_max_s + TIMING.drain_timeout_s
 # Training that goes on for this long after the last fault goes on for good.
 STABLE_S = 20.0
 # All agents have been started by then.
@@ -64,7 +68,8 @@ class History:
 
     def __init__(self, setting: Setting, cut: Cut = WHOLE) -> None:
         self.setting, self.was_cut = setting.cut(cut), cut
-        rng = random.Random(f"history {setting.seed} {setting.store_backed}")
+        words = f"history {setting.seed} {setting.store_backed}"
+        rng = random.Random(words + " in place" * setting.in_place)
         cluster = Cluster(self.setting.spec, setting.script, rng, store_backed=setting.store_backed)
         cluster.drifts = setting.drifts
         self.cluster = cluster
@@ -113,7 +118,7 @@ class History:
             raise Violation(broken)
 
     def _deadline_s(self) -> float:
-        return self._quiet_s() + LIVENESS_S
+        return self._quiet_s() + LIVENESS_S + (IN_PLACE_S if self.setting.in_place else 0.0)
 
     def _quiet_s(self) -> float:
         """When the last fault was over, as far as is known."""
@@ -137,7 +142,7 @@ class History:
             f" {spec.max_restarts} restarts; {script}\n\n"
             f"{self.cluster.story.text()}\n\n"
             f"seed {setting.seed} ({setting.mode}): {what}\n"
-            f"replay: {replay(setting.seed, setting.mode, cut)}"
+            f"replay: {replay(setting, cut)}"
         )
 
 
@@ -145,7 +150,8 @@ def trains(cluster: Cluster) -> bool:
     """Return whether the newest world makes steps, and its coordinator is content."""
     phases = [seat.machine.phase for seat in cluster.seats.values()]
     recent_s = cluster.clock.now_s - cluster.checks.step_s
-    return phases == [Phase.RUNNING] and recent_s < 2 * cluster.training.script.step_s + 1.0
+    steps = recent_s < 2 * cluster.training.script.step_s + 1.0
+    return phases == [Phase.RUNNING] and steps and not cluster.residents.left_out()
 
 
 def stuck(cluster: Cluster) -> str:
@@ -156,7 +162,7 @@ def stuck(cluster: Cluster) -> str:
         late = [
             node.name
             for node in alive
-            if cluster.store_backed or node.session is not None or node.group is None
+            if cluster.store_backed or node.session is not None or not node.trains
         ]
         return f"the job has ended, but the agents of {', '.join(late)} have not" if late else ""
     served = cluster.store_backed or cluster.endpoint in cluster.seats
@@ -165,12 +171,15 @@ def stuck(cluster: Cluster) -> str:
     return (
         f"{len(alive)} nodes of at least {cluster.spec.min_nodes} are here, and nothing was"
         f" trained for {cluster.clock.now_s - cluster.checks.step_s:.0f} s"
+        + (f", and {out} have no place" if (out := cluster.residents.left_out()) else "")
     )
 
 
-def replay(seed: int, mode: str, cut: Cut) -> str:
+def replay(setting: Setting, cut: Cut) -> str:
     """Return the command that plays a history again."""
-    words = f"elastane sim --seed {seed} --mode {mode}"
+    words = f"elastane sim --seed {setting.seed} --mode {setting.mode}"
+    if setting.in_place:
+        words += " --in-place"
     if cut.without:
         words += " --without " + ",".join(map(str, cut.without))
     if cut.nodes:
@@ -178,6 +187,6 @@ def replay(seed: int, mode: str, cut: Cut) -> str:
     return words + " --story"
 
 
-def run_seed(seed: int, *, store_backed: bool, cut: Cut = WHOLE) -> Result:
+def run_seed(seed: int, *, store_backed: bool, in_place: bool = False, cut: Cut = WHOLE) -> Result:
     """Play the history of `seed`; raise HistoryFailedError where something did not hold."""
-    return History(setting_of(seed, store_backed=store_backed), cut).run()
+    return History(setting_of(seed, store_backed=store_backed, in_place=in_place), cut).run()

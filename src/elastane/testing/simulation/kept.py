@@ -21,6 +21,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     store_backed: bool
+    in_place: bool
     cut: Cut
     was: str
 
@@ -43,15 +44,17 @@ def _kept(line: str) -> Kept:
     seed, mode, *rest = words.split()
     if mode not in ("store", "endpoint") or not was.strip():
         raise ValueError(
-            f"{line!r}: expected SEED store|endpoint [--without ...]  # what was wrong"
+            f"{line!r}: expected SEED store|endpoint [--in-place] [--without ...]  # what was wrong"
         )
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--without", default="")
+    parser.add_argument("--in-place", action="store_true")
     parser.add_argument("--nodes", type=int, default=0)
     cut = parser.parse_args(rest)
     return Kept(
         seed=int(seed),
         store_backed=mode == "store",
+        in_place=cut.in_place,
         cut=cut_of(cut.without, cut.nodes),
         was=was.strip(),
     )

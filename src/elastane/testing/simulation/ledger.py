@@ -89,3 +89,33 @@ class Ledger:
         inside = [node for node in nodes if node.group and node.group.fence == fence]
         is_full = len(inside) == cluster.spec.max_nodes
         return phase is Phase.RUNNING and (is_full or len(inside) == len(cluster.nodes))
+
+
+class PerDeath(Ledger):
+    """The same where workers recover in place: a world may lose workers and go on as another.
+
+    Workers that die while others recover are of the same incident, so a charge has a death or
+    more; one that dies before it has a place is charged by itself.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._dead = 0
+
+    def died(self, fence: Fence) -> None:
+        """A worker died of itself; `fence` is what its node was told last."""
+        self._dead += 1
+
+    def wrote(self, record: Record, *, durable: bool) -> str:
+        """A record was written."""
+        used, before = record.restarts_used, self.used
+        self.used = max(before, used)
+        if used > self._cluster.spec.max_restarts:
+            return f"{used} restarts were used of {self._cluster.spec.max_restarts} allowed"
+        if used > before + 1:
+            return f"restarts used went from {before} to {used} at once"
+        # A coordinator that is new, or forgot a node, may charge a death that was charged before.
+        again = self._dead if self._cluster.upset else self._cluster.coordinators - 1
+        if used > self._dead + min(self._dead, again):
+            return f"{used} restarts were used, and {self._dead} workers died"
+        return ""

@@ -11,20 +11,25 @@ from elastane.core.effects import (
     AimGroup,
     Decline,
     Exit,
+    GroupEffect,
+    InterruptGroup,
     MarkGroup,
+    RegroupWorkers,
     StartGroup,
+    StartWorkers,
     StopGroup,
     Tell,
     Transmit,
 )
 from elastane.core.events import AgentEvent, GroupGone, Linked, Tick, Told, Unlinked, Warm
 from elastane.core.messages import Alive, ToAgent, Welcome
-from elastane.core.model import NodeSpec, Offer, Outcome, Versions
+from elastane.core.model import Assignment, NodeSpec, Offer, Outcome, Versions
 from elastane.core.steps import agent_step
 from elastane.errors import ExitCode
 from elastane.testing.simulation.clock import HostClock, Timer
 from elastane.testing.simulation.election import Election
 from elastane.testing.simulation.network import Session
+from elastane.testing.simulation.places import Household
 from elastane.testing.simulation.workers import LocalGroup
 
 if TYPE_CHECKING:
@@ -47,6 +52,7 @@ class SimulatedNode:
         self.exit: Exit | None = None
         self.session: Session | None = None
         self.group: LocalGroup | None = None
+        self.household: Household | None = None  # the same, where workers recover in place
         self.core: AgentCore | None = None
         self.election: Election | None = None
         self.signalled = False
@@ -80,6 +86,11 @@ class SimulatedNode:
         self.cluster.story.tell(f"{self.name}: agent {spec.incarnation} starts")
         self._later(warm_s, Warm())
         self.look(0.0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether workers were started in this life of its agent."""
+        return self.group is not None or self.household is not None
 
     def new_offer(self) -> Offer:
         """Return an offer of a port that was never offered before."""
@@ -121,6 +132,9 @@ class SimulatedNode:
         group, self.group = self.group, None
         if group is not None:
             self.cluster.training.vanish(group)
+        household, self.household = self.household, None
+        if household is not None:
+            self.cluster.residents.vanish(household)
 
     def told(self, session: Session, message: ToAgent) -> None:
         """A message from the coordinator has come."""
@@ -189,32 +203,76 @@ class SimulatedNode:
             self.cluster.stand(self)
 
     def _carry_out(self, effect: AgentEffect) -> None:
-        training, checks = self.cluster.training, self.cluster.checks
+        checks = self.cluster.checks
         match effect:
             case Transmit(message=message):
                 if self.session is not None:
                     self.cluster.send_up(self.session, message)
             case StartGroup(assignment=assignment):
                 checks.starts(self, assignment)
-                self.group = LocalGroup(self.name, assignment, self.size, self._own_feed())
-                training.start(self.group)
+                self._start(assignment)
             case Decline(fence=fence):
                 self._later(0.0, GroupGone(fence, self.new_offer()))
-            case StopGroup(grace_s=grace_s):
-                assert self.group is not None
-                training.stop(self.group, grace_s, self.new_offer)
-            case MarkGroup():
-                assert self.group is not None
-                training.mark(self.group)
-            case AimGroup(calls=calls):
-                assert self.group is not None
-                checks.aims(self, self.group, calls)
-                training.aim(self.group, calls)
             case Tell(note=note):
                 self.cluster.note(self.name, note)
             case Exit():
                 self.exit = effect
                 self.cluster.agent_exits(self, effect)
+            case _ if self.household is not None:
+                self._act_on_household(self.household, effect)
+            case _:
+                self._act_on_group(effect)
+
+    def _start(self, assignment: Assignment) -> None:
+        feed = self._own_feed()
+        if self.cluster.in_place:
+            assert self.core is not None
+            serves = assignment.node_rank == 0 and not assignment.waiting
+            self.household = Household(
+                host=self.name,
+                assignment=assignment,
+                size=self.size,
+                feed=feed,
+                new_offer=self.new_offer,
+                born=assignment.fence,
+                offer=self.new_offer() if serves else self.core.offer,
+            )
+            self.cluster.residents.start(self.household)
+        else:
+            self.group = LocalGroup(self.name, assignment, self.size, feed)
+            self.cluster.training.start(self.group)
+
+    def _act_on_group(self, effect: GroupEffect) -> None:
+        training, group = self.cluster.training, self.group
+        assert group is not None
+        match effect:
+            case StopGroup(grace_s=grace_s):
+                training.stop(group, grace_s, self.new_offer)
+            case MarkGroup():
+                training.mark(group)
+            case AimGroup(calls=calls):
+                self.cluster.checks.aims(self, group, calls)
+                training.aim(group, calls)
+            case _:
+                raise AssertionError(f"{effect} is for workers that recover in place")
+
+    def _act_on_household(self, group: Household, effect: GroupEffect) -> None:
+        residents, checks = self.cluster.residents, self.cluster.checks
+        match effect:
+            case StopGroup(grace_s=grace_s):
+                residents.stop(group, grace_s)
+            case MarkGroup():
+                residents.mark(group)
+            case AimGroup(calls=calls):
+                checks.aims(self, group, calls)
+                residents.aim(group, calls)
+            case StartWorkers(local_ranks=ranks, delay_s=delay_s):
+                residents.start_workers(group, ranks, delay_s)
+            case InterruptGroup():
+                residents.interrupt(group)
+            case RegroupWorkers(assignment=assignment):
+                checks.placed(self, assignment)
+                residents.regroup(group, assignment)
 
     def _own_feed(self) -> Callable[[AgentEvent], None]:
         life = self.life

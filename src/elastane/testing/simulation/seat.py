@@ -56,6 +56,7 @@ class Seat:
             election.on_lost = lambda why: self.end(why, clean=True)
             election.publish()
             election.keep()
+        cluster.coordinators += 1
         self._schedule()
 
     @property

@@ -54,6 +54,15 @@ STORE_WEIGHTS = {
     "cut_off_coordinator": 2,
     "pause_coordinator": 3,
 }
+IN_PLACE_WEIGHTS = {"workers_crash": 10, "workers_in_turn": 8, "drain": 5, "arrive": 6}
+DEATHS = (
+    *IN_PLACE_WEIGHTS,
+    "slow_starts",
+    "crash",
+    "restart_agent",
+    "kill_coordinator",
+    "die_at_step",
+)
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -84,6 +93,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
     drifts: tuple[float, ...]
     plan: tuple[Planned, ...]
+    in_place: bool = False  # its workers recover in place
 
     @property
     def mode(self) -> str:
@@ -98,9 +108,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, sizes=sizes, spec=spec, plan=plan)
 
 
-def setting_of(seed: int, *, store_backed: bool) -> Setting:
+def setting_of(seed: int, *, store_backed: bool, in_place: bool = False) -> Setting:
     """Draw the job, its nodes and its faults."""
-    rng = random.Random(f"setting {seed} {store_backed}")
+    rng = random.Random(f"setting {seed} {store_backed}" + " in place" * in_place)
     nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
     low = rng.randint(1, nodes)
     unequal = rng.random() < 0.3
@@ -109,7 +119,8 @@ def setting_of(seed: int, *, store_backed: bool) -> Setting:
         job=f"seed-{seed}",
         min_nodes=low,
         max_nodes=rng.choice((nodes, nodes, low)),
-        max_restarts=rng.choice((0, 1, 3, 10)),
+        max_restarts=rng.choice((0, 1, 3, 10, 10, 10) if in_place else (0, 1, 3, 10)),
+        min_workers=rng.choice((0, 0, 1, 2)) if in_place else 0,
         timing=TIMING,
     )
     script = Script(
@@ -119,6 +130,8 @@ def setting_of(seed: int, *, store_backed: bool) -> Setting:
         asks=asks,
         leaves_on_sigterm=not asks and rng.random() < 0.5,
         trap_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0, 100.0)),
+        in_place=in_place,
+        heal_s=rng.choice((0.05, 0.5, 2.0)) if in_place else 0.0,
     )
     sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))
     spares = (2,) * rng.choice((0, 0, 1, 2))
@@ -130,18 +143,24 @@ def setting_of(seed: int, *, store_backed: bool) -> Setting:
         sizes=sizes + spares,
         # A quartz is wrong by less than 0.01 %; the bounds bear 3 %.
         drifts=rng.choice(((1.0,), (0.9999, 1.0001), (0.97, 1.0, 1.03))),
-        plan=_plan(rng, store_backed=store_backed),
+        plan=_plan(rng, store_backed=store_backed, in_place=in_place),
+        in_place=in_place,
     )
 
 
-def _plan(rng: random.Random, *, store_backed: bool) -> tuple[Planned, ...]:
+def _plan(rng: random.Random, *, store_backed: bool, in_place: bool) -> tuple[Planned, ...]:
     """Draw the faults: single ones, and two or three at once or one upon the other."""
     weights = WEIGHTS | (STORE_WEIGHTS if store_backed else {})
+    if in_place:
+        weights |= IN_PLACE_WEIGHTS
+        if rng.random() < 0.3:  # deaths alone: every step of a survivor must be kept
+            weights = {kind: weights[kind] for kind in DEATHS}
     if rng.random() < 0.1:  # histories in which nothing but workers fails, and nobody but leaves
         weights = {kind: weights[kind] for kind in ("workers_crash", "drain")}
     kinds, at_s = [*weights], FIRST_S
     plan = []
-    for number in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 4, 6))):
+    counts = (1, 1, 2, 3, 4, 6) if in_place else (0, 1, 1, 2, 2, 3, 3, 4, 6)
+    for number in range(rng.choice(counts)):
         near = rng.random()
         gap_s = 0.0 if near < 0.1 else 0.4 if near < 0.5 else 14.0
         at_s = min(at_s + rng.random() * gap_s, LAST_S)

@@ -84,6 +84,7 @@ class Play:
             min_nodes=int(low),
             max_nodes=int(high or low),
             max_restarts=int(given.get("restarts", "3")),
+            min_workers=int(given.get("min-workers", "0")),
             timing=TIMING,
         )
         script = Script(
@@ -93,6 +94,7 @@ class Play:
             asks=given.get("asks", "yes") == "yes",
             leaves_on_sigterm=False,
             trap_s=0.0,
+            in_place=given.get("recovers", "") == "in-place",
         )
         mode = given.get("mode", "store")
         seed = random.Random(given.get("seed", "1"))
@@ -115,10 +117,8 @@ class Play:
             self.cluster.story.take()
 
     def _kill_worker(self, name: str, local_rank: str = "0") -> None:
-        group = self.cluster.nodes[name].group
-        if group is None:
+        if not self.cluster.kill_worker(name, int(local_rank)):
             raise ValueError(f"kill-worker {name}: it has no workers")
-        self.cluster.training.crash(group, int(local_rank))
 
     def _crash(self, name: str, how: str = "") -> None:
         self.cluster.crash(name, "its power fails" if how else "killed", silent=how == "silent")

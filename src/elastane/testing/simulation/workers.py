@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from elastane.core.events import (
     AgentEvent,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # The process group's own timeout, from the last step.
 _COLLECTIVE_TIMEOUT_S = 60.0
 # How often a step that cannot complete looks again whether it now can.
-_STALL_S = 0.5
+STALL_S = 0.5
 _CHECKPOINT_S = 0.1
 
 
@@ -44,6 +44,16 @@ class Script:
     asks: bool  # calls should_checkpoint()
     leaves_on_sigterm: bool  # checkpoints and exits with 0 when a drain sends it SIGTERM
     trap_s: float  # how long it goes on after SIGTERM otherwise
+    in_place: bool = False  # it uses the library: see `residents`
+    heal_s: float = 0.5  # what one worker's state takes to another, at the most
+
+
+class HasHosts(Protocol):
+    """A world, as far as the network is concerned."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """Where its workers are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +98,11 @@ class Run:
     target: int | None = None
 
     @property
+    def hosts(self) -> list[str]:
+        """Where its workers are."""
+        return [group.host for group in self.groups.values()]
+
+    @property
     def is_whole(self) -> bool:
         """Whether every member has workers that compute."""
         return len(self.groups) == self.nodes and all(g.computes for g in self.groups.values())
@@ -101,7 +116,7 @@ class Training:
         clock: VirtualClock,
         rng: random.Random,
         script: Script,
-        can_step: Callable[[Run], bool],
+        can_step: Callable[[HasHosts], bool],
         checks: Checks,
     ) -> None:
         self._clock, self._rng, self.script = clock, rng, script
@@ -212,12 +227,12 @@ class Training:
             return
         if not self._can_step(run):
             run.busy = True
-            self._clock.after(_STALL_S, lambda: self._step(run))
+            self._clock.after(STALL_S, lambda: self._step(run))
             return
         run.steps += 1
         for group in run.groups.values():
             group.moved_s = self._clock.now_s
-        self._checks.stepped(run)
+        self._checks.stepped(run.fence)
         done = run.base + run.steps
         if done % self.script.checkpoint_every == 0:
             self.saved_step = max(self.saved_step, done)

@@ -1,0 +1,70 @@
+"""A drain of one local worker group: its workers reach one call of theirs, or end by SIGTERM.
+
+Owns the gates of their pages while it lasts. It posts how far they are and when all are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+
+from elastane.agent.lines import Lines
+from elastane.agent.worker import Worker
+from elastane.core.events import AgentEvent, GroupDrained, GroupMarked
+from elastane.core.model import Fence
+
+# How often a drain looks at the pages of its workers; only while a drain lasts.
+_POLL_S = 0.002
+
+
+class GroupDrain:
+    """`members` are the workers of the world in force."""
+
+    def __init__(
+        self,
+        members: Callable[[], Sequence[Worker]],
+        lines: Lines,
+        post: Callable[[AgentEvent], None],
+    ) -> None:
+        self._members, self._lines, self._post = members, lines, post
+        self._task: asyncio.Task[None] | None = None
+
+    def mark(self, world: Fence) -> None:
+        """Gate the workers that ask should_checkpoint(), and post how far the furthest is."""
+        members = self._members()
+        for worker in members:
+            worker.page.gate()
+        calls = max((w.page.calls for w in members if w.is_alive), default=0)
+        self._post(GroupMarked(world, calls or None))
+
+    def aim(self, world: Fence, calls: int | None) -> None:
+        """Have all workers checkpoint: at call number `calls`, or on SIGTERM if they catch it."""
+        self._task = asyncio.create_task(self._drain(world, calls, self._members()))
+
+    def cancel(self) -> None:
+        """Post nothing more: the workers are stopped, or in another world."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def progress(self) -> int | None:
+        """Return the least call count of the workers that ask should_checkpoint()."""
+        counts = [w.page.calls for w in self._members() if w.is_alive]
+        return min(counts) if counts and all(counts) else None
+
+    async def _drain(self, world: Fence, calls: int | None, members: Sequence[Worker]) -> None:
+        for worker in members:
+            if calls is not None:
+                worker.page.aim(calls)
+            elif worker.process is not None and worker.process.catches(signal.SIGTERM):
+                worker.termed = True
+                worker.process.send_signal(signal.SIGTERM)
+        # A page of memory has no event that could be waited for.
+        while any(self._is_busy(worker, calls) for worker in members):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        self._post(GroupDrained(world))
+
+    def _is_busy(self, worker: Worker, calls: int | None) -> bool:
+        if not worker.is_alive or worker.local_rank in self._lines.finished:
+            return False
+        return worker.termed if calls is None else not worker.page.is_parked

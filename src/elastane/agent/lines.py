@@ -1,0 +1,129 @@
+"""The lines to the workers of a group that recover in place: who is able, who finished.
+
+Owns one line for each local worker, from before it starts. It passes on what the core decides and
+posts what workers say; a worker that says nothing, or garbage, is one that does not recover in
+place. Whether a worker lives is seen from its process, not from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from elastane.core.model import Assignment, Fence
+from elastane.runtime import workerline
+from elastane.runtime.workerline import Able, Finished, FromWorker, Lost, Place, ToWorker, Wait
+
+_log = logging.getLogger("elastane.workers")
+
+
+class Lines:
+    """`changed` hears that other workers are able; `lost` that one lost a peer, and where."""
+
+    def __init__(self, changed: Callable[[], None], lost: Callable[[Fence, str], None]) -> None:
+        self.able: set[int] = set()
+        self.finished: set[int] = set()
+        self._changed, self._lost = changed, lost
+        self._ends: dict[int, socket.socket] = {}
+
+    def open(self, local_rank: int) -> socket.socket:
+        """Return the worker's end of a new line, to be closed once the worker has it."""
+        self.hang_up(local_rank)
+        own, theirs = workerline.pair()
+        self._ends[local_rank] = own
+        asyncio.get_running_loop().add_reader(own, self._read, local_rank, own)
+        return theirs
+
+    def send(self, local_rank: int, message: ToWorker) -> None:
+        """Tell a worker; dropped where it has hung up, for its process has ended or will."""
+        end = self._ends.get(local_rank)
+        if end is not None:
+            with contextlib.suppress(OSError):
+                end.send(workerline.encode(message))
+
+    def hang_up(self, local_rank: int) -> None:
+        """Forget the line of a worker, and that it was able."""
+        end = self._ends.pop(local_rank, None)
+        if end is not None:
+            asyncio.get_running_loop().remove_reader(end)
+            end.close()
+        self.able.discard(local_rank)
+        self.finished.discard(local_rank)
+
+    def close(self) -> None:
+        """Forget all lines."""
+        for local_rank in [*self._ends]:
+            self.hang_up(local_rank)
+
+    def _read(self, local_rank: int, end: socket.socket) -> None:
+        """Take one packet; the loop comes again for the next."""
+        try:
+            packet = end.recv(workerline.PACKET_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            self.hang_up(local_rank)
+            self._changed()
+            return
+        try:
+            self._take(local_rank, workerline.from_worker(packet))
+        except ValueError as error:
+            _log.warning("worker of local rank %d: %s; its line is closed", local_rank, error)
+            self.hang_up(local_rank)
+            self._changed()
+
+    def _take(self, local_rank: int, message: FromWorker) -> None:
+        match message:
+            case Able():
+                self.able.add(local_rank)
+                self._changed()
+            case Finished():
+                self.able.discard(local_rank)
+                self.finished.add(local_rank)
+                self._changed()
+            case Lost(fence=fence, reason=reason):
+                self._lost(fence, reason)
+
+
+def place_of(assignment: Assignment, local_rank: int, local_world_size: int) -> ToWorker:
+    """Return what a worker is told of an assignment of its node."""
+    workers = assignment.workers or tuple(range(local_world_size))
+    rank = assignment.rank_base + workers.index(local_rank)
+    if assignment.waiting:
+        return Wait(
+            rank=rank,
+            world_size=assignment.world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+        )
+    return Place(
+        fence=assignment.fence,
+        rank=rank,
+        world_size=assignment.world_size,
+        node_rank=assignment.node_rank,
+        nodes=assignment.nodes,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=assignment.master_addr,
+        master_port=assignment.master_port,
+        agent_store=assignment.agent_store,
+    )
+
+
+def waiting_beside(world: Assignment, local_world_size: int) -> Assignment:
+    """Return what workers are started with that come after others of a world: ranks beyond it."""
+    if world.waiting:
+        return world
+    return msgspec.structs.replace(
+        world,
+        workers=(),
+        waiting=True,
+        rank_base=world.world_size + world.node_rank * local_world_size,
+    )

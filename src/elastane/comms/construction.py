@@ -1,0 +1,204 @@
+"""One construction of a process group, which can be ended while torch waits in it.
+
+Owns the store's connection, gloo's (and NCCL's) making, and the knowledge of which sockets are
+theirs. Three things can hold it: the store (interrupted), a connection to a peer (cut), and a
+peer that does not connect (the own listener is visited in its name). It must not know what the
+group is for. It fails as torch does, with RuntimeError.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Backend as TorchBackend
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed.distributed_c10d import GroupName
+
+from elastane.comms import sockets
+from elastane.comms.meeting import Meeting
+from elastane.comms.sockets import Endpoint
+from elastane.comms.storeclient import StoreClient
+
+# Between two cuts of a construction that was ended: connections come and go meanwhile.
+_CUT_AGAIN_S = 0.005
+_CUT_RARELY_S = 0.1
+_VISITS_MAX = 20
+# To reach the own listener, on this host.
+_KNOCK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Where one worker stands in one world, and where the world's store listens.
+
+    `fence` (round and attempt, as text) prefixes every key. `timeout_s` bounds the construction
+    and every operation; it is the last resort, not how a loss is noticed. `bind_addr` is the
+    address to listen at; without it, the one from which the store is reached.
+    """
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    fence: str
+    timeout_s: float = 1800.0
+    device_type: str = "cpu"
+    bind_addr: str = ""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
+        assert self.timeout_s > 0, self.timeout_s
+
+
+class Construction:
+    """`run` makes the group; `end`, from any other thread, makes `run` come out of anything."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+        self._meeting: Meeting | None = None
+        self._ended = False
+        self._over = threading.Event()
+        # The store's connection, and those of the finished group.
+        self.client: StoreClient | None = None
+        self.inodes: set[int] = set()
+
+    def run(self) -> tuple[ProcessGroup, Store]:
+        """The group, and its store."""
+        try:
+            store = self._reach_store()
+            group = self._assemble(store)
+            self.inodes = self._gloo_inodes()
+            return group, store
+        except BaseException:
+            if self.client is not None:
+                self.client.close()
+            raise
+        finally:
+            self._meeting = None
+            self._over.set()
+
+    def end(self) -> None:
+        """Make `run` fail soon; returns at once."""
+        self._ended = True
+        if self.client is not None:
+            self.client.interrupt()
+        if not self._over.is_set():
+            threading.Thread(target=self._cut_until_over, name="elastane-cut", daemon=True).start()
+
+    def _cut_until_over(self) -> None:
+        deadline = time.monotonic() + self._wiring.timeout_s
+        visits = 0
+        pause_s = _CUT_AGAIN_S
+        while time.monotonic() < deadline:
+            meeting = self._meeting
+            if meeting is not None:
+                meeting.ended = True
+                # Several times: a visit may be cut before gloo has read for whom it is.
+                if meeting.own is not None and visits < _VISITS_MAX:
+                    visits += 1
+                    sockets.knock(meeting.own, _KNOCK_S)
+                peers = self._peers(meeting)
+                sockets.cut(self._gloo_inodes() | sockets.connecting(peers))
+            if self._over.wait(pause_s):
+                return
+            pause_s = min(_CUT_RARELY_S, pause_s * 1.5)
+
+    def _gloo_inodes(self) -> set[int]:
+        meeting = self._meeting
+        if meeting is None or meeting.own is None:
+            return set()
+        return sockets.inodes(sockets.belongs_to(meeting.own.listener, self._peers(meeting)))
+
+    def _peers(self, meeting: Meeting) -> set[Endpoint]:
+        return {peer.listener for peer in list(meeting.peers)}
+
+    def _reach_store(self) -> Store:
+        wiring = self._wiring
+        if wiring.world_size == 1:
+            return HashStore()
+        client = StoreClient(wiring.master_addr, wiring.master_port, wiring.timeout_s)
+        self.client = client
+        if self._ended:
+            client.interrupt()
+        client.open()
+        return PrefixStore(wiring.fence, client)
+
+    def _assemble(self, store: Store) -> ProcessGroup:
+        wiring = self._wiring
+        group = ProcessGroup(store, wiring.rank, wiring.world_size)
+        kind = ProcessGroup.BackendType
+        group._set_default_backend(kind.NCCL if wiring.device_type == "cuda" else kind.GLOO)
+        group._register_backend(torch.device("cpu"), kind.GLOO, self._gloo(store))
+        if wiring.device_type == "cuda":
+            group._register_backend(torch.device("cuda"), kind.NCCL, self._nccl())
+        group._set_group_name(GroupName(f"elastane/{wiring.fence}"))
+        return group
+
+    def _gloo(self, store: Store) -> ProcessGroupGloo:
+        wiring = self._wiring
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [_device(wiring)]
+        options._timeout = timedelta(seconds=wiring.timeout_s)
+        options._threads = 2  # as torch's own default for one device
+        self._meeting = meeting = Meeting(store)
+        meeting.ended = self._ended
+        return ProcessGroupGloo(meeting, wiring.rank, wiring.world_size, options)
+
+    def _nccl(self) -> TorchBackend:
+        """Make NCCL's group; its communicators come with the first collective.
+
+        Its watchdog asks the store from threads of its own: torch's client, without Python.
+        """
+        from torch.distributed import ProcessGroupNCCL
+
+        wiring = self._wiring
+        timeout = timedelta(seconds=wiring.timeout_s)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        native = TCPStore(
+            *(wiring.master_addr, wiring.master_port),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timeout,
+        )
+        prefixed = PrefixStore(f"{wiring.fence}/nccl", native)
+        return ProcessGroupNCCL(prefixed, wiring.rank, wiring.world_size, options)
+
+
+def _device(wiring: Wiring) -> ProcessGroupGloo.Device:
+    """Where to listen: as told, else at the address that reaches the store, else as torch does."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if wiring.bind_addr:
+        return ProcessGroupGloo.create_device(hostname=wiring.bind_addr)
+    if interface:
+        return ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    local = _local_addr(wiring) if wiring.world_size > 1 else "127.0.0.1"
+    # Seen from the master's own host its name may be a loopback address, which says nothing of
+    # where the others can reach this host.
+    if local and (wiring.world_size == 1 or not _is_loopback(local)):
+        return ProcessGroupGloo.create_device(hostname=local)
+    return ProcessGroupGloo.create_default_device()
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _local_addr(wiring: Wiring) -> str:
+    for family, kind, protocol, _, where in socket.getaddrinfo(
+        wiring.master_addr, wiring.master_port, type=socket.SOCK_DGRAM
+    ):
+        with socket.socket(family, kind, protocol) as sock:
+            try:
+                sock.connect(where)  # sends nothing: asks the routing table
+                return str(sock.getsockname()[0])
+            except OSError:
+                continue
+    return ""

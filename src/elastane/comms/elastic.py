@@ -1,0 +1,270 @@
+"""A process group of torch that stays when its world changes.
+
+`ElasticGroup` is what a user holds, and DDP: it passes every operation to the group of the current
+world, and `replace` gives it another, with another rank and size. It must not know why. Once
+something failed, or the world was ended, every further operation raises PeerLostError at once,
+until `replace`; what was in flight fails as torch says it. Whoever steps an optimizer asks `check`
+first: an operation may have failed that nobody has waited for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import GroupName
+from torch.nn.parallel import DistributedDataParallel
+
+from elastane.comms import ddp, tables
+from elastane.comms.group import WorldGroup
+from elastane.comms.works import Ledger, Waited
+from elastane.errors import ConfigurationError, PeerLostError
+
+# Between two looks at a device.
+_POLL_S = 0.0002
+
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "gather", "scatter"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter"),
+    *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single"),
+    *("reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+    "_end_coalescing",
+)
+# A wait for these that is given a time does no harm when that is over (gloo, 2.13).
+_SLICED = frozenset(("allreduce", "broadcast", "allgather", "barrier", "reduce", "alltoall_base"))
+# Never waited for by `check`: a receive may be meant for a later step.
+_MESSAGES = ("send", "recv")
+_QUESTIONS = (
+    *("_start_coalescing", "_get_backend", "_backend_id", "_has_hooks", "_wait_for_pending_works"),
+    *(
+        "monitored_barrier",
+        "set_timeout",
+        "_get_sequence_number_for_group",
+        "_set_sequence_number_for_group",
+    ),
+)
+# By these a DDP makes itself known when it is made.
+_DDP_BEGINS = frozenset(("allgather", "broadcast"))
+
+
+class ElasticGroup(ProcessGroup):
+    """The group of the current world; `replace` changes it under whoever uses this one."""
+
+    def __init__(self, name: str = "elastane") -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]  # as torch has it for subclasses
+        self._label = name
+        self._world: WorldGroup | None = None
+        self._works = Ledger()
+        self._ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._registered = False
+
+    def register(self) -> None:
+        """Make torch.distributed's functions take this group, as their default if there is none."""
+        backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
+        tables.enter(self, self._label, backends)
+        tables.resize(self, self.size())
+        self._registered = True
+
+    def unregister(self) -> None:
+        """Take the group out of torch.distributed's tables."""
+        if self._registered:
+            self._registered = False
+            tables.leave(self)
+
+    def replace(self, world: WorldGroup) -> None:
+        """Go on in `world`, which is built; closes the former one and forgets its failure.
+
+        Never while a forward or backward runs: each DDP over this group gets a new reducer.
+        """
+        former, self._world = self._world, world
+        self._works.clear()
+        world.when_aborted = self._works.releaser()
+        if former is not None and former is not world:
+            former.close()
+        if self._registered:
+            tables.resize(self, world.size)
+        for module in list(self._ddps):
+            ddp.renew(module)
+
+    def bind(self, module: DistributedDataParallel) -> None:
+        """Name a DDP over this group; needed only where it was made with `init_sync=False`."""
+        self._ddps.add(module)
+
+    def close(self) -> None:
+        """End the world and take this group out of torch's tables. Idempotent."""
+        self.unregister()
+        world, self._world = self._world, None
+        self._works.clear()
+        if world is not None:
+            world.close()
+
+    def abort(self) -> None:
+        """End the current world, from any thread: see `WorldGroup.abort`."""
+        world = self._world
+        if world is not None:
+            world.abort()
+
+    @property
+    def world(self) -> WorldGroup:
+        """The current world; raises PeerLostError where there is none."""
+        world = self._world
+        if world is None:
+            raise self._lost()
+        return world
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything failed since the last `replace`, or the world was ended."""
+        world = self._world
+        if world is None or world.aborted:
+            return True
+        self._works.sift()
+        return self._works.failure is not None
+
+    def check(self) -> None:
+        """Wait for every collective; raises PeerLostError where one failed or the world ended.
+
+        On a device this waits for the device too, so that no failure can surface later.
+        """
+        self._works.wait()
+        world = self.world
+        if world.wiring.device_type == "cuda":
+            reached = torch.cuda.current_stream().record_event()
+            while not reached.query() and not world.aborted:
+                time.sleep(_POLL_S)
+        if self.failed:
+            raise self._lost()
+
+    def rank(self) -> int:
+        """This worker's rank in the current world; 0 where there is none."""
+        world = self._world
+        return 0 if world is None else world.rank
+
+    def size(self) -> int:
+        """The size of the current world; 1 where there is none."""
+        world = self._world
+        return 1 if world is None else world.size
+
+    # By these names C++ asks: DDP's reducer, functional collectives.
+    getRank = rank  # noqa: N815
+    getSize = size  # noqa: N815
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What a log says of the backend; of one of torch's own DDP reads options."""
+        return "elastane"
+
+    name = getBackendName
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """By what the group is registered with torch."""
+        return self._label
+
+    getGroupDesc = getGroupName  # noqa: N815
+
+    @property
+    def group_name(self) -> GroupName:
+        """By what the group is registered with torch."""
+        return GroupName(self._label)
+
+    @property
+    def group_desc(self) -> str:
+        """As the name."""
+        return self._label
+
+    def shutdown(self) -> None:
+        """As `close`, by the name that destroy_process_group() uses."""
+        self.close()
+
+    def split_group(self, *_args: Any, **_kwargs: Any) -> ProcessGroup | None:
+        """Refused: an elastic group has no subgroups."""
+        tables.NoSubgroups().check([])
+        return None
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work | None:  # type: ignore[override]
+        """Receive from the only peer there is; refused where there are several.
+
+        gloo tells a receiver from anybody of no lost connection (2.13): nobody could end its wait.
+        """
+        if self.size() == 2:
+            return self._operate("recv", (tensors, 1 - self.rank(), tag), {})
+        raise ConfigurationError(
+            "torch.distributed.recv without a source: it could not be ended when a peer dies",
+            slug="any-source",
+            where=f"rank {self.rank()} of {self.size()}",
+            expected="the rank to receive from",
+            next_step="pass src=, or exchange the sender's rank in a collective before",
+        )
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.world.group._device_types
+
+    def _operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
+        world = self._world
+        if world is None or world.aborted or self._works.failure is not None:
+            raise self._lost()
+        if name in _DDP_BEGINS:
+            module = ddp.asker(sys._getframe(2), self)
+            if module is not None:
+                self._ddps.add(module)
+        try:
+            work: Work | None = getattr(world.group, name)(*args, **kwargs)
+        except (RuntimeError, PeerLostError) as error:
+            if world.aborted:
+                raise self._lost() from error
+            raise
+        if work is None:
+            return None
+        waited = Waited(work, self._works, _tensors(args), sliced=name in _SLICED)
+        if name not in _MESSAGES:
+            self._works.add(waited)
+        return waited
+
+    def _lost(self) -> PeerLostError:
+        world = self._world
+        fence = "none" if world is None else world.wiring.fence
+        why = str(self._works.failure or "the world was ended").partition("\n")[0]
+        return PeerLostError(
+            f"world {fence}: a collective cannot complete: {why}",
+            slug="peer-lost",
+            where=f"rank {self.rank()} of {self.size()}",
+            expected="all members alive; what this step computed is void",
+            next_step="run the step again in the next world",
+        )
+
+
+def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """What DDP takes from the future of an operation: the tensors of its first argument."""
+    first = args[0] if args else None
+    return list(first) if isinstance(first, (list, tuple)) else []
+
+
+def _operation(name: str) -> Callable[..., Work | None]:
+    def operation(self: ElasticGroup, *args: Any, **kwargs: Any) -> Work | None:
+        return self._operate(name, args, kwargs)
+
+    operation.__name__ = name
+    return operation
+
+
+def _question(name: str) -> Callable[..., Any]:
+    def question(self: ElasticGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.world.group, name)(*args, **kwargs)
+
+    question.__name__ = name
+    return question
+
+
+# Signatures are torch's own, several for one name; they are passed on as they come.
+for _name in _COLLECTIVES + _MESSAGES:
+    if hasattr(ProcessGroup, _name):
+        setattr(ElasticGroup, _name, _operation(_name))
+for _name in _QUESTIONS:
+    if hasattr(ProcessGroup, _name):
+        setattr(ElasticGroup, _name, _question(_name))

@@ -1,0 +1,189 @@
+"""The process group of one world, which any thread may end at any instant.
+
+`WorldGroup` owns the group's life: built once, used, ended, closed. gloo on the CPU is brought out
+of whatever it waits for by its own sockets (`sockets`); NCCL, where the device is cuda, by its
+communicators' abort. It must not know who ends it or why, nor that there are other worlds. It
+fails with `PeerLostError`; an operation in flight fails as gloo says it, with RuntimeError.
+
+The construction runs in a thread of its own. So the caller is free the moment that the world is
+ended, whatever torch then waits for; the thread is cut out of it and frees what it had made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from enum import Enum
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
+
+from elastane.comms import sockets
+from elastane.comms.construction import Construction, Wiring
+from elastane.errors import ElastaneError, PeerLostError
+
+__all__ = ["ALONE", "Wiring", "WorldGroup"]
+
+ALONE = Wiring(rank=0, world_size=1, master_addr="", master_port=0, fence="alone")
+
+
+# Destructors of groups that are under way. An interpreter that ends meanwhile would kill them in
+# the middle of C++, which aborts the process (seen in 2 of 25 ends of a job).
+_closers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_CLOSE_S = 5.0
+
+
+def _wait_closed() -> None:
+    end_s = time.monotonic() + _CLOSE_S
+    for closer in list(_closers):
+        closer.join(max(0.0, end_s - time.monotonic()))
+
+
+atexit.register(_wait_closed)
+
+
+class _Phase(Enum):
+    NEW = "not begun"
+    BUILDING = "being built"
+    READY = "ready"
+    FAILED = "failed"
+    ABORTED = "ended"
+    CLOSED = "closed"
+
+
+class WorldGroup:
+    """One world's process group: `build`, use `group`, `close`. Any thread may `abort`."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.wiring = wiring
+        self._changed = threading.Condition()
+        self._phase = _Phase.NEW
+        self._construction = Construction(wiring)
+        self._made: tuple[ProcessGroup, Store] | None = None
+        self._failure: BaseException | None = None
+        # Called, once, by whoever ends a world that was ready.
+        self.when_aborted: Callable[[], None] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the world."""
+        return self.wiring.rank
+
+    @property
+    def size(self) -> int:
+        """How many workers the world has."""
+        return self.wiring.world_size
+
+    @property
+    def group(self) -> ProcessGroup:
+        """torch's group; after `build` and until `close`."""
+        return self._whole()[0]
+
+    @property
+    def store(self) -> Store:
+        """The world's store, its keys under the fence; a private one in a world of one."""
+        return self._whole()[1]
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the world was ended, or never came to be."""
+        return self._phase in (_Phase.ABORTED, _Phase.FAILED, _Phase.CLOSED)
+
+    def build(self) -> WorldGroup:
+        """Meet the other members and connect to each; returns itself.
+
+        Raises PeerLostError where a member does not come within the time or the world is ended
+        meanwhile; ConfigurationError where this torch could not be brought out of a collective.
+        """
+        with self._changed:
+            if self._phase is not _Phase.NEW:
+                raise self._not_built()
+            self._phase = _Phase.BUILDING
+        if self.size == 1:
+            self._construct()
+        else:
+            threading.Thread(target=self._construct, name="elastane-group", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._phase is not _Phase.BUILDING)
+            if self._phase is _Phase.READY:
+                return self
+            failure, self._failure = self._failure, None
+        if isinstance(failure, ElastaneError):
+            raise failure
+        raise self._not_built() from failure
+
+    def abort(self) -> None:
+        """End the world: whoever waits in its construction or in a collective comes out.
+
+        From any thread, at any time, any number of times. The group is unusable afterwards.
+        """
+        with self._changed:
+            before = self._phase
+            if before in (_Phase.ABORTED, _Phase.CLOSED):
+                return
+            self._phase = _Phase.ABORTED
+            made = self._made
+            self._changed.notify_all()
+        if before is _Phase.BUILDING:
+            self._construction.end()
+        elif made is not None:
+            if self._construction.client is not None:
+                self._construction.client.interrupt()
+            sockets.cut(self._construction.inodes)
+            if self.wiring.device_type == "cuda":
+                made[0].abort()
+            if self.when_aborted is not None:
+                self.when_aborted()
+
+    def close(self) -> None:
+        """Free connections, threads and memory; what still runs is ended first. Idempotent."""
+        self.abort()
+        with self._changed:
+            self._phase = _Phase.CLOSED
+            made, self._made = self._made, None
+        if made is not None and self._construction.client is not None:
+            self._construction.client.close()
+        if made is not None:
+            # torch's destructor waits for its threads; one that gloo has forgotten (see
+            # `works.Ledger.release`) would hold up whoever goes on in the next world.
+            last = [made]
+            made = None
+            closer = threading.Thread(target=last.clear, name="elastane-close", daemon=True)
+            _closers.add(closer)
+            closer.start()
+
+    def _construct(self) -> None:
+        made: tuple[ProcessGroup, Store] | None = None
+        failure: BaseException | None = None
+        try:
+            made = self._construction.run()
+        except (RuntimeError, ValueError, OSError, ElastaneError) as error:
+            # Its frames would keep alive what the construction had made.
+            failure = error.with_traceback(None)
+        with self._changed:
+            if self._phase is _Phase.BUILDING:
+                self._made, self._failure = made, failure
+                self._phase = _Phase.FAILED if made is None else _Phase.READY
+                self._changed.notify_all()
+                return
+        # The world was ended meanwhile: what came to be is nobody's.
+        if made is not None and self._construction.client is not None:
+            self._construction.client.close()
+
+    def _whole(self) -> tuple[ProcessGroup, Store]:
+        made = self._made
+        if made is None:
+            raise self._not_built()
+        return made
+
+    def _not_built(self) -> PeerLostError:
+        return PeerLostError(
+            f"world {self.wiring.fence} has no process group: it is {self._phase.value}",
+            slug="group-not-built",
+            where=f"rank {self.rank} of {self.size}",
+            expected=f"{self.size} connected members within {self.wiring.timeout_s:g} s",
+            next_step="go on in the next world",
+        )

@@ -1,0 +1,76 @@
+"""Batches of indices of a fixed global size, dealt to whatever world there is.
+
+Owns the way from shares of positions to lists of indices. Usable as
+`DataLoader(batch_sampler=...)`; `elastane.data.feed` pairs what such a loader yields with its
+shares. Knows nothing of torch. Fails as `elastane.data.cursor` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from elastane.data.arrays import np
+from elastane.data.cursor import Cursor
+from elastane.data.ledger import Ledger, Share
+from elastane.data.permutation import Permutation
+
+__all__ = ["ElasticBatchSampler"]
+
+# Evaluated together: enough to be quick (a call takes 40 us however few they are), and little
+# enough that the first batch of an epoch comes at once. Measured by bench/permutation.py.
+_AHEAD_SAMPLES = 8_192
+_AHEAD_SHARES = 64
+
+
+class ElasticBatchSampler(Cursor):
+    """Yields the indices of this rank's share of each step, from the committed place on.
+
+    An iterator ends with the epoch; the place moves by `commit` alone. With `micro_batches` k a
+    step is k lists. A share that is empty, where a step has fewer samples than the world has
+    ranks (or a share fewer than k), is a stand-in of one index with weight 0: see Share.reads.
+
+    `n`: length of the dataset. `global_batch_size`: samples of a step over all ranks, whatever
+    the world. ConfigurationError for sizes that are no sizes, or an epoch without a step.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        global_batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        micro_batches: int = 1,
+    ) -> None:
+        super().__init__(Ledger(n, global_batch_size, drop_last), seed, shuffle)
+        self.accumulate(micro_batches)
+
+    def __len__(self) -> int:
+        return self.portions_left()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        lists = self.lists(self.shares(), self.epoch)
+        return lists if self.recall is None else self.recall.marked(lists)
+
+    def lists(self, shares: Iterator[Share], epoch: int) -> Iterator[list[int]]:
+        """Turn shares of one epoch into lists of indices."""
+        order = Permutation(self.ledger.n, self.seed, epoch) if self.shuffle else None
+        while ahead := self._ahead(shares):
+            spans = [share.reads for share in ahead]
+            positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
+            indices: Sequence[int] = (positions if order is None else order.map(positions)).tolist()
+            begin = 0
+            for start, stop in spans:
+                end = begin + stop - start
+                yield list(indices[begin:end])
+                begin = end
+
+    @staticmethod
+    def _ahead(shares: Iterator[Share]) -> list[Share]:
+        """Take as many shares as are evaluated together; none at the end."""
+        ahead = list(islice(shares, 1))
+        if ahead:
+            more = _AHEAD_SAMPLES // max(ahead[0].samples, 1)
+            ahead += islice(shares, min(more, _AHEAD_SHARES) - 1 if more > 1 else 0)
+        return ahead

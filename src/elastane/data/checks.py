@@ -1,0 +1,52 @@
+"""What comes in at the door of this room: whole numbers in their range, or a refusal by name.
+
+Knows nothing of what the numbers are for. Fails by ConfigurationError.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from elastane.errors import ConfigurationError
+
+SEED_END = 2**64
+# Of one epoch: two halves of at most 31 bits (data.permutation), and far within a 64-bit position.
+N_MAX = 2**62
+
+
+def whole(name: str, value: object, least: int = 0, most: int | None = None) -> int:
+    """Return `value` as an int; ConfigurationError unless it is a whole number in its range.
+
+    NumPy's integers are whole numbers; True and 3.0 are not: both are more often a mistake.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigurationError(
+            f"{name} is {value!r}",
+            expected=f"a whole number {bounds}",
+            next_step=f"correct {name} where the sampler, the feed or the ledger is called",
+            slug="data-size",
+        )
+    return number
+
+
+def ceil_div(amount: int, by: int) -> int:
+    """Return amount / by, rounded up; exact for any size."""
+    return -(-amount // by)
+
+
+def length_of(dataset: object) -> int:
+    """Return the length of a dataset; ConfigurationError where it has none."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigurationError(
+            f"dataset is a {type(dataset).__name__} and has no length",
+            expected="a dataset with __len__, whose samples can be asked for by index",
+            next_step="for a stream of files use elastane.data.shards.ElasticShards",
+            slug="data-size",
+        ) from None

@@ -1,0 +1,167 @@
+"""A rank's own copy of the job's place in its data, and its place in the world.
+
+Owns what the elastic batch sampler and the elastic shards have in common: `bind` tells the world,
+`commit` moves the place, `state_dict` and `load_state_dict` carry it. What is handed out is not
+counted; what is committed is. Reading ahead therefore never matters.
+
+Knows nothing of samples or loaders. Asks torch.distributed for the world only where nobody told
+it, and only if the program has imported it. Fails by ConfigurationError: sizes at the door, a
+commit of a step that is not the next, a state of other data.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from elastane.data.checks import SEED_END, whole
+from elastane.data.ledger import Ledger, Place, Share
+from elastane.data.recall import Recall
+from elastane.errors import ConfigurationError
+
+__all__ = ["Cursor", "matching", "world_of_process"]
+
+# Of the layout of state_dict(), and of the order that a seed means.
+_FORMAT = 1
+
+
+def world_of_process() -> tuple[int, int]:
+    """Return (rank, world size) of the default process group; (0, 1) where there is none."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def matching(mine: Mapping[str, object], state: Mapping[str, Any], of: str) -> None:
+    """Refuse a state whose description of the data is not `mine`, and say in what it differs."""
+    if not isinstance(state, Mapping):
+        raise _refused(f"the state for {of} is a {type(state).__name__}", "a mapping")
+    for key, value in {"format": _FORMAT, **mine}.items():
+        if key not in state:
+            raise _refused(f"the state for {of} has no {key!r}", "what state_dict() gave")
+        if state[key] != value:
+            raise _refused(f"{key} is {state[key]!r} in the state", f"{value!r}, as {of} has it")
+
+
+def _refused(what: str, expected: str) -> ConfigurationError:
+    return ConfigurationError(
+        what,
+        expected=expected,
+        next_step="make it as the saved run made it, or begin the data anew without this state",
+        slug="data-state",
+    )
+
+
+class Cursor:
+    """The place of one rank's copy; all copies are equal where all commit the same steps."""
+
+    def __init__(self, ledger: Ledger, seed: int, shuffle: bool) -> None:
+        self.ledger = ledger
+        self.seed = whole("seed", seed, 0, SEED_END - 1)
+        self.shuffle = bool(shuffle)
+        self.micro_batches = 1
+        # Of the feed that deals from here, if one does.
+        self.recall: Recall | None = None
+        self._next = 0
+        self._world: tuple[int, int] | None = None
+
+    def accumulate(self, micro_batches: int) -> Self:
+        """Deal each step in so many micro-batches from now on; iterators that exist keep theirs."""
+        self.micro_batches = whole("micro_batches", micro_batches, 1)
+        return self
+
+    def bind(self, rank: int, world_size: int) -> Self:
+        """Deal from now on for this rank of this world; iterators that exist keep theirs."""
+        world_size = whole("world_size", world_size, 1)
+        self._world = whole("rank", rank, 0, world_size - 1), world_size
+        return self
+
+    @property
+    def world(self) -> tuple[int, int]:
+        """Rank and world size: as bound, else as torch.distributed has them, else (0, 1)."""
+        return self._world or world_of_process()
+
+    @property
+    def place(self) -> Place:
+        """The epoch, and how many samples of it are committed."""
+        return self.ledger.place_before(self._next)
+
+    @property
+    def next_step(self) -> int:
+        """The number of the step that is dealt next, from the beginning of epoch 0."""
+        return self._next
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the step that is dealt next."""
+        return self._next // self.ledger.steps_per_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; in the middle of that very epoch, stay.
+
+        So a script that calls it at the head of its loop resumes where its state was.
+        """
+        epoch = whole("epoch", epoch)
+        if epoch != self.epoch:
+            self._next = epoch * self.ledger.steps_per_epoch
+
+    def commit(self, step: int | None = None) -> None:
+        """Count a step as done, by its number; None is the next one.
+
+        To commit a step again does nothing: a rank that learns late that a step is done may say
+        so. ConfigurationError for a step beyond the next, for then one would never be dealt.
+        """
+        step = self._next if step is None else whole("step", step)
+        if step > self._next:
+            raise ConfigurationError(
+                f"step is {step}, and step {self._next} is not committed",
+                expected=f"step {self._next}, or an earlier one",
+                next_step="commit each step, or take the place of another rank by load_state_dict",
+                slug="data-step",
+            )
+        self._next = max(self._next, step + 1)
+
+    def shares(self) -> Iterator[Share]:
+        """Give this rank's shares from the place to the end of its epoch.
+
+        Place and world are those of the call, whatever happens while the iterator lives.
+        """
+        return self.ledger.deal_epoch(self._next, *self.world, self.micro_batches)
+
+    def share(self, step: int | None = None, micro: int = 0) -> Share:
+        """Return this rank's share of a step (None: the next), as its world is now."""
+        step = self._next if step is None else whole("step", step)
+        micro = whole("micro", micro, 0, self.micro_batches - 1)
+        return list(self.ledger.deal(step, *self.world, self.micro_batches))[micro]
+
+    def portions_left(self) -> int:
+        """Return how many shares, micro-batches counted, are left of the epoch."""
+        per_epoch = self.ledger.steps_per_epoch
+        return (per_epoch - self._next % per_epoch) * self.micro_batches
+
+    def described(self) -> dict[str, object]:
+        """What makes the order and its steps: a state must agree in all of it."""
+        ledger = self.ledger
+        return {
+            "n": ledger.n,
+            "global_batch_size": ledger.global_batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": ledger.drop_last,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place, and what data it is a place in: the same on all ranks."""
+        epoch, samples = self.place
+        return {"format": _FORMAT, **self.described(), "epoch": epoch, "samples": samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the place of a state; ConfigurationError, and no change, for one of other data.
+
+        The world and the micro-batches are no part of a state: they may differ.
+        """
+        matching(self.described(), state, type(self).__name__)
+        epoch, samples = (whole(key, state.get(key)) for key in ("epoch", "samples"))
+        self._next = self.ledger.step_at(Place(epoch, samples))

@@ -1,0 +1,153 @@
+"""The worker's end of the line to its agent: where its world is, and when that is no more.
+
+Owns the descriptor that the worker inherited and a thread that reads it. The thread ends the world
+in hand the moment it is told so, whatever the main thread waits in; the main thread asks for its
+next place when it is back. In a forked child, such as a DataLoader's, there is no line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from elastane.core.model import Fence
+from elastane.errors import JobError
+from elastane.runtime import workerline
+from elastane.runtime.workerline import Able, Finished, FromWorker, Interrupt, Lost, Place, Wait
+
+# The agent's first word is in the line before the worker starts.
+_FIRST_S = 60.0
+# What the thread may be at when the job is closed takes milliseconds.
+_JOIN_S = 5.0
+_lines: list[AgentLine] = []
+
+
+class AgentLine:
+    """One worker's line; `begin` starts the thread, after `first` was read."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._news = threading.Condition()
+        self._place: Place | None = None
+        self._interrupted = ""
+        self._closed = False
+        self._end_world: Callable[[], None] = _nothing
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def inherited(cls) -> AgentLine | None:
+        """Return the line of this worker; None where no agent gave it one."""
+        number = os.environ.get(workerline.LINE_FD_VARIABLE, "")
+        if not number.isdecimal():
+            return None
+        try:
+            sock = socket.socket(fileno=int(number))
+        except OSError:
+            return None
+        os.set_inheritable(sock.fileno(), False)
+        line = cls(sock)
+        _lines.append(line)
+        return line
+
+    def first(self) -> Place | Wait:
+        """Return the place that this worker starts with, or that it has none yet."""
+        self._socket.settimeout(_FIRST_S)
+        try:
+            word = workerline.to_worker(self._socket.recv(workerline.PACKET_BYTES_MAX))
+        except (OSError, ValueError) as error:
+            raise _no_agent(str(error) or "it said nothing") from error
+        finally:
+            self._socket.settimeout(None)
+        if isinstance(word, Interrupt):
+            return self.first()
+        return word
+
+    def begin(self, end_world: Callable[[], None]) -> None:
+        """Read on in a thread; `end_world` is called there when the world in hand is no more."""
+        self._end_world = end_world
+        self._thread = threading.Thread(target=self._read, name="elastane-line", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the world in hand has ended, or there is a place in another."""
+        return bool(self._interrupted) or self._place is not None or self._closed
+
+    def next_place(self) -> Place:
+        """Wait for a place in another world, as long as it takes."""
+        with self._news:
+            self._news.wait_for(lambda: self._place is not None or self._closed)
+            place, self._place, self._interrupted = self._place, None, ""
+        if place is None:
+            raise _no_agent("it closed the line")
+        return place
+
+    def able(self) -> None:
+        """Say that this worker can enter another world as it is."""
+        self._say(Able())
+
+    def finished(self) -> None:
+        """Say that all steps are done."""
+        self._say(Finished())
+
+    def lost(self, fence: Fence, reason: str) -> None:
+        """Say that a peer was lost in the world of `fence`."""
+        self._say(Lost(fence, reason[:1000]))
+
+    def close(self) -> None:
+        """Hang up; the thread has ended then: at exit it would be killed in the middle of torch."""
+        self._closed, self._end_world = True, _nothing
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+
+    def forget(self) -> None:
+        """In a forked child: the line is the parent's."""
+        self._closed = True
+        self._socket.close()
+
+    def _say(self, message: FromWorker) -> None:
+        with contextlib.suppress(OSError):  # An agent that is gone takes this worker along.
+            self._socket.send(workerline.encode(message))
+
+    def _read(self) -> None:
+        while not self._closed:
+            try:
+                packet = self._socket.recv(workerline.PACKET_BYTES_MAX)
+                word = workerline.to_worker(packet) if packet else None
+            except (OSError, ValueError):
+                word = None
+            with self._news:
+                if isinstance(word, Place):
+                    self._place = word
+                elif isinstance(word, Interrupt):
+                    self._place, self._interrupted = None, word.reason or "interrupted"
+                elif word is None:
+                    self._closed = True
+                self._news.notify_all()
+            self._end_world()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_agent(why: str) -> JobError:
+    return JobError(
+        f"the agent of this worker cannot be heard: {why}",
+        expected="an agent of the same version of elastane",
+        next_step="start the script with elastane run of the environment that it imports",
+        slug="no-agent",
+    )
+
+
+def _forget() -> None:
+    while _lines:
+        _lines.pop().forget()
+
+
+os.register_at_fork(after_in_child=_forget)

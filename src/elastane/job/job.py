@@ -1,0 +1,346 @@
+"""What a worker holds of its job: its place in the world, and the steps it makes there.
+
+`init()` gives a `Job`. Owns the loop of steps and what happens between two of them: a planned
+change at a boundary, the way from a world that broke into the next one, and the state that is
+compared there. Who is a member is decided elsewhere; the line to the agent says it. Without an
+agent the job is a world of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from elastane.comms.elastic import ElasticGroup
+from elastane.comms.group import ALONE, Wiring, WorldGroup
+from elastane.core.model import Fence
+from elastane.data.feed import Feed, Portion
+from elastane.errors import ElastaneError, JobError, PeerLostError
+from elastane.job import drain, heal
+from elastane.job.agentline import AgentLine
+from elastane.job.step import Step
+from elastane.job.tracked import Tracked
+from elastane.job.undo import Undo
+from elastane.runtime.page import WorkerPage
+from elastane.runtime.workerline import Place, Wait
+
+# How long a gated worker pauses between two looks at its page.
+_POLL_S = 0.0005
+
+
+def init() -> Job:
+    """Join the job that this worker was started for; a world of one where no launcher did.
+
+    Use it as `with elastane.init() as job:`. The process group is ready: `job.process_group`.
+    """
+    return Job(AgentLine.inherited()).join()
+
+
+class Job:
+    """A worker's view of its job. Not for several threads."""
+
+    def __init__(self, line: AgentLine | None) -> None:
+        self.process_group = ElasticGroup()
+        self._line = line
+        self._page: WorkerPage | None = None
+        self._place: Place | Wait | None = None
+        self._building: WorldGroup | None = None
+        self._tracked = Tracked()
+        self._undo = Undo(self._tracked)
+        self._feed: Feed | None = None
+        self._loader: Any = None
+        self._holds = False
+        self._handles: list[Any] = []
+
+    def join(self) -> Self:
+        """Meet the others; a worker that has no place yet builds what it needs on its own."""
+        if self._line is not None:
+            self._page = drain.take_page()
+            self._place = self._line.first()
+            self._line.begin(self._end_world)
+        atexit.register(self.close)
+        self._build(self._place if isinstance(self._place, Place) else None)
+        self.process_group.register()
+        return self
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the current world; a guess while it has no place yet."""
+        waits = isinstance(self._place, Wait)
+        return self._place.rank if waits and self._place else self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many workers the current world has."""
+        waits = isinstance(self._place, Wait)
+        return self._place.world_size if waits and self._place else self.process_group.size()
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this worker on its node, the same in every world."""
+        return self._place.local_rank if self._place is not None else 0
+
+    @property
+    def fence(self) -> Fence:
+        """The round and attempt of the current world; of none, where there is no agent."""
+        return self._place.fence if isinstance(self._place, Place) else Fence(0, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """This worker's device: a GPU by its local rank, or the CPU."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return torch.device("cpu")
+
+    def track(self, **objects: Any) -> None:
+        """Name what the job's state is: what heals a peer, and what a lost step puts back.
+
+        Models, optimizers, schedulers, scalers, samplers, generators: whatever has `state_dict`
+        and `load_state_dict`. The same names on all workers, before the first step.
+        """
+        if self._feed is not None:
+            raise JobError(
+                f"track({', '.join(objects)}): the job has begun its steps",
+                expected="all that is tracked, before job.steps()",
+                next_step="name it beside the others, before the loop",
+                slug="job-track",
+            )
+        self._tracked.add(objects)
+
+    def steps(
+        self,
+        loader: Any,
+        *,
+        until_epoch: int | None = None,
+        until_step: int | None = None,
+        accumulate: int = 1,
+    ) -> Iterator[tuple[Step, Any]]:
+        """Yield (step, batch) until an epoch or a step is reached; `with step:` is its body.
+
+        `loader` is a DataLoader over an ElasticBatchSampler, or over ElasticShards. With
+        `accumulate` micro-batches a step, take them from `step.batches`.
+        """
+        if until_epoch is None and until_step is None:
+            raise JobError(
+                "steps() was given no end",
+                expected="until_epoch= or until_step=, or both",
+                next_step="for step, batch in job.steps(loader, until_epoch=10): ...",
+                slug="job-steps",
+            )
+        feed = self._open(loader, accumulate)
+        while not self._is_done(feed, until_epoch, until_step):
+            if not self._boundary():
+                continue
+            portions = _take(feed, accumulate)
+            if not portions:
+                continue  # The epoch has ended; the feed goes on with the next.
+            step = Step(self, feed.cursor.next_step, portions)
+            yield step, portions[0].batch
+            if not step.committed:
+                self._enter_next()
+        self._finish()
+
+    def begin_step(self, step: Step) -> None:
+        """Begin the body of a step; `with step:` calls it."""
+        self._undo.begin()
+
+    def end_step(self, step: Step, error: Exception | None) -> bool:
+        """End the body of a step; returns whether `error` was that of a lost peer."""
+        if error is None:
+            try:
+                self.process_group.check()
+            except PeerLostError as lost:
+                error = lost
+        elif not (self.process_group.failed or self._has_news):
+            return False
+        if error is None or self._undo.is_whole:
+            step.committed = True
+            self._open_feed.commit(step.number)
+        else:
+            self._undo.restore()
+            self._was_lost(error)
+        return error is not None
+
+    def close(self) -> None:
+        """Leave the job: nothing of it is left in this process. Idempotent."""
+        atexit.unregister(self.close)
+        while self._handles:
+            self._handles.pop().remove()
+        if self._feed is not None:
+            self._feed.close()
+        if self._line is not None:
+            self._line.close()
+        self.process_group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _has_news(self) -> bool:
+        return self._line is not None and self._line.has_news
+
+    @property
+    def committed(self) -> int:
+        """How many steps the job has committed, on whatever workers."""
+        return self._feed.cursor.next_step if self._feed is not None else 0
+
+    @property
+    def _open_feed(self) -> Feed:
+        assert self._feed is not None, "steps() comes first"
+        return self._feed
+
+    def _open(self, loader: Any, accumulate: int) -> Feed:
+        """Return the feed of the loader, at its place; the first call begins the steps."""
+        if self._feed is not None and loader is not self._loader:
+            raise JobError(
+                "steps() was called with another loader than before",
+                expected="one loader for all steps: its place is part of the job's state",
+                next_step="put the datasets into one, or end the job and begin another",
+                slug="job-steps",
+            )
+        if self._feed is None:
+            self._feed, self._loader = Feed(loader), loader
+            self._feed.cursor.accumulate(accumulate)
+            self._begin()
+        self._feed.cursor.accumulate(accumulate)
+        self._rewind()
+        return self._feed
+
+    def _begin(self) -> None:
+        """Enter the first world with steps: that of the others, where they are further."""
+        for optimizer in self._tracked.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+            self._handles.append(optimizer.register_step_post_hook(self._after_update))
+        if self._line is not None:
+            self._line.able()
+        if isinstance(self._place, Wait):
+            self._enter_next()
+            return
+        try:
+            self._compare()
+        except (ElastaneError, RuntimeError) as error:
+            self._was_lost(error)
+            self._enter_next()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.process_group.check()
+        self._undo.before_update(optimizer)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._undo.after_update(optimizer)
+
+    def _is_done(self, feed: Feed, until_epoch: int | None, until_step: int | None) -> bool:
+        cursor = feed.cursor
+        return (until_epoch is not None and cursor.epoch >= until_epoch) or (
+            until_step is not None and cursor.next_step >= until_step
+        )
+
+    def _boundary(self) -> bool:
+        """Look for a change of the world between two steps; False where there was one."""
+        number = self.committed + 1
+        if self._page is not None and self._page.reach(number):
+            self._wait_gated(self._page, number)
+        if not self._has_news:
+            return True
+        self._enter_next()
+        return False
+
+    def _wait_gated(self, page: WorkerPage, number: int) -> None:
+        """A planned change: go on up to the step that all agree on, and wait there."""
+        while page.gated and not self._has_news:
+            if page.target > number:
+                return
+            page.park(bool(page.target))
+            time.sleep(_POLL_S)
+        page.park(False)
+
+    def _build(self, place: Place | None) -> None:
+        """Meet the other members of a world; on its own where there is none."""
+        self._building = WorldGroup(self._wiring(place) if place is not None else ALONE)
+        if self._has_news:
+            self._building.abort()  # The thread may have looked a moment too early.
+        self.process_group.replace(self._building.build())
+
+    def _enter_next(self) -> None:
+        """Wait for a place in another world, and go on there with the state that is right."""
+        while True:
+            if self._line is None:
+                raise JobError(
+                    "the world of one came apart",
+                    expected="collectives over job.process_group that succeed",
+                    next_step="read the error above this one",
+                    slug="job-alone",
+                )
+            self._place = self._line.next_place()
+            try:
+                self._build(self._place)
+                self._compare()
+                break
+            except (ElastaneError, RuntimeError) as error:
+                self._was_lost(error)
+        self._rewind()
+
+    def _compare(self) -> None:
+        """Take the state of whoever is further, or give it to those behind."""
+        holds, self._holds = self._holds, False  # Until this is done, it may be half of each.
+        heal.heal(self.process_group, self._tracked, self._open_feed.cursor, holds=holds)
+        self._holds = True
+
+    def _finish(self) -> None:
+        """Leave the steps together: who leaves knows that all others hold the last one."""
+        while True:
+            try:
+                torch.distributed.barrier(group=self.process_group)
+                self.process_group.check()
+                break
+            except (ElastaneError, RuntimeError) as error:
+                self._was_lost(error)
+                self._enter_next()
+        if self._line is not None:
+            self._line.finished()
+
+    def _was_lost(self, error: Exception) -> None:
+        """Take an error for that of a lost peer, if it is one; else it is raised again."""
+        if not (self.process_group.failed or self._has_news or isinstance(error, PeerLostError)):
+            raise error
+        if self._line is not None and not self._has_news:
+            self._line.lost(self.fence, f"lost a peer: {error}")
+
+    def _end_world(self) -> None:
+        """In the line's thread: let the main thread come out of whatever it waits in."""
+        if self._has_news and self._building is not None:
+            self._building.abort()
+
+    def _rewind(self) -> None:
+        """Deal anew, for the current rank and world."""
+        self._open_feed.rewind(self.process_group.rank(), self.process_group.size())
+
+    def _wiring(self, place: Place) -> Wiring:
+        return Wiring(
+            rank=place.rank,
+            world_size=place.world_size,
+            master_addr=place.master_addr,
+            master_port=place.master_port,
+            fence=f"{place.fence.round}.{place.fence.attempt}",
+            device_type=self.device.type,
+        )
+
+
+def _take(feed: Feed, count: int) -> list[Portion]:
+    """Return the portions of one step; none at the end of an epoch."""
+    return [*itertools.islice(iter(functools.partial(next, feed, None), None), count)]

@@ -1,0 +1,104 @@
+"""The line between an agent and one worker that recovers in place: a pair of sockets, and words.
+
+One message is one packet, so nothing has to be framed, and no name in the file system leads to
+it: the worker inherits its end. Knows nothing of what the words mean. What is no message of this
+version is a ValueError for the reader.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+from elastane.core.model import Count, Fence, LocalRank, Port, Text
+from elastane.core.unreadable import UNREADABLE
+
+LINE_FD_VARIABLE = "ELASTANE_LINE_FD"
+# The longest holds a reason, which core bounds.
+PACKET_BYTES_MAX = 64 << 10
+
+
+class Place(msgspec.Struct, frozen=True, tag="place", kw_only=True):
+    """To a worker: its place in a world, and where that world meets.
+
+    `agent_store`: a server listens there already; else the worker of rank 0 is to.
+    """
+
+    fence: Fence
+    rank: Count
+    world_size: Count
+    node_rank: Count
+    nodes: Count
+    local_rank: LocalRank
+    local_world_size: Count
+    master_addr: str
+    master_port: Port
+    agent_store: bool
+
+
+class Wait(msgspec.Struct, frozen=True, tag="wait", kw_only=True):
+    """To a worker: there is no place for it yet; ranks are a guess."""
+
+    rank: Count
+    world_size: Count
+    local_rank: LocalRank
+    local_world_size: Count
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
+    """To a worker: its world is no more; end the step, and wait for a place."""
+
+    reason: Text
+
+
+class Able(msgspec.Struct, frozen=True, tag="able"):
+    """From a worker: it can enter another world as it is."""
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """From a worker: all its steps are done; it enters no other world."""
+
+
+class Lost(msgspec.Struct, frozen=True, tag="lost"):
+    """From a worker: a peer was lost in the world of this fence."""
+
+    fence: Fence
+    reason: Text
+
+
+ToWorker = Place | Wait | Interrupt
+FromWorker = Able | Finished | Lost
+_encode = msgspec.json.Encoder().encode
+_to_worker = msgspec.json.Decoder(ToWorker).decode
+_from_worker = msgspec.json.Decoder(FromWorker).decode
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return the agent's end, which never blocks, and the worker's; raises OSError."""
+    agent, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent.setblocking(False)
+    return agent, worker
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    """Return the packet of a message."""
+    return _encode(message)
+
+
+def to_worker(packet: bytes) -> ToWorker:
+    """Return what the agent says; raises ValueError."""
+    try:
+        message: ToWorker = _to_worker(packet)
+    except UNREADABLE as error:
+        raise ValueError(f"no message of this version: {error}") from error
+    return message
+
+
+def from_worker(packet: bytes) -> FromWorker:
+    """Return what a worker says, which may be anything; raises ValueError."""
+    try:
+        message: FromWorker = _from_worker(packet)
+    except UNREADABLE as error:
+        raise ValueError(f"no message of this version: {error}") from error
+    return message

@@ -1,0 +1,123 @@
+"""Processes of simulated workers that recover in place, and the worlds in which they meet.
+
+Facts alone: who is there, what each has committed, what it does. `residents` lets them act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from elastane.core.events import AgentEvent
+from elastane.core.model import Assignment, Fence, Offer
+
+# What a worker does that takes part in its world; the others wait, or have ended.
+TAKES_PART = frozenset({"meeting", "healing", "computing", "applying", "boundary", "parked"})
+# ... and those of them that wait for a peer, and notice its end.
+WAITS_FOR_PEERS = frozenset({"meeting", "healing", "computing"})
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One process; `committed` is the step of its state, None while it has none."""
+
+    group: Household
+    local_rank: int
+    pid: int
+    stage: str = "starting"
+    able: bool = False
+    able_s: float = 0.0
+    committed: int | None = None
+    world: Gathering | None = None
+    rank: int = -1
+    calls: int = 0
+    moved_s: float = 0.0
+    places: int = 0  # how many worlds it was to be in
+    last: tuple[Fence, int] | None = None  # its place in the last world that began with it
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self.stage not in ("dead", "done")
+
+    @property
+    def name(self) -> str:
+        """Host and local rank."""
+        return f"{self.group.host}:{self.local_rank}"
+
+
+@dataclass(slots=True, eq=False)
+class Household:
+    """One node's workers, from their start until none is left."""
+
+    host: str
+    assignment: Assignment
+    size: int
+    feed: Callable[[AgentEvent], None]
+    new_offer: Callable[[], Offer]
+    born: Fence
+    offer: Offer
+    workers: dict[int, Worker] = field(default_factory=dict)
+    phase: str = "running"  # stopping, gone
+    gated: bool = False
+    target: int | None = None
+    aimed_s: float | None = None
+    drained: bool = False
+    crashed: bool = False  # a worker of it has ended since it entered its world
+
+    @property
+    def fence(self) -> Fence:
+        """The fence of the world that it is in."""
+        return self.assignment.fence
+
+    @property
+    def calls(self) -> int:
+        """How often the furthest worker with a place has come to a boundary."""
+        return max((w.calls for w in self.inside()), default=0)
+
+    @property
+    def able(self) -> tuple[int, ...]:
+        """The local ranks of those that can enter another world."""
+        return tuple(sorted(i for i, w in self.workers.items() if w.alive and w.able))
+
+    @property
+    def saved(self) -> bool:
+        """Nothing is saved at a boundary: all is kept in memory."""
+        return self.drained
+
+    def inside(self) -> Iterator[Worker]:
+        """Yield the workers that take part in a world."""
+        return (w for w in self.workers.values() if w.stage in TAKES_PART)
+
+
+@dataclass(slots=True, eq=False)
+class Gathering:
+    """One world as its workers find it: who has come to its store, and what they do together."""
+
+    fence: Fence
+    size: int
+    in_place: bool
+    workers: dict[int, Worker] = field(default_factory=dict)
+    began_s: float | None = None
+    base: int = 0
+    from_state: bool = False
+    busy: bool = False
+    finished: bool = False
+
+    @property
+    def hosts(self) -> list[str]:
+        """Where its workers are."""
+        return sorted({w.group.host for w in self.workers.values()})
+
+    def all_are(self, stage: str) -> bool:
+        """Whether every member is here and does this."""
+        return len(self.workers) == self.size and all(
+            w.world is self and w.stage == stage for w in self.workers.values()
+        )
+
+    @property
+    def can_give(self) -> bool:
+        """Whether anybody here has the state that the others need; a checkpoint is always there."""
+        return not self.from_state or any(
+            w.world is self and w.committed == self.base for w in self.workers.values()
+        )

@@ -1,0 +1,400 @@
+"""Simulated workers that recover in place: each process by itself, as those of the library are.
+
+They meet at the store of their world, compare what they have committed, and whoever is ahead is
+right: the others take its state, which takes time. Where nobody has any they load the checkpoint.
+A step is reduced by all at once, and applied by each in its own moment; so an interrupt finds
+some of them one step ahead. A peer that dies lets some notice, and others hang.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elastane.core.events import (
+    GroupAble,
+    GroupDrained,
+    GroupGone,
+    GroupMarked,
+    GroupStarted,
+    WorkerFailed,
+    WorkerLost,
+    WorkerSucceeded,
+)
+from elastane.core.model import Assignment, Failure, Fence
+from elastane.testing.simulation.clock import VirtualClock
+from elastane.testing.simulation.places import (
+    TAKES_PART,
+    WAITS_FOR_PEERS,
+    Gathering,
+    Household,
+    Worker,
+)
+from elastane.testing.simulation.workers import STALL_S, HasHosts, Script
+
+if TYPE_CHECKING:
+    from elastane.testing.simulation.checks import Checks
+
+# Workers wait for so long for all members of their world, and for one collective.
+MEETING_TIMEOUT_S = 15.0
+COLLECTIVE_TIMEOUT_S = 30.0
+_WATCH_S = 5.0
+# The longest moment in which some have applied a step and others have not.
+_APPLY_S = 0.03
+
+
+class Residents:
+    """All workers of a job that recover in place, and what is saved of them."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        rng: random.Random,
+        script: Script,
+        can_step: Callable[[HasHosts], bool],
+        checks: Checks,
+    ) -> None:
+        self._clock, self._rng, self.script = clock, rng, script
+        self._can_step, self._checks = can_step, checks
+        self._worlds: dict[tuple[str, int, Fence], Gathering] = {}
+        self._pids = 1000
+        self.groups: list[Household] = []
+        self.saved_step = 0
+        self.slow_start_s = 0.0
+
+    # What the shell of an agent does.
+
+    def start(self, group: Household) -> None:
+        """Fork all workers of a node; those without a place get ready for a later one."""
+        self.groups = [g for g in self.groups if g.phase != "gone"] + [group]
+        ranks = tuple(range(group.size))
+        for local_rank in ranks:
+            self._fork(group, local_rank, group.assignment)
+        pids = tuple(w.pid for w in group.workers.values())
+        self._clock.after(0.002, lambda: group.feed(GroupStarted(group.born, pids)))
+
+    def start_workers(self, group: Household, ranks: tuple[int, ...], delay_s: float) -> None:
+        """Fork successors of workers that have ended."""
+
+        def fork() -> None:
+            if group.phase != "running":
+                return
+            for local_rank in ranks:
+                self._checks.line.forks(group.workers[local_rank])
+                self._fork(group, local_rank, None)
+
+        self._clock.after(delay_s, fork)
+
+    def interrupt(self, group: Household) -> None:
+        """End the step in hand of all workers of a node."""
+        for worker in [*group.inside()]:
+            self._break_off(worker)
+
+    def regroup(self, group: Household, assignment: Assignment) -> None:
+        """Give workers their place in another world."""
+        self.interrupt(group)
+        group.assignment, group.crashed = assignment, False
+        group.offer = group.new_offer()  # The last one's port is known to others now.
+        group.gated, group.target, group.aimed_s, group.drained = False, None, None, False
+        for place, local_rank in enumerate(assignment.workers or range(group.size)):
+            worker, rank = group.workers[local_rank], assignment.rank_base + place
+            self._checks.line.given(worker)
+            if not worker.able:
+                continue
+            worker.places += 1
+            delay_s = 0.001 + self._rng.random() * 0.02
+            self._clock.after(
+                delay_s,
+                lambda w=worker, r=rank: self._enter(w, assignment, r),  # type: ignore[misc]
+            )
+        self._clock.after(0.002, lambda: self._tell_able(group))
+
+    def crash(self, group: Household, local_rank: int, exit_code: int = -9) -> None:
+        """One worker dies of itself."""
+        worker = group.workers.get(local_rank)
+        if worker is not None and worker.alive and group.phase != "gone":
+            self._die(worker, exit_code, "")
+
+    def vanish(self, group: Household) -> None:
+        """All workers of a node are dead at once, and nobody there can tell."""
+        group.phase = "gone"
+        for worker in [w for w in group.workers.values() if w.alive]:
+            self._end(worker, "dead")
+
+    def stop(self, group: Household, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after the grace; a shorter one may follow."""
+        if group.phase == "gone":
+            return
+        self._checks.line.stops(group)
+        group.phase = "stopping"
+        lives_s = min(grace_s, self.script.trap_s) if any(group.inside()) else 0.0
+        if not lives_s:
+            self.interrupt(group)
+        self._clock.after(lives_s + 0.01, lambda: self._gone(group))
+
+    def mark(self, group: Household) -> None:
+        """Gate the workers, and tell the boundary to which the furthest has come."""
+        group.gated, fence = True, group.fence
+        inside = [w for w in group.inside() if w.committed is not None]
+        calls = max((w.calls for w in inside), default=None)
+        self._clock.after(0.003, lambda: group.feed(GroupMarked(fence, calls)))
+
+    def aim(self, group: Household, calls: int | None) -> None:
+        """Let all workers park at boundary `calls`."""
+        group.target, group.aimed_s = calls, self._clock.now_s
+        self._mind_drain(group)
+
+    def left_out(self) -> str:
+        """Return who waits in the nodes of the newest world for a place in it; there is room."""
+        hosts = {h for w in self._newest() for h in w.hosts}
+        out = [
+            worker.name
+            for group in self.groups
+            if group.phase == "running" and group.host in hosts
+            for worker in group.workers.values()
+            if worker.stage == "waiting"
+        ]
+        return ", ".join(out)
+
+    def _newest(self) -> list[Gathering]:
+        begun = [w for w in self._worlds.values() if w.began_s is not None]
+        return sorted(begun, key=lambda w: w.fence)[-1:]
+
+    # Processes.
+
+    def _fork(self, group: Household, local_rank: int, first: Assignment | None) -> None:
+        self._pids += 1
+        worker = Worker(group, local_rank, self._pids)
+        group.workers[local_rank] = worker
+        delay_s = 0.05 + self._rng.random() * 0.4 + self.slow_start_s
+        self._clock.after(delay_s, lambda: self._imported(worker, first))
+
+    def _imported(self, worker: Worker, first: Assignment | None) -> None:
+        if worker.stage != "starting":
+            return
+        worker.stage = "waiting"
+        if first is None or first.waiting:
+            self._declare(worker)
+        else:
+            worker.places = 1
+            self._enter(worker, first, first.rank_base + worker.local_rank)
+
+    def _declare(self, worker: Worker) -> None:
+        """The worker can enter another world from now on."""
+        if not worker.able:
+            worker.able, worker.able_s = True, self._clock.now_s
+            delay_s = 0.001 + self._rng.random() * 0.01
+            self._clock.after(delay_s, lambda: self._tell_able(worker.group))
+
+    def _tell_able(self, group: Household) -> None:
+        if group.phase == "running":
+            group.feed(GroupAble(group.born, group.able, group.offer))
+
+    def _die(self, worker: Worker, exit_code: int, message: str) -> None:
+        group = worker.group
+        self._checks.ledger.died(group.fence)
+        rank = max(0, worker.rank)
+        failure = Failure(
+            local_rank=worker.local_rank,
+            rank=rank,
+            pid=worker.pid,
+            exit_code=exit_code,
+            message=message,
+        )
+        group.crashed = True
+        self._end(worker, "dead")
+        group.feed(WorkerFailed(group.born, failure))
+
+    def _end(self, worker: Worker, stage: str) -> None:
+        """The process is no more; some of those that wait for it notice."""
+        world, worker.world, worker.stage = worker.world, None, stage
+        worker.committed, worker.able = None, False
+        self._mind_drain(worker.group)
+        if world is None:
+            return
+        for peer in world.workers.values():
+            waits = peer.world is world and peer.stage in WAITS_FOR_PEERS
+            if waits and self._rng.random() < 0.5:
+                delay_s = 0.04 + self._rng.random() * 0.02
+                self._clock.after(delay_s, lambda p=peer: self._lose(p, world))  # type: ignore[misc]
+
+    def _lose(self, worker: Worker, world: Gathering) -> None:
+        """A collective of the worker has failed."""
+        if worker.world is not world or worker.stage not in WAITS_FOR_PEERS:
+            return
+        text = "Connection closed by peer [10.0.0.1]"
+        if not worker.able:
+            self._die(worker, 1, f"RuntimeError: {text}")
+            return
+        self._break_off(worker)
+        worker.group.feed(WorkerLost(worker.group.born, world.fence, text))
+
+    def _break_off(self, worker: Worker) -> None:
+        """The worker leaves its world; a step that it did not apply is not applied any more."""
+        world = worker.world
+        if worker.stage == "applying" and world is not None and self._rng.random() < 0.5:
+            self._apply(worker, world)
+        self._checks.line.breaks_off(worker)
+        worker.world, worker.stage = None, "waiting" if worker.alive else worker.stage
+        self._mind_drain(worker.group)
+
+    def _gone(self, group: Household) -> None:
+        if group.phase == "gone":
+            return
+        group.phase = "gone"
+        for worker in [w for w in group.workers.values() if w.alive]:
+            self._end(worker, "dead")
+        group.feed(GroupGone(group.born, group.new_offer()))
+
+    # Worlds.
+
+    def _enter(self, worker: Worker, assignment: Assignment, rank: int) -> None:
+        if worker.group.assignment is not assignment or worker.stage != "waiting":
+            return
+        if worker.group.phase != "running":
+            return
+        place = (assignment.master_addr, assignment.master_port, assignment.fence)
+        world = self._worlds.get(place)
+        if world is None:
+            world = Gathering(assignment.fence, assignment.world_size, assignment.in_place)
+            self._worlds[place] = world
+        self._checks.line.enters(worker, world, rank)
+        worker.world, worker.rank, worker.stage = world, rank, "meeting"
+        worker.moved_s = self._clock.now_s
+        worker.calls = worker.committed or 0  # It does not come to that boundary again.
+        world.workers[rank] = worker
+        self._watch(worker, world)
+        self._meet(world)
+
+    def _watch(self, worker: Worker, world: Gathering) -> None:
+        """A wait for peers that does not end fails after its timeout."""
+        if worker.world is not world:
+            return
+        limit_s = MEETING_TIMEOUT_S if worker.stage == "meeting" else COLLECTIVE_TIMEOUT_S
+        if worker.stage in WAITS_FOR_PEERS and self._clock.now_s >= worker.moved_s + limit_s:
+            self._lose(worker, world)
+        else:
+            self._clock.after(_WATCH_S, lambda: self._watch(worker, world))
+
+    def _meet(self, world: Gathering) -> None:
+        world.busy = False
+        if not world.all_are("meeting"):
+            return
+        if not self._can_step(world):
+            world.busy = True
+            self._clock.after(STALL_S, lambda: self._meet(world))
+            return
+        members = [world.workers[rank] for rank in range(world.size)]
+        known = [w.committed for w in members if w.committed is not None]
+        base = max(known, default=self.saved_step)
+        world.base, world.from_state, world.began_s = base, bool(known), self._clock.now_s
+        self._checks.line.begins(world, members)
+        for worker in members:
+            worker.moved_s = self._clock.now_s
+            heals = worker.committed != base
+            worker.committed = None if heals else base  # What is half overwritten is nothing.
+            worker.last, worker.stage = (world.fence, worker.rank), "healing"
+            delay_s = 0.02 + self._rng.random() * self.script.heal_s if heals else 0.001
+            self._clock.after(
+                delay_s,
+                lambda w=worker: self._healed(w, world),  # type: ignore[misc]
+            )
+
+    def _healed(self, worker: Worker, world: Gathering) -> None:
+        if worker.world is not world or worker.stage != "healing":
+            return
+        if worker.committed is None and not world.can_give:
+            return  # Its donor has gone; it hangs until somebody tells.
+        worker.committed = worker.calls = world.base
+        worker.stage, worker.moved_s = "computing", self._clock.now_s
+        self._declare(worker)
+        if worker.committed is not None and worker.committed >= self.script.steps:
+            worker.stage = "boundary"
+            self._finish(world)
+            return
+        self._go_on(world)
+
+    def _go_on(self, world: Gathering) -> None:
+        if world.all_are("computing") and not world.busy:
+            world.busy = True
+            self._clock.after(self.script.step_s, lambda: self._reduce(world))
+
+    def _reduce(self, world: Gathering) -> None:
+        """The reduction of a step ends for all at once; each applies it in its own moment."""
+        world.busy = False
+        if not world.all_are("computing"):
+            return
+        if not self._can_step(world):
+            world.busy = True
+            self._clock.after(STALL_S, lambda: self._reduce(world))
+            return
+        self._checks.line.steps(world)
+        for worker in world.workers.values():
+            worker.stage = "applying"
+            self._clock.after(
+                self._rng.random() * _APPLY_S,
+                lambda w=worker: self._applied(w, world),  # type: ignore[misc]
+            )
+
+    def _applied(self, worker: Worker, world: Gathering) -> None:
+        if worker.world is world and worker.stage == "applying":
+            self._apply(worker, world)
+            self._call(worker, world)
+
+    def _apply(self, worker: Worker, world: Gathering) -> None:
+        assert worker.committed is not None
+        worker.committed, worker.stage = worker.committed + 1, "boundary"
+        worker.moved_s = self._clock.now_s
+        self._checks.line.commits(worker, world)
+        if worker.rank == 0 and worker.committed % self.script.checkpoint_every == 0:
+            self.saved_step = max(self.saved_step, worker.committed)
+
+    def _call(self, worker: Worker, world: Gathering) -> None:
+        """One boundary; a gated worker waits there until it is told the target."""
+        group = worker.group
+        if worker.world is not world or worker.stage != "boundary":
+            return
+        assert worker.committed is not None
+        if worker.committed >= self.script.steps:
+            self._finish(world)
+            return
+        if group.gated and group.aimed_s is None:
+            self._clock.after(0.05, lambda: self._call(worker, world))
+            return
+        worker.calls = worker.committed
+        if worker.calls == group.target:
+            worker.stage = "parked"
+            self._mind_drain(group)
+            return
+        worker.stage, worker.moved_s = "computing", self._clock.now_s
+        self._go_on(world)
+
+    def _mind_drain(self, group: Household) -> None:
+        """Tell once nobody here goes on: all are parked, or cannot be asked."""
+        if group.aimed_s is None or group.drained or group.phase != "running":
+            return
+        if group.target is not None and any(w.stage != "parked" for w in group.inside()):
+            return
+        group.drained, fence = True, group.fence
+        self._clock.after(0.002, lambda: group.feed(GroupDrained(fence)))
+
+    def _finish(self, world: Gathering) -> None:
+        """All have the last step: each exits in its own moment, if it is not broken off."""
+        steps = self.script.steps
+        if not all(w.world is world and w.committed == steps for w in world.workers.values()):
+            return
+        if not world.finished and len(world.workers) == world.size:
+            world.finished = True
+            self.saved_step = max(self.saved_step, steps)
+            for worker in world.workers.values():
+                delay_s = self._rng.random() * 0.05
+                self._clock.after(delay_s, lambda w=worker: self._exit(w, world))  # type: ignore[misc]
+
+    def _exit(self, worker: Worker, world: Gathering) -> None:
+        if worker.world is world and worker.stage in TAKES_PART:
+            worker.world, worker.stage, worker.able = None, "done", False
+            self._checks.line.exits()
+            self._tell_able(worker.group)
+            worker.group.feed(WorkerSucceeded(worker.group.born, worker.local_rank))
+            self._mind_drain(worker.group)

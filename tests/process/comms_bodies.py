@@ -1,0 +1,391 @@
+"""What the workers of comms_crew do. Imported by the server that forks them: no thread here."""
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+
+import torch
+import torch._dynamo  # what a first DDP would import in each worker
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+
+from elastane.comms.elastic import ElasticGroup
+from elastane.comms.group import ALONE, Wiring, WorldGroup
+from elastane.comms.storeclient import StoreClient
+from elastane.errors import PeerLostError
+from elastane.runtime.zygote import store
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
+
+
+def serve_store(worker, listener):
+    """As an agent's side serves it: on a socket that listened before its port was told."""
+    store.serve(listener.detach())
+
+
+def wiring(worker, fence, rank, size, timeout_s=TIMEOUT_S):
+    return Wiring(rank, size, HOST, worker.port, fence, timeout_s=timeout_s)
+
+
+def build(worker, fence, rank, size):
+    if size == 1:
+        return WorldGroup(ALONE).build()
+    return WorldGroup(wiring(worker, fence, rank, size)).build()
+
+
+def summed(group, rank):
+    """The sum of rank + 1 over the group, by a vector that takes several packets."""
+    value = torch.full((100_000,), float(rank + 1))
+    dist.all_reduce(value, group=group)
+    assert (value == value[0]).all()
+    return value[0].item()
+
+
+OPERATIONS = {
+    "all_reduce": lambda g: dist.all_reduce(torch.ones(500_000), group=g),
+    "all_reduce_small": lambda g: dist.all_reduce(torch.ones(1), group=g),
+    "barrier": lambda g: dist.barrier(group=g),
+    "recv": lambda g: dist.recv(torch.ones(8), g.size() - 1, group=g),
+    "send": lambda g: dist.send(torch.ones(20_000_000), g.size() - 1, group=g),
+    "broadcast": lambda g: dist.broadcast(torch.ones(1000), g.size() - 1, group=g),
+    "all_to_all": lambda g: dist.all_to_all_single(
+        torch.ones(g.size() * 1000), torch.ones(g.size() * 1000), group=g
+    ),
+    "reduce_scatter": lambda g: dist.reduce_scatter_single(
+        torch.ones(1000), torch.ones(1000 * g.size()), group=g
+    ),
+    "all_gather_object": lambda g: dist.all_gather_object([None] * g.size(), "x", group=g),
+}
+
+
+def stuck_in(worker, operations, size):
+    """In each operation the last member takes no part; told so, the others end the world."""
+    elastic = ElasticGroup()
+    elastic.register()
+    rank, last = worker.number, size - 1
+    for name in operations:
+        elastic.replace(build(worker, f"stuck-{name}", rank, size))
+        at = []
+        if rank == last:
+            worker.say("in")
+            worker.hear()
+            elastic.abort()
+        else:
+            told = worker.when_told(lambda at=at: (at.append(time.monotonic()), elastic.abort()))
+            worker.say("in")
+            try:
+                OPERATIONS[name](elastic)
+            except (RuntimeError, PeerLostError):
+                out = time.monotonic()
+            told.join()
+            assert elastic.failed
+            with contextlib.suppress(PeerLostError):
+                elastic.check()
+                raise AssertionError("check() found nothing wrong")
+            worker.say(out - at[0])
+    if rank != last:
+        started = time.monotonic()
+        elastic.replace(build(worker, "after", rank, size - 1))
+        took = time.monotonic() - started
+        assert not elastic.failed
+        worker.say((summed(elastic, rank), took))
+    elastic.close()
+
+
+def peer_lost(worker, size):
+    """All reduce again and again until told that a peer is lost; then in the next world."""
+    elastic = ElasticGroup()
+    rank = worker.number
+    elastic.replace(build(worker, "first", rank, size))
+    at = []
+    told = worker.when_told(lambda at=at: (at.append(time.monotonic()), elastic.abort()))
+    worker.say("in")
+    try:
+        while True:
+            OPERATIONS["all_reduce"](elastic)
+    except (RuntimeError, PeerLostError):
+        out = time.monotonic()
+    failed = elastic.failed
+    told.join()
+    worker.say((failed, out - at[0]))
+    elastic.replace(build(worker, "second", rank, size - 1))
+    worker.say(summed(elastic, rank))
+    worker.hear()
+
+
+def seen(limit_s, ready):
+    """Wait until `ready()`; whether it came."""
+    deadline = time.monotonic() + limit_s
+    while not ready():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def held():
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def entry(port):
+    """What a rank that listens at `port` of this host publishes, in a world of two."""
+    address = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port)
+    address += socket.inet_aton(HOST)
+    address = address.ljust(128, b"\0") + struct.pack("=q", -1)
+    return struct.pack("=Q", 1) + b"h" + struct.pack("=Q", 136) + address + struct.pack("=2q", 0, 1)
+
+
+def builds_with(worker, peer):
+    """Build with a peer that is not there, for each rank; abort; say how long it took to leave."""
+    client = dist.TCPStore(HOST, worker.port, is_master=False, wait_for_workers=False)
+    listener = socket.create_server((HOST, 0), backlog=1)
+    first = None
+    for rank in (0, 1, 0, 1):
+        fence = f"{peer}-{rank}-{time.monotonic_ns()}"
+        gone = socket.create_server((HOST, 0))
+        ports = {"dead": gone.getsockname()[1], "stopped": listener.getsockname()[1]}
+        gone.close()
+        if peer in ports:
+            client.set(f"{fence}/gloo/0/{1 - rank}", entry(ports[peer]))
+        world = WorldGroup(wiring(worker, fence, rank, 2))
+        at = []
+
+        def end(world=world, at=at):
+            # Once the addresses are out, gloo is connecting.
+            seen(0.2, lambda world=world: world._construction._meeting is not None)
+            time.sleep(0.05)
+            at.append(time.monotonic())
+            world.abort()
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        try:
+            world.build()
+            outcome = "built"
+        except PeerLostError as error:
+            outcome = error.slug
+        out = time.monotonic()
+        thread.join()
+        world.close()
+        worker.say((outcome, out - at[0]))
+        # What was left behind goes too.
+        if first is None:
+            seen(2.0, lambda: threading.active_count() == 1)
+            first = held()
+    gone = seen(3.0, lambda: held()[0] <= first[0] and held()[1] <= first[1])
+    worker.say(
+        gone
+        or (
+            first,
+            held(),
+            [thread.name for thread in threading.enumerate()],
+            os.popen(f"ls -l /proc/{os.getpid()}/fd").read(),
+        )
+    )
+
+
+def rebuilds(worker, count):
+    """Many worlds, each ended in another way."""
+    rank = worker.number
+    elastic = ElasticGroup()
+    marks = []
+    for number in range(count):
+        world = build(worker, f"n{number}", rank, 2)
+        value = torch.ones(1000)
+        world.group.allreduce([value]).wait()
+        assert value[0] == 2
+        if number % 3 == 1:
+            world.abort()
+        elif number % 3 == 2:
+            elastic.replace(world)
+            world.abort()
+            world.abort()
+            with contextlib.suppress(RuntimeError, PeerLostError):
+                elastic.allreduce([value]).wait()
+        world.close()
+        world.abort()
+        if number in (count // 4, count - 1):
+            elastic.close()
+            world = None
+            seen(5.0, lambda: held()[1] == 1)
+            marks.append((*held(), resident()))
+    worker.say(marks)
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def user_sockets(worker, worlds):  # noqa: C901
+    """Threads of the user open, use and close connections while worlds come and go."""
+    server = socket.create_server((HOST, 0), backlog=128)
+    over, faults, rounds = threading.Event(), [], [0, 0]
+
+    def echo():
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                peer, _ = server.accept()
+                peer.sendall(peer.recv(64))
+                peer.close()
+
+    def talk():
+        while not over.is_set():
+            try:
+                with socket.create_connection(server.getsockname()) as sock:
+                    sock.sendall(b"hello")
+                    assert sock.recv(64) == b"hello"
+                rounds[0] += 1
+            except (OSError, AssertionError) as error:
+                if not over.is_set():  # then the server is gone
+                    faults.append(repr(error))
+
+    def ask():
+        while not over.is_set():
+            try:
+                client = StoreClient(HOST, worker.port, TIMEOUT_S)
+                client.open()
+                client.add("asked", 1)
+                client.close()
+                rounds[1] += 1
+            except RuntimeError as error:
+                faults.append(repr(error))
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (echo, talk, talk, ask)]
+    for thread in threads:
+        thread.start()
+    for number in range(worlds):
+        world = WorldGroup(wiring(worker, f"u{number}", worker.number, 2))
+        if number % 2:
+            build_and_end(world)
+        else:
+            world.build()
+            world.group.allreduce([torch.ones(8)]).wait()
+            world.abort()
+        world.close()
+    over.set()
+    server.close()
+    worker.say((faults, rounds))
+
+
+def build_and_end(world):
+    timer = threading.Timer(0.003, world.abort)
+    timer.start()
+    with contextlib.suppress(PeerLostError):
+        world.build()
+    timer.join()
+
+
+class Net(torch.nn.Module):
+    """Several buckets; buffers; one part that only even steps use."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(),
+            *(torch.nn.Linear(64, 64) for _ in range(6)),
+        )  # fmt: skip
+        self.even, self.odd = torch.nn.Linear(64, 8), torch.nn.Linear(64, 8)
+
+    def forward(self, x, step=None):
+        x = self.body(x)
+        if step is None:
+            return self.even(x) + self.odd(x)
+        return (self.odd if step % 2 else self.even)(x)
+
+
+KINDS = {
+    "plain": {"bucket_cap_mb": 0.02},
+    "unused": {"bucket_cap_mb": 0.02, "find_unused_parameters": True},
+    "views": {"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True},
+    "static": {"bucket_cap_mb": 0.02, "static_graph": True},
+}
+
+
+def gradients(model, rank, step, kind):
+    """One forward and backward on data of this rank and step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    batch = torch.randn(16, 32, generator=generator)
+    model.zero_grad(set_to_none=kind != "views")
+    out = model(batch, step) if kind == "unused" else model(batch)
+    out.square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
+
+
+def new_net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def ddp_survives(worker, kind, size, when):
+    """A member dies in the middle of a backward; the others go on with the DDP they have."""
+    rank = worker.number
+    elastic = ElasticGroup()
+    elastic.register()
+    elastic.replace(build(worker, "first", rank, size))
+    net = new_net()
+    model = DDP(net, process_group=elastic, **KINDS[kind])
+    for step in range(when):
+        gradients(model, rank, step, kind)
+        elastic.check()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    if rank == size - 1:
+        calls = iter(range(1000))
+
+        def die(_grad):
+            if next(calls) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        net.body[4].weight.register_hook(die)
+    told = worker.when_told(elastic.abort)
+    worker.say("in")
+    raised = False
+    try:
+        gradients(model, rank, when, kind)
+        elastic.check()
+    except (RuntimeError, PeerLostError):
+        raised = elastic.failed
+    told.join()
+    worker.say(raised)
+    net.load_state_dict(before)
+    elastic.replace(build(worker, "second", rank, size - 1))
+    ours = [gradients(model, rank, when + more, kind) for more in range(3)]
+    elastic.check()
+    after = net.state_dict()
+    # What a new DDP over an ordinary group of the new world makes of the same data.
+    other = new_net()
+    other.load_state_dict(before)
+    plain = ElasticGroup("plain")
+    plain.register()
+    plain.replace(build(worker, "plain", rank, size - 1))
+    fresh = DDP(other, process_group=plain, **KINDS[kind])
+    theirs = [gradients(fresh, rank, when + more, kind) for more in range(3)]
+    worker.say(
+        all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        and all(torch.equal(after[name], value) for name, value in other.state_dict().items())
+    )
+    worker.hear()
+
+
+def ddp_joined(worker, size):
+    """A survivor whose buckets were laid out anew, and a joiner whose DDP is new, go on."""
+    rank = worker.number
+    elastic = ElasticGroup()
+    elastic.register()
+    net = new_net()
+    elastic.replace(build(worker, "alone", 0, 1))
+    model = DDP(net, process_group=elastic, **KINDS["plain"])
+    if rank == 0:
+        for step in range(3):
+            gradients(model, 0, step, "plain")
+    elastic.replace(build(worker, "together", rank, size))
+    net.load_state_dict(new_net().state_dict())
+    got = [gradients(model, rank, step, "plain") for step in range(3)]
+    elastic.check()
+    worker.say([each.sum().item() for each in got])

@@ -1,0 +1,360 @@
+"""Loaders with worker processes under a Feed; run as a program, for it forks.
+
+Runs every scenario and prints what each found, as JSON by name. Nothing here judges: the tests
+that read it do.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from elastane.data.batch_sampler import ElasticBatchSampler
+from elastane.data.feed import Feed
+from elastane.data.shards import ElasticShards
+
+N, BATCH = 97, 10
+FLAGS = Path(tempfile.mkdtemp(prefix="feed-"))
+
+
+class Numbers(Dataset):
+    """Sample i is (i, the worker's pid, a random number); it may be slow, stuck or broken."""
+
+    def __init__(self, slow_s=0.0):
+        self.slow_s = slow_s
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        time.sleep(self.slow_s)
+        while (FLAGS / "hang").exists():
+            time.sleep(0.01)
+        if (FLAGS / "broken").exists():
+            raise ValueError(f"sample {index} is broken")
+        return index, os.getpid(), random.getrandbits(30)
+
+
+def make(slow_s=0.0, batches=None, **loader):
+    sampler = batches or ElasticBatchSampler(N, BATCH, seed=3)
+    options = {"num_workers": 2, "prefetch_factor": 3, **loader}
+    return Feed(DataLoader(Numbers(slow_s), batch_sampler=sampler, **options))
+
+
+def indices(portion):
+    return portion.batch[0].tolist()
+
+
+def workers():
+    """The pids of all loader workers that this process has."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = stat.read_text().rsplit(")", 1)
+        except OSError:
+            continue
+        state, parent = rest.split()[:2]
+        if int(parent) == os.getpid() and state != "Z" and "pt_data_worker" in name:
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def current(feed):
+    """The pids of the workers of the feed's present iterator."""
+    return [worker.pid for worker in feed._batches._workers]
+
+
+def wait_gone(pids, deadline_s=20.0):
+    end = time.monotonic() + deadline_s
+    while set(pids) & set(workers()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not set(pids) & set(workers())
+
+
+def rewound_to_another_world(persistent):
+    with make(persistent_workers=persistent) as feed:
+        first = [next(feed) for _ in range(3)]
+        feed.commit(0)
+        feed.commit(1)
+        pids = workers()
+        feed.rewind(1, 2)
+        again = next(feed)
+        return {
+            "steps": [p.step for p in first],
+            "again": [again.step, again.samples, again.weight, indices(again)],
+            "was": indices(first[2]),
+            "same_workers": workers() == pids,
+            "gone": wait_gone(pids) if not persistent else None,
+        }
+
+
+def many_rewinds(persistent):
+    """Two epochs, the world changed at random: what was committed, and the workers at each time."""
+    rng, committed, at_once, pids = random.Random(5), [], 0, set()
+    with make(persistent_workers=persistent) as feed:
+        while feed.cursor.epoch < 2:
+            world = rng.randint(1, 3)
+            of_step = []
+            for rank in range(world):  # one process plays the ranks in turn
+                feed.rewind(rank, world)
+                portion = next(feed)
+                of_step += indices(portion) if portion.samples else []
+            pids |= set(workers())
+            if rng.random() < 0.7:
+                committed.append((portion.share.epoch, of_step))
+                feed.commit(portion.step)
+        wait_gone(set(workers()) - set(current(feed)))
+        at_once = len(workers())
+    epochs = [sorted(i for e, step in committed if e == epoch for i in step) for epoch in (0, 1)]
+    return {
+        "once": [epoch == list(range(N)) for epoch in epochs],
+        "pids": len(pids),
+        "at_end": at_once,
+        "left": workers(),
+    }
+
+
+def whole_epochs(persistent):
+    """`for` over two epochs and a third that is broken off, as a plain script has it."""
+    seen, pids = [], []
+    with make(persistent_workers=persistent) as feed:
+        for _ in range(2):
+            seen.append([])
+            for portion in feed:
+                seen[-1] += indices(portion)
+                feed.commit(portion.step)
+                pids.append(portion.batch[1][0].item())
+        try:
+            with feed:
+                next(iter(feed))
+                raise KeyError("the script")
+        except KeyError:
+            left = workers()
+    once = [sorted(epoch) == list(range(N)) for epoch in seen]
+    return {"once": once, "differ": seen[0] != seen[1], "pids": len(set(pids)), "left": left}
+
+
+def killed_worker(persistent):
+    with make(slow_s=0.002, persistent_workers=persistent) as feed:
+        feed.commit(next(feed).step)
+        old = workers()
+        raised = ""
+        try:  # torch's handler of SIGCHLD may raise before we ask for data
+            for pid in old:
+                os.kill(pid, signal.SIGKILL)
+            while True:
+                next(feed)
+        except RuntimeError as error:
+            raised = str(error)
+        feed.rewind()
+        again = next(feed)
+        return {"raised": raised, "step": again.step, "alive": len(set(workers()) - set(old))}
+
+
+def killed_worker_unseen():
+    """Killed while nobody asked for data: a rewind must not build on its loader."""
+    with make(persistent_workers=True) as feed:
+        feed.commit(next(feed).step)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises in this very loop
+        victim = workers()[0]
+        feed.rewind()
+        os.kill(victim, signal.SIGKILL)
+        os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
+        begun = time.monotonic()
+        step = next(feed).step
+        return {"step": step, "seconds": time.monotonic() - begun}
+
+
+def broken_sample():
+    with make(persistent_workers=True) as feed:
+        feed.commit(next(feed).step)
+        feed.rewind()
+        (FLAGS / "broken").touch()
+        try:
+            next(feed)
+            raised = ""
+        except ValueError as error:
+            raised = str(error)
+        (FLAGS / "broken").unlink()
+        feed.rewind()
+        return {"raised": raised, "step": next(feed).step}
+
+
+def slow_loader(persistent):
+    """A rewind does not wait for what was being read."""
+    with make(slow_s=0.05, persistent_workers=persistent) as feed:
+        feed.commit(next(feed).step)
+        begun = time.monotonic()
+        feed.rewind(0, 5)
+        rewound_s = time.monotonic() - begun
+        samples = next(feed).samples
+        return {
+            "rewound_s": rewound_s,
+            "next_s": time.monotonic() - begun,
+            "samples": samples,
+        }
+
+
+def slow_shards():
+    """The same for shards, whose workers are in the middle of a batch."""
+    data = ElasticShards([(0, 400)], open_slowly, 40, lanes=1)
+    loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
+    with Feed(loader) as feed:
+        next(feed)
+        begun = time.monotonic()
+        feed.rewind(0, 20)
+        samples = next(feed).samples
+        return {"next_s": time.monotonic() - begun, "samples": samples}
+
+
+def hung_worker():
+    with make(persistent_workers=True) as feed:
+        feed.commit(next(feed).step)
+        feed.rewind()
+        next(feed)
+        (FLAGS / "hang").touch()
+        hung = workers()
+        feed.rewind(restart_workers=True)
+        (FLAGS / "hang").rename(FLAGS / "was-hung")  # the new ones are not to hang
+        step = next(feed).step
+        return {"step": step, "fresh": not set(hung) & set(workers()) or wait_gone(hung)}
+
+
+def random_streams():
+    torch.manual_seed(11)
+    before, drawn = torch.get_rng_state(), []
+    with make() as feed:
+        for rank in (0, 1, 0):
+            feed.rewind(rank, 2)
+            drawn.append(next(feed).batch[2].tolist())
+    own = torch.Generator().manual_seed(5)
+    expected = torch.empty((), dtype=torch.int64).random_(generator=own).item()
+    own.manual_seed(5)
+    with make(generator=own, worker_init_fn=note_seed) as feed:
+        next(feed)
+    noted = int((FLAGS / "seed-0").read_text())
+    return {
+        "untouched": torch.equal(before, torch.get_rng_state()),
+        "repeatable": drawn[0] == drawn[2],
+        "ranks_differ": drawn[0] != drawn[1],
+        "own_generator": noted == expected,
+    }
+
+
+def note_seed(worker):
+    (FLAGS / f"seed-{worker}").write_text(str(torch.initial_seed()))
+
+
+def open_numbers(shard, start):
+    return iter(range(shard * 1_000 + start, shard * 1_000 + LENGTHS[shard]))
+
+
+def open_slowly(shard, start):
+    for number in range(start, 400):
+        time.sleep(0.02)
+        yield number
+
+
+LENGTHS = [11, 0, 23, 5, 40, 1, 17]
+
+
+def shards(workers_, persistent=False, context=None):
+    """Two epochs with a world that changes, and a plain epoch without a feed."""
+    rng, committed = random.Random(workers_), []
+    data = ElasticShards(list(enumerate(LENGTHS)), open_numbers, BATCH, seed=2, lanes=4)
+    data.accumulate(2)
+    options = {"num_workers": workers_, "multiprocessing_context": context}
+    loader = DataLoader(
+        data, batch_size=None, collate_fn=default_collate, persistent_workers=persistent, **options
+    )
+    with Feed(loader) as feed:
+        while data.epoch < (1 if context else 2):
+            world, of_step = rng.randint(1, 3), []
+            for rank in range(world):
+                feed.rewind(rank, world)
+                portions = [next(feed) for _ in range(2)]
+                of_step += [i for p in portions if p.samples for i in p.batch.tolist()]
+            if rng.random() < 0.7:
+                committed.append((portions[0].share.epoch, of_step))
+                feed.commit(portions[0].step)
+    every = sorted(s * 1_000 + i for s, long in enumerate(LENGTHS) for i in range(long))
+    once = [sorted(i for e, step in committed if e == n for i in step) == every for n in (0, 1)]
+    return {"once": once[:1] if context else once, "left": workers()}
+
+
+def plain_persistent_shards():
+    """Without a feed: the same epoch a second time is an error, a named epoch is not."""
+    data = ElasticShards(list(enumerate(LENGTHS)), open_numbers, BATCH, lanes=4)
+    loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
+    count = sum(len(batch) for batch in loader)
+    try:
+        sum(len(batch) for batch in loader)
+        raised = ""
+    except Exception as error:
+        raised = str(error)
+    return {"count": count, "raised": raised}
+
+
+def plain_named_epochs():
+    data = ElasticShards(list(enumerate(LENGTHS)), open_numbers, BATCH, lanes=4)
+    loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
+    epochs = []
+    for epoch in range(3):
+        data.set_epoch(epoch)
+        epochs.append([int(i) for batch in loader for i in batch])
+    return {
+        "once": all(len(set(epoch)) == sum(LENGTHS) for epoch in epochs),
+        "differ": epochs[0] != epochs[1] != epochs[2],
+    }
+
+
+SCENARIOS = {
+    "rewound": lambda: rewound_to_another_world(persistent=False),
+    "rewound-persistent": lambda: rewound_to_another_world(persistent=True),
+    "many": lambda: many_rewinds(persistent=False),
+    "many-persistent": lambda: many_rewinds(persistent=True),
+    "epochs": lambda: whole_epochs(persistent=False),
+    "epochs-persistent": lambda: whole_epochs(persistent=True),
+    "killed": lambda: killed_worker(persistent=False),
+    "killed-persistent": lambda: killed_worker(persistent=True),
+    "killed-unseen": killed_worker_unseen,
+    "broken": broken_sample,
+    "slow": lambda: slow_loader(persistent=False),
+    "slow-persistent": lambda: slow_loader(persistent=True),
+    "slow-shards": slow_shards,
+    "hung": hung_worker,
+    "random": random_streams,
+    "shards-0": lambda: shards(0),
+    "shards-3": lambda: shards(3),
+    "shards-2-persistent": lambda: shards(2, persistent=True),
+    "shards-2-spawned": lambda: shards(1, persistent=True, context="spawn"),
+    "shards-plain-persistent": plain_persistent_shards,
+    "shards-plain-epochs": plain_named_epochs,
+}
+
+
+def main():
+    found = {}
+    for name in sys.argv[1:] or SCENARIOS:
+        begun = time.monotonic()
+        try:
+            found[name] = SCENARIOS[name]()
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+        found[name]["left"] = found[name].get("left", workers())
+        print(f"{name}: {time.monotonic() - begun:.2f} s", file=sys.stderr)
+    shutil.rmtree(FLAGS)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

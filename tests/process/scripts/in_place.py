@@ -1,0 +1,83 @@
+"""Training in place whose end is one exact number, whatever happens to its workers.
+
+Gradients are sums of integers, so neither their order nor the number of workers matters: each step
+adds what each of its samples and its number say. A buffer counts the bodies that happened. Each
+body that begins, and each step that is committed, is a line in FOLDER/PID.jsonl.
+
+    in_place.py FOLDER STEPS STEP_S
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+SAMPLES, BATCH, SIZE = 1009, 32, 8
+
+
+def gradient(step: int, sample: int) -> list[int]:
+    """What one sample adds at a step, and nothing else would."""
+    return [(step * 7919 + sample * 104729 + place * 1299709) % 65537 for place in range(SIZE)]
+
+
+def undisturbed(steps: int) -> list[float]:
+    """The weights after training without a fault."""
+    import elastane
+
+    batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=3).bind(0, 1)
+    weights = [0] * SIZE
+    while batches.next_step < steps:
+        for samples in batches:
+            for sample in samples if batches.next_step < steps else ():
+                grads = gradient(batches.next_step, sample)
+                weights = [w - g for w, g in zip(weights, grads, strict=True)]
+            batches.commit()
+    return [float(weight) for weight in weights]
+
+
+def main() -> None:
+    import torch
+    import torch.distributed as dist
+
+    import elastane
+
+    folder, steps, step_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end
+
+    def say(what: str, step: int) -> None:
+        place = {"rank": job.rank, "world": job.world_size, "round": job.fence.round}
+        log.write(
+            json.dumps({"what": what, "step": step, **place, "at_s": time.monotonic()}) + "\n"
+        )
+
+    with elastane.init() as job:
+        net = torch.nn.Linear(SIZE, 1, bias=False).to(torch.float64)
+        torch.nn.init.zeros_(net.weight)
+        net.register_buffer("bodies", torch.zeros(1, dtype=torch.int64))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=3)
+        loader = torch.utils.data.DataLoader(range(SAMPLES), batch_sampler=batches)
+        job.track(net=net, optimizer=optimizer)
+        for step, samples in job.steps(loader, until_step=steps):
+            with step:
+                say("body", step.number)
+                net.bodies += 1
+                mine = [gradient(step.number, int(s)) for s in samples] if step.samples else []
+                total = torch.tensor(mine, dtype=torch.float64).reshape(-1, SIZE).sum(dim=0)
+                time.sleep(step_s / 2)
+                dist.all_reduce(total, group=job.process_group)
+                net.weight.grad = total.reshape(1, SIZE)
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(step_s / 2)
+            if step.committed:
+                say("committed", step.number)
+        found = {"weights": net.weight.flatten().tolist(), "bodies": int(net.bodies)}
+        (folder / f"{os.getpid()}.final").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

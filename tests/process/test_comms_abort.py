@@ -1,0 +1,44 @@
+"""A world can be ended at any instant, and whoever waits in it comes out."""
+
+import signal
+
+import pytest
+from comms_bodies import OPERATIONS
+from comms_crew import Crew
+
+# Measured: 1 to 5 ms. The bound leaves room for a loaded machine, and none for a timeout.
+OUT_S = 1.0
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_operation_that_waits_for_a_silent_member_comes_out(size, record_property):
+    names = list(OPERATIONS) if size == 3 else ["all_reduce", "barrier", "recv"]
+    with Crew(size, "stuck_in", names, size) as crew:
+        for name in names:
+            crew.hear_all()
+            crew.say_all(*range(size - 1))
+            took = crew.hear_all(*range(size - 1))
+            crew.say(size - 1)
+            record_property(f"out_ms_{name}", [round(1000 * each, 1) for each in took])
+            assert max(took) < OUT_S, (name, took)
+        results = crew.hear_all(*range(size - 1))
+    right = sum(range(1, size))
+    assert [total for total, _ in results] == [right] * (size - 1)
+    record_property("rebuilt_ms", [round(1000 * took, 1) for _, took in results])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_survivors_of_a_lost_member_go_on_in_the_next_world(number, victim, record_property):
+    # The victim is the last or the first by its place in the crew; ranks are by place.
+    size = 3
+    with Crew(size, "peer_lost", size) as crew:
+        crew.hear_all()
+        crew.kill(size - 1 if victim else 2, number)
+        survivors = [each for each in range(size) if each != 2]
+        crew.say_all(*survivors)
+        outcomes = crew.hear_all(*survivors)
+        assert all(failed for failed, _ in outcomes)
+        record_property("out_ms", [round(1000 * took, 1) for _, took in outcomes])
+        assert max(took for _, took in outcomes) < OUT_S
+        assert crew.hear_all(*survivors) == [3.0, 3.0]

@@ -1,0 +1,113 @@
+"""A Feed over loaders with worker processes: what feed_scenarios.py found, judged.
+
+One child process plays all scenarios: a loader forks, and this process has threads.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "feed_scenarios.py"
+
+
+@pytest.fixture(scope="module")
+def found():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    errors = {name: result["error"] for name, result in results.items() if "error" in result}
+    assert not errors, errors
+    return results
+
+
+def test_no_scenario_leaves_a_worker_process(found):
+    assert {name: result["left"] for name, result in found.items() if result["left"]} == {}
+
+
+@pytest.mark.parametrize("name", ["rewound", "rewound-persistent"])
+def test_what_was_prefetched_and_not_committed_is_dealt_again_to_the_new_world(found, name):
+    result = found[name]
+    assert result["steps"] == [0, 1, 2]
+    assert result["again"] == [2, 5, 1.0, result["was"][5:]]
+
+
+def test_persistent_workers_are_kept_and_others_end(found):
+    assert found["rewound-persistent"]["same_workers"]
+    assert found["rewound"]["gone"]
+    assert found["many-persistent"]["pids"] == found["epochs-persistent"]["pids"] == 2
+    assert found["many-persistent"]["at_end"] == found["many"]["at_end"] == 2
+
+
+@pytest.mark.parametrize("name", ["many", "many-persistent", "shards-0", "shards-3"])
+def test_each_sample_is_committed_once_over_many_worlds(found, name):
+    assert found[name]["once"] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["shards-2-persistent", "shards-2-spawned"])
+def test_workers_of_shards_are_told_where_to_begin(found, name):
+    assert all(found[name]["once"])
+
+
+@pytest.mark.parametrize("name", ["epochs", "epochs-persistent"])
+def test_a_plain_loop_over_epochs_reads_each_sample_once(found, name):
+    assert found[name]["once"] == [True, True]
+    assert found[name]["differ"]
+
+
+@pytest.mark.parametrize("name", ["killed", "killed-persistent"])
+def test_a_killed_loader_worker_is_told_and_replaced_at_the_rewind(found, name):
+    assert "DataLoader worker" in found[name]["raised"]
+    assert found[name]["step"] == 1
+    assert found[name]["alive"] == 2
+
+
+def test_a_loader_worker_killed_unseen_is_replaced_at_the_rewind(found):
+    assert found["killed-unseen"]["step"] == 1
+    assert found["killed-unseen"]["seconds"] < 4.0  # torch would look for it after 5 s
+
+
+def test_what_a_dataset_raises_comes_out_and_the_step_can_be_dealt_again(found):
+    assert "is broken" in found["broken"]["raised"]
+    assert found["broken"]["step"] == 1
+
+
+@pytest.mark.parametrize("name", ["slow", "slow-persistent"])
+def test_a_rewind_does_not_wait_for_samples_that_are_being_read(found, name):
+    assert found[name]["rewound_s"] < 0.1
+    assert found[name]["samples"] == 2
+    # Asked ahead: 6 batches of 10 samples of 0.05 s, on 2 workers. Of the new one: 2 samples.
+    assert found[name]["next_s"] < 1.0
+
+
+def test_nor_do_workers_of_shards_read_on_what_is_void(found):
+    """Two batches of 40 samples of 0.02 s are asked of each; of the new, 2 samples."""
+    assert found["slow-shards"]["samples"] == 2
+    assert found["slow-shards"]["next_s"] < 0.7
+
+
+def test_hung_workers_are_replaced_when_asked(found):
+    assert found["hung"]["step"] == 1
+    assert found["hung"]["fresh"]
+
+
+def test_beginning_a_loader_leaves_the_programs_random_stream_alone(found):
+    assert found["random"]["untouched"]
+    assert found["random"]["repeatable"]
+    assert found["random"]["ranks_differ"]
+    assert found["random"]["own_generator"]
+
+
+def test_persistent_workers_of_shards_without_a_feed_need_a_named_epoch(found):
+    assert found["shards-plain-persistent"]["count"] == 97
+    assert "[data-loader]" in found["shards-plain-persistent"]["raised"]
+    assert found["shards-plain-epochs"]["once"]
+    assert found["shards-plain-epochs"]["differ"]

@@ -1,0 +1,153 @@
+"""Workers that recover in place: survivors keep their processes, and no step is lost or done twice.
+
+Each job ends with the weights of one that nothing happened to, to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastane.testing import FaultPlan, LocalCluster
+from elastane.testing.cluster import LocalNode
+
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+from in_place import undisturbed
+
+SCRIPT = Path(__file__).parent / "scripts" / "in_place.py"
+STEP_S = 0.03
+
+
+class InPlace:
+    """A local cluster that trains in place, and what its workers have written."""
+
+    def __init__(self, folder: Path, steps: int, **options: object) -> None:
+        self.folder, self.steps = folder, steps
+        (folder / "said").mkdir()
+        script = [str(SCRIPT), str(folder / "said"), str(steps), str(STEP_S)]
+        options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 1000, **options}
+        options |= {"preload": "torch,torch.distributed,torch.optim", "tee": "0"}
+        self.cluster = LocalCluster(script, folder=folder / "c", **options)
+
+    def said(self, what: str = "committed") -> dict[int, list[dict]]:
+        """What each process said, in its order."""
+        found = {}
+        for path in (self.folder / "said").glob("*.jsonl"):
+            lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True)]
+            found[int(path.stem)] = [line for line in lines if line["what"] == what]
+        return found
+
+    def wait_steps(self, count: int, world: int) -> dict[int, list[dict]]:
+        """Wait until as many processes as a world has have each made so many more steps in it."""
+        begun = {pid: len(lines) for pid, lines in self.said().items()}
+
+        def there() -> bool:
+            far = [
+                pid
+                for pid, lines in self.said().items()
+                if len(lines) >= begun.get(pid, 0) + count and lines[-1]["world"] == world
+            ]
+            return len(far) == world
+
+        self.cluster.wait(there, f"{count} steps of a world of {world}")
+        return {p: lines for p, lines in self.said().items() if lines and p in _alive(self)}
+
+    def ends_exact(self) -> list[dict]:
+        """Wait for the end; returns what the last world's workers ended with."""
+        nodes = self.cluster.nodes
+        self.cluster.wait(lambda: not any(node.is_alive for node in nodes), "all agents end")
+        assert self.cluster.events("job-ended")[-1].data["ok"] is True
+        finals = [json.loads(p.read_text()) for p in (self.folder / "said").glob("*.final")]
+        want = {"weights": undisturbed(self.steps), "bodies": self.steps}
+        assert finals and all(found == want for found in finals), finals
+        for pid, lines in self.said().items():
+            # One that was behind takes the step over instead of making it.
+            numbers = [line["step"] for line in lines]
+            assert numbers == sorted(set(numbers)), (pid, numbers)
+        return finals
+
+
+def _alive(job: InPlace) -> set[int]:
+    return {pid for node in job.cluster.nodes if node.is_alive for pid in node.workers()}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[InPlace]:
+    made = InPlace(tmp_path, 200)
+    with made.cluster:
+        yield made
+
+
+def starts(job: InPlace, names: str) -> list[LocalNode]:
+    nodes = [job.cluster.start(name) for name in names]
+    job.wait_steps(5, len(names))
+    return nodes
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_worker_of_any_rank_costs_the_others_no_process_and_is_replaced(job, victim):
+    nodes = starts(job, "abc")
+    by_rank = {lines[-1]["rank"]: pid for pid, lines in job.said().items()}
+    dead = by_rank[victim]
+    next(node for node in nodes if dead in node.workers()).kill_worker()
+    after = job.wait_steps(5, 3)
+    assert {*by_rank.values()} - {dead} < set(after) and dead not in after
+    assert len(job.ends_exact()) == 3
+    assert [e.data["used"] for e in job.cluster.events("restart")] == [1]
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_a_killed_node_is_left_behind_the_coordinators_too(job, victim):
+    nodes = {node.name: node for node in starts(job, "abc")}
+    before = set(job.said())
+    gone = set(nodes[victim].workers())
+    nodes[victim].kill()
+    after = job.wait_steps(5, 2)
+    assert set(after) == before - gone
+    job.cluster.start(victim)
+    assert before - gone < set(job.wait_steps(5, 3))
+    assert len(job.ends_exact()) == 3
+    assert not job.cluster.events("restart")
+
+
+def test_an_arrival_and_a_leave_come_at_a_boundary_and_no_step_is_dealt_again(job):
+    b = starts(job, "ab")[1]
+    before = set(job.said())
+    job.cluster.start("c")
+    assert before < set(job.wait_steps(5, 3))
+    left = set(b.workers())
+    b.stop()
+    after = job.wait_steps(5, 2)
+    assert before - left < set(after) and len(after) == 2
+    job.ends_exact()
+    for pid, bodies in job.said("body").items():
+        assert len(bodies) == len({body["step"] for body in bodies}), pid
+
+
+def test_a_fixed_size_waits_in_memory_for_the_successor(tmp_path):
+    job = InPlace(tmp_path, 150, nnodes="1", nproc_per_node=3)
+    with job.cluster:
+        node = job.cluster.start("a")
+        job.wait_steps(5, 3)
+        before = set(job.said())
+        dead = node.kill_worker(1)
+        after = job.wait_steps(5, 3)
+        assert before - {dead} < set(after) and len(after) == 3
+        assert all(line["world"] == 3 for lines in job.said().values() for line in lines)
+        job.ends_exact()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_faults_in_a_row_lose_no_step_and_do_none_twice(tmp_path, seed):
+    job = InPlace(tmp_path, 600)
+    with job.cluster:
+        starts(job, "abc")
+        kinds = ("kill-worker", "kill-node", "kill-agent", "stop-node")
+        plan = FaultPlan.random(seed, 12.0, 1.5, kinds, back_s=1.0)
+        print("\n".join(plan.run(job.cluster)))
+        job.ends_exact()

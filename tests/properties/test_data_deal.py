@@ -1,0 +1,120 @@
+"""The deal of an epoch against a model that writes every position down."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastane.data.batch_sampler import ElasticBatchSampler
+from elastane.data.lanes import Lanes
+from elastane.data.ledger import Ledger, Place
+
+sizes = st.tuples(st.integers(1, 90), st.integers(1, 100), st.booleans()).filter(
+    lambda size: not (size[2] and size[0] < size[1])
+)
+
+
+def model_steps(n, batch, drop_last):
+    """An epoch as lists of positions, step by step."""
+    steps = [list(range(n))[begin : begin + batch] for begin in range(0, n, batch)]
+    return [step for step in steps if len(step) == batch] if drop_last else steps
+
+
+@given(sizes, st.integers(1, 9), st.integers(1, 4))
+def test_the_shares_of_a_world_are_each_step_once(size, world, micro_batches):
+    ledger = Ledger(*size)
+    steps = model_steps(*size)
+    assert ledger.steps_per_epoch == len(steps)
+    assert ledger.samples_per_epoch == sum(map(len, steps))
+    for number, step in enumerate(steps):
+        dealt = [list(ledger.deal(number, r, world, micro_batches)) for r in range(world)]
+        assert all(len(shares) == micro_batches for shares in dealt)
+        flat = [share for shares in dealt for share in shares]
+        assert [p for s in flat for p in range(s.start, s.stop)] == step
+        of_ranks = [sum(s.samples for s in shares) for shares in dealt]
+        assert max(of_ranks) - min(of_ranks) <= 1
+        for shares in dealt:
+            assert max(s.samples for s in shares) - min(s.samples for s in shares) <= 1
+        # Local mean times weight, summed and divided by the world, is the mean over the step.
+        total = sum(
+            Fraction(sum(range(*s.reads)), len(range(*s.reads)))
+            * Fraction(s.weight).limit_denominator(1_000)
+            for s in flat
+        )
+        assert total / world == Fraction(sum(step), len(step))
+
+
+@given(sizes, st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=60), st.integers(1, 3))
+def test_any_history_of_worlds_commits_each_position_once(size, history, micro_batches):
+    """A history: the world of each try of a step, and whether the try committed."""
+    sampler = ElasticBatchSampler(*size[:2], seed=3, drop_last=size[2], micro_batches=micro_batches)
+    steps = model_steps(*size)
+    order = [i for lists in ElasticBatchSampler(size[0], size[0], seed=3) for i in lists]
+    committed = []
+    for world, is_good in history:
+        number = sampler.next_step
+        assert sampler.place == Place(number // len(steps), number % len(steps) * size[1])
+        got = []
+        for rank in range(world):
+            sampler.bind(rank, world)
+            lists, shares = iter(sampler), sampler.shares()
+            pairs = [(next(shares), next(lists)) for _ in range(micro_batches)]
+            assert all(len(lists) == max(share.samples, 1) for share, lists in pairs)
+            got += [i for share, lists in pairs if share.samples for i in lists]
+        if sampler.epoch == 0:
+            assert got == [order[position] for position in steps[number % len(steps)]]
+        if is_good:
+            committed.append(sorted(got))
+            sampler.commit(number)
+    for begin in range(0, len(committed) - len(steps) + 1, len(steps)):
+        epoch = [i for step in committed[begin : begin + len(steps)] for i in step]
+        assert len(set(epoch)) == len(epoch) == sum(map(len, steps))
+
+
+@given(sizes, st.integers(0, 2**40))
+def test_a_place_and_its_step_are_one_to_one(size, step):
+    ledger = Ledger(*size)
+    assert ledger.step_at(ledger.place_before(step)) == step
+
+
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any),
+    st.integers(1, 9),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_lanes_read_each_sample_of_each_shard_once(lengths, lanes, batch, world, rng):
+    order = list(range(len(lengths)))
+    rng.shuffle(order)
+    ledger, found = Ledger(sum(lengths), batch), []
+    plan = Lanes(order, lengths, lanes)
+    last = {}
+    for number in range(ledger.steps_per_epoch):
+        span = ledger.span(number)
+        for rank in range(world):
+            for share in ledger.deal(number, rank, world, 2):
+                runs = list(plan.runs(span, (share.start, share.stop)))
+                samples = [(r.shard, i) for r in runs for i in range(r.start, r.stop)]
+                assert len(samples) == share.samples
+                found += samples
+                for run in runs:
+                    # A lane goes forward: no shard of it has to be opened again.
+                    place = (order.index(run.shard), run.start)
+                    assert last.get(run.lane, (-1, 0)) <= place
+                    last[run.lane] = place
+    assert sorted(found) == [(s, i) for s, long in enumerate(lengths) for i in range(long)]
+
+
+@pytest.mark.parametrize(("world", "batch"), [(1, 16), (2, 16), (4, 32), (16, 16)])
+def test_where_it_divides_a_rank_reads_its_own_lanes_only(world, batch):
+    ledger, plan = Ledger(1_600, batch), Lanes(range(10), [160] * 10, 16)
+    for rank in range(world):
+        lanes = {
+            run.lane
+            for number in range(ledger.steps_per_epoch)
+            for share in ledger.deal(number, rank, world)
+            for run in plan.runs(ledger.span(number), (share.start, share.stop))
+        }
+        assert lanes == set(range(rank * 16 // world, (rank + 1) * 16 // world))

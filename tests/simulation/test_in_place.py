@@ -1,0 +1,180 @@
+"""Jobs whose workers recover in place: thousands of histories, and a death at every step of one.
+
+`elastane sim --in-place` replays a seed; its line in kept_seeds.txt has the same option.
+"""
+
+import os
+import random
+
+import pytest
+
+from elastane.core.steps import Step
+from elastane.testing.simulation import Cut, History, HistoryFailedError, run_seed, setting_of
+from elastane.testing.simulation.batch import play
+from elastane.testing.simulation.history import IN_PLACE_S, LIVENESS_S, stuck
+from elastane.testing.simulation.shrink import shrunk
+from elastane.testing.simulation.transcript import Play
+
+CHUNK = 250
+CHUNKS = 6
+# One of so many steps is played by every run of the tests, all of them by the soak.
+STRIDE = 16
+SOAK_SEEDS = int(os.environ.get("ELASTANE_SOAK_SEEDS", "500000"))
+MODES = pytest.mark.parametrize("store_backed", [True, False], ids=["store", "endpoint"])
+
+SCRIPT = """
+job nodes=2:4 restarts=5 steps=60 recovers=in-place min-workers=3 mode={mode}
+boot n0 n1 n2
+run 5.2
+kill-worker n1 0
+run 4
+boot n3
+run 5
+kill-worker n0 1
+run 0.1
+kill-worker n2 0
+run 6
+drain n2
+run 6
+break n1
+run 3
+"""
+
+
+def holds(tally):
+    """Fail with the smallest story of the first history that failed."""
+    if tally.failed is not None:
+        seed, store_backed = tally.failed
+        setting = setting_of(seed, store_backed=store_backed, in_place=True)
+        with pytest.raises(HistoryFailedError) as failure:
+            History(setting).run()
+        pytest.fail(str(shrunk(setting, Cut(), failure.value)))
+
+
+@MODES
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_no_step_is_lost_or_made_twice_in_any_history(chunk, store_backed):
+    seeds = range(chunk * CHUNK, (chunk + 1) * CHUNK)
+    holds(play(seeds, [store_backed], in_place=True))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(36_000)
+@MODES
+def test_no_step_is_lost_or_made_twice_in_a_million_histories(store_backed):
+    first = CHUNK * CHUNKS
+    jobs = len(os.sched_getaffinity(0))
+    holds(play(range(first, first + SOAK_SEEDS), [store_backed], jobs, in_place=True))
+
+
+def test_histories_meet_what_they_are_meant_to_meet():
+    regrouped = healed = restarts = ended = 0
+    kinds = set()
+    for seed in range(150):
+        history = History(setting_of(seed, store_backed=True, in_place=True))
+        result = history.run()
+        line = history.cluster.checks.line
+        regrouped, healed = regrouped + line.regrouped, healed + line.healed
+        restarts, ended = restarts + result.restarts_used, ended + ("succeeded" in result.ended)
+        kinds |= {planned.kind for planned in history.setting.plan}
+    assert regrouped > 150 and healed > 150, (regrouped, healed)
+    assert restarts > 40 and ended > 20, (restarts, ended)
+    assert len(kinds) == 27
+
+
+def test_histories_of_the_other_kind_are_not_changed_by_this_one():
+    plain, in_place = (setting_of(5, store_backed=True, in_place=p) for p in (False, True))
+    assert plain.plan != in_place.plan and not plain.script.in_place and in_place.script.in_place
+
+
+def test_a_failing_seed_is_replayed_by_its_command(capsys, monkeypatch):
+    from elastane.cli.main import main
+    from elastane.testing.simulation.line import Line
+
+    monkeypatch.setattr(Line, "forks", lambda self, before: self._require(False, "a fork"))
+    assert main(["sim", "--seeds", "50", "--mode", "store", "--in-place"]) == 1
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("replay: elastane ")
+    assert "--in-place" in command
+    assert main(command.split()) == 1
+    assert "a fork" in capsys.readouterr().out
+
+
+def one_job(mode, dies_at=(), back_s=0.5):
+    """Play the script, and kill at the given numbers of steps; return the steps passed."""
+    play, passed = Play(), []
+    job, *commands = SCRIPT.format(mode=mode).split("\n")[1:-1]
+    play.do(job)
+    cluster = play.cluster
+
+    def on_step(host, step):
+        passed.append(step)
+        if len(passed) - 1 not in dies_at:
+            return False
+        cluster.upset = True
+        cluster.crash(host, f"dies where it is {step.value!r}, step {len(passed) - 1}")
+        cluster.clock.after(back_s, lambda: come_back(cluster, cluster.nodes[host]))
+        return True
+
+    cluster.on_step = on_step
+    for command in commands:
+        name = command.split()[1]
+        if command.startswith("kill-worker") and cluster.nodes[name].household is None:
+            continue
+        play.do(command)
+    play.do("run 40")
+    if stuck(cluster):
+        play.do(f"run {LIVENESS_S + IN_PLACE_S}")
+    return cluster, passed
+
+
+def come_back(cluster, node):
+    if not node.alive and cluster.checks.outcome is None:
+        cluster.boot(node)
+
+
+def survives(mode, dies_at, back_s):
+    try:
+        cluster, _ = one_job(mode, dies_at, back_s)
+        broken = stuck(cluster)
+    except Exception as fault:
+        raise AssertionError(f"{mode}: deaths at steps {dies_at}: {fault!r}") from fault
+    assert not broken, f"{cluster.story.text()}\n{mode}: deaths at steps {dies_at}: {broken}"
+
+
+@pytest.mark.parametrize("mode", ["store", "endpoint"])
+def test_a_death_at_any_step_of_a_recovery_in_place_is_survived(mode):
+    _, passed = one_job(mode)
+    assert len(passed) > 150 and {Step.BEFORE_START, Step.BEFORE_STOP} < {*passed}
+    for number in range(STRIDE - 1 if mode == "store" else 3, len(passed), STRIDE):
+        survives(mode, {number}, back_s=(0.05, 0.5, 4.0)[number % 3])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", ["store", "endpoint"])
+def test_a_death_at_each_step_of_a_recovery_in_place_is_survived(mode):
+    _, passed = one_job(mode)
+    for number in range(len(passed)):
+        for back_s in (0.05, 0.5, 4.0):
+            survives(mode, {number}, back_s)
+
+
+@pytest.mark.parametrize("mode", ["store", "endpoint"])
+def test_two_and_three_deaths_at_any_steps_of_it_are_survived(mode):
+    rng, (_, passed) = random.Random(7), one_job(mode)
+    for count in (2, 3):
+        for _ in range(15):
+            survives(mode, {*rng.sample(range(len(passed)), count)}, rng.choice((0.05, 0.5, 4.0)))
+
+
+def test_an_undisturbed_job_of_it_loses_no_step_and_restarts_nobody():
+    cluster, _ = one_job("store")
+    told = cluster.story.text()
+    assert "workers-regrouped" in told and cluster.checks.line.healed >= 4
+    assert "round 1 attempt 1" not in told
+    assert cluster.checks.outcome.ok and cluster.checks.restarts_used == 3
+
+
+def test_one_seed_is_one_history():
+    first, second = (run_seed(7, store_backed=True, in_place=True) for _ in range(2))
+    assert first == second

@@ -1,0 +1,159 @@
+"""Each bug planted in the recovery in place is found within a bounded number of seeds."""
+
+import pytest
+
+from elastane.core.effects import RegroupWorkers
+from elastane.core.group import Group
+from elastane.core.localworkers import LocalWorkers
+from elastane.core.rendezvous import forming, holdings, phases, regroup
+from elastane.core.rendezvous.regroup import Seat
+from elastane.core.rendezvous.state import Node, Phase
+from elastane.testing.simulation import HistoryFailedError, residents, run_seed
+
+
+def first_failure(seeds, *, store_backed=True, first=0):
+    for seed in range(first, first + seeds):
+        try:
+            run_seed(seed, store_backed=store_backed, in_place=True)
+        except HistoryFailedError as fault:
+            return str(fault).splitlines()[-2]
+    pytest.fail(f"{seeds} seeds did not find the bug")
+
+
+def test_a_successor_that_is_placed_before_survivors_is_found(monkeypatch):
+    monkeypatch.setattr(Seat, "workers", property(lambda self: self.joiners + self.survivors))
+    found = first_failure(300)
+    assert "joiner" in found or "have the order" in found
+
+
+def test_nodes_of_survivors_that_are_put_in_another_order_are_found(monkeypatch):
+    original = regroup._seats
+    monkeypatch.setattr(regroup, "_seats", lambda state: original(state)[::-1])
+    found = first_failure(300)
+    assert "have the order" in found or "joiner" in found
+
+
+def test_a_worker_that_died_and_is_given_a_place_is_found(monkeypatch):
+    original = Node.lose
+
+    def stays_able(self, failures):
+        able = {*self.able}
+        original(self, failures)
+        self.able, self.lost = able, set()
+
+    monkeypatch.setattr(Node, "lose", stays_able)
+    first_failure(300)
+
+
+def test_a_failure_told_of_the_last_world_that_is_dropped_at_a_regroup_is_found(monkeypatch):
+    original = Group.enter
+
+    def forgets(self, assignment):
+        original(self, assignment)
+        self.failures.clear()
+
+    monkeypatch.setattr(Group, "enter", forgets)
+    first_failure(1000)
+
+
+def test_a_waiting_node_that_is_taken_for_a_member_is_found(monkeypatch):
+    def at_once(state):
+        look_after(state)
+        for node in state.nodes.values():
+            if node.waiting and node.fence is not None and not node.able:
+                node.able = set(range(node.spec.local_world_size))
+                state.refile(node)
+
+    look_after = regroup.look_after
+    monkeypatch.setattr(regroup, "look_after", at_once)
+    assert "is not able" in first_failure(300)
+
+
+def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
+    original = forming.put_in_force
+
+    def not_spent(state, world, why):
+        original(state, world, why)
+        for node in state.nodes.values():
+            node.spent = False
+
+    monkeypatch.setattr(forming, "put_in_force", not_spent)
+    assert "which is free" in first_failure(1000)
+
+
+def test_an_incident_that_is_charged_twice_is_found(monkeypatch):
+    original = regroup._charge
+
+    def twice(state, incident):
+        original(state, incident)
+        return original(state, incident)
+
+    monkeypatch.setattr(regroup, "_charge", twice)
+    assert "restarts" in first_failure(300)
+
+
+def test_departures_that_are_charged_are_found(monkeypatch):
+    original = regroup.begin
+
+    def charges(state, reason):
+        state.budget.used = min(state.budget.allowed, state.budget.used + 1)
+        return original(state, reason)
+
+    monkeypatch.setattr(regroup, "begin", charges)
+    assert "workers died" in first_failure(300)
+
+
+def test_workers_that_go_on_from_the_one_who_is_behind_are_found(monkeypatch):
+    def least(*known, **more):
+        return min(*known, **more) if len(known) == 1 else max(*known)
+
+    monkeypatch.setattr(residents, "max", least, raising=False)
+    assert "again" in first_failure(300)
+
+
+def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeypatch):
+    original = phases._draining
+
+    def impatient(state):
+        if state.aimed and state.in_place and state.incident.planned:
+            state.undrained.clear()
+        return original(state)
+
+    monkeypatch.setitem(phases.RULES, Phase.DRAINING, impatient)
+    assert "parks for a planned change" in first_failure(500)
+
+
+def test_survivors_that_are_stopped_by_a_new_coordinator_are_found(monkeypatch):
+    monkeypatch.setattr(holdings, "untold", lambda *args: None)
+    found = first_failure(20, first=945)
+    assert "was stopped" in found or "goes on from" in found
+
+
+def test_a_fault_that_restarts_all_though_some_survive_is_found(monkeypatch):
+    monkeypatch.setattr(regroup, "has_survivors", lambda state: False)
+    assert "was stopped" in first_failure(300)
+
+
+def test_a_reason_to_wait_that_outlives_its_world_is_found(monkeypatch):
+    original = forming.put_in_force
+
+    def keeps(state, world, why):
+        lost_s = state.lost_s
+        original(state, world, why)
+        state.lost_s = lost_s
+
+    monkeypatch.setattr(forming, "put_in_force", keeps)
+    assert "nothing was trained" in first_failure(10, first=24)
+
+
+def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):
+    original = LocalWorkers._regroup
+
+    def again(self, assignment, *, leaving):
+        before = self.group.assignment if self.group is not None else None
+        original(self, assignment, leaving=leaving)
+        if before is not None and self.group is not None and before.in_place and before.workers:
+            self._outbox.add(RegroupWorkers(self.group.born, before))
+
+    monkeypatch.setattr(LocalWorkers, "_regroup", again)
+    first_failure(500)

@@ -1,0 +1,120 @@
+"""State goes as plain data and tensors, and comes back the same; what cannot is refused by name."""
+
+import random
+from collections import OrderedDict, defaultdict
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from elastane.comms.digest import raw_bytes, state_digest
+from elastane.comms.state import build, flatten
+from elastane.errors import ConfigurationError, StateError
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int8, torch.uint8, torch.int16, torch.int64, torch.bool, torch.float8_e4m3fn),
+]
+
+
+def _state():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    generator = torch.Generator().manual_seed(7)
+    torch.randn(3, generator=generator)
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "python": random.Random(3).getstate(),
+        "numpy": np.random.default_rng(1).bit_generator.state,
+        "generator": generator,
+        "array": np.arange(6, dtype="u2").reshape(2, 3)[:, ::2],
+        "empty": np.zeros((0, 3)),
+        "scalars": [np.float32(1.5), np.int64(-3), np.bool_(True), 2**100, -(2**63), float("inf")],
+        "dtypes": [torch.ones(3).to(dtype) for dtype in DTYPES],
+        "odd": (torch.tensor(5.0), torch.empty(0, 4), torch.arange(12).reshape(3, 4).t()),
+        "keys": {1: "a", (2, None): b"b", "c": True},
+        "size": torch.Size([2, 3]),
+        "default": defaultdict(list, {"x": [1]}),
+    }
+
+
+def _same(a, b):
+    if isinstance(a, torch.Tensor):
+        bits = [raw_bytes(each) for each in (a, b)]
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, torch.Generator):
+        return torch.equal(a.get_state(), b.get_state())
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and a == b
+
+
+def test_a_state_of_everything_that_is_taken_comes_back_the_same():
+    state = _state()
+    again = build(*flatten(state))
+    assert _same(state, again)
+    assert isinstance(again["model"], OrderedDict)
+    assert state_digest(state) == state_digest(again)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, lambda: 0, np.array([object()]), torch.eye(2).to_sparse(), random.Random()],
+    ids=["object", "set", "function", "array", "sparse", "random"],
+)
+def test_what_cannot_be_sent_is_named_with_its_place(value):
+    with pytest.raises(ConfigurationError, match=r"state\['a'\]\[1\]") as refused:
+        flatten({"a": [0, value]})
+    assert refused.value.slug == "state-kind"
+
+
+def test_a_state_that_holds_itself_is_refused():
+    state = []
+    state.append(state)
+    with pytest.raises(ConfigurationError, match="nested deeper"):
+        flatten(state)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [b"", b"\xc1", ["T", 0], ["x"], ["T"], ["d", [[1]]], ["a", "O", [1], 0], ["s", "f4", b"1"]],
+    ids=["nothing", "garbage", "number", "kind", "parts", "pairs", "objects", "scalar"],
+)
+def test_bytes_that_are_no_state_are_an_error_of_ours(tree):
+    with pytest.raises(StateError):
+        build(tree if isinstance(tree, bytes) else msgspec.msgpack.encode(tree), [])
+
+
+def test_the_digest_sees_each_change():
+    """One bit, two equal changes that cancel in xor, two words exchanged, a name, a kind."""
+    base = {"w": torch.arange(64, dtype=torch.int64), "n": 1}
+    digests = {state_digest(base)}
+    flipped = {"w": base["w"].clone(), "n": 1}
+    flipped["w"][9] ^= 1
+    twice = {"w": base["w"].clone(), "n": 1}
+    twice["w"][8] ^= 1 << 40
+    twice["w"][16] ^= 1 << 40
+    digests |= {state_digest(flipped), state_digest(twice)}
+    digests |= {state_digest({**base, "n": 2}), state_digest({"v": base["w"], "n": 1})}
+    digests.add(state_digest({**base, "w": base["w"].view(torch.float64)}))
+    digests.add(state_digest({**base, "w": base["w"].reshape(8, 8)}))
+    assert len(digests) == 7
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1 << 15, (1 << 18) + 3])
+def test_the_digest_covers_every_byte(count):
+    data = torch.zeros(count, dtype=torch.uint8)
+    before = state_digest({"x": data})
+    for at in {0, count // 2, count - 1} & set(range(count)):
+        data[at] = 1
+        assert state_digest({"x": data}) != before
+        data[at] = 0
+    assert state_digest({"x": data}) == before

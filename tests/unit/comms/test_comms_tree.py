@@ -1,0 +1,67 @@
+"""The sum over virtual shards is that of one tree, whoever computes it."""
+
+import pytest
+import torch
+
+from elastane.comms.reduction import TreeSum, blocks_of, combine, shards_of
+
+
+def _reference(vectors):
+    """The tree by its definition: halves of a power of two, a missing half adds nothing."""
+    size = 1
+    while size < len(vectors):
+        size *= 2
+    if size == 1:
+        return vectors[0]
+    left, right = vectors[: size // 2], vectors[size // 2 :]
+    return _reference(left) + _reference(right)
+
+
+def _world(vectors, world_size):
+    shards = len(vectors)
+    nodes, values = [], []
+    for rank in range(world_size):
+        held = shards_of(rank, world_size, shards)
+        total = TreeSum(held, shards)
+        for shard in held:
+            total.add(vectors[shard])
+        blocks = total.blocks()
+        assert len(blocks) == len(blocks_of(held, shards))
+        assert len(total._spare) + len(blocks) <= held.stop.bit_length() + 2
+        nodes += blocks_of(held, shards)
+        values += blocks
+    return combine(nodes, values, shards)
+
+
+@pytest.mark.parametrize("shards", range(1, 33))
+def test_every_world_has_the_same_sum_bit_for_bit(shards):
+    generator = torch.Generator().manual_seed(shards)
+    # Of very different sizes, so that another order gives other bits.
+    vectors = [
+        torch.randn(50, generator=generator) * 10 ** (3 * torch.randn(50, generator=generator))
+        for _ in range(shards)
+    ]
+    expected = _reference(vectors)
+    for world_size in range(1, min(shards, 16) + 1):
+        assert torch.equal(_world(vectors, world_size), expected), world_size
+
+
+def test_another_order_would_be_seen():
+    """That the test above can fail: a plain loop gives other bits."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(500, generator=generator) for _ in range(8)]
+    assert not torch.equal(sum(vectors[1:], vectors[0]), _reference(vectors))
+
+
+@pytest.mark.parametrize("shards", [1, 5, 8, 12, 31, 32])
+def test_shards_are_dealt_once_and_evenly(shards):
+    for world_size in range(1, shards + 1):
+        held = [shards_of(rank, world_size, shards) for rank in range(world_size)]
+        assert [shard for each in held for shard in each] == list(range(shards))
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+def test_a_world_that_divides_the_shards_into_powers_of_two_brings_one_block_a_rank():
+    for shards, world_size in [(8, 1), (8, 2), (8, 4), (8, 8), (32, 4), (12, 3)]:
+        for rank in range(world_size):
+            assert len(blocks_of(shards_of(rank, world_size, shards), shards)) == 1

@@ -1,0 +1,296 @@
+"""Recovery in place where messages cross, coordinators change, and workers end on the way."""
+
+import msgspec
+from core_driver import Driver, job_spec, node_spec
+from test_core_regroup import able, dies, in_place, kinds, regrouped
+
+from elastane.core.agent import AgentCore
+from elastane.core.effects import Transmit
+from elastane.core.events import (
+    GroupAble,
+    GroupGone,
+    Linked,
+    Told,
+    Unlinked,
+    WorkerFailed,
+    WorkerLost,
+    WorkerSucceeded,
+)
+from elastane.core.limits import LOST_PEER_S
+from elastane.core.messages import (
+    Able,
+    Assign,
+    Close,
+    Failed,
+    Holding,
+    Interrupt,
+    Join,
+    Lost,
+    Prepare,
+    Release,
+    Stop,
+    Stopped,
+    Succeeded,
+)
+from elastane.core.model import Assignment, Failure, Fence, Offer
+
+FIRST = Assignment(
+    fence=Fence(1, 0),
+    node_rank=1,
+    nodes=2,
+    rank_base=2,
+    world_size=4,
+    role_rank_base=2,
+    role_world_size=4,
+    master_addr="a",
+    master_port=7000,
+    agent_store=True,
+    restarts_used=0,
+    max_restarts=3,
+    reason="begins",
+)
+NEXT = msgspec.structs.replace(FIRST, fence=Fence(2, 0), workers=(0, 1), in_place=True)
+
+
+def failure(local_rank, pid):
+    return Failure(local_rank=local_rank, rank=2, pid=pid, exit_code=-9)
+
+
+class Agent:
+    """The core of node b, with two workers that recover in place."""
+
+    def __init__(self):
+        self.core = AgentCore(
+            job_spec(), node_spec("b"), Offer(7100, True), 0.0, self_fencing=False
+        )
+        self.effects = []
+        self.does(Linked(Offer(7101, True)), Told(Assign(FIRST)))
+        self.does(GroupAble(Fence(1, 0), (0, 1), Offer(7102, True)))
+        self.effects.clear()
+
+    def does(self, *events):
+        for event in events:
+            self.effects += self.core.handle(event, 1.0)
+
+    def fails(self, local_rank, pid=50):
+        self.does(WorkerFailed(Fence(1, 0), failure(local_rank, pid)))
+
+    def sent(self, kind):
+        found = [e.message for e in self.effects if isinstance(e, Transmit)]
+        return [m for m in found if isinstance(m, kind)]
+
+    def holding(self):
+        self.does(Unlinked("gone"), Linked(None))
+        return self.sent(Join)[-1].holding
+
+
+def holding(job, node_id, **more):
+    """What an agent of `job` holds that has two able workers of its latest assignment."""
+    more.setdefault("able", (0, 1))
+    return Holding(assignment=job.assigned[node_id], state=more.pop("state", "running"), **more)
+
+
+def successor(job):
+    """Another coordinator, with the record of the last."""
+    after = Driver(job.spec, job.persisted[-1], store_backed=True)
+    after.assigned = dict(job.assigned)
+    return after
+
+
+# The agent.
+
+
+def test_a_worker_that_failed_is_not_able_any_more():
+    agent = Agent()
+    agent.fails(0)
+    assert agent.holding().able == (1,)
+
+
+def test_a_failure_that_crossed_the_next_assignment_is_told_of_that_one():
+    agent = Agent()
+    agent.fails(1)
+    agent.effects.clear()
+    agent.does(Told(Prepare(assignment=NEXT)), Told(Assign(NEXT)))
+    told = agent.sent(Failed)[-1]
+    assert told.fence == Fence(2, 0) and [f.local_rank for f in told.failures] == [1]
+
+
+def test_a_peer_that_was_lost_without_a_coordinator_is_told_at_the_next_registration():
+    agent = Agent()
+    agent.does(Unlinked("gone"))
+    agent.does(WorkerLost(Fence(1, 0), Fence(1, 0), "reset"))
+    assert agent.holding().halted == "reset"
+    agent.does(Told(Assign(NEXT)))
+    assert agent.holding().halted == ""
+
+
+def test_an_interrupt_is_told_to_the_next_coordinator():
+    agent = Agent()
+    agent.does(Told(Interrupt(fence=Fence(1, 0), reason="a died")))
+    assert agent.holding().halted == "a died"
+
+
+def test_failures_whose_successors_were_started_are_told_as_such():
+    agent = Agent()
+    agent.fails(0)
+    agent.does(Told(Prepare(assignment=NEXT)))
+    assert agent.holding().renewed == (0,)
+    agent.fails(0, pid=51)
+    assert agent.holding().renewed == ()
+
+
+def test_a_stop_of_a_world_that_the_agent_has_not_heard_of_stops_its_workers():
+    agent = Agent()
+    agent.does(Told(Stop(fence=Fence(2, 0), grace_s=1.0, reason="all")))
+    agent.does(GroupGone(Fence(1, 0), Offer(7103, True)))
+    assert [m.fence for m in agent.sent(Stopped)] == [Fence(2, 0)]
+
+
+def test_workers_that_were_done_before_their_next_world_say_so():
+    agent = Agent()
+    agent.does(WorkerSucceeded(Fence(1, 0), 0), WorkerSucceeded(Fence(1, 0), 1))
+    agent.does(Told(Assign(NEXT)))
+    assert [m.fence for m in agent.sent(Succeeded)] == [Fence(1, 0), Fence(2, 0)]
+
+
+def test_a_joiner_that_fails_does_not_keep_the_others_from_success():
+    agent = Agent()
+    agent.does(Told(Assign(msgspec.structs.replace(NEXT, workers=(1,)))))
+    agent.fails(0)
+    agent.does(WorkerSucceeded(Fence(1, 0), 1))
+    assert [m.fence for m in agent.sent(Succeeded)] == [Fence(2, 0)]
+
+
+def test_the_offer_says_which_world_it_follows():
+    agent = Agent()
+    agent.does(Told(Assign(NEXT)))
+    agent.does(GroupAble(Fence(1, 0), (0, 1), Offer(7103, True)))
+    assert [m.fence for m in agent.sent(Able)] == [Fence(2, 0)]
+
+
+# The coordinator.
+
+
+def test_a_world_is_not_settled_at_the_port_of_the_last_one():
+    job = in_place(nodes="ab", min_workers=1)
+    dies(job, "b", 0, 1)
+    dies(job, "b", 1, 2)
+    assert job.machine.phase == "regrouping" and job.assigned["a"].fence == Fence(2, 0)
+    able(job, "a")
+    assert regrouped(job, "a") == (Fence(3, 0), 0, (0, 1), 2)
+
+
+def test_a_node_that_leaves_a_job_of_fixed_size_is_let_go_while_others_wait():
+    job = in_place(low=2, high=2)
+    job.leaves("b")
+    for node_id in "ab":
+        job.marks(node_id, 7)
+    job.drains("a"), job.drains("b")
+    assert job.machine.phase == "regrouping" and kinds(job, "b")[-1] is Stop
+    job.stops("b")
+    assert kinds(job, "b")[-1] is Release and job.persisted[-1].restarts_used == 0
+
+
+def test_a_node_that_leaves_before_it_has_a_place_is_let_go():
+    job = in_place(nodes="ab")
+    job.join("c")
+    job.leaves("c")
+    assert kinds(job, "c")[-1] is Stop
+    job.says("c", Stopped(Fence(1, 0), Offer(1, True)))
+    assert kinds(job, "c")[-1] is Release and kinds(job, "a") == []
+
+
+def test_workers_that_finished_their_steps_are_not_drained_for_a_node_that_leaves():
+    job = in_place(nodes="ab")
+    able(job, "a", "b", workers=())
+    job.leaves("b")
+    assert job.machine.phase == "running"
+
+
+def test_a_reason_to_wait_is_forgotten_with_its_world():
+    job = in_place(low=1, high=1, nodes="a")
+    job.says("a", Lost(fence=Fence(1, 0), reason="reset"))
+    dies(job, "a", 0, 1), dies(job, "a", 1, 2)
+    job.stops("a")
+    assert job.assigned["a"].fence == Fence(1, 1)
+    able(job, "a")
+    job.passes(3 * LOST_PEER_S, alive="a")
+    assert job.machine.phase == "running" and kinds(job, "a")[-1] is not Interrupt
+
+
+def test_a_joiner_that_registers_again_is_not_charged_again():
+    job = in_place(nodes="ab", min_workers=1)
+    dies(job, "a", 0, 1)
+    able(job, "a", workers=(1,))
+    dies(job, "a", 0, 2)
+    assert job.persisted[-1].restarts_used == 2
+    lost = (failure(0, 2),)
+    job.join("a", holding=holding(job, "a", able=(1,), failures=lost, renewed=(0,)))
+    job.join("a", holding=holding(job, "a", able=(1,), failures=lost))
+    assert job.persisted[-1].restarts_used == 2
+    assert kinds(job, "a")[-1] is Prepare, "it had not heard of the first one"
+
+
+def test_a_new_coordinator_goes_on_with_a_world_of_which_nobody_was_told():
+    job = in_place(nodes="ab", min_workers=1)
+    before = dict(job.assigned)
+    dies(job, "b", 0, 1)
+    after = successor(job)
+    after.assigned = before
+    after.join("a", holding=holding(after, "a"))
+    after.join("b", holding=holding(after, "b", able=(1,), state="failed"))
+    assert Stop not in kinds(after, "a") + kinds(after, "b")
+    assert regrouped(after, "b") == (Fence(3, 0), 2, (1,), 3)
+
+
+def test_an_agent_that_missed_its_assignment_keeps_its_workers():
+    job = in_place(nodes="ab", min_workers=1)
+    before = job.assigned["b"]
+    dies(job, "a", 0, 1)
+    able(job, "a", workers=(1,))
+    job.inbox.clear()
+    job.join("b", holding=Holding(assignment=before, state="running", able=(0, 1)))
+    assert Stop not in kinds(job, "b")
+    assert regrouped(job, "b") == (Fence(3, 0), 1, (0, 1), 3)
+    assert job.persisted[-1].restarts_used == 1
+
+
+def test_a_new_coordinator_waits_in_place_for_successors_that_were_paid_for():
+    job = in_place(low=2, high=2)
+    dies(job, "b", 0, 1)
+    after = successor(job)
+    after.join("a", holding=holding(after, "a", halted="b died"))
+    lost = {"failures": (failure(0, 1),), "state": "failed", "renewed": (0,)}
+    after.join("b", holding=holding(after, "b", able=(1,), **lost))
+    assert after.machine.phase == "regrouping" and after.persisted[-1].restarts_used == 1
+    able(after, "b")
+    assert regrouped(after, "b") == (Fence(2, 0), 2, (1, 0), 4)
+
+
+def test_a_world_that_was_interrupted_is_not_resumed_as_if_nothing_were_wrong():
+    job = in_place(nodes="ab")
+    after = successor(job)
+    for node_id in "ab":
+        after.join(node_id, holding=holding(after, node_id, halted="c died"))
+    after.passes(LOST_PEER_S + 0.2, alive="ab")
+    assert regrouped(after, "b") == (Fence(2, 0), 2, (0, 1), 4)
+
+
+def test_where_some_are_done_and_too_few_are_left_all_start_anew():
+    job = in_place(low=2, high=2)
+    able(job, "a", workers=())
+    dies(job, "b", 0, 1)
+    assert kinds(job, "a")[-1] is Stop and Close not in kinds(job, "a")
+
+
+def test_a_node_that_came_with_stale_workers_has_a_place_later():
+    job = in_place(low=1, high=3, nodes="ab")
+    stale = msgspec.structs.replace(job.assigned["a"], fence=Fence(0, 7), node_rank=2)
+    job.join("c", holding=Holding(assignment=stale, state="running"))
+    job.says("c", Stopped(Fence(0, 7), Offer(1, True)))
+    able(job, "c")
+    job.passes(1.2, alive="abc")
+    for node_id in "ab":
+        job.marks(node_id, 3)
+    job.drains("a"), job.drains("b")
+    assert regrouped(job, "c") == (Fence(2, 0), 4, (0, 1), 6)
