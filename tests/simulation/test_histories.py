@@ -44,9 +44,12 @@ def test_no_history_breaks_what_must_hold(chunk, store_backed):
     holds(play(range(chunk * CHUNK, (chunk + 1) * CHUNK), [store_backed]))
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=[f"{k.seed}-{k.store_backed}" for k in KEPT])
+@pytest.mark.parametrize(
+    "kept", KEPT, ids=[f"{k.seed}-{k.store_backed}-{k.in_place}" for k in KEPT]
+)
 def test_a_seed_that_once_failed_holds(kept):
-    assert run_seed(kept.seed, store_backed=kept.store_backed, cut=kept.cut).events, kept.was
+    mode = {"store_backed": kept.store_backed, "in_place": kept.in_place}
+    assert run_seed(kept.seed, cut=kept.cut, **mode).events, kept.was
 
 
 @pytest.mark.soak

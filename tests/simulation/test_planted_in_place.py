@@ -108,7 +108,7 @@ def test_workers_that_go_on_from_the_one_who_is_behind_are_found(monkeypatch):
         return min(*known, **more) if len(known) == 1 else max(*known)
 
     monkeypatch.setattr(residents, "max", least, raising=False)
-    assert "again" in first_failure(300)
+    assert "and goes on from" in first_failure(300)
 
 
 def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeypatch):
@@ -132,18 +132,6 @@ def test_survivors_that_are_stopped_by_a_new_coordinator_are_found(monkeypatch):
 def test_a_fault_that_restarts_all_though_some_survive_is_found(monkeypatch):
     monkeypatch.setattr(regroup, "has_survivors", lambda state: False)
     assert "was stopped" in first_failure(300)
-
-
-def test_a_reason_to_wait_that_outlives_its_world_is_found(monkeypatch):
-    original = forming.put_in_force
-
-    def keeps(state, world, why):
-        lost_s = state.lost_s
-        original(state, world, why)
-        state.lost_s = lost_s
-
-    monkeypatch.setattr(forming, "put_in_force", keeps)
-    assert "nothing was trained" in first_failure(10, first=24)
 
 
 def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):

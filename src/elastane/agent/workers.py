@@ -112,7 +112,8 @@ class WorkerGroup:
         port = self._next_port(assignment)
         self._spawn_task(self._meeting.move(port, serves=assignment.agent_store))
         for worker in self._workers:
-            if worker.local_rank in assignment.workers:
+            # One that ended, or whose successor only starts, is told as failed by the core.
+            if worker.local_rank in assignment.workers and worker.local_rank in self._lines.able:
                 worker.beside = False
                 worker.page.release()
                 self._lines.send(worker.local_rank, self._place(assignment, worker.local_rank))

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What one member says of itself: steps committed, and whether it holds their state."""
+    """What one member says of itself: steps committed, and whether it holds their state.
+
+    `torn`: it was receiving a state that did not come to its end, and holds half of each.
+    """
 
     committed: int
     holds: bool
+    torn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,15 @@ class Healing:
     fresh: bool
 
 
-def decide(standings: Sequence[Standing]) -> Healing:
-    """Return who heals whom; `standings` in the order of ranks, the same on all members."""
+def decide(standings: Sequence[Standing]) -> Healing | None:
+    """Return who heals whom; `standings` in the order of ranks, the same on all members.
+
+    None: nobody holds a state, and some have half of one; all are to begin anew.
+    """
     assert standings, "a world has members"
     holders = [rank for rank, standing in enumerate(standings) if standing.holds]
+    if not holders and any(standing.torn for standing in standings):
+        return None
     if not holders:
         return Healing(0, 0, tuple(range(1, len(standings))), fresh=True)
     committed = max(standings[rank].committed for rank in holders)

@@ -1,7 +1,8 @@
 """Members compare their state as a world begins, and take over the one that is right.
 
-Owns the exchange; who is right is decided in core. Fails as a collective fails, by a peer that is
-lost; then nobody who was to receive holds a state.
+Owns the exchange, and what this member holds; who is right is decided in core. Fails as a
+collective fails, by a peer that is lost: who was receiving then holds nothing, and who was giving
+holds what it held. JobError where no state is left that is whole.
 """
 
 from __future__ import annotations
@@ -13,31 +14,44 @@ from elastane.comms import transfer
 from elastane.comms.elastic import ElasticGroup
 from elastane.core.recovery import Healing, Standing, decide
 from elastane.data.cursor import Cursor
+from elastane.errors import JobError
 from elastane.job.tracked import Tracked
 
 
-def heal(group: ElasticGroup, tracked: Tracked, cursor: Cursor, *, holds: bool) -> Healing:
-    """Bring all members to one state; returns who gave it to whom."""
-    mine = Standing(cursor.next_step, holds)
-    healing = decide(_standings(group, mine))
-    if healing.receivers:
-        _hand_over(group, tracked, cursor, healing)
-    group.check()
-    return healing
+class Health:
+    """Whether this member holds the job's state, and the way to it."""
 
+    def __init__(self, group: ElasticGroup, tracked: Tracked) -> None:
+        self._group, self._tracked = group, tracked
+        self.holds = False
+        self._torn = False
 
-def _standings(group: ElasticGroup, mine: Standing) -> list[Standing]:
-    said = torch.tensor([mine.committed, int(mine.holds)], dtype=torch.int64)
-    heard = [torch.zeros_like(said) for _ in range(group.size())]
-    dist.all_gather(heard, said, group=group)
-    return [Standing(int(found[0]), bool(found[1])) for found in heard]
+    def compare(self, cursor: Cursor) -> None:
+        """Bring all members of the world to one state: that of who is furthest."""
+        said = torch.tensor([cursor.next_step, self.holds, self._torn], dtype=torch.int64)
+        heard = [torch.zeros_like(said) for _ in range(self._group.size())]
+        dist.all_gather(heard, said, group=self._group)
+        healing = decide([Standing(int(n), bool(h), bool(t)) for n, h, t in heard])
+        if healing is None:
+            raise JobError(
+                "no worker of this world holds the state of the job",
+                expected="one that was not lost before it had given its state to others",
+                next_step="let the script load its checkpoint when it starts",
+                slug="job-state-lost",
+            )
+        if healing.receivers:
+            self._hand_over(cursor, healing)
+        self._group.check()
+        self.holds = True
 
-
-def _hand_over(group: ElasticGroup, tracked: Tracked, cursor: Cursor, healing: Healing) -> None:
-    if group.rank() == healing.donor:
-        state = {"tracked": tracked.state(), "data": cursor.state_dict()}
-        transfer.send(group, state, healing.receivers)
-    elif group.rank() in healing.receivers:
-        found = transfer.receive(group, healing.donor, into={"tracked": tracked.state()})
-        tracked.load(found["tracked"])
-        cursor.load_state_dict(found["data"])
+    def _hand_over(self, cursor: Cursor, healing: Healing) -> None:
+        group, tracked = self._group, self._tracked
+        if group.rank() == healing.donor:
+            state = {"tracked": tracked.state(), "data": cursor.state_dict()}
+            transfer.send(group, state, healing.receivers)
+        elif group.rank() in healing.receivers:
+            self.holds, self._torn = False, True
+            found = transfer.receive(group, healing.donor, into={"tracked": tracked.state()})
+            tracked.load(found["tracked"])
+            cursor.load_state_dict(found["data"])
+            self._torn = False

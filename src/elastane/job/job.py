@@ -54,9 +54,9 @@ class Job:
         self._building: WorldGroup | None = None
         self._tracked = Tracked()
         self._undo = Undo(self._tracked)
+        self._health = heal.Health(self.process_group, self._tracked)
         self._feed: Feed | None = None
         self._loader: Any = None
-        self._holds = False
         self._handles: list[Any] = []
 
     def join(self) -> Self:
@@ -125,7 +125,8 @@ class Job:
         """Yield (step, batch) until an epoch or a step is reached; `with step:` is its body.
 
         `loader` is a DataLoader over an ElasticBatchSampler, or over ElasticShards. With
-        `accumulate` micro-batches a step, take them from `step.batches`.
+        `accumulate` micro-batches a step, take them from `step.batches`. Where the body breaks out
+        of the loop, it is to do so on all workers at the same step.
         """
         if until_epoch is None and until_step is None:
             raise JobError(
@@ -135,17 +136,21 @@ class Job:
                 slug="job-steps",
             )
         feed = self._open(loader, accumulate)
-        while not self._is_done(feed, until_epoch, until_step):
-            if not self._boundary():
-                continue
-            portions = _take(feed, accumulate)
-            if not portions:
-                continue  # The epoch has ended; the feed goes on with the next.
-            step = Step(self, feed.cursor.next_step, portions)
-            yield step, portions[0].batch
-            if not step.committed:
-                self._enter_next()
-        self._finish()
+        try:
+            while not self._is_done(feed, until_epoch, until_step):
+                if not self._boundary():
+                    continue
+                portions = _take(feed, accumulate)
+                if not portions:
+                    continue  # The epoch has ended; the feed goes on with the next.
+                step = Step(self, feed.cursor.next_step, portions)
+                yield step, portions[0].batch
+                if not step.committed:
+                    self._enter_next()
+            self._meet_at_the_end()
+        finally:  # Also where the loop was left by break: it enters no other world.
+            if self._line is not None:
+                self._line.finished()
 
     def begin_step(self, step: Step) -> None:
         """Begin the body of a step; `with step:` calls it."""
@@ -232,7 +237,7 @@ class Job:
             self._enter_next()
             return
         try:
-            self._compare()
+            self._health.compare(self._open_feed.cursor)
         except (ElastaneError, RuntimeError) as error:
             self._was_lost(error)
             self._enter_next()
@@ -261,11 +266,16 @@ class Job:
         return False
 
     def _wait_gated(self, page: WorkerPage, number: int) -> None:
-        """A planned change: go on up to the step that all agree on, and wait there."""
-        while page.gated and not self._has_news:
-            if page.target > number:
-                return
-            page.park(bool(page.target))
+        """A planned change: go on up to the step that all agree on, and wait there for news.
+
+        The gate is no longer there a moment before the news is; a step in between would be begun
+        in the old world.
+        """
+        while not self._has_news:
+            target = page.target  # once: it may be set at any moment
+            if target > number:
+                break
+            page.park(target > 0)
             time.sleep(_POLL_S)
         page.park(False)
 
@@ -289,19 +299,15 @@ class Job:
             self._place = self._line.next_place()
             try:
                 self._build(self._place)
-                self._compare()
+                self._health.compare(self._open_feed.cursor)
                 break
             except (ElastaneError, RuntimeError) as error:
                 self._was_lost(error)
         self._rewind()
+        if self._page is not None:
+            self._page.reach(self.committed)  # As if it had come there by itself.
 
-    def _compare(self) -> None:
-        """Take the state of whoever is further, or give it to those behind."""
-        holds, self._holds = self._holds, False  # Until this is done, it may be half of each.
-        heal.heal(self.process_group, self._tracked, self._open_feed.cursor, holds=holds)
-        self._holds = True
-
-    def _finish(self) -> None:
+    def _meet_at_the_end(self) -> None:
         """Leave the steps together: who leaves knows that all others hold the last one."""
         while True:
             try:
@@ -311,8 +317,6 @@ class Job:
             except (ElastaneError, RuntimeError) as error:
                 self._was_lost(error)
                 self._enter_next()
-        if self._line is not None:
-            self._line.finished()
 
     def _was_lost(self, error: Exception) -> None:
         """Take an error for that of a lost peer, if it is one; else it is raised again."""

@@ -2,7 +2,8 @@
 
 Gradients are sums of integers, so neither their order nor the number of workers matters: each step
 adds what each of its samples and its number say. A buffer counts the bodies that happened. Each
-body that begins, and each step that is committed, is a line in FOLDER/PID.jsonl.
+body that begins, and each step that is committed, is a line in FOLDER/PID.jsonl. All stop after the
+step in which rank 0 finds FOLDER/enough, or after STEPS.
 
     in_place.py FOLDER STEPS STEP_S
 """
@@ -67,15 +68,20 @@ def main() -> None:
                 net.bodies += 1
                 mine = [gradient(step.number, int(s)) for s in samples] if step.samples else []
                 total = torch.tensor(mine, dtype=torch.float64).reshape(-1, SIZE).sum(dim=0)
+                enough = job.rank == 0 and (folder / "enough").exists()
+                total = torch.cat([total, torch.tensor([float(enough)], dtype=torch.float64)])
                 time.sleep(step_s / 2)
                 dist.all_reduce(total, group=job.process_group)
-                net.weight.grad = total.reshape(1, SIZE)
+                net.weight.grad = total[:SIZE].reshape(1, SIZE)
                 optimizer.step()
                 optimizer.zero_grad()
                 time.sleep(step_s / 2)
             if step.committed:
                 say("committed", step.number)
-        found = {"weights": net.weight.flatten().tolist(), "bodies": int(net.bodies)}
+                if total[SIZE]:
+                    break
+        found = {"steps": job.committed, "bodies": int(net.bodies)}
+        found["weights"] = net.weight.flatten().tolist()
         (folder / f"{os.getpid()}.final").write_text(json.dumps(found))
 
 

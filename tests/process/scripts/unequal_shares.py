@@ -43,9 +43,8 @@ def main():
     if batches.world[0] == 0:
         weights = [value.flatten().tolist() for value in model.state_dict().values()]
         Path(sys.argv[1]).write_text(json.dumps([batches.world, batches.place, weights]))
-    # Not by the ordinary way: gloo's thread may want the interpreter's lock to free its last work,
-    # while this one holds that lock and waits, in the group's destructor, for gloo's thread.
-    os._exit(0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

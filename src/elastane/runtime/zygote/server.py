@@ -26,6 +26,7 @@ from elastane.runtime.kernel import bind_to_cpus, die_with_parent, place_descrip
 from elastane.runtime.process import WorkerCommand
 from elastane.runtime.zygote import fitness, protocol
 from elastane.runtime.zygote.child import Birth, become, first_path_entry, note_birth
+from elastane.runtime.zygote.ddp import free_reducers_first
 from elastane.runtime.zygote.store import serve
 
 # A forked process waits this long to become the agent's child; it takes microseconds. Less than
@@ -47,6 +48,7 @@ def main(args: Sequence[str]) -> Work | None:
     sock = socket.socket(fileno=protocol.ZYGOTE_FD)
     begun = time.monotonic()
     problems = import_all(preload)
+    free_reducers_first()
     unfit = settle()
     gc.collect()
     gc.freeze()  # so that a collection in a worker does not copy every page of the modules

@@ -63,6 +63,10 @@ class Line:
         self.regrouped += world.in_place
         self.healed += sum(w.committed != world.base for w in members) if world.from_state else 0
         self._ordered(world, members)
+        ahead = [f"{w.name} (step {w.committed})" for w in members if w.held > world.base]
+        self._require(
+            not ahead, f"{world.fence} has {', '.join(ahead)}, and goes on from step {world.base}"
+        )
         if not self.is_strict:
             self._forget(world.base)
             return
@@ -70,7 +74,7 @@ class Line:
             w
             for group in self._cluster.residents.groups
             for w in group.workers.values()
-            if (w.committed or 0) > world.base and self._must_be_in(w)
+            if w.held > world.base and self._must_be_in(w)
         ]
         names = ", ".join(f"{w.name} (step {w.committed})" for w in elsewhere)
         self._require(

@@ -36,6 +36,11 @@ class Worker:
     last: tuple[Fence, int] | None = None  # its place in the last world that began with it
 
     @property
+    def held(self) -> int:
+        """The step of its state, 0 where it has none."""
+        return self.committed or 0
+
+    @property
     def alive(self) -> bool:
         """Whether the process is there."""
         return self.stage not in ("dead", "done")

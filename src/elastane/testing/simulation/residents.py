@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 MEETING_TIMEOUT_S = 15.0
 COLLECTIVE_TIMEOUT_S = 30.0
 _WATCH_S = 5.0
-# The longest moment in which some have applied a step and others have not.
-_APPLY_S = 0.03
+# The share of a step's time in which some have applied it and others have not.
+_APPLY_SHARE = 0.3
 
 
 class Residents:
@@ -333,7 +333,7 @@ class Residents:
         for worker in world.workers.values():
             worker.stage = "applying"
             self._clock.after(
-                self._rng.random() * _APPLY_S,
+                self._rng.random() * _APPLY_SHARE * self.script.step_s,
                 lambda w=worker: self._applied(w, world),  # type: ignore[misc]
             )
 
