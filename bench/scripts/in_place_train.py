@@ -1,0 +1,108 @@
+"""A small model under DDP, with elastane's steps or in a plain loop.
+
+    in_place_train.py FOLDER library|plain [STEPS]
+
+Without STEPS it goes on for ever, and each committed step is a line in FOLDER/PID.jsonl. With
+STEPS, rank 0 leaves the median time of a step in FOLDER/step_s.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+SAMPLES, BATCH, WIDTH = 100_000, 256, 256
+X, Y = torch.randn(4096, WIDTH), torch.arange(4096) % 10
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitems__(self, indices):
+        return torch.tensor(indices) % 4096
+
+
+def pick(chosen):
+    return X[chosen], Y[chosen]
+
+
+def model():
+    layers = [torch.nn.Linear(WIDTH, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)]
+    return torch.nn.Sequential(*layers)
+
+
+def with_library(folder, steps):
+    import elastane
+
+    log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)
+    took = []
+    with elastane.init() as job:
+        net = model()
+        ddp = DistributedDataParallel(net, process_group=job.process_group)
+        optimizer = torch.optim.AdamW(net.parameters())
+        batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0)
+        loader = torch.utils.data.DataLoader(Samples(), batch_sampler=batches, collate_fn=pick)
+        job.track(net=net, optimizer=optimizer)
+        began_s = time.perf_counter()
+        for step, (x, y) in job.steps(loader, until_step=steps or 10**9):
+            with step:
+                step.backward(torch.nn.functional.cross_entropy(ddp(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            now_s = time.perf_counter()
+            took.append(now_s - began_s)
+            began_s = now_s
+            if step.committed and not steps:
+                place = {"world": job.world_size, "round": job.fence.round}
+                log.write(json.dumps({"at_s": time.monotonic(), **place}) + "\n")
+        return took, job.rank
+
+
+def plain(steps):
+    import torch.distributed as dist
+
+    import elastane
+
+    dist.init_process_group("gloo")
+    net = model()
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters())
+    batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0)
+    loader = torch.utils.data.DataLoader(Samples(), batch_sampler=batches, collate_fn=pick)
+    took, done = [], 0
+    began_s = time.perf_counter()
+    while done < steps:
+        for x, y in loader:
+            torch.nn.functional.cross_entropy(ddp(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            batches.commit()
+            now_s = time.perf_counter()
+            took.append(now_s - began_s)
+            began_s = now_s
+            done += 1
+            if done == steps:
+                break
+    rank = dist.get_rank()
+    dist.barrier()
+    return took, rank
+
+
+def main():
+    folder, mode = Path(sys.argv[1]), sys.argv[2]
+    steps = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    took, rank = with_library(folder, steps) if mode == "library" else plain(steps)
+    if rank == 0:
+        (folder / "step_s").write_text(str(statistics.median(took[len(took) // 10 :])))
+    if mode == "plain":
+        os._exit(0)  # torch's own teardown of a group may hang; it is not what is measured
+
+
+if __name__ == "__main__":
+    main()
