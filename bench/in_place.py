@@ -20,8 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 SCRIPT = Path(__file__).parent / "scripts" / "in_place_train.py"
 WORKERS = 4
 DEADLINE_S = 60.0
@@ -36,7 +39,7 @@ def lines(folder: Path) -> dict[int, list[dict[str, float]]]:
     return found
 
 
-def wait(condition, what):  # type: ignore[no-untyped-def]
+def wait(condition: Callable[[], T], what: str) -> T:
     """Return the first true value of `condition`."""
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
@@ -67,11 +70,15 @@ def kills(count: int, seed: int) -> list[float]:
                 os.kill(victim, signal.SIGKILL)
                 killed_s = time.monotonic()
                 others = [pid for pid in alive if pid != victim]
-                took.append(wait(lambda p=others, s=killed_s: _after(folder, p, s), "a step"))  # type: ignore[misc]
+                took.append(_next_step(folder, others, killed_s))
         finally:
             agent.terminate()
             agent.wait(30)
     return took
+
+
+def _next_step(folder: Path, pids: list[int], killed_s: float) -> float:
+    return wait(lambda: _after(folder, pids, killed_s), "the next step")
 
 
 def _full_world(folder: Path) -> list[int]:

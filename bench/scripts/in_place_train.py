@@ -21,26 +21,26 @@ X, Y = torch.randn(4096, WIDTH), torch.arange(4096) % 10
 
 
 class Samples(torch.utils.data.Dataset):
-    def __len__(self):
+    def __len__(self) -> int:
         return SAMPLES
 
-    def __getitems__(self, indices):
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
         return torch.tensor(indices) % 4096
 
 
-def pick(chosen):
+def pick(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return X[chosen], Y[chosen]
 
 
-def model():
+def model() -> torch.nn.Module:
     layers = [torch.nn.Linear(WIDTH, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)]
     return torch.nn.Sequential(*layers)
 
 
-def with_library(folder, steps):
+def with_library(folder: Path, steps: int) -> tuple[list[float], int]:
     import elastane
 
-    log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)
+    log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end
     took = []
     with elastane.init() as job:
         net = model()
@@ -64,7 +64,7 @@ def with_library(folder, steps):
         return took, job.rank
 
 
-def plain(steps):
+def plain(steps: int) -> tuple[list[float], int]:
     import torch.distributed as dist
 
     import elastane
@@ -94,7 +94,7 @@ def plain(steps):
     return took, rank
 
 
-def main():
+def main() -> None:
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     steps = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     took, rank = with_library(folder, steps) if mode == "library" else plain(steps)
