@@ -145,6 +145,8 @@ class Job:
                     continue  # The epoch has ended; the feed goes on with the next.
                 step = Step(self, feed.cursor.next_step, portions)
                 yield step, portions[0].batch
+                if not step.begun:
+                    raise _not_begun(step)
                 if not step.committed:
                     self._enter_next()
             self._meet_at_the_end()
@@ -343,6 +345,15 @@ class Job:
             fence=f"{place.fence.round}.{place.fence.attempt}",
             device_type=self.device.type,
         )
+
+
+def _not_begun(step: Step) -> JobError:
+    return JobError(
+        f"the body of step {step.number} did not begin with it",
+        expected="one `with step:` around each body",
+        next_step="for step, batch in job.steps(...):  with step: ...",
+        slug="job-steps",
+    )
 
 
 def _take(feed: Feed, count: int) -> list[Portion]:

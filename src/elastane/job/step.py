@@ -29,6 +29,7 @@ class Step:
         self.number = number
         self.epoch = portions[0].share.epoch if portions else 0
         self.committed = False
+        self.begun = False
         self.weight = portions[0].weight if portions else 1.0
         self._portions = portions
         self._job = job
@@ -54,6 +55,7 @@ class Step:
         (loss if self.weight == 1.0 else loss * self.weight).backward(**more)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Step:
+        self.begun = True
         self._job.begin_step(self)
         return self
 

@@ -1,0 +1,168 @@
+"""A job of one worker, with no launcher: its steps, refusals, and what a lost step puts back."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import elastane
+from elastane.errors import JobError
+from elastane.job.tracked import Tracked
+from elastane.job.undo import Undo
+
+N, B = 100, 16
+X = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))
+
+
+def loader_of(samples=N, batch=B):
+    batches = elastane.ElasticBatchSampler(samples, batch, seed=0)
+    return torch.utils.data.DataLoader(range(samples), batch_sampler=batches)
+
+
+def net_of():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+    )
+
+
+@pytest.fixture
+def job():
+    with elastane.init() as made:
+        yield made
+    assert not torch.distributed.is_initialized()
+
+
+def test_steps_of_a_job_of_one_are_those_of_a_plain_loop(job):
+    nets = [net_of(), net_of()]
+    sgd = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    job.track(net=nets[0], sgd=sgd[0])
+    for step, chosen in job.steps(loader_of(), until_epoch=2):
+        with step:
+            step.backward(nets[0](X[chosen]).square().mean())
+            sgd[0].step()
+            sgd[0].zero_grad()
+        assert step.committed
+    plain = loader_of()
+    for epoch in range(2):
+        plain.batch_sampler.set_epoch(epoch)
+        for chosen in plain:
+            nets[1](X[chosen]).square().mean().backward()
+            sgd[1].step()
+            sgd[1].zero_grad()
+    assert job.committed == 2 * 7 and (job.rank, job.world_size) == (0, 1)
+    for ours, theirs in zip(*(net.state_dict().values() for net in nets), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_micro_batches_of_a_step_add_up_to_its_mean(job):
+    nets = [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    job.track(net=nets[0])
+    for step, _ in job.steps(loader_of(batch=10), until_step=1, accumulate=3):
+        with step:
+            seen = []
+            for chosen in step.batches:
+                step.backward(nets[0](X[chosen]).square().mean())
+                seen += chosen.tolist()
+        assert step.samples == len(seen) == 10
+    nets[1](X[seen]).square().mean().backward()
+    torch.testing.assert_close(nets[0].weight.grad, nets[1].weight.grad)
+
+
+def test_a_body_that_fails_by_itself_is_the_scripts_own_failure(job):
+    with pytest.raises(ZeroDivisionError):
+        for step, _ in job.steps(loader_of(), until_step=3):
+            with step:
+                _ = 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda job: next(iter(job.steps(loader_of()))), "no end"),
+        (lambda job: [0 for _ in job.steps(loader_of(), until_step=2)], "did not begin"),
+        (lambda job: job.track(net=object()), "no state_dict"),
+        (lambda job: [job.track(net=net_of()) for _ in range(2)], "one of this name"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(job, wrong, words):
+    with pytest.raises(JobError, match=words):
+        wrong(job)
+
+
+def test_what_comes_too_late_is_refused(job):
+    for step, _ in job.steps(loader_of(), until_step=1):
+        with step:
+            pass
+    with pytest.raises(JobError, match="has begun"):
+        job.track(net=net_of())
+    with pytest.raises(JobError, match="another loader"):
+        next(iter(job.steps(loader_of(), until_step=2)))
+
+
+def everything(net, optimizers, scheduler):
+    tensors = [t.clone() for t in net.state_dict().values()]
+    for optimizer in optimizers:
+        state = optimizer.state_dict()["state"]
+        tensors += [t.clone() for per in state.values() for t in per.values() if t is not None]
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    draws = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    return tensors, [*rates, scheduler.last_epoch, *draws]
+
+
+@pytest.mark.parametrize("stepped", [0, 1], ids=["none", "one-of-two"])
+def test_a_lost_step_leaves_nothing_behind(stepped):
+    net = net_of()
+    halves = [torch.optim.AdamW(net[0].parameters()), torch.optim.AdamW(net[2].parameters())]
+    scheduler = torch.optim.lr_scheduler.StepLR(halves[0], 1)
+    generator = torch.Generator().manual_seed(5)
+    tracked = Tracked()
+    tracked.add({"net": net, "a": halves[0], "b": halves[1], "s": scheduler, "g": generator})
+    undo = Undo(tracked)
+    for half in halves:
+        half.register_step_pre_hook(lambda which, *_: undo.before_update(which))
+        half.register_step_post_hook(lambda which, *_: undo.after_update(which))
+
+    def body(count):
+        net(X[:8] + torch.rand(8, 4, generator=generator)).square().mean().backward()
+        for half in halves[:count]:
+            half.step()
+
+    undo.begin()
+    body(2)
+    assert undo.is_whole
+    for half in halves:
+        half.zero_grad()
+    undo.begin()
+    seen = [t.clone() for t in net.state_dict().values()], generator.get_state()
+    streams = random.getstate(), torch.get_rng_state(), np.random.get_state()
+    before = everything(net, halves, scheduler)
+    random.setstate(streams[0]), torch.set_rng_state(streams[1])
+    np.random.set_state(streams[2])
+    body(stepped)
+    scheduler.step()
+    random.random(), torch.rand(3), np.random.rand()
+    assert not undo.is_whole
+    assert not all(map(torch.equal, seen[0], net.state_dict().values()))
+    undo.restore()
+    tensors, rest = everything(net, halves, scheduler)
+    assert all(map(torch.equal, before[0], tensors)) and before[1] == rest
+    assert torch.equal(seen[1], generator.get_state())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_scaler_that_has_unscaled_may_do_it_again_in_the_step_that_is_dealt_again():
+    net = torch.nn.Linear(4, 1)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    tracked = Tracked()
+    tracked.add({"net": net, "optimizer": optimizer, "scaler": scaler})
+    undo = Undo(tracked)
+    for _ in range(2):
+        undo.begin()
+        scaler.scale(net(X).mean()).backward()
+        scaler.unscale_(optimizer)
+        undo.restore()
