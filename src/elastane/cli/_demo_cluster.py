@@ -85,6 +85,7 @@ class Cluster:
         flags = {
             "--nnodes": "1:2",
             "--nproc-per-node": str(WORKERS_PER_NODE),
+            "--min-workers": "1",
             "--max-restarts": "3",
             "--rdzv-endpoint": f"127.0.0.1:{self._port}",
             "--rdzv-id": self.job,

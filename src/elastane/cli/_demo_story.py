@@ -22,7 +22,7 @@ SCRIPT: tuple[tuple[Act, float], ...] = (
     ("kill-node", 0.31),  # not at a checkpoint, where nothing would have to be redone
     ("add-node", 0.42),
 )
-# Steps of the new attempt before the next act: one checkpoint at least lies between two acts.
+# Steps of the new world before the next act: one checkpoint at least lies between two acts.
 SETTLED_STEPS = 30
 TITLES: dict[Act, str] = {
     "kill-worker": "worker killed",
@@ -42,7 +42,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What an act cost the training.
 
-    `recovery_s` is from the act to the first step of the next attempt; `interrupted_s` is from
+    `recovery_s` is from the act to the first step of the next world; `interrupted_s` is from
     the last step before it to that one, which for an arrival is all that training notices.
     """
 
@@ -83,15 +83,22 @@ def cost_of(points: Sequence[Progress], done: Done) -> Cost | None:
 
 
 def _first_after(steps: Sequence[Progress], done: Done) -> int | None:
-    """Return the index of the first step of another process of rank 0 after the act."""
+    """Return the index of the first step of another world after the act."""
     before = sum(point.time <= done.time_s for point in steps)
     if not before:
         return None
-    pid = steps[before - 1].pid
-    return next((i for i in range(before, len(steps)) if steps[i].pid != pid), None)
+    world = _world(steps[before - 1])
+    return next((i for i in range(before, len(steps)) if _world(steps[i]) != world), None)
 
 
 def _settled(points: Sequence[Progress], done: Done) -> bool:
-    pid = points[-1].pid
-    since = [p for p in points if p.pid == pid and p.time > done.time_s and p.loss is not None]
+    world = _world(points[-1])
+    since = [
+        p for p in points if _world(p) == world and p.time > done.time_s and p.loss is not None
+    ]
     return len(since) >= SETTLED_STEPS
+
+
+def _world(point: Progress) -> tuple[int, int]:
+    """What tells one world from the next: rank 0's process, or the round that it says it is in."""
+    return point.pid, point.round

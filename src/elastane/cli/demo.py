@@ -1,8 +1,9 @@
 """`elastane demo`: train a real classifier while workers and nodes die, and say what it cost.
 
-Two agents on this machine, two workers each, run examples/digits.py, which knows nothing of
-elastane. By the training's progress a worker is killed, then a node with its agent, then a new
-node comes. Exit code 0: the job ended by itself and the held-out accuracy is as promised.
+Two agents on this machine, two workers each, run examples/digits_in_place.py, which recovers in
+place; or with --restart examples/digits.py, which knows nothing of elastane. By the training's
+progress a worker is killed, then a node with its agent, then a new node comes. Exit code 0: the job
+ended by itself and the held-out accuracy is as promised.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ EPOCHS_FAST, STEP_DELAY_FAST_S = 10, 0.05
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--fast", action="store_true", help="half the training")
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="with a script that knows nothing of elastane: all workers restart after a fault",
+    )
     parser.add_argument("--json", action="store_true", help="the result as JSON; talk on stderr")
     parser.add_argument("--keep", metavar="DIR", help="a new folder for data, logs and checkpoints")
     parser.add_argument(
@@ -55,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     with working_folder(args.keep) as folder, ending_on_signals():
         environ = launch_environment(environment.snapshot())
-        with Cluster(folder, script_command(folder, fast=args.fast), environ) as cluster:
+        with Cluster(folder, script_command(folder, args), environ) as cluster:
             show = Show(cluster)
             with face_for(stream, "elastane demo") as face:
                 show.play(face.show, args.timeout)
@@ -95,11 +101,12 @@ def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
-def script_command(folder: Path, *, fast: bool) -> list[str]:
+def script_command(folder: Path, args: argparse.Namespace) -> list[str]:
     """Return the training script and its arguments."""
-    epochs, delay_s = (EPOCHS_FAST, STEP_DELAY_FAST_S) if fast else (EPOCHS, STEP_DELAY_S)
+    epochs, delay_s = (EPOCHS_FAST, STEP_DELAY_FAST_S) if args.fast else (EPOCHS, STEP_DELAY_S)
     options = ["--dir", str(folder), "--epochs", str(epochs), "--step-delay", str(delay_s)]
-    return [str(Path(elastane.__file__).parent / "examples" / "digits.py"), *options]
+    name = "digits.py" if args.restart else "digits_in_place.py"
+    return [str(Path(elastane.__file__).parent / "examples" / name), *options]
 
 
 @contextmanager

@@ -65,13 +65,17 @@ TONES = {
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """One line that a training script reported; `time` is its host's clock in seconds."""
+    """One line that a training script reported; `time` is its host's clock in seconds.
+
+    `round` is there where the script recovers in place: then a process sees several.
+    """
 
     time: float
     step: int
     total_steps: int
     world_size: int
     pid: int
+    round: int = 0
     restart_count: int = 0
     epoch: int = 0
     loss: float | None = None

@@ -1,0 +1,101 @@
+"""Train the classifier of digits.py with elastane's steps: who is left keeps its process.
+
+    elastane run --standalone --nproc-per-node 4 --min-workers 1 --max-restarts 9 \\
+        digits_in_place.py --dir /tmp/digits
+    python digits_in_place.py --dir /tmp/digits
+
+There is no checkpoint to load and no signal to listen for: a worker that comes gets its state from
+one that is there, and a worker that dies costs the others the step in hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastane
+from elastane.examples.digits import (
+    LEARNING_RATE,
+    TRAIN_IMAGES,
+    WARMUP_STEPS,
+    build_model,
+    load_digits,
+    parse_options,
+)
+
+
+def main() -> None:
+    """Train to the last epoch, then test on the held-out digits."""
+    options = parse_options()
+    folder = Path(options.dir)
+    torch.manual_seed(options.seed)
+    images, labels = load_digits(folder / "digits.npz")
+    held_out = images[TRAIN_IMAGES:], labels[TRAIN_IMAGES:]
+    data = TensorDataset(images[:TRAIN_IMAGES], labels[:TRAIN_IMAGES])
+    batches = elastane.ElasticBatchSampler(len(data), options.global_batch, seed=options.seed)
+    total_steps = options.epochs * batches.ledger.steps_per_epoch
+
+    with elastane.init() as job:
+        net = build_model()
+        model = DistributedDataParallel(net, process_group=job.process_group)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
+        one_cycle = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, LEARNING_RATE, total_steps + 1, pct_start=WARMUP_STEPS / total_steps
+        )
+        job.track(net=net, optimizer=optimizer, schedule=one_cycle)
+        progress = Progress(Path(options.progress or folder / "progress.jsonl"), job, total_steps)
+
+        loader = DataLoader(data, batch_sampler=batches)
+        for step, (inputs, wanted) in job.steps(loader, until_epoch=options.epochs):
+            with step:
+                loss = nn.functional.cross_entropy(model(inputs), wanted)
+                step.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                one_cycle.step()
+                mean = loss.detach() * step.weight / job.world_size
+                dist.all_reduce(mean, group=job.process_group)
+            if step.committed:
+                progress.report(step=step.number + 1, epoch=step.epoch, loss=float(mean))
+            time.sleep(options.step_delay)
+
+        if job.rank == 0:
+            final = accuracy(net, *held_out)
+            progress.report(step=job.committed, epoch=options.epochs, final_accuracy=final)
+            print(f"accuracy on {len(held_out[1])} held-out digits: {final:.2%}", flush=True)
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the fraction of `images` that is classified as `labels` says."""
+    net.eval()
+    return float((net(images).argmax(dim=1) == labels).float().mean())
+
+
+class Progress:
+    """A file to which rank 0 appends a JSON line for each step."""
+
+    def __init__(self, path: Path, job: elastane.Job, total_steps: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.job, self.total_steps = path, job, total_steps
+
+    def report(self, **values: float) -> None:
+        """Append one line."""
+        job = self.job
+        if job.rank == 0:
+            about = {"total_steps": self.total_steps, "world_size": job.world_size}
+            about |= {"pid": os.getpid(), "round": job.fence.round}
+            with self.path.open("a") as file:
+                file.write(json.dumps({"time": time.time(), **values, **about}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
