@@ -121,7 +121,7 @@ def one_job(mode, dies_at=(), back_s=0.5):
         if command.startswith("kill-worker") and cluster.nodes[name].household is None:
             continue
         play.do(command)
-    play.do("run 40")
+    play.do("run 60")
     if stuck(cluster):
         play.do(f"run {LIVENESS_S + IN_PLACE_S}")
     return cluster, passed

@@ -78,8 +78,8 @@ class LocalWorkers:
                 self._stop(message)
             case Drain(fence=fence):
                 self._drain(fence)
-            case DrainTarget(fence=fence, calls=calls):
-                self._aim(fence, calls)
+            case _:
+                self._aim(message.fence, message.calls)
 
     def happened(self, event: AgentEvent) -> None:
         """Take in what became of the group, or of a worker of it."""

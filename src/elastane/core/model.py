@@ -135,13 +135,6 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
         """Number of workers of all nodes."""
         return sum(member.size for member in self.members)
 
-    def node_rank(self, node_id: str) -> int | None:
-        """Return the node rank of `node_id`, or None where it is no member."""
-        for rank, member in enumerate(self.members):
-            if member.node_id == node_id:
-                return rank
-        return None
-
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """What one agent is told to run: its own place, and totals; never the list of all members.

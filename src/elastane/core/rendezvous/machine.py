@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from elastane.core.budget import RestartBudget
 from elastane.core.effects import RendezvousEffect
-from elastane.core.events import AuthorityChanged, Broken, Received, RendezvousEvent, Tick
+from elastane.core.events import AuthorityChanged, Broken, Received, RendezvousEvent
 from elastane.core.messages import Join, Query, Report
 from elastane.core.model import JobSpec, Record
 from elastane.core.notes import EventKind
@@ -103,8 +103,8 @@ class Rendezvous:
             case AuthorityChanged(held=held, reason=reason):
                 self._set_authority(held, reason)
                 return True
-            case Tick():
-                return False
+            case _:
+                return False  # A tick: its time is what it says.
 
     def _set_authority(self, held: bool, reason: str) -> None:
         if held == self._state.authority:

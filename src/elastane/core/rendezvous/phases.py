@@ -81,11 +81,10 @@ def _last_world(state: State) -> tuple[list[str], list[Node]]:
     """Return the ids that the last world had (unknown ones made up), and who of them is here."""
     if state.world is not None:
         ids = [m.node_id for m in state.world.members]
-    elif state.claim is not None:
+    else:
+        assert state.claim is not None, "recovering needs a record or a claim"
         seats = state.claim.seats
         ids = [seats.get(rank, f"the node of rank {rank}") for rank in range(state.claim.size)]
-    else:
-        ids = []
     nodes = [state.nodes[i] for i in ids if i in state.nodes and i not in state.away]
     return ids, nodes
 

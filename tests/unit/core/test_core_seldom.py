@@ -1,0 +1,100 @@
+"""What hardly ever happens in core, and must be right all the same."""
+
+from core_driver import Driver, job_spec
+from test_core_regroup_again import FIRST, NEXT, Agent
+
+from elastane.core.diagnosis import Sighting, told
+from elastane.core.effects import Decline, InterruptGroup, StartGroup, StartWorkers
+from elastane.core.events import GroupGone, Signalled, Tick, Told
+from elastane.core.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_WHOLE
+from elastane.core.messages import Assign, Drain, Drained, Interrupt, Marked, Prepare, Stop
+from elastane.core.model import Failure, Fence, Offer
+
+
+def test_of_many_failures_the_first_are_told_whole_and_the_others_by_their_ends():
+    seen = [
+        Sighting(
+            node_id=f"n{i}",
+            at_s=float(i),
+            failure=Failure(local_rank=0, rank=i, pid=i, exit_code=1, message="x" * 2000 + str(i)),
+        )
+        for i in range(FAILURES_TOLD_WHOLE + 2)
+    ]
+    lengths = [len(one.failure.message) for one in told(seen, 100.0)]
+    assert lengths == [2001] * FAILURES_TOLD_WHOLE + [FAILURE_TOLD_CHARS_MAX] * 2
+
+
+def gone():
+    agent = Agent()
+    agent.does(GroupGone(Fence(1, 0), Offer(7100, True)))
+    return agent
+
+
+def did(agent, *kinds):
+    return [type(effect) for effect in agent.effects if isinstance(effect, kinds)]
+
+
+def test_a_place_for_workers_that_are_gone_is_declined():
+    agent = gone()
+    agent.does(Told(Assign(NEXT)))
+    assert did(agent, Decline, StartGroup) == [Decline]
+
+
+def test_an_agent_that_ends_starts_nothing_and_declines_nothing():
+    agent = Agent()
+    agent.does(Signalled("SIGTERM"))
+    agent.does(Signalled("SIGTERM"))
+    agent.does(Told(Prepare(assignment=NEXT)))
+    assert did(agent, StartGroup, StartWorkers) == []
+    agent.does(GroupGone(Fence(1, 0), Offer(7100, True)))
+    for message in (Prepare(assignment=NEXT), Assign(NEXT)):
+        agent.does(Told(message))
+        assert did(agent, StartGroup, StartWorkers, Decline) == []
+
+
+def test_a_drain_of_workers_that_are_gone_or_of_another_world_is_not_answered():
+    for agent, fence in ((gone(), FIRST.fence), (Agent(), Fence(9, 0))):
+        agent.does(Told(Drain(fence=fence, timeout_s=1.0, reason="x")))
+        assert not agent.sent(Marked)
+
+
+def test_a_drain_of_workers_of_whom_one_has_failed_is_answered_at_once():
+    agent = Agent()
+    agent.fails(0)
+    agent.does(Told(Drain(fence=FIRST.fence, timeout_s=1.0, reason="x")))
+    assert [m.calls for m in agent.sent(Marked)] == [None] and agent.sent(Drained)
+
+
+def test_an_interrupt_of_another_world_or_of_workers_that_stop_is_not_heard():
+    agent = Agent()
+    agent.does(Told(Interrupt(fence=Fence(9, 0), reason="x")))
+    agent.does(Told(Stop(fence=FIRST.fence, grace_s=1.0, reason="x")))
+    agent.does(Told(Interrupt(fence=FIRST.fence, reason="x")))
+    assert did(agent, InterruptGroup) == []
+
+
+def test_how_long_a_job_has_been_short_of_nodes_counts_after_its_first_world_alone():
+    job = Driver(job_spec(2, 2))
+    job.join("a")
+    job.passes(5.0, alive="a")
+    assert job.machine.short_of_nodes_s == 0.0
+    job.join("b")
+    assert job.machine.short_of_nodes_s == 0.0
+    job.breaks("b")
+    job.passes(0.2, alive="a")
+    job.stops("a")
+    job.passes(3.0, alive="a")
+    assert 2.5 < job.machine.short_of_nodes_s < 3.5
+
+
+def test_a_coordinator_whose_job_is_over_does_nothing_more():
+    job = Driver(job_spec(1, 1))
+    job.join("a")
+    job.passes(0.1, alive="a")
+    job.succeeds("a")
+    job.breaks("a")
+    job.passes(10.0)
+    assert job.phase == "closed" and job.finished is not None
+    job.join("b")
+    job.now_s += 1.0
+    assert job.handle(Tick()) == []
