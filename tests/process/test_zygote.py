@@ -165,7 +165,8 @@ def test_a_spawn_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
             await spawn
         os.kill(spawner.pid, signal.SIGCONT)
         assert await ended(await spawner.spawn(command("script", quick(tmp_path, 4)))) == 4
-        await eventually(lambda: children_of(os.getpid()) == before, "the worker is gone")
+        # Children of tests before this one may end meanwhile.
+        await eventually(lambda: not set(children_of(os.getpid())) - set(before), "it is gone")
         assert told.of("fallback") == []
 
     with_bare_zygote(scenario)
