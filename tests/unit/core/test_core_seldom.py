@@ -1,5 +1,6 @@
 """What hardly ever happens in core, and must be right all the same."""
 
+import msgspec
 from core_driver import Driver, job_spec
 from test_core_regroup_again import FIRST, NEXT, Agent
 
@@ -7,7 +8,7 @@ from elastane.core.diagnosis import Sighting, told
 from elastane.core.effects import Decline, InterruptGroup, StartGroup, StartWorkers
 from elastane.core.events import GroupGone, Signalled, Tick, Told
 from elastane.core.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_WHOLE
-from elastane.core.messages import Assign, Drain, Drained, Interrupt, Marked, Prepare, Stop
+from elastane.core.messages import Assign, Drain, Drained, Holding, Interrupt, Marked, Prepare, Stop
 from elastane.core.model import Failure, Fence, Offer
 
 
@@ -98,3 +99,28 @@ def test_a_coordinator_whose_job_is_over_does_nothing_more():
     job.join("b")
     job.now_s += 1.0
     assert job.handle(Tick()) == []
+
+
+def test_a_job_is_elastic_where_its_number_of_nodes_may_change():
+    assert job_spec(1, 2).is_elastic and not job_spec(2, 2).is_elastic
+
+
+def test_workers_that_wait_for_a_place_are_no_survivors():
+    node = Driver(job_spec(1, 1))
+    node.join("a")
+    node.passes(0.1, alive="a")
+    found = node.machine._state.nodes["a"]
+    found.able = {0, 1}
+    assert found.survivors == (0, 1)
+    found.waiting = True
+    assert found.survivors == ()
+
+
+def test_a_world_that_was_not_the_last_is_forgotten_though_its_holder_is_gone():
+    job = Driver(job_spec(1, 3))
+    later = msgspec.structs.replace(FIRST, fence=Fence(2, 0))
+    job.join("x", holding=Holding(assignment=FIRST, state="running"))
+    job.breaks("x")
+    job.passes(0.3)
+    job.join("y", holding=Holding(assignment=later, state="running"))
+    assert job.machine._state.claim.fence == Fence(2, 0)

@@ -1,4 +1,7 @@
-"""A job of one worker, with no launcher: its steps, refusals, and what a lost step puts back."""
+"""A job of one worker, with no launcher: its steps, refusals, and what a lost step puts back.
+
+Among the unit tests, which run last: torch starts threads here, and tests of processes fork.
+"""
 
 from __future__ import annotations
 
