@@ -132,17 +132,25 @@ def test_an_arrival_and_a_leave_come_at_a_boundary_and_no_step_is_dealt_again(jo
         assert not again, (pid, again)
 
 
-def test_a_fixed_size_waits_in_memory_for_the_successor(tmp_path):
-    job = InPlace(tmp_path, nnodes="1", nproc_per_node=3)
+def fixed_size(folder, victim, **options):
+    job = InPlace(folder, nnodes="1", nproc_per_node=3, **options)
     with job.cluster:
         node = job.cluster.start("a")
         job.wait_steps(5, 3)
         before = set(job.said())
-        dead = node.kill_worker(1)
+        dead = node.kill_worker(victim)
         after = job.wait_steps(5, 3)
         assert before - {dead} < set(after) and len(after) == 3
         assert all(line["world"] == 3 for lines in job.said().values() for line in lines)
         job.ends_exact()
+
+
+def test_a_fixed_size_waits_in_memory_for_the_successor(tmp_path):
+    fixed_size(tmp_path, victim=1)
+
+
+def test_without_a_zygote_the_worker_of_rank_0_serves_the_store_whoever_that_is(tmp_path):
+    fixed_size(tmp_path, victim=0, no_zygote="1")
 
 
 @pytest.mark.timeout(200)

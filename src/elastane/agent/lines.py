@@ -97,20 +97,12 @@ def place_of(assignment: Assignment, local_rank: int, local_world_size: int) -> 
     workers = assignment.workers or tuple(range(local_world_size))
     rank = assignment.rank_base + workers.index(local_rank)
     if assignment.waiting:
-        return Wait(
-            rank=rank,
-            world_size=assignment.world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-        )
+        return Wait(rank=rank, world_size=assignment.world_size, local_rank=local_rank)
     return Place(
         fence=assignment.fence,
         rank=rank,
         world_size=assignment.world_size,
-        node_rank=assignment.node_rank,
-        nodes=assignment.nodes,
         local_rank=local_rank,
-        local_world_size=local_world_size,
         master_addr=assignment.master_addr,
         master_port=assignment.master_port,
         agent_store=assignment.agent_store,

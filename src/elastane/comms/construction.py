@@ -40,7 +40,8 @@ class Wiring:
 
     `fence` (round and attempt, as text) prefixes every key. `timeout_s` bounds the construction
     and every operation; it is the last resort, not how a loss is noticed. `bind_addr` is the
-    address to listen at; without it, the one from which the store is reached.
+    address to listen at; without it, the one from which the store is reached. `serves`: nobody
+    listens there yet, and this worker serves the store, for as long as its world lasts.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Wiring:
     timeout_s: float = 1800.0
     device_type: str = "cpu"
     bind_addr: str = ""
+    serves: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)
@@ -67,6 +69,7 @@ class Construction:
         self._over = threading.Event()
         # The store's connection, and those of the finished group.
         self.client: StoreClient | None = None
+        self.server: Store | None = None
         self.inodes: set[int] = set()
 
     def run(self) -> tuple[ProcessGroup, Store]:
@@ -123,6 +126,8 @@ class Construction:
         wiring = self._wiring
         if wiring.world_size == 1:
             return HashStore()
+        if wiring.serves:
+            self.server = self._native_store(is_master=True)
         client = StoreClient(wiring.master_addr, wiring.master_port, wiring.timeout_s)
         self.client = client
         if self._ended:
@@ -159,17 +164,19 @@ class Construction:
         from torch.distributed import ProcessGroupNCCL
 
         wiring = self._wiring
-        timeout = timedelta(seconds=wiring.timeout_s)
         options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        native = TCPStore(
-            *(wiring.master_addr, wiring.master_port),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timeout,
-        )
-        prefixed = PrefixStore(f"{wiring.fence}/nccl", native)
+        options._timeout = timedelta(seconds=wiring.timeout_s)
+        prefixed = PrefixStore(f"{wiring.fence}/nccl", self._native_store(is_master=False))
         return ProcessGroupNCCL(prefixed, wiring.rank, wiring.world_size, options)
+
+    def _native_store(self, *, is_master: bool) -> Store:
+        """torch's own store: as the server, or as a client of it."""
+        return TCPStore(
+            *(self._wiring.master_addr, self._wiring.master_port),
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._wiring.timeout_s),
+        )
 
 
 def _device(wiring: Wiring) -> ProcessGroupGloo.Device:

@@ -144,6 +144,7 @@ class WorldGroup:
         with self._changed:
             self._phase = _Phase.CLOSED
             made, self._made = self._made, None
+        self._construction.server = None
         if made is not None and self._construction.client is not None:
             self._construction.client.close()
         if made is not None:

@@ -62,7 +62,7 @@ class AgentLine:
         finally:
             self._socket.settimeout(None)
         if isinstance(word, Interrupt):
-            return self.first()
+            raise _no_agent("it ended a world before there was one")
         return word
 
     def begin(self, end_world: Callable[[], None]) -> None:

@@ -344,6 +344,7 @@ class Job:
             master_port=place.master_port,
             fence=f"{place.fence.round}.{place.fence.attempt}",
             device_type=self.device.type,
+            serves=place.rank == 0 and not place.agent_store,
         )
 
 

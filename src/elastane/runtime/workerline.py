@@ -28,10 +28,7 @@ class Place(msgspec.Struct, frozen=True, tag="place", kw_only=True):
     fence: Fence
     rank: Count
     world_size: Count
-    node_rank: Count
-    nodes: Count
     local_rank: LocalRank
-    local_world_size: Count
     master_addr: str
     master_port: Port
     agent_store: bool
@@ -43,7 +40,6 @@ class Wait(msgspec.Struct, frozen=True, tag="wait", kw_only=True):
     rank: Count
     world_size: Count
     local_rank: LocalRank
-    local_world_size: Count
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
