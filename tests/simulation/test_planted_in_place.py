@@ -6,7 +6,7 @@ from elastane.core.effects import RegroupWorkers
 from elastane.core.group import Group
 from elastane.core.localworkers import LocalWorkers
 from elastane.core.rendezvous import forming, holdings, phases, regroup
-from elastane.core.rendezvous.regroup import Seat
+from elastane.core.rendezvous.regroup import Contingent
 from elastane.core.rendezvous.state import Node, Phase
 from elastane.testing.simulation import HistoryFailedError, residents, run_seed
 
@@ -21,14 +21,14 @@ def first_failure(seeds, *, store_backed=True, first=0):
 
 
 def test_a_successor_that_is_placed_before_survivors_is_found(monkeypatch):
-    monkeypatch.setattr(Seat, "workers", property(lambda self: self.joiners + self.survivors))
+    monkeypatch.setattr(Contingent, "workers", property(lambda self: self.joiners + self.survivors))
     found = first_failure(300)
     assert "joiner" in found or "have the order" in found
 
 
 def test_nodes_of_survivors_that_are_put_in_another_order_are_found(monkeypatch):
-    original = regroup._seats
-    monkeypatch.setattr(regroup, "_seats", lambda state: original(state)[::-1])
+    original = regroup._contingents
+    monkeypatch.setattr(regroup, "_contingents", lambda state: original(state)[::-1])
     found = first_failure(300)
     assert "have the order" in found or "joiner" in found
 

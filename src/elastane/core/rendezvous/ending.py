@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from elastane.core.budget import Verdict
 from elastane.core.diagnosis import root_cause, told
+from elastane.core.limits import VERDICT_S
 from elastane.core.messages import Close
 from elastane.core.model import Cause, Failure, Outcome
 from elastane.core.notes import EventKind
@@ -40,11 +42,27 @@ def failure(state: State, incident: Incident, why: str) -> bool:
     )
 
 
-def tell_restart(state: State, incident: Incident, reason: str) -> None:
-    """Tell the log that the budget pays for an incident, and what caused it."""
+def verdict_pending(state: State, incident: Incident) -> bool:
+    """Before a job ends for its failures, a departure that caused them may still show."""
+    due_s = incident.at_s + VERDICT_S
+    pending = state.budget.used >= state.budget.allowed and state.now_s < due_s
+    if pending:
+        state.wait_until(due_s)
+    return pending
+
+
+def charge(state: State, incident: Incident) -> Verdict:
+    """Let the budget pay for an incident, if it can; tell the log, and what caused it."""
     assert state.world is not None
-    cause = root_cause(incident.sightings, state.world.fence)
-    state.tell(EventKind.RESTART, reason, used=state.budget.used, **cause_data(cause))
+    lived_s = incident.at_s - state.running_s
+    verdict = state.budget.charge(lived_s, state.spec.timing.crash_loop_s)
+    if verdict.restart:
+        incident.charged = True
+        cause = root_cause(incident.sightings, state.world.fence)
+        used = state.budget.used
+        state.tell(EventKind.RESTART, verdict.reason, used=used, **cause_data(cause))
+        state.persist()
+    return verdict
 
 
 def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:

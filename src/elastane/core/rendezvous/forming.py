@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elastane.core import invariants
 from elastane.core.limits import FENCE_WAIT_S
-from elastane.core.messages import Assign, Stop
+from elastane.core.messages import Assign
 from elastane.core.model import World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import Candidate, Place, assignments, choose, next_fence, world_of
@@ -27,8 +27,7 @@ def begin(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -
     state.follow_up = follow_up
     for node in [state.nodes[i] for i in sorted(state.holding)]:
         if node.waiting and node.fence is not None:
-            grace_s = state.spec.timing.shutdown_timeout_s
-            state.send(node, Stop(fence=node.fence, grace_s=grace_s, reason=reason))
+            state.stop(node, node.fence, reason)
     state.not_before_s = state.now_s + delay_s
     if delay_s:
         state.tell(EventKind.WAITING, f"{delay_s:g} s before the next attempt: {reason}")
@@ -41,9 +40,7 @@ def arrivals_due(state: State) -> list[str]:
     if room <= 0 or state.idle <= state.unready:
         state.first_arrival_s = None  # Those who only warm up are not being gathered yet.
         return []
-    first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
-    timing = state.spec.timing
-    due_s = min(state.last_arrival_s + timing.gather_s, first_s + timing.gather_max_s)
+    due_s = state.gathered_s()
     if len(state.idle) >= room or state.now_s >= due_s:  # else a crowd is counted at each arrival
         waiting = sorted(state.idle - state.unready)
         if len(waiting) >= room or state.now_s >= due_s:

@@ -6,7 +6,7 @@ no world that is in force are stopped.
 
 from __future__ import annotations
 
-from elastane.core.messages import Holding, Stop
+from elastane.core.messages import Holding
 from elastane.core.model import Assignment, Fence, Member
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import regroup, reports
@@ -135,5 +135,4 @@ def _turn_out(state: State, node_id: str) -> None:
 
 
 def _stop(state: State, node: Node, fence: Fence) -> None:
-    grace_s = state.spec.timing.shutdown_timeout_s
-    state.send(node, Stop(fence=fence, grace_s=grace_s, reason=f"{fence} is no longer in force"))
+    state.stop(node, fence, f"{fence} is no longer in force")

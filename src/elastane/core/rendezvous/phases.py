@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastane.core.effects import Finished
-from elastane.core.limits import CLOSE_S, STOP_MARGIN_S, VERDICT_S
-from elastane.core.messages import Drain, DrainTarget, Release, Stop
+from elastane.core.limits import CLOSE_S, STOP_MARGIN_S
+from elastane.core.messages import Drain, DrainTarget, Release
 from elastane.core.model import Fence, Member, Record, World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
@@ -235,10 +235,9 @@ def _regrouping(state: State) -> bool:
 def _stop_world(state: State, reason: str) -> bool:
     state.in_place = False
     state.enter(Phase.STOPPING, reason)
-    grace_s = state.spec.timing.shutdown_timeout_s
     for node in [state.nodes[i] for i in sorted(state.holding)]:
         assert node.fence is not None
-        state.send(node, Stop(fence=node.fence, grace_s=grace_s, reason=reason))
+        state.stop(node, node.fence, reason)
     return True
 
 
@@ -254,28 +253,16 @@ def _stopping(state: State) -> bool:
     assert incident is not None
     delay_s, reason = 0.0, incident.reason
     if incident.is_charged and not incident.charged:
-        if state.budget.used >= state.budget.allowed and _verdict_pending(state, incident):
+        if ending.verdict_pending(state, incident):
             return False
-        verdict = state.budget.charge(
-            incident.at_s - state.running_s, state.spec.timing.crash_loop_s
-        )
+        verdict = ending.charge(state, incident)
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
-        ending.tell_restart(state, incident, verdict.reason)
-        state.persist()
     state.last_incident, state.incident, state.claim = reason, None, None
     _release_leaving(state)
     forming.begin(state, reason, follow_up=True, delay_s=delay_s)
     return True
-
-
-def _verdict_pending(state: State, incident: Incident) -> bool:
-    """Before a job ends for its failures, a departure that caused them may still show."""
-    due_s = incident.at_s + VERDICT_S
-    if state.now_s < due_s:
-        state.wait_until(due_s)
-    return state.now_s < due_s
 
 
 def _forming(state: State) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastane.core.limits import LOST_PEER_S, VERDICT_S
-from elastane.core.messages import Interrupt, Prepare, Stop
+from elastane.core.limits import LOST_PEER_S
+from elastane.core.messages import Interrupt, Prepare
 from elastane.core.model import Assignment, Failure, Fence, World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
@@ -22,7 +22,7 @@ _IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Contingent:
     """The workers of one node that could be in the next world, survivors first."""
 
     node: Node
@@ -87,8 +87,8 @@ def anybody_able(state: State) -> bool:
 def is_ending(state: State) -> bool:
     """Whether too few are left because some have finished their steps: nobody follows those."""
     finished = any({*n.workers} - n.able - n.lost for n in state.members())
-    seats = _seats(state)
-    return finished and not (state.away or _are_enough(state, seats))
+    found = _contingents(state)
+    return finished and not (state.away or _are_enough(state, found))
 
 
 def part_with(state: State) -> None:
@@ -100,8 +100,7 @@ def part_with(state: State) -> None:
         assert node.fence is not None
         node.parting = node.waiting = True
         state.refile(node)
-        grace_s = state.spec.timing.shutdown_timeout_s
-        state.send(node, Stop(fence=node.fence, grace_s=grace_s, reason=node.leaving))
+        state.stop(node, node.fence, node.leaving)
 
 
 def paid_for(
@@ -148,20 +147,20 @@ def rule(state: State) -> bool:
     if state.away:
         return False  # Its grace to come back is short, and bounded by presence.
     if not incident.charged and incident.is_charged:
-        if state.budget.used >= state.budget.allowed and _may_be_a_departure(state, incident):
+        if ending.verdict_pending(state, incident):
             return False
         why = _charge(state, incident)
         if why:
             return ending.failure(state, incident, why)
     _replace_lost(state, incident, 0.0)  # Those that were lost since are paid for as well.
-    seats = _seats(state)
-    if not _are_enough(state, seats):
-        return _wait(state, sum(len(seat.workers) for seat in seats), _needed(state))
+    found = _contingents(state)
+    if not _are_enough(state, found):
+        return _wait(state, sum(len(one.workers) for one in found), _needed(state))
     port_due_s = state.running_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
-    if seats[0].node.spent and state.now_s < port_due_s:
+    if found[0].node.spent and state.now_s < port_due_s:
         state.wait_until(port_due_s)  # The last world meets at its port; it tells of another.
         return False
-    members = tuple(member_of(seat.node.spec, seat.workers) for seat in seats)
+    members = tuple(member_of(one.node.spec, one.workers) for one in found)
     floor = max(state.floor.round if state.floor else 0, state.world.fence.round)
     _settle(state, World(fence=Fence(floor + 1, 0), members=members), incident.reason)
     return True
@@ -183,13 +182,11 @@ def joiners_due(state: State) -> list[str]:
     """Return who has workers that are to be taken in now; empty: nobody, or not yet."""
     if not state.joinable or not anybody_able(state):
         return []  # Workers that have finished their steps take nobody in.
-    first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
-    timing = state.spec.timing
-    due_s = min(state.last_arrival_s + timing.gather_s, first_s + timing.gather_max_s)
+    due_s = state.gathered_s()
     if state.now_s < due_s:
         state.wait_until(due_s)
         return []
-    return [seat.node.id for seat in _seats(state) if seat.joiners]
+    return [one.node.id for one in _contingents(state) if one.joiners]
 
 
 def joiner_failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
@@ -207,13 +204,9 @@ def joiner_failed(state: State, node: Node, failures: tuple[Failure, ...]) -> No
 
 def _charge(state: State, incident: Incident) -> str:
     """Let the budget pay for replacements; returns why it does not."""
-    timing = state.spec.timing
-    verdict = state.budget.charge(incident.at_s - state.running_s, timing.crash_loop_s)
+    verdict = ending.charge(state, incident)
     if not verdict.restart:
         return verdict.reason
-    incident.charged = True
-    ending.tell_restart(state, incident, verdict.reason)
-    state.persist()
     _replace_lost(state, incident, verdict.delay_s)
     return ""
 
@@ -228,16 +221,9 @@ def _replace_lost(state: State, incident: Incident, delay_s: float) -> None:
             state.send(node, Prepare(assignment=_beside(state, state.world, node), delay_s=delay_s))
 
 
-def _may_be_a_departure(state: State, incident: Incident) -> bool:
-    due_s = incident.at_s + VERDICT_S
-    if state.now_s < due_s:
-        state.wait_until(due_s)
-    return state.now_s < due_s
-
-
-def _are_enough(state: State, seats: list[Seat]) -> bool:
-    workers = sum(len(seat.workers) for seat in seats)
-    return len(seats) >= state.spec.min_nodes and workers >= _needed(state)
+def _are_enough(state: State, found: list[Contingent]) -> bool:
+    workers = sum(len(one.workers) for one in found)
+    return len(found) >= state.spec.min_nodes and workers >= _needed(state)
 
 
 def _needed(state: State) -> int:
@@ -245,20 +231,20 @@ def _needed(state: State) -> int:
     return state.spec.min_workers or state.spec.min_nodes * largest
 
 
-def _seats(state: State) -> list[Seat]:
+def _contingents(state: State) -> list[Contingent]:
     """Return who could be in the next world: survivors in their order, then who came since."""
     assert state.world is not None
     order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
-    staying: list[Seat] = []
-    coming: list[Seat] = []
+    staying: list[Contingent] = []
+    coming: list[Contingent] = []
     for node in state.nodes.values():
         if node.session is None or node.leaving or node.stray or not node.able:
             continue
         survivors = node.survivors if state.is_member(node) else ()
-        seat = Seat(node, survivors, tuple(sorted(node.able - set(survivors))))
-        (staying if survivors else coming).append(seat)
-    staying.sort(key=lambda seat: order[seat.node.id])
-    coming.sort(key=lambda seat: seat.node.order)
+        one = Contingent(node, survivors, tuple(sorted(node.able - set(survivors))))
+        (staying if survivors else coming).append(one)
+    staying.sort(key=lambda one: order[one.node.id])
+    coming.sort(key=lambda one: one.node.order)
     return (staying + coming)[: state.spec.max_nodes]
 
 
@@ -267,7 +253,7 @@ def _wait(state: State, workers: int, needed: int) -> bool:
     if state.exhausted is not None:
         return ending.failure(state, state.exhausted, "its budget pays for no other")
     if state.now_s >= state.phase_s + limit_s:
-        return ending.too_few(state, len(_seats(state)))
+        return ending.too_few(state, len(_contingents(state)))
     look_after(state)
     reason = (
         f"{workers} of at least {needed} workers are left; they wait with all that they hold"

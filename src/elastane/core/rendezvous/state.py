@@ -15,7 +15,7 @@ from elastane.core.budget import RestartBudget
 from elastane.core.diagnosis import Sighting
 from elastane.core.effects import Persist, RendezvousEffect, Send, Tell
 from elastane.core.events import Received
-from elastane.core.messages import GroupState, ToAgent, ToCoordinator
+from elastane.core.messages import GroupState, Stop, ToAgent, ToCoordinator
 from elastane.core.model import (
     Cause,
     Failure,
@@ -241,6 +241,11 @@ class State:
         if node.session is not None:
             self.out.append(Send(node.session, message))
 
+    def stop(self, node: Node, fence: Fence, reason: str) -> None:
+        """Have the workers of `fence` stopped on `node`."""
+        grace_s = self.spec.timing.shutdown_timeout_s
+        self.send(node, Stop(fence=fence, grace_s=grace_s, reason=reason))
+
     def tell(
         self, kind: EventKind, reason: str, node_id: str = "", /, **data: str | int | float | bool
     ) -> None:
@@ -321,6 +326,12 @@ class State:
         if self.first_arrival_s is None:
             self.first_arrival_s = self.now_s
         self.last_arrival_s = self.now_s
+
+    def gathered_s(self) -> float:
+        """Return when those who come to a running job have been waited for long enough."""
+        first_s = self.now_s if self.first_arrival_s is None else self.first_arrival_s
+        timing = self.spec.timing
+        return min(self.last_arrival_s + timing.gather_s, first_s + timing.gather_max_s)
 
     def is_of_world(self, node_id: str) -> bool:
         """Whether the world in force has a place for this node, whatever that node holds."""
