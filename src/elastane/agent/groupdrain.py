@@ -9,6 +9,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 
+from elastane.agent.groupsetup import SpawnTask
 from elastane.agent.lines import Lines
 from elastane.agent.worker import Worker
 from elastane.core.events import AgentEvent, GroupDrained, GroupMarked
@@ -19,15 +20,16 @@ _POLL_S = 0.002
 
 
 class GroupDrain:
-    """`members` are the workers of the world in force."""
+    """`members` are the workers of the world in force; `spawn` begins a task that is watched."""
 
     def __init__(
         self,
         members: Callable[[], Sequence[Worker]],
         lines: Lines,
         post: Callable[[AgentEvent], None],
+        spawn: SpawnTask,
     ) -> None:
-        self._members, self._lines, self._post = members, lines, post
+        self._members, self._lines, self._post, self._spawn = members, lines, post, spawn
         self._task: asyncio.Task[None] | None = None
 
     def mark(self, world: Fence) -> None:
@@ -40,7 +42,7 @@ class GroupDrain:
 
     def aim(self, world: Fence, calls: int | None) -> None:
         """Have all workers checkpoint: at call number `calls`, or on SIGTERM if they catch it."""
-        self._task = asyncio.create_task(self._drain(world, calls, self._members()))
+        self._task = self._spawn(self._drain(world, calls, self._members()))
 
     def cancel(self) -> None:
         """Post nothing more: the workers are stopped, or in another world."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 
 from elastane.agent.environment import RunFacts
@@ -10,6 +11,9 @@ from elastane.agent.timerwatch import TimerWatch
 from elastane.runtime.offload import Offload
 from elastane.runtime.process import Spawner, WorkerKind
 from elastane.runtime.streams import ChooseFiles, LogPlan
+
+# Begins a task of a worker group; one that fails is the agent's end, for nobody would notice.
+SpawnTask = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
 
 
 @dataclass(frozen=True)

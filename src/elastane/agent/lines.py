@@ -13,8 +13,6 @@ import logging
 import socket
 from collections.abc import Callable
 
-import msgspec
-
 from elastane.core.model import Assignment, Fence
 from elastane.runtime import workerline
 from elastane.runtime.workerline import Able, Finished, FromWorker, Lost, Place, ToWorker, Wait
@@ -106,16 +104,4 @@ def place_of(assignment: Assignment, local_rank: int, local_world_size: int) -> 
         master_addr=assignment.master_addr,
         master_port=assignment.master_port,
         agent_store=assignment.agent_store,
-    )
-
-
-def waiting_beside(world: Assignment, local_world_size: int) -> Assignment:
-    """Return what workers are started with that come after others of a world: ranks beyond it."""
-    if world.waiting:
-        return world
-    return msgspec.structs.replace(
-        world,
-        workers=(),
-        waiting=True,
-        rank_base=world.world_size + world.node_rank * local_world_size,
     )

@@ -11,6 +11,7 @@ import logging
 import signal
 from collections.abc import Callable
 
+from elastane.agent.groupsetup import SpawnTask
 from elastane.agent.offers import OfferedPort
 from elastane.core.diagnosis import exit_text
 from elastane.errors import ElastaneError
@@ -70,52 +71,70 @@ class GroupStore:
             return None
 
 
-class Meeting:
+class StoreHost:
     """Where the worlds of one local worker group meet, one after the other.
 
     The agent's side serves a store there; where it has no zygote to fork one from, it holds the
-    port, which the worker of rank 0 binds by number.
+    port, which the worker of rank 0 binds by number. One move at a time: a fault in the middle of
+    a recovery brings the next world before the last one's store is up.
     """
 
-    def __init__(self, spawner: Spawner, failed: Callable[[str], None]) -> None:
-        self._spawner, self._failed = spawner, failed
+    def __init__(self, spawner: Spawner, failed: Callable[[str], None], spawn: SpawnTask) -> None:
+        self._spawner, self._failed, self._spawn = spawner, failed, spawn
+        self._moving = asyncio.Lock()
+        self._ending = False
         self._held: OfferedPort | None = None
         self._store: GroupStore | None = None
         self._minding: asyncio.Task[None] | None = None
 
     async def begin(self, port: OfferedPort, *, serves: bool) -> None:
-        """Let the next world meet at `port`, before its workers start."""
-        if not serves:
-            self._held = port
-            return
-        self._store = GroupStore(self._spawner, port, self._failed)
-        await self._store.start()
-        self._minding = asyncio.create_task(self._store.mind())
+        """Let the first world meet at `port`, before its workers start."""
+        async with self._moving:
+            await self._begin(port, serves=serves)
 
     async def move(self, port: OfferedPort | None, *, serves: bool) -> None:
         """Let the next world meet at `port`, or elsewhere; where the last one met is given up."""
-        former = Meeting(self._spawner, self._failed)
-        former._held, former._store, former._minding = self._held, self._store, self._minding
-        self._held = self._store = self._minding = None
-        if port is not None:
-            await self.begin(port, serves=serves)
-        former.end()
-        former.kill()
-        await former.wait_gone()
+        async with self._moving:
+            store, held, minding = self._store, self._held, self._minding
+            self._store = self._held = self._minding = None
+            if port is not None:
+                await self._begin(port, serves=serves)
+            await _give_up(store, held, minding)
 
     def end(self) -> None:
         """Start no other store from now on."""
+        self._ending = True
         if self._store is not None:
             self._store.end()
 
     def kill(self) -> None:
-        """End the store's process, and give the port back."""
+        """End the store's process, so that whoever waits for it is free."""
         if self._store is not None:
             self._store.kill()
-        if self._held is not None:
-            self._held.close()
 
-    async def wait_gone(self) -> None:
-        """Wait for the end of what was killed."""
-        if self._minding is not None:
-            await asyncio.wait({self._minding})
+    async def close(self) -> None:
+        """Give up where the last world met, once a move in hand has come to its end."""
+        async with self._moving:
+            await _give_up(self._store, self._held, self._minding)
+
+    async def _begin(self, port: OfferedPort, *, serves: bool) -> None:
+        if self._ending:
+            port.close()
+        elif not serves:
+            self._held = port
+        else:
+            self._store = store = GroupStore(self._spawner, port, self._failed)
+            await store.start()
+            self._minding = self._spawn(store.mind())
+
+
+async def _give_up(
+    store: GroupStore | None, held: OfferedPort | None, minding: asyncio.Task[None] | None
+) -> None:
+    if store is not None:
+        store.end()
+        store.kill()
+    if minding is not None:
+        await asyncio.wait({minding})
+    if held is not None:
+        held.close()

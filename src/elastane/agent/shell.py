@@ -154,8 +154,8 @@ class AgentShell:
                 group.drain.mark(fence)
             case AimGroup(fence=fence, calls=calls):
                 group.drain.aim(fence, calls)
-            case StartWorkers(local_ranks=local_ranks, delay_s=delay_s):
-                group.start_more(local_ranks, delay_s)
+            case StartWorkers(local_ranks=local_ranks, assignment=assignment, delay_s=delay_s):
+                group.start_more(local_ranks, assignment, delay_s)
             case InterruptGroup(reason=reason):
                 group.interrupt(reason)
             case RegroupWorkers(assignment=assignment):

@@ -14,18 +14,18 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 from elastane.agent.files import choose_files
 from elastane.agent.groupdrain import GroupDrain
 from elastane.agent.groupsetup import GroupSetup
 from elastane.agent.lastwords import STOPPED_IN_ITS_END, LastWords
-from elastane.agent.lines import Lines, place_of, waiting_beside
+from elastane.agent.lines import Lines, place_of
 from elastane.agent.memory import Memory, kill_evidence, read_memory
 from elastane.agent.offers import OfferedPort
 from elastane.agent.overdue import end_overdue
-from elastane.agent.pgstore import Meeting
+from elastane.agent.pgstore import StoreHost
 from elastane.agent.stuck import SLUG, StuckWatch, states_of
 from elastane.agent.worker import EXIT_NOT_STARTED, Worker
 from elastane.core.events import (
@@ -66,7 +66,7 @@ class WorkerGroup:
     _memory: Memory = field(default_factory=Memory)
     _files: dict[Fence, GroupStreams] = field(default_factory=dict)
     _lines: Lines = field(init=False)
-    _meeting: Meeting = field(init=False)
+    _meeting: StoreHost = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
     _starting: asyncio.Task[None] | None = None
@@ -80,8 +80,8 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         self.world = self.assignment
         self._lines = Lines(self._post_able, self._post_lost)
-        self._meeting = Meeting(self.setup.spawner, self._store_failed)
-        self.drain = GroupDrain(self._members, self._lines, self.post)
+        self._meeting = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
+        self.drain = GroupDrain(self._members, self._lines, self.post, self._spawn_task)
 
     def begin(self) -> None:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
@@ -98,6 +98,7 @@ class WorkerGroup:
             _log.debug("grace of %.1f s ends at %s", grace_s, handle.when())
         if not self._stopping:
             self._stopping, self._stopped_s = True, time.monotonic()
+            self.drain.cancel()
             self._spawn_task(self._stop())
 
     def interrupt(self, reason: str) -> None:
@@ -120,10 +121,10 @@ class WorkerGroup:
         self._post_able()
         self._post_started(self._members())
 
-    def start_more(self, local_ranks: Iterable[int], delay_s: float) -> None:
+    def start_more(self, local_ranks: tuple[int, ...], beside: Assignment, delay_s: float) -> None:
         """Start these workers in the place of others that ended; they have no place yet."""
         loop = asyncio.get_running_loop()
-        loop.call_later(delay_s, self._begin_more, tuple(local_ranks))
+        loop.call_later(delay_s, self._begin_more, local_ranks, beside)
 
     async def _start(self) -> None:
         fence, run = self.assignment.fence, self.setup.run
@@ -207,16 +208,21 @@ class WorkerGroup:
         failure = worker.failure(process.pid, code, words, age_s, evidence)
         self.post(WorkerFailed(self.assignment.fence, failure))
 
-    def _begin_more(self, local_ranks: tuple[int, ...]) -> None:
+    def _begin_more(self, local_ranks: tuple[int, ...], beside: Assignment) -> None:
         if not self._stopping:
-            self._starting = self._spawn_task(self._start_more(local_ranks, self._starting))
+            work = self._start_more(local_ranks, beside, self._starting)
+            self._starting = self._spawn_task(work)
 
     async def _start_more(
-        self, local_ranks: tuple[int, ...], before: asyncio.Task[None] | None
+        self,
+        local_ranks: tuple[int, ...],
+        beside: Assignment,
+        before: asyncio.Task[None] | None,
     ) -> None:
         if before is not None:
             await asyncio.wait({before})
-        beside = waiting_beside(self.world, self.setup.run.local_world_size)
+        if beside.fence not in self._files:
+            await choose_files(self.setup, beside, self._files_of(beside.fence))
         try:
             for local_rank in local_ranks:
                 former = [w for w in self._workers if w.local_rank == local_rank]
@@ -309,7 +315,7 @@ class WorkerGroup:
         """Wait for what was killed; what a worker left behind is killed as well."""
         self._meeting.kill()
         await self._wait_killed(ended)
-        await self._meeting.wait_gone()
+        await self._meeting.close()
         if self._watches:
             # Each says how its worker ended, within a bound; of a group that is gone nobody hears.
             await asyncio.wait(self._watches)

@@ -69,6 +69,7 @@ class StartWorkers(msgspec.Struct, frozen=True):
 
     fence: Fence
     local_ranks: tuple[int, ...]
+    assignment: Assignment
     delay_s: float
 
 

@@ -174,7 +174,7 @@ class LocalWorkers:
         missing = group.start_anew()
         if missing and group.phase not in ("stopping", "succeeded"):
             self._tell(EventKind.WORKERS_STARTING, message.assignment.reason, workers=len(missing))
-            self._outbox.add(StartWorkers(group.born, missing, message.delay_s))
+            self._outbox.add(StartWorkers(group.born, missing, message.assignment, message.delay_s))
 
     def _interrupt(self, fence: Fence, reason: str) -> None:
         group = self.group
