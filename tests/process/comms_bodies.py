@@ -129,8 +129,12 @@ def seen(limit_s, ready):
 
 
 def held():
-    """Descriptors and threads of this process."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    """How many descriptors this process has, and its threads, which only the kernel knows all."""
+    threads = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
+            threads.append(file.read().strip())
+    return len(os.listdir("/proc/self/fd")), sorted(threads)
 
 
 def entry(port):
@@ -213,7 +217,7 @@ def rebuilds(worker, count):
         if number in (count // 4, count - 1):
             elastic.close()
             world = None
-            seen(5.0, lambda: held()[1] == 1)
+            seen(TIMEOUT_S, lambda: len(held()[1]) == 1)
             marks.append((*held(), resident()))
     worker.say(marks)
 

@@ -1,9 +1,8 @@
 """What a worker holds of its job: its place in the world, and the steps it makes there.
 
-`init()` gives a `Job`. Owns the loop of steps and what happens between two of them: a planned
-change at a boundary, the way from a world that broke into the next one, and the state that is
-compared there. Who is a member is decided elsewhere; the line to the agent says it. Without an
-agent the job is a world of one.
+`init()` gives a `Job`. Owns the loop of steps and what happens between two of them: a change of
+the world, and the state that its members compare there. The way between worlds is `world`'s; who
+is a member is decided elsewhere. Without an agent the job is a world of one.
 """
 
 from __future__ import annotations
@@ -11,28 +10,21 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from elastane.comms.elastic import ElasticGroup
-from elastane.comms.group import ALONE, Wiring, WorldGroup
 from elastane.core.model import Fence
 from elastane.data.feed import Feed, Portion
 from elastane.errors import ElastaneError, JobError, PeerLostError
-from elastane.job import drain, heal
+from elastane.job import heal
 from elastane.job.agentline import AgentLine
 from elastane.job.step import Step
 from elastane.job.tracked import Tracked
 from elastane.job.undo import Undo
-from elastane.runtime.page import WorkerPage
-from elastane.runtime.workerline import Place, Wait
-
-# How long a gated worker pauses between two looks at its page.
-_POLL_S = 0.0005
+from elastane.job.world import Worlds
 
 
 def init() -> Job:
@@ -47,11 +39,8 @@ class Job:
     """A worker's view of its job. Not for several threads."""
 
     def __init__(self, line: AgentLine | None) -> None:
-        self.process_group = ElasticGroup()
-        self._line = line
-        self._page: WorkerPage | None = None
-        self._place: Place | Wait | None = None
-        self._building: WorldGroup | None = None
+        self._world = Worlds(line)
+        self.process_group = self._world.group
         self._tracked = Tracked()
         self._undo = Undo(self._tracked)
         self._health = heal.Health(self.process_group, self._tracked)
@@ -61,43 +50,34 @@ class Job:
 
     def join(self) -> Self:
         """Meet the others; a worker that has no place yet builds what it needs on its own."""
-        if self._line is not None:
-            self._page = drain.take_page()
-            self._place = self._line.first()
-            self._line.begin(self._end_world)
         atexit.register(self.close)
-        self._build(self._place if isinstance(self._place, Place) else None)
-        self.process_group.register()
+        self._world.join()
         return self
 
     @property
     def rank(self) -> int:
         """This worker's rank in the current world; a guess while it has no place yet."""
-        waits = isinstance(self._place, Wait)
-        return self._place.rank if waits and self._place else self.process_group.rank()
+        return self._world.rank
 
     @property
     def world_size(self) -> int:
         """How many workers the current world has."""
-        waits = isinstance(self._place, Wait)
-        return self._place.world_size if waits and self._place else self.process_group.size()
+        return self._world.size
 
     @property
     def local_rank(self) -> int:
         """The number of this worker on its node, the same in every world."""
-        return self._place.local_rank if self._place is not None else 0
+        return self._world.local_rank
 
     @property
     def fence(self) -> Fence:
         """The round and attempt of the current world; of none, where there is no agent."""
-        return self._place.fence if isinstance(self._place, Place) else Fence(0, 0)
+        return self._world.fence
 
     @property
     def device(self) -> torch.device:
         """This worker's device: a GPU by its local rank, or the CPU."""
-        if torch.cuda.is_available():
-            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
-        return torch.device("cpu")
+        return self._world.device
 
     def track(self, **objects: Any) -> None:
         """Name what the job's state is: what heals a peer, and what a lost step puts back.
@@ -151,8 +131,7 @@ class Job:
                     self._enter_next()
             self._meet_at_the_end()
         finally:  # Also where the loop was left by break: it enters no other world.
-            if self._line is not None:
-                self._line.finished()
+            self._world.finished()
 
     def begin_step(self, step: Step) -> None:
         """Begin the body of a step; `with step:` calls it."""
@@ -165,14 +144,14 @@ class Job:
                 self.process_group.check()
             except PeerLostError as lost:
                 error = lost
-        elif not (self.process_group.failed or self._has_news):
+        elif not (self.process_group.failed or self._world.has_news):
             return False
         if error is None or self._undo.is_whole:
             step.committed = True
             self._open_feed.commit(step.number)
         else:
             self._undo.restore()
-            self._was_lost(error)
+            self._world.lose(error)
         return error is not None
 
     def close(self) -> None:
@@ -182,9 +161,7 @@ class Job:
             self._handles.pop().remove()
         if self._feed is not None:
             self._feed.close()
-        if self._line is not None:
-            self._line.close()
-        self.process_group.close()
+        self._world.close()
 
     def __enter__(self) -> Self:
         return self
@@ -196,10 +173,6 @@ class Job:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    @property
-    def _has_news(self) -> bool:
-        return self._line is not None and self._line.has_news
 
     @property
     def committed(self) -> int:
@@ -233,15 +206,14 @@ class Job:
         for optimizer in self._tracked.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
-        if self._line is not None:
-            self._line.able()
-        if isinstance(self._place, Wait):
+        self._world.able()
+        if self._world.waits:
             self._enter_next()
             return
         try:
             self._health.compare(self._open_feed.cursor)
         except (ElastaneError, RuntimeError) as error:
-            self._was_lost(error)
+            self._world.lose(error)
             self._enter_next()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -259,55 +231,23 @@ class Job:
 
     def _boundary(self) -> bool:
         """Look for a change of the world between two steps; False where there was one."""
-        number = self.committed + 1
-        if self._page is not None and self._page.reach(number):
-            self._wait_gated(self._page, number)
-        if not self._has_news:
+        self._world.reach(self.committed + 1)
+        if not self._world.has_news:
             return True
         self._enter_next()
         return False
 
-    def _wait_gated(self, page: WorkerPage, number: int) -> None:
-        """A planned change: go on up to the step that all agree on, and wait there for news.
-
-        The gate is no longer there a moment before the news is; a step in between would be begun
-        in the old world.
-        """
-        while not self._has_news:
-            target = page.target  # once: it may be set at any moment
-            if target > number:
-                break
-            page.park(target > 0)
-            time.sleep(_POLL_S)
-        page.park(False)
-
-    def _build(self, place: Place | None) -> None:
-        """Meet the other members of a world; on its own where there is none."""
-        self._building = WorldGroup(self._wiring(place) if place is not None else ALONE)
-        if self._has_news:
-            self._building.abort()  # The thread may have looked a moment too early.
-        self.process_group.replace(self._building.build())
-
     def _enter_next(self) -> None:
         """Wait for a place in another world, and go on there with the state that is right."""
         while True:
-            if self._line is None:
-                raise JobError(
-                    "the world of one came apart",
-                    expected="collectives over job.process_group that succeed",
-                    next_step="read the error above this one",
-                    slug="job-alone",
-                )
-            self._place = self._line.next_place()
             try:
-                self._build(self._place)
+                self._world.enter()
                 self._health.compare(self._open_feed.cursor)
                 break
             except (ElastaneError, RuntimeError) as error:
-                self._was_lost(error)
+                self._world.lose(error)
         self._rewind()
-        if self._page is not None:
-            self._page.reach(self.committed)  # As if it had come there by itself.
+        self._world.reached(self.committed)
 
     def _meet_at_the_end(self) -> None:
         """Leave the steps together: who leaves knows that all others hold the last one."""
@@ -317,35 +257,12 @@ class Job:
                 self.process_group.check()
                 break
             except (ElastaneError, RuntimeError) as error:
-                self._was_lost(error)
+                self._world.lose(error)
                 self._enter_next()
-
-    def _was_lost(self, error: Exception) -> None:
-        """Take an error for that of a lost peer, if it is one; else it is raised again."""
-        if not (self.process_group.failed or self._has_news or isinstance(error, PeerLostError)):
-            raise error
-        if self._line is not None and not self._has_news:
-            self._line.lost(self.fence, f"lost a peer: {error}")
-
-    def _end_world(self) -> None:
-        """In the line's thread: let the main thread come out of whatever it waits in."""
-        if self._has_news and self._building is not None:
-            self._building.abort()
 
     def _rewind(self) -> None:
         """Deal anew, for the current rank and world."""
         self._open_feed.rewind(self.process_group.rank(), self.process_group.size())
-
-    def _wiring(self, place: Place) -> Wiring:
-        return Wiring(
-            rank=place.rank,
-            world_size=place.world_size,
-            master_addr=place.master_addr,
-            master_port=place.master_port,
-            fence=f"{place.fence.round}.{place.fence.attempt}",
-            device_type=self.device.type,
-            serves=place.rank == 0 and not place.agent_store,
-        )
 
 
 def _not_begun(step: Step) -> JobError:
