@@ -182,7 +182,7 @@ def builds_with(worker, peer):
         if first is None:
             seen(2.0, lambda: threading.active_count() == 1)
             first = held()
-    gone = seen(3.0, lambda: held()[0] <= first[0] and held()[1] <= first[1])
+    gone = seen(30.0, lambda: held()[0] <= first[0] and len(held()[1]) <= len(first[1]))
     worker.say(
         gone
         or (

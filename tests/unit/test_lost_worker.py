@@ -147,7 +147,8 @@ def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outc
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
         shell = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
-        shell._group = SimpleNamespace(lost=lost, drain=SimpleNamespace(progress=lambda: None))
+        drain, minder = SimpleNamespace(progress=lambda: None), SimpleNamespace(all_wait=False)
+        shell._group = SimpleNamespace(lost=lost, drain=drain, minder=minder)
         return await shell.run()
 
     assert asyncio.run(scenario()).code == code

@@ -15,7 +15,16 @@ from collections.abc import Callable
 
 from elastane.core.model import Assignment, Fence
 from elastane.runtime import workerline
-from elastane.runtime.workerline import Able, Finished, FromWorker, Lost, Place, ToWorker, Wait
+from elastane.runtime.workerline import (
+    Able,
+    Doing,
+    Finished,
+    FromWorker,
+    Lost,
+    Place,
+    ToWorker,
+    Wait,
+)
 
 _log = logging.getLogger("elastane.workers")
 
@@ -27,6 +36,8 @@ class Lines:
         self.able: set[int] = set()
         self.finished: set[int] = set()
         self._changed, self._lost = changed, lost
+        # Hears whether a worker waits for others, which it was asked.
+        self.answered: Callable[[int, bool], None] = lambda _local_rank, _waits: None
         self._ends: dict[int, socket.socket] = {}
 
     def open(self, local_rank: int) -> socket.socket:
@@ -88,6 +99,8 @@ class Lines:
                 self._changed()
             case Lost(fence=fence, reason=reason):
                 self._lost(fence, reason)
+            case Doing(waits=waits):
+                self.answered(local_rank, waits)
 
 
 def place_of(assignment: Assignment, local_rank: int, local_world_size: int) -> ToWorker:

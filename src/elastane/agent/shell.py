@@ -84,7 +84,7 @@ class AgentShell:
                 event = self._with_offer(await self._queue.get())
                 # What workers leave behind and soon ends is adopted here: no pile of zombies.
                 reap_orphans()
-                self._core.progress = self._group.drain.progress() if self._group else None
+                self._look_at_group()
                 for effect in self._core.handle(event, time.monotonic()):
                     if isinstance(effect, Exit):
                         return self._judged(effect)
@@ -94,6 +94,12 @@ class AgentShell:
             warm.cancel()
             if self._timer is not None:
                 self._timer.cancel()
+
+    def _look_at_group(self) -> None:
+        """Tell the core what is on the pages of the workers."""
+        group = self._group
+        self._core.progress = group.drain.progress() if group else None
+        self._core.all_wait = group.minder.all_wait if group else False
 
     def _with_offer(self, event: AgentEvent) -> AgentEvent:
         """Offer a new port in each session, unless workers use the one that was offered."""

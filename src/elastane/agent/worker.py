@@ -32,7 +32,8 @@ class Worker:
     """One local rank in one attempt.
 
     `termed`: it was asked to checkpoint by SIGTERM. `given_up`: it was told as failed though its
-    process may live. `verdict`: why the agent itself ended it, in words.
+    process may live. `verdict`: why the agent itself ended it, in words. `hung`: why it was taken
+    to hang, and ended.
     """
 
     local_rank: int
@@ -46,6 +47,7 @@ class Worker:
     termed: bool = False
     given_up: bool = False
     verdict: str = ""
+    hung: str = ""
 
     @property
     def is_alive(self) -> bool:
@@ -84,6 +86,8 @@ class Worker:
             words = await setup.offload.run(self._read, _WORDS_WAIT_S)
         except TimeoutError:
             words = LastWords()  # The failure must be told all the same.
+        if self.hung:  # What a handler of SIGABRT says last is of no use: we sent it.
+            return replace(words, message=f"{words.message}\n{self.hung}".lstrip())
         if not self.verdict:
             return words
         return replace(words, message=f"{self.verdict}\n{words.message}".rstrip())

@@ -23,10 +23,11 @@ from elastane.agent.groupsetup import GroupSetup
 from elastane.agent.lastwords import STOPPED_IN_ITS_END, LastWords
 from elastane.agent.lines import Lines, place_of
 from elastane.agent.memory import Memory, kill_evidence, read_memory
+from elastane.agent.minder import Minder
 from elastane.agent.offers import OfferedPort
 from elastane.agent.overdue import end_overdue
 from elastane.agent.pgstore import StoreHost
-from elastane.agent.stuck import SLUG, StuckWatch, states_of
+from elastane.agent.stuck import SLUG
 from elastane.agent.worker import EXIT_NOT_STARTED, Worker
 from elastane.core.events import (
     AgentEvent,
@@ -42,7 +43,7 @@ from elastane.core.model import Assignment, Failure, Fence, Offer
 from elastane.errors import ElastaneError
 from elastane.runtime import workerline
 from elastane.runtime.page import Page
-from elastane.runtime.process import EXIT_UNKNOWN, WorkerProcess
+from elastane.runtime.process import WorkerProcess
 from elastane.runtime.strays import kill_strays
 from elastane.runtime.streams import GroupStreams, process_console
 from elastane.runtime.timers import TimerRequest
@@ -70,8 +71,8 @@ class WorkerGroup:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
     _starting: asyncio.Task[None] | None = None
-    _stuck_mind: asyncio.Task[None] | None = None
     drain: GroupDrain = field(init=False)
+    minder: Minder = field(init=False)
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: bool = False
     _told_able: bool = False
@@ -82,6 +83,10 @@ class WorkerGroup:
         self._lines = Lines(self._post_able, self._post_lost)
         self._meeting = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._lines, self.post, self._spawn_task)
+        stuck_s = self.setup.stuck_s
+        self.minder = Minder(
+            self._members, self._lines, self._post_failed, self._spawn_task, stuck_s
+        )
 
     def begin(self) -> None:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
@@ -103,12 +108,14 @@ class WorkerGroup:
 
     def interrupt(self, reason: str) -> None:
         """Have the workers that have a place end their step."""
+        self.minder.world_ended()
         for worker in self._members():
             self._lines.send(worker.local_rank, workerline.Interrupt(reason))
 
     def regroup(self, assignment: Assignment) -> None:
         """Give the workers their places in another world, where they meet at another store."""
         self.drain.cancel()
+        self.minder.world_ended()
         self.world = assignment
         port = self._next_port(assignment)
         self._spawn_task(self._meeting.move(port, serves=assignment.agent_store))
@@ -141,8 +148,7 @@ class WorkerGroup:
                     break
         finally:
             self._files_of(fence).close_worker_ends()
-        if self.setup.stuck_s > 0:
-            self._stuck_mind = self._spawn_task(self._mind_stuck())
+        self.minder.begin(self._workers)
         self._post_started(self._workers)
 
     def _next_port(self, assignment: Assignment) -> OfferedPort | None:
@@ -159,7 +165,7 @@ class WorkerGroup:
         failure = Failure(
             local_rank=0, rank=rank, pid=0, exit_code=EXIT_NOT_STARTED, message=reason
         )
-        self.post(WorkerFailed(self.assignment.fence, failure))
+        self._post_failed(failure)
 
     async def _start_one(self, local_rank: int, place: Assignment) -> None:
         files, rank = self._files_of(place.fence), place.rank_base + local_rank
@@ -176,7 +182,7 @@ class WorkerGroup:
             )
         except (ElastaneError, OSError) as error:
             failure = worker.failure(0, EXIT_NOT_STARTED, LastWords(f"not started: {error}"))
-            self.post(WorkerFailed(self.assignment.fence, failure))
+            self._post_failed(failure)
             return
         finally:
             line.close()
@@ -200,13 +206,12 @@ class WorkerGroup:
         evidence = ""
         if stopped and 0 < words.failed_s <= self._stopped_s:
             evidence = STOPPED_IN_ITS_END
-        elif not (stopped or worker.verdict):
+        elif not (stopped or worker.verdict or worker.hung):
             evidence = kill_evidence(self._memory, read_memory(), process.peak_bytes, code)
         # The error file's time is the fault's own; its process ended by and by after that.
         failed_s = min(ended_s, words.failed_s or ended_s)
         age_s = time.monotonic() - failed_s
-        failure = worker.failure(process.pid, code, words, age_s, evidence)
-        self.post(WorkerFailed(self.assignment.fence, failure))
+        self._post_failed(worker.failure(process.pid, code, words, age_s, evidence))
 
     def _begin_more(self, local_ranks: tuple[int, ...], beside: Assignment) -> None:
         if not self._stopping:
@@ -262,23 +267,11 @@ class WorkerGroup:
         pids = tuple(w.process.pid for w in by_local_rank if w.process is not None)
         self.post(GroupStarted(self.assignment.fence, pids))
 
+    def _post_failed(self, failure: Failure) -> None:
+        self.post(WorkerFailed(self.assignment.fence, failure))
+
     def _post_lost(self, fence: Fence, reason: str) -> None:
         self.post(WorkerLost(self.assignment.fence, fence, reason))
-
-    async def _mind_stuck(self) -> None:
-        """Hold a worker for failed that has been in uninterruptible sleep for too long."""
-        watch = StuckWatch(self.setup.stuck_s)
-        while not self._stopping:
-            await asyncio.sleep(watch.pause_s)
-            alive = {w.process.pid: w for w in self._workers if w.process and w.is_alive}
-            for pid in watch.look(states_of(alive), time.monotonic()):
-                worker = alive[pid]
-                if worker.given_up or self._stopping:
-                    continue
-                worker.given_up = True
-                text = f"in uninterruptible sleep for {watch.limit_s:g} s [{SLUG}]"
-                failure = worker.failure(pid, EXIT_UNKNOWN, LastWords(text))
-                self.post(WorkerFailed(self.assignment.fence, failure))
 
     def _expire(self, request: TimerRequest) -> bool:
         return end_overdue(self._workers, request)
@@ -286,8 +279,7 @@ class WorkerGroup:
     async def _stop(self) -> None:
         self._meeting.end()
         await self._end_start()
-        if self._stuck_mind is not None:
-            self._stuck_mind.cancel()
+        self.minder.end()
         alive = [w.process for w in self._workers if w.process is not None and w.is_alive]
         for worker in self._workers:
             # One that was asked to checkpoint by SIGTERM is not asked twice.

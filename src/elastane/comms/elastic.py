@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup, Work
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastane.comms import ddp, tables
 from elastane.comms.group import WorldGroup
-from elastane.comms.works import Ledger, Waited
+from elastane.comms.works import Ledger, Together, Waited
 from elastane.errors import ConfigurationError, PeerLostError
 
 # Between two looks at a device.
@@ -49,6 +49,8 @@ _QUESTIONS = (
         "_set_sequence_number_for_group",
     ),
 )
+# A tensor to send from or to receive into, the peer's rank, and a tag.
+Message: TypeAlias = tuple[torch.Tensor, int, int]
 # By these a DDP makes itself known when it is made.
 _DDP_BEGINS = frozenset(("allgather", "broadcast"))
 
@@ -63,6 +65,10 @@ class ElasticGroup(ProcessGroup):
         self._works = Ledger()
         self._ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._registered = False
+        # Called as each operation begins, by the thread that begins it.
+        self.when_begun: Callable[[], None] | None = None
+        # Asked before each of torch's operations, by its name; it refuses by raising.
+        self.guard: Callable[[str], None] | None = None
 
     def register(self) -> None:
         """Make torch.distributed's functions take this group, as their default if there is none."""
@@ -127,6 +133,12 @@ class ElasticGroup(ProcessGroup):
         self._works.sift()
         return self._works.failure is not None
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether an operation waits for other members; from any thread."""
+        world = self._world
+        return world is not None and not world.aborted and self._works.in_flight
+
     def check(self) -> None:
         """Wait for every collective; raises PeerLostError where one failed or the world ended.
 
@@ -181,6 +193,25 @@ class ElasticGroup(ProcessGroup):
         """As `close`, by the name that destroy_process_group() uses."""
         self.close()
 
+    def exchange(self, receives: Sequence[Message], sends: Sequence[Message]) -> Work:
+        """Receive and send all of these, as one operation; `check` waits for it as for any.
+
+        For gloo. The peer exchanges the same messages, in any order.
+        """
+        world = self._usable()
+        tensors = [tensor for tensor, _, _ in receives]
+        try:
+            group = world.group
+            works = [group.recv([tensor], peer, tag) for tensor, peer, tag in receives]
+            works += [group.send([tensor], peer, tag) for tensor, peer, tag in sends]
+        except (RuntimeError, PeerLostError) as error:
+            if world.aborted:
+                raise self._lost() from error
+            raise
+        waited = Waited(Together(works), self._works, tensors, sliced=False)
+        self._works.add(waited)
+        return waited
+
     def split_group(self, *_args: Any, **_kwargs: Any) -> ProcessGroup | None:
         """Refused: an elastic group has no subgroups."""
         tables.NoSubgroups().check([])
@@ -206,9 +237,9 @@ class ElasticGroup(ProcessGroup):
         return self.world.group._device_types
 
     def _operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
-        world = self._world
-        if world is None or world.aborted or self._works.failure is not None:
-            raise self._lost()
+        world = self._usable()
+        if self.guard is not None:
+            self.guard(name)
         if name in _DDP_BEGINS:
             module = ddp.asker(sys._getframe(2), self)
             if module is not None:
@@ -225,6 +256,15 @@ class ElasticGroup(ProcessGroup):
         if name not in _MESSAGES:
             self._works.add(waited)
         return waited
+
+    def _usable(self) -> WorldGroup:
+        """The world, for an operation that begins."""
+        world = self._world
+        if world is None or world.aborted or self._works.failure is not None:
+            raise self._lost()
+        if self.when_begun is not None:
+            self.when_begun()
+        return world
 
     def _lost(self) -> PeerLostError:
         world = self._world

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -45,6 +45,7 @@ class Waited(Work):
         """Wait, the first time; a later call returns at once."""
         if self._waited:
             return True
+        self._ledger.count_waiting(1)
         try:
             if timeout:
                 return self._work.wait(timeout)
@@ -54,6 +55,7 @@ class Waited(Work):
             raise
         finally:
             self._waited = True
+            self._ledger.count_waiting(-1)
 
     def _wait_sliced(self) -> bool:
         while not self._ledger.released.is_set():
@@ -122,6 +124,25 @@ class Waited(Work):
         return self._work._source_rank()
 
 
+class Together(Work):
+    """Several works, waited for as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all, in turn; the first that failed is told."""
+        assert timeout is None, "a bounded wait would close the connections of messages"
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether nobody needs wait: never, a message is complete when it was waited for."""
+        return False
+
+
 class Ledger:
     """The works that nobody has seen the end of, and the first failure; for any thread."""
 
@@ -132,6 +153,7 @@ class Ledger:
         # Set when nothing that is under way is to be waited for any longer.
         self.released = threading.Event()
         self.failure: BaseException | None = None
+        self._waiting = 0
 
     def clear(self) -> None:
         """Forget everything: another world begins."""
@@ -146,6 +168,17 @@ class Ledger:
         self.sift()
         with self.lock:
             self._open.append(work)
+
+    def count_waiting(self, more: int) -> None:
+        """So many more threads are in a wait than before."""
+        with self.lock:
+            self._waiting += more
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether anything has not completed, or is waited for."""
+        with self.lock:
+            return self._waiting > 0 or any(not work.is_completed() for work in self._open)
 
     def sift(self) -> None:
         """Let go of works that have completed, noting those that failed."""

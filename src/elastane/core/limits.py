@@ -71,6 +71,36 @@ VERDICT_S = 0.3
 # A worker that lost a peer waits for the news of what became of it; after that a world that makes
 # no step is ended without a cause.
 LOST_PEER_S = 1.0
+# Workers that recover in place are looked at this often for signs of progress ...
+HANG_LOOK_S = 0.25
+# ... and asked whether they wait for others once they have shown none for this long, again each
+# such time; who does not answer within the second is held to be busy.
+HANG_ASK_S = 0.5
+HANG_ANSWER_S = 1.0
+# One that a signal has stopped (state T; not a debugger's t) hangs, whatever it was at.
+HANG_STOPPED_S = 1.0
+# Nobody else hangs before this: a disk or a page cache may well take seconds; ...
+HANG_FLOOR_S = 5.0
+# ... nor before this many times of what the same work took at the longest, of late; ...
+HANG_FACTOR = 10.0
+HANG_WINDOW_S = 1800.0
+# ... and everybody does after this: torch gives up a collective over gloo then. It is the limit
+# too for a process's first steps, which warm up and compile, and for all compilation.
+HANG_CEILING_S = 1800.0
+HANG_STEPS_FIRST = 3
+# What users do between two steps (evaluation, checkpoints) may take as long as this.
+HANG_BETWEEN_S = 3600.0
+# Members that all wait for one another in a collective, nobody being busy: a network's hiccup may
+# well take seconds, so this is the floor of what is learned.
+HANG_STALL_S = 10.0
+# Members that all wait to meet, while nobody is missing, cannot reach one another.
+HANG_ENTER_S = 120.0
+# A worker that hangs is asked for its stack by SIGABRT, and killed after this; one that SIGKILL
+# does not end within the same time again is told as failed while it lives.
+HANG_STACK_S = 0.5
+# So many worlds in a row whose members only wait for one another, without a step between: their
+# machines do not let them connect, and no further world will.
+STALLS_MAX = 3
 # The longest pause between two attempts of a crash loop, and the first.
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
@@ -183,6 +213,8 @@ assert Timing().silence_s < ISOLATION_LIMIT_S
 assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < FENCE_WAIT_S
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
 assert VERDICT_S < LOST_PEER_S
+assert HANG_LOOK_S < HANG_ASK_S < HANG_ANSWER_S < HANG_FLOOR_S < HANG_CEILING_S < HANG_BETWEEN_S
+assert HANG_LOOK_S < HANG_STOPPED_S < HANG_FLOOR_S < HANG_STALL_S < HANG_ENTER_S < HANG_CEILING_S
 assert HANDSHAKE_BYTES_MAX < INBOX_BYTES_MAX < FRAME_BYTES_MAX
 assert STORE_TIMEOUT_S < SAVE_PATIENCE_S < ISOLATION_LIMIT_S
 assert SEND_BYTES_MAX >= 2 * FRAME_BYTES_MAX

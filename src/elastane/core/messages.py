@@ -76,10 +76,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
-    """The agent lives. `progress` is the least step count of its workers that report one."""
+    """The agent lives. `progress` is the least step count of its workers that report one.
+
+    `all_wait`: all its workers in the world of `fence` wait for others, for longer than ever.
+    """
 
     fence: Fence | None = None
     progress: Count | None = None
+    all_wait: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):

@@ -16,7 +16,17 @@ from collections.abc import Callable
 from elastane.core.model import Fence
 from elastane.errors import JobError
 from elastane.runtime import workerline
-from elastane.runtime.workerline import Able, Finished, FromWorker, Interrupt, Lost, Place, Wait
+from elastane.runtime.workerline import (
+    Able,
+    Ask,
+    Doing,
+    Finished,
+    FromWorker,
+    Interrupt,
+    Lost,
+    Place,
+    Wait,
+)
 
 # The agent's first word is in the line before the worker starts.
 _FIRST_S = 60.0
@@ -35,6 +45,7 @@ class AgentLine:
         self._interrupted = ""
         self._closed = False
         self._end_world: Callable[[], None] = _nothing
+        self._waits: Callable[[], bool] = bool
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -61,13 +72,16 @@ class AgentLine:
             raise _no_agent(str(error) or "it said nothing") from error
         finally:
             self._socket.settimeout(None)
-        if isinstance(word, Interrupt):
-            raise _no_agent("it ended a world before there was one")
+        if not isinstance(word, Place | Wait):
+            raise _no_agent("it spoke of a world before there was one")
         return word
 
-    def begin(self, end_world: Callable[[], None]) -> None:
-        """Read on in a thread; `end_world` is called there when the world in hand is no more."""
-        self._end_world = end_world
+    def begin(self, end_world: Callable[[], None], waits: Callable[[], bool]) -> None:
+        """Read on in a thread; `end_world` is called there when the world in hand is no more.
+
+        `waits` is called there too: whether this worker waits for others.
+        """
+        self._end_world, self._waits = end_world, waits
         self._thread = threading.Thread(target=self._read, name="elastane-line", daemon=True)
         self._thread.start()
 
@@ -99,7 +113,7 @@ class AgentLine:
 
     def close(self) -> None:
         """Hang up; the thread has ended then: at exit it would be killed in the middle of torch."""
-        self._closed, self._end_world = True, _nothing
+        self._closed, self._end_world, self._waits = True, _nothing, bool
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
@@ -121,6 +135,9 @@ class AgentLine:
                 word = workerline.to_worker(packet) if packet else None
             except (OSError, ValueError):
                 word = None
+            if isinstance(word, Ask):
+                self._say(Doing(self._waits()))
+                continue
             with self._news:
                 if isinstance(word, Place):
                     self._place = word

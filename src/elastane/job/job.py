@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 
+from elastane.core.hangs import Activity
 from elastane.core.model import Fence
 from elastane.data.feed import Feed, Portion
 from elastane.errors import ElastaneError, JobError, PeerLostError
@@ -120,10 +121,12 @@ class Job:
             while not self._is_done(feed, until_epoch, until_step):
                 if not self._boundary():
                     continue
+                self._world.pulse.at(Activity.LOADING)
                 portions = _take(feed, accumulate)
                 if not portions:
                     continue  # The epoch has ended; the feed goes on with the next.
                 step = Step(self, feed.cursor.next_step, portions)
+                self._world.pulse.at(Activity.BETWEEN)
                 yield step, portions[0].batch
                 if not step.begun:
                     raise _not_begun(step)
@@ -131,10 +134,12 @@ class Job:
                     self._enter_next()
             self._meet_at_the_end()
         finally:  # Also where the loop was left by break: it enters no other world.
+            self._world.pulse.at(Activity.APART)
             self._world.finished()
 
     def begin_step(self, step: Step) -> None:
         """Begin the body of a step; `with step:` calls it."""
+        self._world.pulse.at(Activity.BODY)
         self._undo.begin()
 
     def end_step(self, step: Step, error: Exception | None) -> bool:
@@ -149,6 +154,7 @@ class Job:
         if error is None or self._undo.is_whole:
             step.committed = True
             self._open_feed.commit(step.number)
+            self._world.pulse.step_made()
         else:
             self._undo.restore()
             self._world.lose(error)
@@ -207,6 +213,7 @@ class Job:
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
         self._world.able()
+        self._world.pulse.at(Activity.ENTERING)
         if self._world.waits:
             self._enter_next()
             return

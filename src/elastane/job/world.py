@@ -14,10 +14,12 @@ import torch
 
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
+from elastane.core.hangs import Activity
 from elastane.core.model import Fence
 from elastane.errors import JobError, PeerLostError
 from elastane.job import drain
 from elastane.job.agentline import AgentLine
+from elastane.job.pulse import Pulse
 from elastane.runtime.page import WorkerPage
 from elastane.runtime.workerline import Place, Wait
 
@@ -34,13 +36,16 @@ class Worlds:
         self._line = line
         self._page: WorkerPage | None = None
         self._building: WorldGroup | None = None
+        self.pulse = Pulse()
+        self.group.when_begun = self.pulse.beat
 
     def join(self) -> None:
         """Meet the others; a worker that has no place yet builds what it needs on its own."""
         if self._line is not None:
             self._page = drain.take_page()
+            self.pulse.show_on(self._page)
             self.place = self._line.first()
-            self._line.begin(self._end_world)
+            self._line.begin(self._end_world, self._waits)
         self._build(self.place if isinstance(self.place, Place) else None)
         self.group.register()
 
@@ -100,6 +105,7 @@ class Worlds:
         page = self._page
         if page is None or not page.reach(number):
             return
+        self.pulse.at(Activity.ENTERING)
         while not self.has_news:
             target = page.target  # once: it may be set at any moment
             if target > number:
@@ -107,6 +113,7 @@ class Worlds:
             page.park(target > 0)
             time.sleep(_POLL_S)
         page.park(False)
+        self.pulse.at(Activity.BETWEEN)
 
     def reached(self, number: int) -> None:
         """Count steps that others have committed as if this worker had made them."""
@@ -116,6 +123,7 @@ class Worlds:
     def enter(self) -> None:
         """Wait for a place in another world, and meet its members; raises PeerLostError."""
         assert self._line is not None, "lose() has refused"
+        self.pulse.at(Activity.ENTERING)
         self.place = self._line.next_place()
         self._build(self.place)
 
@@ -140,6 +148,7 @@ class Worlds:
         """Leave for good: line and group are closed. Idempotent."""
         if self._line is not None:
             self._line.close()
+        self.pulse.close()
         self.group.close()
 
     def _build(self, place: Place | None) -> None:
@@ -152,6 +161,10 @@ class Worlds:
         """In the line's thread: let the main thread come out of whatever it waits in."""
         if self.has_news and self._building is not None:
             self._building.abort()
+
+    def _waits(self) -> bool:
+        """In the line's thread: whether this worker waits for others in the world in hand."""
+        return self.group.in_flight
 
     def _wiring(self, place: Place) -> Wiring:
         return Wiring(

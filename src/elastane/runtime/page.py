@@ -1,4 +1,4 @@
-"""The page of memory that an agent and one worker share: the worker's calls, the agent's gate.
+"""The page of memory that an agent and one worker share: calls, marks of progress, the gate.
 
 Owns its layout. A memfd, so that it needs no name and no clean-up, made by the agent: it outlives
 the worker. Each 64-byte line has one writer. Knows nothing of what calls mean; what a stranger
@@ -24,11 +24,15 @@ from elastane.runtime.kernel import accept_barriers, impose_barrier
 PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
 PAGE_BYTES = 4096
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 1
+VERSION = 2
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION = 0, 1  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
 _GATE, _TARGET = 16, 17  # line 2: the agent
+_MARK, _STEPS = 24, 25  # line 3: the worker
+# A mark is a count of signs of progress over the kind of work in hand, which takes these bits.
+_ACTIVITY_BITS = 8
+_MARK_MAX = 1 << 63
 
 
 class _Words:
@@ -69,6 +73,21 @@ class Page(_Words):
     def is_parked(self) -> bool:
         """Whether the worker asked again after the target, and now waits to be stopped."""
         return bool(self._words[_PARKED])
+
+    @property
+    def mark(self) -> int:
+        """What changes with every sign of progress; 0: this worker shows none."""
+        return int(self._words[_MARK])
+
+    @property
+    def activity(self) -> int:
+        """The number of what the worker says that it is at."""
+        return int(self._words[_MARK]) % (1 << _ACTIVITY_BITS)
+
+    @property
+    def steps(self) -> int:
+        """How many steps this process says that it has made."""
+        return min(int(self._words[_STEPS]), COUNT_MAX - 1)
 
     def gate(self) -> None:
         """Have the worker wait in its next call; once this returns, `calls` may be read."""
@@ -121,6 +140,21 @@ class WorkerPage(_Words):
         words = self._words
         words[_CALLS] = number
         return words[_GATE]
+
+    def be_at(self, activity: int) -> None:
+        """Show progress, and what the worker is at from now on."""
+        words = self._words
+        count = (words[_MARK] >> _ACTIVITY_BITS) + 1
+        words[_MARK] = (count << _ACTIVITY_BITS | activity) % _MARK_MAX
+
+    def beat(self) -> None:
+        """Show progress."""
+        words = self._words
+        words[_MARK] = (words[_MARK] + (1 << _ACTIVITY_BITS)) % _MARK_MAX
+
+    def step_made(self) -> None:
+        """Count a step that this process has made."""
+        self._words[_STEPS] += 1
 
     @property
     def gated(self) -> bool:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -103,6 +104,16 @@ class WorkerProcess:
             signal.pidfd_send_signal(self._pidfd, signum)
         except ProcessLookupError:
             return  # it ended; _on_exit follows
+
+    def abort(self) -> None:
+        """Have it end by SIGABRT, whose handlers show its stacks; also where it is stopped.
+
+        No core is dumped: what hangs may hold a machine's memory, and would be an hour in writing.
+        """
+        with suppress(OSError):
+            resource.prlimit(self.pid, resource.RLIMIT_CORE, (0, 0))
+        self.send_signal(signal.SIGABRT)
+        self.send_signal(signal.SIGCONT)
 
     def kill_group(self, signum: int) -> None:
         """Send to every process of its group that is left."""

@@ -48,6 +48,16 @@ class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
     reason: Text
 
 
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """To a worker: say what you are at."""
+
+
+class Doing(msgspec.Struct, frozen=True, tag="doing"):
+    """From a worker: whether it waits for others, in answer to `Ask`."""
+
+    waits: bool
+
+
 class Able(msgspec.Struct, frozen=True, tag="able"):
     """From a worker: it can enter another world as it is."""
 
@@ -63,8 +73,8 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
     reason: Text
 
 
-ToWorker = Place | Wait | Interrupt
-FromWorker = Able | Finished | Lost
+ToWorker = Place | Wait | Interrupt | Ask
+FromWorker = Able | Finished | Lost | Doing
 _encode = msgspec.json.Encoder().encode
 _to_worker = msgspec.json.Decoder(ToWorker).decode
 _from_worker = msgspec.json.Decoder(FromWorker).decode

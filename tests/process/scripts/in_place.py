@@ -3,13 +3,15 @@
 Gradients are sums of integers, so neither their order nor the number of workers matters: each step
 adds what each of its samples and its number say. A buffer counts the bodies that happened. Each
 body that begins, and each step that is committed, is a line in FOLDER/PID.jsonl. All stop after the
-step in which rank 0 finds FOLDER/enough, or after STEPS.
+step in which rank 0 finds FOLDER/enough, or after STEPS. One that finds FOLDER/PID.hang takes that
+file and hangs as it says.
 
     in_place.py FOLDER STEPS STEP_S
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -39,6 +41,41 @@ def undisturbed(steps: int) -> list[float]:
     return [float(weight) for weight in weights]
 
 
+class Samples:
+    """A dataset whose worker may be told to hang in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> int:
+        hang(self.folder, "loader")
+        return number
+
+
+def hang(folder: Path, *here: str) -> None:
+    """Hang, if this process is told to hang in one of these ways."""
+    told = folder / f"{os.getpid()}.hang"
+    how = told.read_text() if told.exists() else ""
+    if how not in here:
+        return
+    told.unlink()
+    if how == "loop":
+        while True:
+            pass
+    if how == "lock":
+        ctypes.PyDLL(None).sleep(100_000)  # with the interpreter's lock
+    if how == "receive":
+        import torch
+        import torch.distributed as dist
+
+        other = (dist.get_rank() + 1) % dist.get_world_size()
+        dist.recv(torch.zeros(1), other)
+    time.sleep(100_000)
+
+
 def main() -> None:
     import torch
     import torch.distributed as dist
@@ -60,12 +97,13 @@ def main() -> None:
         net.register_buffer("bodies", torch.zeros(1, dtype=torch.int64))
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=3)
-        loader = torch.utils.data.DataLoader(range(SAMPLES), batch_sampler=batches)
+        loader = torch.utils.data.DataLoader(Samples(folder), batch_sampler=batches)
         job.track(net=net, optimizer=optimizer)
         for step, samples in job.steps(loader, until_step=steps):
             with step:
                 say("body", step.number)
                 net.bodies += 1
+                hang(folder, "loop", "lock", "sleep", "receive")
                 mine = [gradient(step.number, int(s)) for s in samples] if step.samples else []
                 total = torch.tensor(mine, dtype=torch.float64).reshape(-1, SIZE).sum(dim=0)
                 enough = job.rank == 0 and (folder / "enough").exists()

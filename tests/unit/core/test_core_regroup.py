@@ -3,7 +3,7 @@
 import pytest
 from core_driver import Driver, job_spec
 
-from elastane.core.limits import LOST_PEER_S
+from elastane.core.limits import LOST_PEER_S, STALLS_MAX
 from elastane.core.messages import (
     Able,
     Alive,
@@ -12,6 +12,7 @@ from elastane.core.messages import (
     Drain,
     DrainTarget,
     Failed,
+    Heartbeat,
     Interrupt,
     Lost,
     Prepare,
@@ -245,3 +246,45 @@ def test_workers_that_a_node_does_not_have_are_not_counted(workers):
     able(job, "a", workers=workers)
     dies(job, "b", 0)
     assert set(job.assigned["a"].workers or ()) <= {0, 1}
+
+
+def beats(job, *node_ids, progress=7, all_wait=True):
+    for node_id in node_ids:
+        fence = job.assigned[node_id].fence
+        job.says(node_id, Heartbeat(fence=fence, progress=progress, all_wait=all_wait))
+
+
+def test_workers_that_all_wait_for_one_another_get_another_world_and_no_blame():
+    job = in_place(nodes="ab")
+    beats(job, "a")
+    assert kinds(job, "b") == []
+    beats(job, "a", all_wait=False)
+    beats(job, "b")
+    assert kinds(job, "b") == []
+    beats(job, "a")
+    assert kinds(job, "b") == [Interrupt, Assign]
+    assert job.persisted[-1].restarts_used == 0
+    late = Heartbeat(fence=Fence(1, 0), all_wait=True)
+    job.says("a", late)
+    job.says("b", late)
+    assert job.assigned["b"].fence == Fence(2, 0)
+
+
+def test_world_after_world_without_a_step_ends_the_job_with_what_to_look_at():
+    job = in_place(nodes="ab")
+    for round_ in range(1, STALLS_MAX + 1):
+        assert job.assigned["a"].fence.round == round_
+        able(job, "a", "b")
+        beats(job, "a", "b")
+    able(job, "a", "b")
+    beats(job, "a", "b")
+    [outcome] = [m.outcome for m in job.inbox["a"] if isinstance(m, Close)]
+    assert outcome.slug == "world-stalled" and not outcome.ok
+
+
+def test_a_step_between_two_stalls_begins_the_count_anew():
+    job = in_place(nodes="ab")
+    for step in range(3 * STALLS_MAX):
+        able(job, "a", "b")
+        beats(job, "a", "b", progress=step + 1)
+    assert job.assigned["a"].fence == Fence(3 * STALLS_MAX + 1, 0)

@@ -138,6 +138,30 @@ def too_few(state: State, here: int) -> bool:
     )
 
 
+def stalled(state: State) -> bool:
+    """World after world is settled, and none makes a step."""
+    what = (
+        f"{state.stalls} worlds in a row made no step: all their workers only waited for one"
+        " another, and no worker failed"
+    )
+    return _close(
+        state,
+        Outcome(
+            ok=False,
+            reason=what,
+            slug="world-stalled",
+            exit_code=ExitCode.TRY_AGAIN,
+            cause=Cause(kind="timeout", what=what),
+            next_step=(
+                "let the nodes connect to one another on all TCP ports (a firewall, a wrong network"
+                " card: --local-addr, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); check that all"
+                " workers call the same collectives in the same order"
+            ),
+            fence=state.world.fence if state.world else None,
+        ),
+    )
+
+
 def _close(state: State, outcome: Outcome) -> bool:
     state.outcome, state.cause = outcome, outcome.cause
     state.incident = None

@@ -158,7 +158,7 @@ def put_in_force(state: State, world: World, why: str) -> None:
         node.fence, node.state, node.stray = world.fence, "running", False
         node.untold, node.spent, node.halted = False, state.in_place, ""
         node.take_places(member.local_ranks)
-        node.failures, node.progress = (), None
+        node.failures, node.progress, node.all_wait = (), None, False
         node.marked = node.drained = node.draining = False
         state.refile(node)
         state.send(node, Assign(assignment))

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastane.core.effects import Finished
-from elastane.core.limits import CLOSE_S, STOP_MARGIN_S
+from elastane.core.limits import CLOSE_S, STALLS_MAX, STOP_MARGIN_S
 from elastane.core.messages import Drain, DrainTarget, Release
 from elastane.core.model import Fence, Member, Record, World
 from elastane.core.notes import EventKind
@@ -130,6 +130,8 @@ def _hear(state: State) -> None:
 
 def _running(state: State) -> bool:
     assert state.world is not None
+    if state.incident is None and regroup.stalled(state) and state.stalls > STALLS_MAX:
+        return ending.stalled(state)
     if state.incident is not None or regroup.unexplained(state):
         assert state.incident is not None
         return _end_world(state, state.incident.reason)

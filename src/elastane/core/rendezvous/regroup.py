@@ -65,6 +65,19 @@ def unexplained(state: State) -> bool:
     return True
 
 
+def stalled(state: State) -> bool:
+    """End a world whose workers all only wait for one another: nobody is to blame."""
+    if not state.in_place or state.world is None:
+        return False
+    if len(state.waiters) < len(state.world.members):
+        return False
+    reached = max((node.progress or 0 for node in state.members()), default=0)
+    state.stalls = 1 if reached > state.stalled_at else state.stalls + 1
+    state.stalled_at = reached
+    presence.fault(state, "all workers wait for one another: a connection among them is dead")
+    return True
+
+
 def begin(state: State, reason: str) -> bool:
     """End the step in hand of the world in force; its workers stay where they are."""
     assert state.world is not None

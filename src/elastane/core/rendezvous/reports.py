@@ -35,10 +35,9 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
     node = state.nodes[node_id]
     node.heard_s = state.now_s
     match message:
-        case Heartbeat(progress=progress):
-            node.progress = progress
+        case Heartbeat():
             state.send(node, Alive(state.authority))
-            return False
+            return _beat(state, node, message)
         case Ready():
             _ready(state, node)
         case Leave() | Conclude():
@@ -58,6 +57,17 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             return False
     state.refile(node)
     return True
+
+
+def _beat(state: State, node: Node, message: Heartbeat) -> bool:
+    """Take in how far its workers are; return whether a rule is to look at that."""
+    node.progress = message.progress
+    all_wait = message.all_wait and message.fence == node.fence
+    if all_wait == node.all_wait:
+        return False
+    node.all_wait = all_wait
+    state.refile(node)
+    return all_wait
 
 
 def _drained(node: Node, message: Marked | Drained) -> None:

@@ -75,6 +75,7 @@ class Node:
     failures: tuple[Failure, ...] = ()  # brought along while a new coordinator recovers
     leaving: str = ""
     progress: int | None = None
+    all_wait: bool = False  # its workers in the world only wait for others, for too long
     marked: bool = False
     calls: int | None = None
     drained: bool = False
@@ -205,6 +206,7 @@ class State:
     undrained: set[str] = field(default_factory=set)
     unable: set[str] = field(default_factory=set)  # members with workers that cannot regroup
     joinable: set[str] = field(default_factory=set)  # who has able workers without a place
+    waiters: set[str] = field(default_factory=set)  # members whose workers only wait, for too long
     # Who has a place in the world, as `is_of_world` keeps it.
     places: Collection[str] = ()
     places_of: World | None = None
@@ -212,6 +214,8 @@ class State:
     in_place: bool = False
     lost_s: float | None = None  # when one of them first lost a peer that nobody has explained
     lost_reason: str = ""
+    stalls: int = 0  # worlds in a row that were ended since all their members waited
+    stalled_at: int = 0  # how far the last of them was
     exhausted: Incident | None = None  # what the budget could not pay a replacement for
     # Of the phase in hand.
     incident: Incident | None = None
@@ -290,6 +294,7 @@ class State:
             (self.undrained, member and not node.drained),
             (self.unable, member and not node.able.issuperset({*node.workers} - gone)),
             (self.joinable, present and not node.leaving and bool(node.able - places)),
+            (self.waiters, member and node.all_wait),
         )
         for members, belongs in facts:
             if belongs:
@@ -313,6 +318,7 @@ class State:
             self.undrained,
             self.unable,
             self.joinable,
+            self.waiters,
         ):
             members.discard(node.id)
 

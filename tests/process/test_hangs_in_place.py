@@ -1,0 +1,67 @@
+"""A worker that hangs without dying is found by its progress, shows its stack, and is replaced."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from test_recovery_in_place import InPlace, starts
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = InPlace(tmp_path)
+    with made.cluster:
+        yield made
+
+
+def told_to_hang(job, how, rank=1):
+    """Have the worker of a rank hang in a way; returns its pid and those of the others."""
+    by_rank = {lines[-1]["rank"]: pid for pid, lines in job.said().items()}
+    hung = by_rank.pop(rank)
+    (job.folder / "said" / f"{hung}.new").write_text(how)
+    (job.folder / "said" / f"{hung}.new").rename(job.folder / "said" / f"{hung}.hang")
+    return hung, {*by_rank.values()}
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "frame"),
+    [
+        ("loop", "in the body of a step", "in hang"),
+        ("lock", "in the body of a step", "in hang"),
+        ("loader", "waiting for its data loader", "in __getitem__"),
+    ],
+)
+def test_a_worker_that_makes_no_progress_is_killed_with_its_stack_and_replaced(job, how, at, frame):
+    starts(job, "abc")
+    hung, others = told_to_hang(job, how)
+    after = job.wait_steps(5, 3)
+    assert others < set(after) and hung not in after
+    [failed] = [e for e in job.cluster.events("worker-exited") if e.data.get("exit_code")]
+    assert failed.data["pid"] == hung
+    message = failed.data["message"]
+    assert "it hung: no progress for" in message and at in message and frame in message, message
+    assert "it hung" in job.cluster.events("restart")[0].data["cause"]
+    job.ends_exact()
+
+
+def test_a_worker_that_a_signal_stopped_is_replaced_whatever_it_was_at(job):
+    nodes = starts(job, "abc")
+    [victim] = nodes[2].workers()
+    nodes[2].kill_worker(number=signal.SIGSTOP)
+    after = job.wait_steps(5, 3)
+    assert victim not in after
+    [restart] = job.cluster.events("restart")
+    assert "stopped by a signal" in restart.data["cause"]
+    job.ends_exact()
+
+
+def test_workers_that_all_wait_for_one_another_go_on_in_another_world(job):
+    starts(job, "ab")
+    before = set(job.said())
+    for rank in (0, 1):
+        told_to_hang(job, "receive", rank)
+    assert set(job.wait_steps(5, 2)) == before
+    assert not job.cluster.events("restart")
+    assert "wait for one another" in job.cluster.events("round-settled")[-1].reason
+    job.ends_exact()

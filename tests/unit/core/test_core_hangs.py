@@ -1,0 +1,203 @@
+"""Who neither waits nor moves hangs, and nobody else; the limits are learned."""
+
+import random
+
+import pytest
+
+from elastane.core.hangs import Activity, HangWatch, Sight
+from elastane.core.limits import (
+    HANG_ANSWER_S,
+    HANG_ASK_S,
+    HANG_BETWEEN_S,
+    HANG_CEILING_S,
+    HANG_ENTER_S,
+    HANG_FACTOR,
+    HANG_FLOOR_S,
+    HANG_LOOK_S,
+    HANG_STALL_S,
+    HANG_STEPS_FIRST,
+    HANG_STOPPED_S,
+    HANG_WINDOW_S,
+)
+
+BODY, LOADING, BETWEEN = Activity.BODY, Activity.LOADING, Activity.BETWEEN
+MARGIN_S = 2 * HANG_LOOK_S
+
+
+class Node:
+    """Workers that a watch looks at: each answers what `waits` says, unless it is silent."""
+
+    def __init__(self, *numbers, steps=100):
+        self.watch, self.now_s = HangWatch(), 0.0
+        self.sights = {n: Sight(1, BODY, steps) for n in numbers or (1,)}
+        self.waits, self.silent, self.asked = set(), set(), 0
+        self.hung, self.stalled_s = {}, None
+
+    def be(self, number, activity=BODY, steps=None, stopped=False, progress=True):
+        sight = self.sights[number]
+        steps = sight.steps if steps is None else steps
+        self.sights[number] = Sight(sight.mark + progress, activity, steps, stopped)
+
+    def passes(self, span_s, look_s=HANG_LOOK_S):
+        """Let time pass; returns who was found to hang in it, and after how long."""
+        found, begin_s = {}, self.now_s
+        while self.now_s < begin_s + span_s and not found:
+            self.now_s += look_s
+            findings = self.watch.look(self.sights, self.now_s)
+            self.asked += len(findings.ask)
+            for number in findings.ask:
+                if number not in self.silent:
+                    self.watch.answered(number, waits=number in self.waits)
+            found = dict.fromkeys(findings.hung, self.now_s - begin_s)
+            self.hung.update(findings.hung)
+            if findings.stalled and self.stalled_s is None:
+                self.stalled_s = self.now_s - begin_s
+        return found
+
+
+def test_who_neither_waits_nor_moves_hangs_after_the_floor():
+    node = Node()
+    assert node.passes(1000) == {1: pytest.approx(HANG_FLOOR_S, abs=MARGIN_S)}
+    assert "in the body of a step" in node.hung[1] and "limit 5.0 s" in node.hung[1]
+
+
+def test_who_waits_for_others_never_hangs_and_who_cannot_answer_does():
+    node = Node(1, 2, 3)
+    node.waits, node.silent = {1, 3}, {2}
+    assert list(node.passes(1000)) == [2]
+    del node.sights[2]
+    assert node.passes(HANG_CEILING_S) == {}
+    node.silent = {3}  # It waited as long as it said so.
+    assert node.passes(1000) == {3: pytest.approx(HANG_FLOOR_S + HANG_ANSWER_S, abs=4 * MARGIN_S)}
+
+
+def test_the_limit_is_a_multiple_of_what_the_same_work_took_at_the_longest():
+    node = Node()
+    node.passes(3.0)
+    node.be(1, LOADING)
+    assert node.passes(1000) == {1: pytest.approx(HANG_FLOOR_S, abs=MARGIN_S)}
+    node.be(1, BODY)
+    assert node.passes(1000) == {1: pytest.approx(3.0 * HANG_FACTOR, abs=HANG_FACTOR * MARGIN_S)}
+
+
+def test_what_was_learned_is_of_the_job_and_fades():
+    node = Node()
+    node.passes(3.0)
+    node.be(1)
+    node.passes(HANG_LOOK_S)
+    del node.sights[1]
+    node.sights[2] = Sight(1, BODY, 100)
+    assert node.passes(20.0) == {}, "a successor has the limit of its predecessor"
+    for _ in range(int(2 * HANG_WINDOW_S)):
+        node.be(2)
+        node.passes(1.0, look_s=1.0)
+    assert node.passes(1000)[2] < 2 * HANG_FACTOR
+
+
+def test_neither_waits_nor_what_an_end_of_the_world_cut_short_stretch_the_limit():
+    node = Node()
+    node.waits = {1}
+    node.passes(60.0)
+    node.waits = set()
+    node.be(1)
+    node.passes(4.0)
+    node.watch.world_ended()
+    node.be(1)
+    assert node.passes(1000) == {1: pytest.approx(HANG_FLOOR_S, abs=MARGIN_S)}
+
+
+def test_the_end_of_a_world_gives_everybody_their_time_anew():
+    node = Node()
+    node.waits = {1}
+    node.passes(60.0)
+    node.waits = set()
+    node.watch.world_ended()
+    assert node.passes(HANG_FLOOR_S - MARGIN_S) == {}
+
+
+@pytest.mark.parametrize(
+    ("activity", "steps", "limit_s"),
+    [
+        (BODY, 0, HANG_CEILING_S),
+        (BODY, HANG_STEPS_FIRST - 1, HANG_CEILING_S),
+        (Activity.COMPILING, 100, HANG_CEILING_S),
+        (BETWEEN, 0, HANG_BETWEEN_S),
+        (BETWEEN, 100, HANG_BETWEEN_S),
+    ],
+)
+def test_first_steps_compilation_and_the_users_own_work_take_their_time(activity, steps, limit_s):
+    node = Node(steps=steps)
+    node.be(1, activity)
+    assert node.passes(2 * limit_s) == {1: pytest.approx(limit_s, abs=MARGIN_S)}
+
+
+@pytest.mark.parametrize("activity", [Activity.APART, Activity.ENTERING])
+def test_who_is_outside_of_steps_or_waits_for_a_world_is_not_judged(activity):
+    node = Node()
+    node.be(1, activity)
+    assert node.passes(2 * HANG_BETWEEN_S, look_s=1.0) == {} and node.asked == 0
+
+
+@pytest.mark.parametrize("activity", list(Activity))
+def test_who_is_stopped_by_a_signal_hangs_whatever_it_was_at(activity):
+    node = Node(steps=0)
+    node.waits = {1}
+    node.be(1, activity, stopped=True)
+    assert node.passes(1000) == {1: pytest.approx(HANG_STOPPED_S, abs=MARGIN_S)}
+    assert "stopped by a signal" in node.hung[1]
+    node.be(1, activity, progress=False)
+    assert node.passes(HANG_STOPPED_S) == {}
+
+
+def test_a_host_that_stood_still_is_held_against_nobody():
+    node = Node()
+    node.passes(1.0)
+    for _ in range(4):
+        assert node.passes(600.0, look_s=600.0) == {}
+
+
+def test_nobody_is_asked_while_all_make_progress():
+    node = Node(1, 2)
+    for _ in range(100):
+        node.be(1)
+        node.be(2)
+        node.passes(HANG_ASK_S - HANG_LOOK_S)
+    assert node.asked == 0
+
+
+def test_all_are_stalled_only_when_each_waits_for_too_long():
+    node = Node(1, 2)
+    node.waits = {1}
+    assert list(node.passes(1000)) == [2] and node.stalled_s is None
+    node = Node(1, 2)
+    node.waits = {1, 2}
+    node.passes(2 * HANG_STALL_S)
+    assert node.stalled_s == pytest.approx(HANG_STALL_S, abs=MARGIN_S)
+    node = Node(1, 2)
+    node.be(1, Activity.ENTERING)
+    node.be(2, Activity.ENTERING)
+    node.passes(2 * HANG_ENTER_S)
+    assert node.stalled_s == pytest.approx(HANG_ENTER_S, abs=MARGIN_S)
+
+
+def test_no_healthy_step_of_ten_thousand_is_taken_for_a_hang():
+    rng = random.Random(5)
+    node = Node(1, 2, steps=0)
+    for step in range(10_000):
+        slow = rng.random()
+        evaluates = 40.0 if step % 500 == 499 else 0.0
+        loads_s = rng.lognormvariate(-2, 1) if slow > 0.01 else rng.uniform(0, 4)
+        computes_s = rng.lognormvariate(1, 0.5) * (4 if slow > 0.995 else 1)
+        for activity, span_s in (
+            (BETWEEN, evaluates),
+            (LOADING, loads_s),
+            (Activity.COMPILING, 90.0 if step in (0, 4000) else 0.0),
+            (BODY, computes_s),
+        ):
+            if span_s > HANG_LOOK_S:
+                node.be(1, activity, step)
+                node.waits = {2}  # for the first, in the step before
+                assert node.passes(span_s) == {}, (step, activity, span_s, node.hung)
+        node.waits = set()
+        node.be(2, BODY, step)
+        assert node.stalled_s is None
