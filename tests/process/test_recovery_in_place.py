@@ -37,7 +37,8 @@ class InPlace:
         """What each process said, in its order."""
         found = {}
         for path in (self.folder / "said").glob("*.jsonl"):
-            lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True)]
+            whole = path.read_text().rpartition("\n")[0]  # the last may be half written
+            lines = [json.loads(line) for line in whole.splitlines()]
             found[int(path.stem)] = [line for line in lines if line["what"] == what]
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -73,3 +74,18 @@ def test_more_calls_at_a_time_than_threads_idle_all_run() -> None:
             await until(lambda: offload.running == 0)
 
     asyncio.run(body())
+
+
+def test_who_has_its_answer_finds_room_for_the_next_call() -> None:
+    async def body() -> None:
+        offload = Offload(threads_max=1)
+        for number in range(500):
+            assert await offload.run(lambda n=number: n, 5.0) == number
+            assert offload.running == 0
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        asyncio.run(body())
+    finally:
+        sys.setswitchinterval(interval_s)

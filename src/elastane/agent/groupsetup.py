@@ -22,7 +22,8 @@ class GroupSetup:
 
     `cpus` are, by local rank, the CPUs that a worker is bound to; none where it is not bound.
     `stuck_s` is how long a worker may be in uninterruptible sleep before it is given up; 0 is for
-    ever. `choose_files` is asked in place of `logs` where each worker's output goes.
+    ever. `spares` are kept beside workers that recover in place. `choose_files` is asked in place
+    of `logs` where each worker's output goes.
     """
 
     kind: WorkerKind
@@ -36,6 +37,7 @@ class GroupSetup:
     spawner: Spawner
     cpus: tuple[frozenset[int], ...] = ()
     stuck_s: float = 0.0
+    spares: int = 0
     timers: TimerWatch | None = None
     choose_files: ChooseFiles | None = None
     # One for all attempts: its threads serve the next one too.

@@ -15,13 +15,16 @@ from collections.abc import Callable
 
 from elastane.core.model import Assignment, Fence
 from elastane.runtime import workerline
+from elastane.runtime.streams import WorkerStreams
 from elastane.runtime.workerline import (
     Able,
+    Begin,
     Doing,
     Finished,
     FromWorker,
     Lost,
     Place,
+    Ready,
     ToWorker,
     Wait,
 )
@@ -34,6 +37,7 @@ class Lines:
 
     def __init__(self, changed: Callable[[], None], lost: Callable[[Fence, str], None]) -> None:
         self.able: set[int] = set()
+        self.ready: set[int] = set()  # spares that wait in init(); their numbers are negative
         self.finished: set[int] = set()
         self._changed, self._lost = changed, lost
         # Hears whether a worker waits for others, which it was asked.
@@ -55,6 +59,22 @@ class Lines:
             with contextlib.suppress(OSError):
                 end.send(workerline.encode(message))
 
+    def hand_over(self, key: int, local_rank: int, begin: Begin, streams: WorkerStreams) -> bool:
+        """Make the line of a spare that of a local rank; False where the spare has hung up."""
+        end = self._ends[key]
+        try:
+            workerline.send_begin(end, begin, streams.stdout, streams.stderr)
+        except OSError:
+            return False
+        del self._ends[key]
+        self.ready.discard(key)
+        self.hang_up(local_rank)
+        self._ends[local_rank] = end
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(end)
+        loop.add_reader(end, self._read, local_rank, end)
+        return True
+
     def hang_up(self, local_rank: int) -> None:
         """Forget the line of a worker, and that it was able."""
         end = self._ends.pop(local_rank, None)
@@ -62,6 +82,7 @@ class Lines:
             asyncio.get_running_loop().remove_reader(end)
             end.close()
         self.able.discard(local_rank)
+        self.ready.discard(local_rank)
         self.finished.discard(local_rank)
 
     def close(self) -> None:
@@ -90,7 +111,9 @@ class Lines:
 
     def _take(self, local_rank: int, message: FromWorker) -> None:
         match message:
-            case Able():
+            case Ready():
+                self.ready.add(local_rank)
+            case Able() if local_rank >= 0:
                 self.able.add(local_rank)
                 self._changed()
             case Finished():

@@ -27,6 +27,7 @@ from elastane.agent.minder import Minder
 from elastane.agent.offers import OfferedPort
 from elastane.agent.overdue import end_overdue
 from elastane.agent.pgstore import StoreHost
+from elastane.agent.spares import Spares
 from elastane.agent.stuck import SLUG
 from elastane.agent.worker import EXIT_NOT_STARTED, Worker
 from elastane.core.events import (
@@ -73,6 +74,7 @@ class WorkerGroup:
     _starting: asyncio.Task[None] | None = None
     drain: GroupDrain = field(init=False)
     minder: Minder = field(init=False)
+    _spares: Spares = field(init=False)
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: bool = False
     _told_able: bool = False
@@ -83,6 +85,7 @@ class WorkerGroup:
         self._lines = Lines(self._post_able, self._post_lost)
         self._meeting = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._lines, self.post, self._spawn_task)
+        self._spares = Spares(self.setup, self._lines, self._spawn_task)
         stuck_s = self.setup.stuck_s
         self.minder = Minder(
             self._members, self._lines, self._post_failed, self._spawn_task, stuck_s
@@ -174,8 +177,14 @@ class WorkerGroup:
         page, beside = Page.create(), place.waiting
         worker = Worker(local_rank, rank, streams, files, page, env, beside=beside)
         self._workers.append(worker)
-        line = self._lines.open(local_rank)
+        if not self._spares.take(worker, place):
+            await self._spawn(worker, place)
         self._lines.send(local_rank, self._place(place, local_rank))
+        if worker.process is not None:
+            self._watches.add(self._spawn_task(self._watch(worker, worker.process)))
+
+    async def _spawn(self, worker: Worker, place: Assignment) -> None:
+        line = self._lines.open(worker.local_rank)
         try:
             worker.process = await self.setup.spawner.spawn(
                 worker.command(self.setup, place, line.fileno())
@@ -183,10 +192,8 @@ class WorkerGroup:
         except (ElastaneError, OSError) as error:
             failure = worker.failure(0, EXIT_NOT_STARTED, LastWords(f"not started: {error}"))
             self._post_failed(failure)
-            return
         finally:
             line.close()
-        self._watches.add(self._spawn_task(self._watch(worker, worker.process)))
 
     async def _watch(self, worker: Worker, process: WorkerProcess) -> None:
         code = await process.wait()
@@ -260,6 +267,8 @@ class WorkerGroup:
         if not self._stopping and (self._lines.able or self._told_able):
             self._told_able = True
             able = tuple(sorted(self._lines.able))
+            if len(able) == self.setup.run.local_world_size:
+                self._spares.begin(self.world)
             self.post(GroupAble(self.assignment.fence, able, self.port.offer))
 
     def _post_started(self, workers: list[Worker]) -> None:
@@ -280,6 +289,7 @@ class WorkerGroup:
         self._meeting.end()
         await self._end_start()
         self.minder.end()
+        await self._spares.end()
         alive = [w.process for w in self._workers if w.process is not None and w.is_alive]
         for worker in self._workers:
             # One that was asked to checkpoint by SIGTERM is not asked twice.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ from elastane.runtime.workerline import (
     Interrupt,
     Lost,
     Place,
+    Ready,
+    Spare,
     Wait,
 )
 
@@ -68,6 +71,9 @@ class AgentLine:
         self._socket.settimeout(_FIRST_S)
         try:
             word = workerline.to_worker(self._socket.recv(workerline.PACKET_BYTES_MAX))
+            if isinstance(word, Spare):
+                self._wait_to_begin()
+                word = workerline.to_worker(self._socket.recv(workerline.PACKET_BYTES_MAX))
         except (OSError, ValueError) as error:
             raise _no_agent(str(error) or "it said nothing") from error
         finally:
@@ -123,6 +129,19 @@ class AgentLine:
         """In a forked child: the line is the parent's."""
         self._closed = True
         self._socket.close()
+
+    def _wait_to_begin(self) -> None:
+        """As a spare: wait for as long as it takes, then become the worker that one is to be."""
+        self._say(Ready())
+        self._socket.settimeout(None)
+        begin, stdout, stderr = workerline.receive_begin(self._socket)
+        self._socket.settimeout(_FIRST_S)
+        for stream, fd, taken in ((sys.stdout, 1, stdout), (sys.stderr, 2, stderr)):
+            if stream is not None:
+                stream.flush()
+            os.dup2(taken, fd)
+            os.close(taken)
+        os.environ.update(begin.env)
 
     def _say(self, message: FromWorker) -> None:
         with contextlib.suppress(OSError):  # An agent that is gone takes this worker along.

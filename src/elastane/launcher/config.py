@@ -79,7 +79,8 @@ class Supervision:
     """How the agent keeps its workers: where they run, what is watched, who hears of events.
 
     `cpus` are, by local rank, those that a worker is bound to; none where it is not. `stuck_s` is
-    how long uninterruptible sleep is borne; 0 is for ever. `choose_files` is the class of
+    how long uninterruptible sleep is borne; 0 is for ever. `spares` is --spares-per-node.
+    `choose_files` is the class of
     --logs-specs.
     """
 
@@ -89,6 +90,7 @@ class Supervision:
     timer_file: str = ""
     health_port: int | None = None
     stuck_s: float = 0.0
+    spares: int = 0
     event_handler: str = "null"
     choose_files: ChooseFiles | None = None
 

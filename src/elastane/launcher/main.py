@@ -204,6 +204,7 @@ class _Agent:
             spawner=self._node.spawner,
             cpus=config.supervision.cpus,
             stuck_s=config.supervision.stuck_s,
+            spares=config.supervision.spares,
             timers=self._node.timers,
             choose_files=config.supervision.choose_files,
         )

@@ -267,6 +267,15 @@ TABLE: tuple[Option, ...] = (
         kind="int",
     ),
     Option(
+        "spares-per-node",
+        "0",
+        "workers that wait in elastane.init() on each node, for the place of one that is lost",
+        OURS,
+        metavar="N",
+        ours=True,
+        kind="int",
+    ),
+    Option(
         "preload",
         DEFAULT_PRELOAD,
         "modules that are imported once, before workers are forked",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from elastane.agent.environment import only_device
+from elastane.agent.environment import LOCAL_RANK_MACRO, only_device
 from elastane.errors import UsageError
 from elastane.launcher.config import Supervision
 from elastane.launcher.nearest import nearest
@@ -37,6 +37,7 @@ def read_supervision(
         timer_file=environ.get("TORCHELASTIC_TIMER_FILE", ""),
         health_port=_port(environ),
         stuck_s=_stuck_s(environ) or 0.0,
+        spares=_spares(options, local_world_size),
         event_handler=_handler(options.text("event_log_handler")),
         choose_files=_chooser(options, local_world_size),
     )
@@ -59,6 +60,24 @@ def _cpus(mode: str, environ: Mapping[str, str], count: int) -> tuple[frozenset[
     from elastane.runtime.topology import read_topology
 
     return bind(read_topology(environ), mode, count)
+
+
+def _spares(options: Options, local_world_size: int) -> int:
+    count = options.whole("spares_per_node")
+    if not 0 <= count <= local_world_size:
+        raise UsageError(
+            f"--spares-per-node = {count}",
+            slug="bad-option-value",
+            expected=f"0 to {local_world_size}, which is how many workers a node has",
+        )
+    if count and any(LOCAL_RANK_MACRO in arg for arg in options.script_args):
+        raise UsageError(
+            f"--spares-per-node = {count}, and {LOCAL_RANK_MACRO} in the script's arguments",
+            slug="bad-option-value",
+            expected="arguments that are the same for all workers: a spare has no rank yet",
+            next_step="read job.local_rank after elastane.init(), or leave the spares out",
+        )
+    return count
 
 
 def _port(environ: Mapping[str, str]) -> int | None:

@@ -39,7 +39,7 @@ class Offload:
     def __init__(self, threads_max: int = OFFLOAD_THREADS_MAX) -> None:
         self.threads_max = threads_max
         self._lock = threading.Lock()
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], Callable[[], None]]] = queue.SimpleQueue()
         self._running = 0
         self._idle = 0
 
@@ -53,16 +53,20 @@ class Offload:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def body() -> None:
+        def body() -> Callable[[], None]:
             outcome = _outcome(future, call)
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody asks any more
-                loop.call_soon_threadsafe(outcome)
+
+            def tell() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has closed: nobody asks any more
+                    loop.call_soon_threadsafe(outcome)
+
+            return tell
 
         self._submit(body)
         async with asyncio.timeout(timeout_s):
             return await future
 
-    def _submit(self, body: Callable[[], None]) -> None:
+    def _submit(self, body: Callable[[], Callable[[], None]]) -> None:
         with self._lock:
             if self._running >= self.threads_max:
                 raise OffloadFullError(f"{self._running} blocking calls hang")
@@ -89,11 +93,13 @@ class Offload:
                         continue
                     self._idle -= 1
                     return
-            body()
-            del body  # it holds the caller's future
+            tell = body()
+            # Before the caller hears of it, who may call again at once and must find room.
             with self._lock:
                 self._running -= 1
                 self._idle += 1
+            tell()
+            del body, tell  # they hold the caller's future
 
 
 def _outcome(future: asyncio.Future[T], call: Callable[[], T]) -> Callable[[], None]:

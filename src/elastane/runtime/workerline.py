@@ -7,6 +7,7 @@ version is a ValueError for the reader.
 
 from __future__ import annotations
 
+import os
 import socket
 
 import msgspec
@@ -58,6 +59,24 @@ class Doing(msgspec.Struct, frozen=True, tag="doing"):
     waits: bool
 
 
+class Spare(msgspec.Struct, frozen=True, tag="spare"):
+    """To a worker, first of all: it is a spare, and waits; `Begin` comes next, or its end."""
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """To a spare: it is to start as a worker; `Place` or `Wait` comes next.
+
+    With it come two descriptors, for its standard output and its standard error. `env` are the
+    variables that change.
+    """
+
+    env: dict[str, str]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """From a spare: it has come to `init()`, and waits there."""
+
+
 class Able(msgspec.Struct, frozen=True, tag="able"):
     """From a worker: it can enter another world as it is."""
 
@@ -73,8 +92,8 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
     reason: Text
 
 
-ToWorker = Place | Wait | Interrupt | Ask
-FromWorker = Able | Finished | Lost | Doing
+ToWorker = Place | Wait | Interrupt | Ask | Spare | Begin
+FromWorker = Able | Finished | Lost | Doing | Ready
 _encode = msgspec.json.Encoder().encode
 _to_worker = msgspec.json.Decoder(ToWorker).decode
 _from_worker = msgspec.json.Decoder(FromWorker).decode
@@ -85,6 +104,22 @@ def pair() -> tuple[socket.socket, socket.socket]:
     agent, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.setblocking(False)
     return agent, worker
+
+
+def send_begin(end: socket.socket, begin: Begin, stdout: int, stderr: int) -> None:
+    """Send `begin` with its descriptors; raises OSError."""
+    socket.send_fds(end, [_encode(begin)], [stdout, stderr])
+
+
+def receive_begin(end: socket.socket) -> tuple[Begin, int, int]:
+    """Wait for `Begin` and its descriptors; raises OSError or ValueError."""
+    packet, fds, _, _ = socket.recv_fds(end, PACKET_BYTES_MAX, 2)
+    begin = to_worker(packet) if packet else None
+    if not isinstance(begin, Begin) or len(fds) != 2:
+        for fd in fds:
+            os.close(fd)
+        raise ValueError("it ended" if not packet else "no word to begin")
+    return begin, fds[0], fds[1]
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:

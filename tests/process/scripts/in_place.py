@@ -91,7 +91,9 @@ def main() -> None:
             json.dumps({"what": what, "step": step, **place, "at_s": time.monotonic()}) + "\n"
         )
 
+    (folder / f"{os.getpid()}.started").touch()
     with elastane.init() as job:
+        print("rank", os.environ["RANK"], "local rank", os.environ["LOCAL_RANK"], flush=True)
         net = torch.nn.Linear(SIZE, 1, bias=False).to(torch.float64)
         torch.nn.init.zeros_(net.weight)
         net.register_buffer("bodies", torch.zeros(1, dtype=torch.int64))

@@ -248,6 +248,34 @@ def test_workers_that_a_node_does_not_have_are_not_counted(workers):
     assert set(job.assigned["a"].workers or ()) <= {0, 1}
 
 
+def test_a_successor_is_taken_in_at_once_and_not_gathered_with_nobody():
+    job = in_place(nodes="ab", min_workers=1)
+    dies(job, "a", 0)
+    job.inbox.clear()
+    able(job, "a")
+    assert kinds(job, "b") == [Drain]
+
+
+def test_successors_that_still_get_ready_and_arrivals_are_gathered():
+    job = in_place(nodes="ab", min_workers=1)
+    dies(job, "a", 0, 1)
+    able(job, "a", workers=(1,))
+    dies(job, "b", 1, 2)
+    able(job, "a", workers=(1,))
+    able(job, "b", workers=(0,))
+    job.inbox.clear()
+    able(job, "a")
+    assert kinds(job, "b") == []
+    able(job, "b")
+    assert kinds(job, "b") == [Drain]
+    job = in_place(nodes="ab")
+    job.join("c")
+    able(job, "c")
+    assert kinds(job, "b") == []
+    job.passes(1.2, alive="abc")
+    assert kinds(job, "b") == [Drain]
+
+
 def beats(job, *node_ids, progress=7, all_wait=True):
     for node_id in node_ids:
         fence = job.assigned[node_id].fence

@@ -196,10 +196,18 @@ def joiners_due(state: State) -> list[str]:
     if not state.joinable or not anybody_able(state):
         return []  # Workers that have finished their steps take nobody in.
     due_s = state.gathered_s()
-    if state.now_s < due_s:
+    if state.now_s < due_s and _more_may_come(state):
         state.wait_until(due_s)
         return []
     return [one.node.id for one in _contingents(state) if one.joiners]
+
+
+def _more_may_come(state: State) -> bool:
+    """Whether to gather: where nodes arrive, or successors are still getting ready."""
+    joining = (state.nodes[i] for i in state.joinable)
+    if not all(state.is_member(node) for node in joining):
+        return True
+    return any(node.prepared - node.able for node in state.members())
 
 
 def joiner_failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:

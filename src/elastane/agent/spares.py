@@ -1,0 +1,162 @@
+"""Spare workers of one node: processes of the script that wait in `elastane.init()` for a place.
+
+Owns them from their start until one takes the place of a worker that is to start; from then on it
+is that worker, with its variables, its output and its line. A spare that ends is followed by
+another, after a pause that grows. They are started only once all workers of the group recover in
+place: a script that never calls init() would train beside the job. Nothing of them is a fault of
+the job's; what goes wrong costs a start its head start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from pathlib import Path
+
+from elastane.agent.groupsetup import GroupSetup, SpawnTask
+from elastane.agent.lines import Lines
+from elastane.agent.worker import Worker
+from elastane.core.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S
+from elastane.core.model import Assignment
+from elastane.errors import ElastaneError
+from elastane.runtime import workerline
+from elastane.runtime.page import Page
+from elastane.runtime.process import WorkerProcess
+from elastane.runtime.streams import GroupStreams, LogPlan
+
+_log = logging.getLogger("elastane.workers")
+# A spare for one that was taken starts when the world that it serves is under way.
+_NEXT_S = 2.0
+# So many in a row that end before init() end the attempts: the script cannot be prepared so.
+_ENDS_MAX = 5
+# What a spare says goes nowhere: it is not in the job yet. The end of its stderr is kept.
+_SILENT = LogPlan(base_dir="", console_ranks=frozenset((-1,)))
+# Until it has a place it has no rank; torch takes a device of -1 as none.
+_NO_RANK = {"RANK": "-1", "LOCAL_RANK": "-1", "ROLE_RANK": "-1"}
+
+
+class Spares:
+    """Keeps as many as `setup.spares` says, from `begin` on."""
+
+    def __init__(self, setup: GroupSetup, lines: Lines, spawn: SpawnTask) -> None:
+        self._setup, self._lines, self._spawn = setup, lines, spawn
+        self._waiting: dict[int, Worker] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._files: GroupStreams | None = None
+        self._number = 0
+
+    def begin(self, assignment: Assignment) -> None:
+        """Start the spares in the background; a later call does nothing."""
+        if self._keepers or not self._setup.spares:
+            return
+        run = self._setup.run
+        self._files = GroupStreams(
+            _SILENT, run.job, run.node_id, assignment.fence, self._setup.offload
+        )
+        for _ in range(self._setup.spares):
+            self._keepers.append(self._spawn(self._keep_one(assignment)))
+
+    def take(self, worker: Worker, place: Assignment) -> bool:
+        """Make a spare the process of `worker`; False where none is ready, and nothing was done."""
+        for key, spare in self._waiting.items():
+            if key in self._lines.ready and spare.is_alive:
+                break
+        else:
+            return False
+        assert spare.process is not None, "a spare that is alive"
+        own = self._setup.environment
+        env = worker.command(self._setup, place, -1).env
+        begin = workerline.Begin(env={n: value for n, value in env.items() if own.get(n) != value})
+        if not self._lines.hand_over(key, worker.local_rank, begin, worker.streams):
+            return False
+        del self._waiting[key]
+        worker.page.close()
+        worker.page, worker.process = spare.page, spare.process
+        self._bind(worker)
+        return True
+
+    async def end(self) -> None:
+        """Kill them all, and wait for their ends."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        waiting, self._waiting = [*self._waiting.values()], {}
+        for spare in waiting:
+            if spare.process is not None:
+                spare.process.kill_group(signal.SIGKILL)
+                await _pause_or_end(spare.process)
+            spare.page.close()
+        if self._files is not None:
+            await self._files.finish()
+
+    async def _keep_one(self, assignment: Assignment) -> None:
+        ends = 0
+        while ends < _ENDS_MAX:
+            self._number -= 1
+            key = self._number
+            spare = await self._start(key, assignment)
+            code = await self._wait(key, spare) if spare is not None else None
+            if code is None and spare is not None:
+                ends = 0  # It was taken.
+                await asyncio.sleep(_NEXT_S)
+                continue
+            ends += 1
+            await asyncio.sleep(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**ends))
+        _log.warning("spare workers end before elastane.init(), %d in a row: no more of them", ends)
+
+    async def _start(self, key: int, assignment: Assignment) -> Worker | None:
+        assert self._files is not None, "begin() comes first"
+        streams = await self._files.open_soon(0, 0, self._setup.run.role)
+        spare = Worker(0, 0, streams, self._files, Page.create(), _NO_RANK, beside=True)
+        line = self._lines.open(key)
+        self._lines.send(key, workerline.Spare())
+        try:
+            command = spare.command(self._setup, assignment, line.fileno())
+            spare.process = await self._setup.spawner.spawn(command)
+        except (ElastaneError, OSError) as error:
+            _log.warning("no spare worker could be started: %s", error)
+            self._forget(key, spare)
+            return None
+        finally:
+            line.close()
+            self._files.close_worker_ends()
+        self._waiting[key] = spare
+        return spare
+
+    async def _wait(self, key: int, spare: Worker) -> int | None:
+        """Wait until a spare ends, which gives its exit code, or is taken: None."""
+        process = spare.process
+        assert process is not None, "it was started"
+        while process.exit_code is None and key in self._waiting:
+            await _pause_or_end(process)
+        if key not in self._waiting:
+            return None
+        words = await spare.last_words(self._setup)
+        _log.warning(
+            "a spare worker ended with exit code %s: %s", process.exit_code, words.message[-500:]
+        )
+        self._forget(key, spare)
+        return process.exit_code
+
+    def _forget(self, key: int, spare: Worker) -> None:
+        self._waiting.pop(key, None)
+        self._lines.hang_up(key)
+        spare.page.close()
+
+    def _bind(self, worker: Worker) -> None:
+        """Bind all threads of a process to the CPUs of the place that it has taken."""
+        if not self._setup.cpus or worker.process is None:
+            return
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{worker.process.pid}/task").iterdir():
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(int(task.name), self._setup.cpus[worker.local_rank])
+
+
+async def _pause_or_end(process: WorkerProcess) -> None:
+    """Wait for the end of a process, or for a while."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_NEXT_S):
+            await process.wait()
