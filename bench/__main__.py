@@ -1,24 +1,56 @@
-"""`python -m bench`: every table of the project; options go to bench.table."""
+"""`python -m bench`: every table; `python -m bench TABLE ...`: one of them, with its options.
+
+python -m bench
+python -m bench in-place --rows kill --kills 20
+python -m bench --rows drain          (those of the first table)
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
-from bench import table
+
+@dataclass(frozen=True)
+class Table:
+    """One table: its name here, the module that prints it, and its heading."""
+
+    name: str
+    module: str
+    heading: str
+
+
+TABLES = (
+    Table("restart", "bench.table", "Any torchrun script: restarts, beside torchrun"),
+    Table("in-place", "bench.in_place", "Scripts that recover in place, beside their peers"),
+    Table("arrival", "bench.arrival", "A node arrives at 100 MB of state"),
+    Table("data", "bench.permutation", "The order of elastic data"),
+    Table("reduction", "bench.reduction", "The sum that does not depend on the world"),
+    Table("joining", "bench.joining", "Nodes that join one rendezvous, and the next round"),
+    Table("crowd", "bench.crowd", "A thousand agents without workers; a hundred die and come back"),
+)
+
+
+def run(table: Table, words: list[str]) -> int:
+    """Print a table, by a process of its own: some open thousands of connections."""
+    print(f"\n{table.heading}:\n", flush=True)
+    command = [sys.executable, "-m", table.module, *words]
+    return subprocess.run(command, check=False).returncode
 
 
 def main() -> int:
-    code = table.main()
-    if any(word == "--rows" for word in sys.argv[1:]):
-        return code
-    print("\nNodes that join one rendezvous, and the round after one of them was replaced:\n")
-    sys.stdout.flush()
-    # Processes of their own: they open thousands of connections.
-    code |= subprocess.run([sys.executable, "-m", "bench.joining"], check=False).returncode
-    print("\nA thousand agents without workers, and a hundred of them that die and come back:\n")
-    sys.stdout.flush()
-    return code | subprocess.run([sys.executable, "-m", "bench.crowd"], check=False).returncode
+    words = sys.argv[1:]
+    named = {table.name: table for table in TABLES}
+    if words and words[0] in named:
+        return run(named[words[0]], words[1:])
+    if words[:1] in (["-h"], ["--help"]):
+        print(f"{__doc__}\ntables: {', '.join(named)}")
+        return 0
+    if "--rows" in words:
+        return run(TABLES[0], words)
+    codes = [run(table, words if table is TABLES[0] else []) for table in TABLES]
+    return int(any(codes))
 
 
 if __name__ == "__main__":

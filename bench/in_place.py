@@ -1,18 +1,16 @@
-"""Recovery in place: a worker is killed, and the others' next step; and what a step costs.
+"""Survivors that go on: what a lost, hung or leaving worker costs the others, and what a step does.
 
-    python -m bench.in_place [--kills N]
+    python -m bench.in_place [--rows ROW ...] [--kills N] [--minutes N] [--torchft PYTHON]
 
-Four workers of one node, `--min-workers 1`: at random instants one of them gets SIGKILL. Told is
-the time from the kill to the first step that a survivor commits afterwards in a smaller or equal
-world, and whether any process of a survivor changed. Then the time of a step with the library and
-without, in turn, of the same model over the same kind of process group.
+Elastane and its peers in one run; prints Markdown, and writes bench/results/ as JSON. `--torchft`
+names an interpreter that can import torchft (of an environment of its own); without it those
+cells are empty. No row reads a checkpoint: there is none.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import itertools
 import random
 import signal
 import statistics
@@ -20,125 +18,311 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-T = TypeVar("T")
-SCRIPT = Path(__file__).parent / "scripts" / "in_place_train.py"
+from bench import goodput, nodes, recovery, torchft
+from bench.harness import TORCHRUN_UNSHARED, BenchError, Sample, free_port, kill
+from bench.report import Result, machine, spell, summary, write_json
+from bench.trainers import RECENT_S, SCRIPTS, Trainers
+
 WORKERS = 4
-DEADLINE_S = 60.0
+NEVER_S = 60.0
+LONG_MINUTES = 10.0
+# From the start of a spare to where it waits, on a machine that is busy with four workers.
+SPARE_READY_S = 6.0
 
 
-def lines(folder: Path) -> dict[int, list[dict[str, float]]]:
-    """Return what each process has committed, by pid."""
-    found = {}
-    for path in folder.glob("*.jsonl"):
-        whole = path.read_text().rpartition("\n")[0]
-        found[int(path.stem)] = [json.loads(line) for line in whole.splitlines()]
-    return found
+@dataclass(frozen=True)
+class Setting:
+    """How much is measured. `few` is how often, where a single time takes half a minute."""
+
+    kills: int
+    few: int
+    steps: int
+    turns: int
+    minutes: float
+    torchft: str
 
 
-def wait(condition: Callable[[], T], what: str) -> T:
-    """Return the first true value of `condition`."""
-    end_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end_s:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.005)
-    raise TimeoutError(what)
+def times(setting: Setting, victim: int | None, number: int) -> int:
+    """Return how often: a worker that hangs is away for seconds each time."""
+    if number != signal.SIGKILL:
+        return 5 * setting.few
+    return setting.kills if victim is None else max(1, setting.kills // 4)
 
 
-def kills(count: int, seed: int) -> list[float]:
-    """Kill a worker `count` times; returns the seconds to the survivors' next step."""
-    rng, took = random.Random(seed), []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        words = ["run", "--standalone", "--nproc-per-node", str(WORKERS), "--min-workers", "1"]
-        words += ["--max-restarts", "100000", "--rdzv-conf", "crash_loop=0,gather=0.2"]
-        words += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "elastane", *words, str(SCRIPT), str(folder), "library"],
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            for _ in range(count):
-                alive = wait(lambda: _full_world(folder), "a world of all workers")
-                time.sleep(rng.random() * 0.2)
-                victim = rng.choice(alive)
-                os.kill(victim, signal.SIGKILL)
-                killed_s = time.monotonic()
-                others = [pid for pid in alive if pid != victim]
-                took.append(_next_step(folder, others, killed_s))
-        finally:
-            agent.terminate()
-            agent.wait(30)
-    return took
+def worker_lost(
+    setting: Setting, victim: int | None = None, number: int = signal.SIGKILL
+) -> Result:
+    """Harm a worker, of one rank or of any; the seconds to the next step of all the others."""
+    rng, result = random.Random(1), Result()
+    with Trainers() as job:
+        job.start_agent(WORKERS, "--standalone")
+        for _ in range(times(setting, victim, number)):
+            here = job.wait_world(WORKERS)
+            time.sleep(rng.random() * 0.2)  # at any instant of a step
+            hit = [pid for pid, last in here.items() if victim in (None, last.rank)]
+            pid = rng.choice(hit)
+            at_s = time.monotonic()
+            kill([pid], number)
+            took_s = job.next_step_s(here.keys() - {pid}, at_s, NEVER_S)
+            result.samples.append(Sample(took_s))
+        note = f"{job.judge()}, no survivor's process changed"
+    result.samples = [replace(sample, note=note) for sample in result.samples]
+    return result
 
 
-def _next_step(folder: Path, pids: list[int], killed_s: float) -> float:
-    return wait(lambda: _after(folder, pids, killed_s), "the next step")
+def replaced(setting: Setting, *options: str) -> Result:
+    """SIGKILL any one of 4 workers: the seconds until a world of 4 has stepped again."""
+    rng, result = random.Random(1), Result()
+    with Trainers() as job:
+        job.start_agent(WORKERS, "--standalone", *options)
+        for _ in range(setting.few * 3):
+            former = job.wait_world(WORKERS)
+            time.sleep(SPARE_READY_S)  # a spare that took a place has a successor by then
+            at_s = time.monotonic()
+            kill([rng.choice(sorted(former))])
+            time.sleep(RECENT_S)  # the dead one's last step is no longer a recent one
+            here = job.wait_world(WORKERS)
+            number = next(iter(here.values())).round
+            firsts = [
+                next(commit.at_s for commit in job.watch.commits[pid] if commit.round == number)
+                for pid in here
+            ]
+            result.samples.append(Sample(max(firsts) - at_s))
+    return result
 
 
-def _full_world(folder: Path) -> list[int]:
-    """Return the processes of a world of all workers, once each has stepped in it just now."""
-    now_s = time.monotonic()
-    here = [
-        pid
-        for pid, done in lines(folder).items()
-        if done and done[-1]["world"] == WORKERS and now_s - done[-1]["at_s"] < 1.0
-    ]
-    rounds = {lines(folder)[pid][-1]["round"] for pid in here}
-    return here if len(here) == WORKERS and len(rounds) == 1 else []
+def spares(setting: Setting) -> dict[str, Result]:
+    return {
+        "elastane without spares": replaced(setting),
+        "elastane": replaced(setting, "--spares-per-node", "1"),
+    }
 
 
-def _after(folder: Path, pids: list[int], killed_s: float) -> float:
-    """Return when all survivors had committed a step in another round, after the kill."""
-    said, firsts = lines(folder), []
-    for pid in pids:
-        rounds = [line["round"] for line in said[pid] if line["at_s"] < killed_s]
-        later = [line["at_s"] for line in said[pid] if line["round"] > rounds[-1]]
-        if not later:
-            return 0.0
-        firsts.append(later[0] - killed_s)
-    return max(firsts)
+def drained(setting: Setting) -> Result:
+    """SIGTERM to one agent of two, of two workers each; how long the others' steps stand."""
+    result = Result()
+    for _ in range(setting.few):
+        with Trainers() as job:
+            endpoint = f"127.0.0.1:{free_port()}"
+            flags = ("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-id", "bench")
+            agents = [job.start_agent(2, *flags, "--node-id", name) for name in "ab"]
+            here = job.wait_world(WORKERS)
+            before = sum(commit.again for commit in here.values())
+            at_s = time.monotonic()
+            kill([agents[1]], signal.SIGTERM)
+            stay = job.wait_world(2)
+            result.samples.append(
+                Sample(
+                    _pause_s(job, stay.keys(), at_s),
+                    redone=sum(commit.again for commit in stay.values()) - before,
+                    note=job.judge(),
+                )
+            )
+    return result
+
+
+def _pause_s(job: Trainers, pids: Collection[int], since_s: float) -> float:
+    """Return the longest time between two steps of the others since the signal."""
+    gaps = []
+    for pid, done in job.watch.poll().items():
+        if pid in pids:
+            times = [commit.at_s for commit in done if commit.at_s > since_s - 0.5]
+            gaps += [late - early for early, late in itertools.pairwise(times)]
+    return max(gaps)
 
 
 def step_s(mode: str, steps: int) -> float:
     """Return the median seconds of a step of two workers."""
     with tempfile.TemporaryDirectory() as name:
         words = ["run", "--standalone", "--nproc-per-node", "2", "--log-dir", f"{name}/logs"]
-        command = [sys.executable, "-m", "elastane", *words, str(SCRIPT), name, mode, str(steps)]
+        script = [str(SCRIPTS / "in_place_train.py"), name, mode, str(steps)]
+        command = [sys.executable, "-m", "elastane", *words, *script]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
         return float((Path(name) / "step_s").read_text())
 
 
+def step_times(setting: Setting) -> dict[str, Result]:
+    """Measure a step with the library and with plain DDP in turn."""
+    found = {"plain DDP": Result(), "elastane": Result()}
+    for _ in range(setting.turns):
+        found["plain DDP"].samples.append(Sample(step_s("plain", setting.steps)))
+        found["elastane"].samples.append(Sample(step_s("library", setting.steps)))
+    return found
+
+
+def torchrun_kill(setting: Setting, victim: int) -> Result:
+    """Kill a worker of torchrun's; with the setting with which an attempt recovers at all."""
+    result = Result()
+    for _ in range(setting.few):
+        sample = recovery.worker_kill(TORCHRUN_UNSHARED, workers=WORKERS, victim=victim)
+        result.samples.append(sample)
+    return result
+
+
+def torchrun_stopped(_: Setting) -> Result:
+    """Stop a worker of torchrun's: nobody notices within gloo's half an hour."""
+    return Result([recovery.worker_kill(TORCHRUN_UNSHARED, WORKERS, number=signal.SIGSTOP)])
+
+
+def torchrun_drained(setting: Setting) -> Result:
+    return Result([nodes.node_drained(TORCHRUN_UNSHARED) for _ in range(setting.few)])
+
+
+def peers(setting: Setting, victim: int | None, number: int) -> dict[str, Result]:
+    """Measure torchft, where there is one, with its own README's settings and with tuned ones."""
+    if not setting.torchft:
+        return {}
+    return {
+        f"torchft, {name}": torchft.worker_lost(
+            setting.torchft, options, number, victim, setting.few
+        )
+        for name, options in torchft.SETTINGS.items()
+    }
+
+
+def kill_any(setting: Setting) -> dict[str, Result]:
+    return {
+        "torchrun": torchrun_kill(setting, WORKERS - 1),
+        **peers(setting, None, signal.SIGKILL),
+        "elastane": worker_lost(setting),
+    }
+
+
+def kill_first(setting: Setting) -> dict[str, Result]:
+    return {
+        "torchrun": torchrun_kill(setting, 0),
+        "elastane": worker_lost(setting, victim=0),
+    }
+
+
+def stop_any(setting: Setting) -> dict[str, Result]:
+    return {
+        "torchrun": torchrun_stopped(setting),
+        **peers(setting, None, signal.SIGSTOP),
+        "elastane": worker_lost(setting, number=signal.SIGSTOP),
+    }
+
+
+def drain(setting: Setting) -> dict[str, Result]:
+    return {"torchrun": torchrun_drained(setting), "elastane": drained(setting)}
+
+
+def goodputs(setting: Setting) -> dict[str, Result]:
+    return {
+        "torchrun": goodput.of_torchrun(WORKERS, min(setting.minutes, 2.0)),
+        "elastane": goodput.of_elastane(WORKERS, setting.minutes),
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `unit` is what the numbers of its results are."""
+
+    key: str
+    title: str
+    target: str
+    measure: Callable[[Setting], dict[str, Result]]
+    unit: str = "s"
+
+
+ROWS = (
+    Row(
+        "kill",
+        "SIGKILL of any one of 4 workers: to the next committed step of all others",
+        "median 250 ms, 99th percentile 1 s, no step lost",
+        kill_any,
+    ),
+    Row("kill-rank-0", "the same, always rank 0", "the same", kill_first),
+    Row("stop", "SIGSTOP of any one of 4 workers: the same", "3 s", stop_any),
+    Row("drain", "SIGTERM to an agent: how long the others stand", "no step redone", drain),
+    Row(
+        "spare",
+        "SIGKILL of one of 4 workers, a warm spare there: to the first step of 4 again",
+        "500 ms",
+        spares,
+    ),
+    Row("step", "time of a step of two workers", "within 1%", step_times, unit="ms"),
+    Row(
+        "goodput",
+        "a worker of 4 killed each 10 s: useful time over wall time",
+        "90%",
+        goodputs,
+        unit="%",
+    ),
+)
+
+
+def cell(result: Result, unit: str) -> str:
+    """Return one cell: the median, and where there are many the 99th percentile."""
+    seconds = result.seconds
+    if unit == "%" and seconds:
+        return ", ".join([f"{100 * statistics.median(seconds):.0f}%", *result.notes()])
+    if unit == "ms" and seconds:
+        return f"{1000 * statistics.median(seconds):.2f} ms ({len(seconds)} runs)"
+    if len(seconds) < 20:
+        return summary(result)
+    late = seconds[int(len(seconds) * 0.99)]
+    figures = f"{spell(statistics.median(seconds))}, 99th percentile {spell(late)}, worst"
+    return ", ".join([f"{figures} {spell(seconds[-1])}, {len(seconds)} times", *result.notes()])
+
+
+def line_of(row: Row, results: dict[str, Result]) -> str:
+    """Return a row of the table, in Markdown."""
+    own = results.pop("elastane")
+    others = "<br>".join(f"{name}: {cell(result, row.unit)}" for name, result in results.items())
+    return f"| {row.title} | {others} | {row.target} | {cell(own, row.unit)} |"
+
+
+def introduction(about: dict[str, str], python: str) -> str:
+    """Return what the figures depend on, in words."""
+    peers = f", torchft {torchft.version(python)}" if python else ""
+    return (
+        f"Measured by `python -m bench in-place` on {about['date']}: {about['cores']} cores of"
+        f" {about['cpu']}, {about['memory']}, Linux {about['kernel']}, Python {about['python']},"
+        f" torch {about['torch']} (CPU, gloo){peers}; load at the start {about['load']}. Medians;"
+        f" never: not within {NEVER_S:g} s. torchrun is told TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,"
+        " without which its attempts often do not recover; its times are to the first step of the"
+        " new attempt, whose checkpoint is one number."
+    )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bench.in_place")
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--turns", type=int, default=5)
-    args = parser.parse_args()
-    took = sorted(kills(args.kills, 1))
-    print("| what | median | 99th percentile | worst |")
-    print("|---|---|---|---|")
-    print(
-        f"| SIGKILL of one of {WORKERS} workers, {len(took)} times: to the others' next step |"
-        f" {statistics.median(took) * 1e3:.0f} ms | {took[int(len(took) * 0.99)] * 1e3:.0f} ms |"
-        f" {took[-1] * 1e3:.0f} ms |"
-    )
-    with_s, without_s = [], []
-    for _ in range(args.turns):
-        without_s.append(step_s("plain", args.steps))
-        with_s.append(step_s("library", args.steps))
-    ratio = statistics.median(with_s) / statistics.median(without_s)
-    print(
-        f"\nA step of two workers: {statistics.median(with_s) * 1e3:.3f} ms with the library,"
-        f" {statistics.median(without_s) * 1e3:.3f} ms with plain DDP: ratio {ratio:.3f}"
-        f" (medians of {args.turns} runs of {args.steps} steps in turn)"
-    )
-    return 0
+    parser = argparse.ArgumentParser(prog="bench.in_place", description=__doc__)
+    keys = [row.key for row in ROWS]
+    parser.add_argument("--rows", nargs="*", choices=keys, metavar="ROW", help=", ".join(keys))
+    parser.add_argument("--kills", type=int, default=200, help="of elastane's workers (200)")
+    parser.add_argument("--few", type=int, default=3, help="times, where one takes long (3)")
+    parser.add_argument("--steps", type=int, default=1000, help="of each run that times them")
+    parser.add_argument("--turns", type=int, default=5, help="runs that time steps (5)")
+    parser.add_argument("--minutes", type=float, default=LONG_MINUTES, help="of goodput (10)")
+    parser.add_argument("--torchft", default="", metavar="PYTHON", help="one that has torchft")
+    args = vars(parser.parse_args())
+    chosen = args.pop("rows")
+    about, measured, failed = machine(), {}, False
+    for row in ROWS:
+        if chosen and row.key not in chosen:
+            continue
+        try:
+            measured[row.key] = row.measure(Setting(**args))
+        except BenchError as error:
+            print(f"bench: {row.key}: {error}", file=sys.stderr, flush=True)
+            failed = True
+            continue
+        for name, result in measured[row.key].items():
+            print(
+                f"bench: {row.key}: {name}: {cell(result, row.unit)}", file=sys.stderr, flush=True
+            )
+    print(f"\n{introduction(about, args['torchft'])}\n")
+    print("| what | others here | to reach | elastane |\n|---|---|---|---|")
+    for row in ROWS:
+        if row.key in measured:
+            print(line_of(row, dict(measured[row.key])))
+    write_json("in-place", about, measured)
+    return int(failed)
 
 
 if __name__ == "__main__":

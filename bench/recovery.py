@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from functools import partial
@@ -38,8 +39,14 @@ def split(workers: int, nodes: int) -> list[int]:
     return [share + (1 if index < rest else 0) for index in range(nodes)]
 
 
-def worker_kill(launcher: Launcher, workers: int = 2, nodes: int = 1) -> Sample:
-    """SIGKILL the worker of the highest rank; measure to the first step of a new worker."""
+def worker_kill(
+    launcher: Launcher,
+    workers: int = 2,
+    nodes: int = 1,
+    victim: int | None = None,
+    number: int = signal.SIGKILL,
+) -> Sample:
+    """SIGKILL a worker (that of the highest rank); measure to the first step of a new worker."""
     with Job(launcher) as job:
         names = ["a", "b"][:nodes]
         for index, (name, share) in enumerate(zip(names, split(workers, nodes), strict=True)):
@@ -51,9 +58,10 @@ def worker_kill(launcher: Launcher, workers: int = 2, nodes: int = 1) -> Sample:
             )
             job.start(node, flags)
         job.wait_training(workers)
-        victim = next(line for line in reversed(job.steps()) if line.rank == workers - 1)
+        rank = workers - 1 if victim is None else victim
+        hit = next(line for line in reversed(job.steps()) if line.rank == rank)
         at = time.monotonic()
-        kill([victim.pid])
+        kill([hit.pid], number)
         return recovery(job, at, cap_s=CAP_S)
 
 

@@ -93,6 +93,30 @@ def test_the_demo_recovers_in_place_from_every_fault_and_learns_the_digits(tmp_p
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("example", ["digits", "gpt"])
+def test_chaos_ends_with_the_weights_of_an_undisturbed_run(tmp_path, example):
+    chosen = ("--chaos", "--example", example, "--json", "--timeout", "200")
+    with demo(*chosen, "--seed", "5", "--keep", str(tmp_path / "kept")) as (process, marker):
+        out, err = process.communicate(timeout=400.0)
+        assert process.returncode == 0, err
+        assert nothing_left_of(marker), left_over(marker)
+    result = json.loads(out)
+    assert len(result["acts"]) == 6 and result["seed"] == 5
+    # What was done by all but one, who died: else the job began anew.
+    assert max(act["redone_steps"] for act in result["acts"]) <= 1
+    assert result["weights"] == result["undisturbed"] and len(result["weights"]) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [("--restart", "--chaos"), ("--restart", "--example", "gpt"), ("--seed", "1")]
+)
+def test_options_that_exclude_each_other_are_refused(options):
+    with demo(*options) as (process, _):
+        _, err = process.communicate(timeout=30.0)
+        assert process.returncode == 2 and "[usage]" in err
+
+
+@pytest.mark.soak
 def test_the_demo_restarts_a_script_that_knows_nothing_of_it(tmp_path):
     acts = played(tmp_path / "kept", "--restart")["acts"]
     assert [act["world_size"] for act in acts] == [4, 2, 4]

@@ -23,7 +23,8 @@ def _known_options(verb):
 
     from elastane.cli.main import make_parser
 
-    parser = make_parser(import_module(f"elastane.cli.{verb}"), verb, "")
+    module = import_module("elastane.cli." + verb.replace("-", "_"))
+    parser = make_parser(module, verb, "")
     return set(parser._option_string_actions)
 
 
@@ -32,7 +33,7 @@ def test_shown_commands_exist(page):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in _commands(page):
         if command.startswith("make "):
-            words = [word for word in command.split()[1:] if "=" not in word]
+            words = [word for word in shlex.split(command)[1:] if "=" not in word]
             assert set(words) <= targets, command
         words = command.split()
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import string
 import subprocess
 import sys
 import time
@@ -48,6 +49,7 @@ class Cluster:
         self.job = f"demo-{os.getpid()}"
         self.log_dir = folder / "logs"
         self.agents: list[Agent] = []
+        self._names = (f"node-{letter}" for letter in string.ascii_lowercase)
         self._script = list(script)
         self._environ = environ
         self._port = 0
@@ -64,12 +66,28 @@ class Cluster:
     ) -> None:
         end_all_children()
 
+    def next_name(self) -> str:
+        """Return a name that no node has had."""
+        return next(self._names)
+
     def start(self, name: str) -> Agent:
         """Start the agent of a node."""
+        agent = self._launch(name, self._command(name))
+        self.agents.append(agent)
+        return agent
+
+    def start_undisturbed(self, script: Sequence[str]) -> Agent:
+        """Start a job by itself, which nothing is done to."""
+        words = ["--standalone", "--nproc-per-node", str(WORKERS_PER_NODE)]
+        words += ["--log-dir", str(self.log_dir)]
+        command = [sys.executable, "-m", "elastane", "run", *words, *script]
+        return self._launch("undisturbed", command)
+
+    def _launch(self, name: str, command: Sequence[str]) -> Agent:
         log = self.folder / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                self._command(name),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -77,16 +95,14 @@ class Cluster:
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - one thread
             )
-        agent = Agent(name, process, log)
-        self.agents.append(agent)
-        return agent
+        return Agent(name, process, log)
 
     def _command(self, name: str) -> list[str]:
         flags = {
             "--nnodes": "1:2",
             "--nproc-per-node": str(WORKERS_PER_NODE),
             "--min-workers": "1",
-            "--max-restarts": "3",
+            "--max-restarts": "5",
             "--rdzv-endpoint": f"127.0.0.1:{self._port}",
             "--rdzv-id": self.job,
             "--node-id": name,
@@ -110,9 +126,14 @@ class Cluster:
         agent.process.kill()
         agent.process.wait()
 
-    def kill_process(self, pid: int) -> None:
-        """SIGKILL to one worker."""
-        _kill(pid)
+    def dismiss(self, agent: Agent) -> None:
+        """SIGTERM to the agent, as a preemption does; from now on it may end as it likes."""
+        self.agents.remove(agent)
+        agent.process.terminate()
+
+    def signal_process(self, pid: int, number: signal.Signals) -> None:
+        """Send one worker a signal."""
+        _send(pid, number)
 
 
 def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
@@ -137,7 +158,7 @@ def end_all_children() -> None:
     deadline = time.monotonic() + END_TIMEOUT_S
     while (pids := _descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in pids:
-            _kill(pid)
+            _send(pid, signal.SIGKILL)
         _reap()
         time.sleep(POLL_S)
 
@@ -154,9 +175,9 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _kill(pid: int) -> None:
+def _send(pid: int, number: signal.Signals) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return
 

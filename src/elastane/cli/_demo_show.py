@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from elastane.cli._demo_cluster import Agent, Cluster, wait_gone
-from elastane.cli._demo_story import TITLES, Act, Cost, Done, cost_of, next_act
+from elastane.cli._demo_cluster import (
+    WORKERS_PER_NODE,
+    Agent,
+    Cluster,
+    is_running,
+    wait_gone,
+)
+from elastane.cli._demo_story import TITLES, Act, Cost, Done, Plan, Planned, cost_of, next_act
+from elastane.cli._demo_told import ProgressReader
 from elastane.dashboard.view import (
     Progress,
     View,
     after_act,
     after_event,
     after_progress,
-    decode_progress,
 )
 from elastane.errors import WorkerFailedError
 from elastane.observe.events import EventReader
@@ -27,24 +34,26 @@ POLL_S = 0.02
 class Show:
     """Follows the job through its event log and the script's progress file, and harms it."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, plan: Plan) -> None:
         self.view = View()
         self.points: list[Progress] = []
         self.done: list[Done] = []
-        self._cluster = cluster
+        self._plan = plan
+        self.cluster = cluster
         self._events = EventReader(cluster.log_dir / cluster.job)
         self._progress = ProgressReader(cluster.folder / "progress.jsonl")
 
     def play(self, show: Callable[[View], None], timeout_s: float) -> None:
         """Start two nodes, act by the training's progress, and return when the job has ended."""
         deadline_s = time.monotonic() + timeout_s
-        self._cluster.start("node-a")
-        while not self._cluster.all_done():
+        self.cluster.start(self.cluster.next_name())
+        while not self.cluster.all_done():
             self._read()
             self._check(deadline_s, timeout_s)
             self._start_second()
-            if act := next_act(self.points, self.done):
-                self._carry_out(act)
+            workers = WORKERS_PER_NODE * len(self.cluster.agents)
+            if planned := next_act(self._plan, self.points, self.done, workers):
+                self._carry_out(planned)
             show(self.view)
             time.sleep(POLL_S)
         self._read()
@@ -53,15 +62,39 @@ class Show:
     def costs(self) -> list[Cost]:
         """Return what each act cost; every one that was due must have come."""
         costs = [cost for done in self.done if (cost := cost_of(self.points, done))]
-        missing = [title for act, title in TITLES.items() if act not in {c.act for c in costs}]
-        if missing:
+        if len(costs) < len(self._plan.acts):
+            missing = self._plan.acts[len(costs)].act
             raise WorkerFailedError(
-                f"demo: the training ended before it came back from: {', '.join(missing)}",
+                f"demo: the training ended before it came back from: {TITLES[missing]}",
                 slug="demo-failed",
-                where=str(self._cluster.folder),
+                where=str(self.cluster.folder),
                 expected="a step of a new attempt after each",
             )
         return costs
+
+    def learned(self) -> float:
+        """Return what the training says at its end that it has learned."""
+        if self.view.learned is None:
+            raise WorkerFailedError(
+                "demo: the training ended and did not say what it has learned",
+                slug="demo-failed",
+                where=str(self.cluster.folder),
+            )
+        return self.view.learned
+
+    def wait_done(self, agent: Agent, timeout_s: float) -> None:
+        """Wait for the end of a job that nothing is done to."""
+        try:
+            code = agent.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code != 0:
+            ended = f"not done within {timeout_s:g} s" if code is None else f"ended with {code}"
+            raise WorkerFailedError(
+                f"demo: the undisturbed run {ended}",
+                slug="demo-failed",
+                where=f"{agent.log}, which ends with:\n{agent.last_words()}",
+            )
 
     def _read(self) -> None:
         for event in self._events.poll():
@@ -71,7 +104,7 @@ class Show:
             self.view = after_progress(self.view, point)
 
     def _check(self, deadline_s: float, timeout_s: float) -> None:
-        if agent := self._cluster.failed():
+        if agent := self.cluster.failed():
             raise WorkerFailedError(
                 f"demo: the agent of {agent.name} ended with {agent.process.returncode}",
                 slug="demo-failed",
@@ -79,41 +112,54 @@ class Show:
                 expected="it to train until the job is done",
             )
         if time.monotonic() > deadline_s:
-            words = "\n".join(f"{a.name}:\n{a.last_words(5)}" for a in self._cluster.agents)
+            words = "\n".join(f"{a.name}:\n{a.last_words(5)}" for a in self.cluster.agents)
             raise WorkerFailedError(
                 f"demo: not done within {timeout_s:g} s, at step {self.view.step}",
                 slug="demo-failed",
-                where=f"{self._cluster.folder}; the agents' last words:\n{words}",
+                where=f"{self.cluster.folder}; the agents' last words:\n{words}",
                 next_step="elastane demo --timeout 900",
             )
 
     def _start_second(self) -> None:
         """Start node-b once node-a coordinates: the node that is killed is to be the other one."""
-        alone = len(self._cluster.agents) == 1 and not self.points
+        alone = len(self.cluster.agents) == 1 and not self.points
         if alone and any(node.coordinates for node in self.view.nodes):
-            self._cluster.start("node-b")
+            self.cluster.start(self.cluster.next_name())
 
-    def _carry_out(self, act: Act) -> None:
-        match act:
-            case "kill-worker":
-                self._kill_worker(self._cluster.agents[1])
+    def _carry_out(self, planned: Planned) -> None:
+        time.sleep(planned.jitter_s)
+        agents = self.cluster.agents
+        agent = agents[int(planned.pick * len(agents))]
+        match planned.act:
+            case "kill-worker" | "stop-worker":
+                self._harm_worker(planned)
             case "kill-node":
-                self._kill_node(self._cluster.agents[1])
+                self._kill_node(agent)
+            case "leave":
+                self._act("leave", agent.name, "SIGTERM to the agent: the node is to leave")
+                self.cluster.dismiss(agent)
             case "add-node":
-                self._act(act, "node-c", "a new node arrives")
-                self._cluster.start("node-c")
+                name = self.cluster.next_name()
+                self._act("add-node", name, "a new node arrives")
+                self.cluster.start(name)
 
-    def _kill_worker(self, agent: Agent) -> None:
-        pid = self._pids(agent)[-1]
-        rank = self.view.world_size - 1
-        self._act("kill-worker", agent.name, f"SIGKILL to the worker of rank {rank} (pid {pid})")
-        self._cluster.kill_process(pid)
+    def _harm_worker(self, planned: Planned) -> None:
+        alive = [
+            (agent, pid)
+            for agent in self.cluster.agents
+            for pid in self._pids(agent)
+            if is_running(pid)
+        ]
+        agent, pid = alive[int(planned.pick * len(alive))]
+        number = signal.SIGKILL if planned.act == "kill-worker" else signal.SIGSTOP
+        self._act(planned.act, agent.name, f"{number.name} to the worker with pid {pid}")
+        self.cluster.signal_process(pid, number)
 
     def _kill_node(self, agent: Agent) -> None:
         pids = self._pids(agent)
         what = f"SIGKILL to the whole node's agent (pid {agent.process.pid})"
         self._act("kill-node", agent.name, what)
-        self._cluster.kill_agent(agent)
+        self.cluster.kill_agent(agent)
         if left := wait_gone(pids, ORPHANS_GONE_S):
             raise WorkerFailedError(
                 f"demo: workers {left} outlived their agent by {ORPHANS_GONE_S:g} s",
@@ -129,7 +175,7 @@ class Show:
             raise WorkerFailedError(
                 f"demo: the event log names no workers of {agent.name}",
                 slug="demo-failed",
-                where=str(self._cluster.log_dir),
+                where=str(self.cluster.log_dir),
             )
         return [worker.pid for worker in node.workers]
 
@@ -139,24 +185,3 @@ class Show:
 
     def _say(self, node: str, what: str) -> None:
         self.view = after_act(self.view, time.time(), node, what)
-
-
-class ProgressReader:
-    """Reads the whole lines that a script has appended to its progress file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def poll(self) -> list[Progress]:
-        """Return what is new; a file that is not there yet is empty."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        decoded = (decode_progress(line) for line in whole.splitlines())
-        return [point for point in decoded if point is not None]

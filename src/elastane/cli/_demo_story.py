@@ -1,11 +1,12 @@
 """What happens in the demo, when, and what it cost: pure functions of the training's progress.
 
-Nothing here knows a process or a clock. An act is due when training is far enough, and when it
-has gone on for a while since the act before, so that each recovery is seen whole.
+Nothing here knows a process or a clock. An act is due when training is far enough, and when all
+workers have gone on for a while since the act before, so that each recovery is seen whole.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,22 +14,69 @@ import msgspec
 
 from elastane.dashboard.view import Progress
 
-Act = Literal["kill-worker", "kill-node", "add-node"]
-
-# The place of each act in the training, as a fraction of its steps. After the arrival much is left:
-# the newcomer imports torch first, which takes seconds on a busy machine.
-SCRIPT: tuple[tuple[Act, float], ...] = (
-    ("kill-worker", 0.15),
-    ("kill-node", 0.31),  # not at a checkpoint, where nothing would have to be redone
-    ("add-node", 0.42),
-)
-# Steps of the new world before the next act: one checkpoint at least lies between two acts.
-SETTLED_STEPS = 30
+Act = Literal["kill-worker", "stop-worker", "kill-node", "leave", "add-node"]
 TITLES: dict[Act, str] = {
     "kill-worker": "worker killed",
+    "stop-worker": "worker hangs",
     "kill-node": "node killed",
+    "leave": "node left",
     "add-node": "node arrived",
 }
+# After the last act much is left: a newcomer imports torch first, which takes seconds on a busy
+# machine.
+CHAOS_FIRST, CHAOS_LAST = 0.05, 0.6
+# Chaos acts within a step too: training reports whole steps only.
+JITTER_S = 0.05
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """An act that is to come once a fraction `at` of all steps is done, and `jitter_s` later.
+
+    `pick`, in [0, 1), chooses among those whom it can hit; 0.99 is the last of them.
+    """
+
+    act: Act
+    at: float
+    pick: float = 0.99
+    jitter_s: float = 0.0
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The acts in their order, and how many steps all workers go on before the next."""
+
+    acts: tuple[Planned, ...]
+    settled_steps: int
+
+
+# One checkpoint at least lies between two acts, for the script that restarts.
+STORY = Plan(
+    acts=(
+        Planned(act="kill-worker", at=0.15),
+        Planned(act="kill-node", at=0.31),  # not at a checkpoint: something is to be redone
+        Planned(act="add-node", at=0.42),
+    ),
+    settled_steps=30,
+)
+
+
+def chaos(seed: int, rounds: int) -> Plan:
+    """Return a plan from a seed: in each round a node goes and one comes, and a worker is lost."""
+    rng = random.Random(seed)
+    acts: list[Act] = []
+    nodes: list[Act] = ["kill-node", "leave"]
+    workers: list[Act] = ["kill-worker", "stop-worker"]
+    for deck in (nodes, workers):
+        rng.shuffle(deck)
+    for number in range(rounds):
+        inner: list[Act] = [nodes[number % len(nodes)], "add-node"]
+        inner.insert(rng.randrange(len(inner) + 1), workers[number % len(workers)])
+        acts += inner
+    places = sorted(rng.uniform(CHAOS_FIRST, CHAOS_LAST) for _ in acts)
+    planned = (
+        Planned(act=act, at=at, pick=rng.random(), jitter_s=rng.random() * JITTER_S)
+        for act, at in zip(acts, places, strict=True)
+    )
+    return Plan(acts=tuple(planned), settled_steps=5)
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,15 +102,17 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
 
 
-def next_act(points: Sequence[Progress], done: Sequence[Done]) -> Act | None:
-    """Return the act that is due now, or None."""
-    if len(done) == len(SCRIPT) or not points:
+def next_act(
+    plan: Plan, points: Sequence[Progress], done: Sequence[Done], workers: int
+) -> Planned | None:
+    """Return the act that is due now, or None. `workers`: how many there are to be by now."""
+    if len(done) == len(plan.acts) or not points:
         return None
-    if done and (cost_of(points, done[-1]) is None or not _settled(points, done[-1])):
+    if done and not _is_over(plan, points, done[-1], workers):
         return None
-    act, fraction = SCRIPT[len(done)]
+    planned = plan.acts[len(done)]
     point = points[-1]
-    return act if point.step >= fraction * point.total_steps else None
+    return planned if point.step >= planned.at * point.total_steps else None
 
 
 def cost_of(points: Sequence[Progress], done: Done) -> Cost | None:
@@ -77,9 +127,21 @@ def cost_of(points: Sequence[Progress], done: Done) -> Cost | None:
         what=done.what,
         recovery_s=first.time - done.time_s,
         interrupted_s=first.time - last.time,
-        redone_steps=last.step - first.step + 1,
+        # A rank 0 that died may have taken the line of its last step along.
+        redone_steps=max(0, last.step - first.step + 1),
         world_size=first.world_size,
     )
+
+
+def _is_over(plan: Plan, points: Sequence[Progress], done: Done, workers: int) -> bool:
+    """Whether training came back from an act, with all workers, and has gone on for a while."""
+    world, size = _world(points[-1]), points[-1].world_size
+    if size != workers or cost_of(points, done) is None:
+        return False
+    since = [
+        p for p in points if _world(p) == world and p.time > done.time_s and p.loss is not None
+    ]
+    return len(since) >= plan.settled_steps
 
 
 def _first_after(steps: Sequence[Progress], done: Done) -> int | None:
@@ -89,14 +151,6 @@ def _first_after(steps: Sequence[Progress], done: Done) -> int | None:
         return None
     world = _world(steps[before - 1])
     return next((i for i in range(before, len(steps)) if _world(steps[i]) != world), None)
-
-
-def _settled(points: Sequence[Progress], done: Done) -> bool:
-    world = _world(points[-1])
-    since = [
-        p for p in points if _world(p) == world and p.time > done.time_s and p.loss is not None
-    ]
-    return len(since) >= SETTLED_STEPS
 
 
 def _world(point: Progress) -> tuple[int, int]:

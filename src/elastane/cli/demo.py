@@ -1,14 +1,16 @@
-"""`elastane demo`: train a real classifier while workers and nodes die, and say what it cost.
+"""`elastane demo`: train a real model while workers and nodes die, and say what it cost.
 
-Two agents on this machine, two workers each, run examples/digits_in_place.py, which recovers in
-place; or with --restart examples/digits.py, which knows nothing of elastane. By the training's
-progress a worker is killed, then a node with its agent, then a new node comes. Exit code 0: the job
-ended by itself and the held-out accuracy is as promised.
+Two agents on this machine, two workers each, run a script of examples/, which recovers in place; or
+with --restart examples/digits.py, which knows nothing of elastane. By the training's progress a
+worker is killed, then a node with its agent, then a new node comes; with --chaos at instants from a
+seed, and the weights at the end are those of a run that nothing was done to. Exit code 0: the job
+ended by itself, has learned what is promised, and with --chaos ended with equal weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import shutil
 import signal
 import sys
@@ -16,31 +18,40 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
-import elastane
-from elastane.cli._demo_result import Result
-from elastane.errors import ConfigurationError, ElastaneError, ExitCode
+from elastane.cli._demo_example import EXAMPLES, RESTART, Example
+from elastane.cli._demo_result import Comparison, Result
+from elastane.cli._demo_story import STORY, Plan, chaos
+from elastane.cli._demo_told import endings
+from elastane.errors import ConfigurationError, ElastaneError, ExitCode, UsageError
 
-ACCURACY_MIN = 0.97
+if TYPE_CHECKING:
+    from elastane.cli._demo_show import Show
+
 # Longer than the slowest machine that should watch this; a job that takes so long is stuck.
 TIMEOUT_S = 300.0
-EPOCHS, STEP_DELAY_S = 20, 0.03
-EPOCHS_FAST, STEP_DELAY_FAST_S = 10, 0.05
+# Two departures, two arrivals and two killed workers; half of that in the short one.
+CHAOS_ROUNDS, CHAOS_ROUNDS_FAST = 2, 1
+SEEDS = 10_000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--fast", action="store_true", help="half the training")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--example", choices=[*EXAMPLES], help="what is trained (default: digits)")
+    add("--chaos", action="store_true", help="faults at random instants; compares the weights")
+    add("--seed", type=int, metavar="N", help="of the instants of --chaos (default: another each)")
+    add("--fast", action="store_true", help="half the training")
+    add(
         "--restart",
         action="store_true",
         help="with a script that knows nothing of elastane: all workers restart after a fault",
     )
-    parser.add_argument("--json", action="store_true", help="the result as JSON; talk on stderr")
-    parser.add_argument("--keep", metavar="DIR", help="a new folder for data, logs and checkpoints")
-    parser.add_argument(
+    add("--json", action="store_true", help="the result as JSON; talk on stderr")
+    add("--keep", metavar="DIR", help="a new folder for data, logs and checkpoints")
+    add(
         "--timeout",
         type=float,
         default=TIMEOUT_S,
@@ -51,7 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the demo; return its exit code."""
-    check_packages()
+    example, plan, seed = chosen(args)
+    check_packages(example)
     from elastane.cli._demo_cluster import Cluster
     from elastane.cli._demo_show import Show
     from elastane.dashboard.terminal import face_for
@@ -61,27 +73,65 @@ def main(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     with working_folder(args.keep) as folder, ending_on_signals():
         environ = launch_environment(environment.snapshot())
-        with Cluster(folder, script_command(folder, args), environ) as cluster:
-            show = Show(cluster)
+        script = example.command(folder, fast=args.fast)
+        if args.chaos:
+            script = example.exact(folder, fast=args.fast, delays=True)
+        with Cluster(folder, script, environ) as cluster:
+            show = Show(cluster, plan)
             with face_for(stream, "elastane demo") as face:
                 show.play(face.show, args.timeout)
-            costs = show.costs()
-    result = Result(
-        accuracy=show.view.final_accuracy or 0.0,
-        accuracy_min=ACCURACY_MIN,
-        steps=show.view.step,
-        total_s=time.monotonic() - begun,
-        acts=costs,
-        kept=args.keep or "",
-    )
+            total_s = time.monotonic() - begun
+            result = Result(
+                example=example,
+                learned=show.learned(),
+                steps=show.view.step,
+                total_s=total_s,
+                acts=show.costs(),
+                comparison=compare(show, example, args, stream, seed) if args.chaos else None,
+                kept=args.keep or "",
+            )
     print(result.as_json() if args.json else result.as_text())
     return int(ExitCode.DONE if result.ok else ExitCode.WORKER_FAILED)
 
 
-def check_packages() -> None:
+def chosen(args: argparse.Namespace) -> tuple[Example, Plan, int]:
+    """Return what is trained, what is done to it, and the seed of that."""
+    if args.restart and (args.chaos or args.example):
+        raise UsageError(
+            "demo: --restart has an example and a story of its own",
+            slug="usage",
+            expected="--restart alone, or --chaos and --example",
+        )
+    if args.seed is not None and not args.chaos:
+        raise UsageError(
+            f"demo: --seed {args.seed} without --chaos",
+            slug="usage",
+            expected="--chaos, whose instants it is the seed of",
+        )
+    if args.restart:
+        return RESTART, STORY, 0
+    example = EXAMPLES[args.example or "digits"]
+    if not args.chaos:
+        return example, STORY, 0
+    seed = random.randrange(SEEDS) if args.seed is None else args.seed
+    return example, chaos(seed, CHAOS_ROUNDS_FAST if args.fast else CHAOS_ROUNDS), seed
+
+
+def compare(
+    show: Show, example: Example, args: argparse.Namespace, stream: TextIO, seed: int
+) -> Comparison:
+    """Train once more with nothing done to it, and put both ends side by side."""
+    cluster = show.cluster
+    print("the same training once more, undisturbed, to compare:", file=stream, flush=True)
+    folder = cluster.folder / "undisturbed"
+    script = example.exact(folder, fast=args.fast, delays=False)
+    show.wait_done(cluster.start_undisturbed(script), args.timeout)
+    return Comparison(seed, endings(cluster.folder), endings(folder))
+
+
+def check_packages(example: Example) -> None:
     """Raise ConfigurationError where the script's own packages are not installed."""
-    missing = [name for name in ("torch", "numpy", "sklearn") if find_spec(name) is None]
-    if missing:
+    if missing := example.missing():
         raise ConfigurationError(
             f"demo: {', '.join(missing)} cannot be imported",
             slug="demo-packages",
@@ -99,14 +149,6 @@ def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
         if not name.startswith(("PET_", "ELASTANE_", "TORCHELASTIC_"))
     }
     return {**kept, "OMP_NUM_THREADS": "1"}
-
-
-def script_command(folder: Path, args: argparse.Namespace) -> list[str]:
-    """Return the training script and its arguments."""
-    epochs, delay_s = (EPOCHS_FAST, STEP_DELAY_FAST_S) if args.fast else (EPOCHS, STEP_DELAY_S)
-    options = ["--dir", str(folder), "--epochs", str(epochs), "--step-delay", str(delay_s)]
-    name = "digits.py" if args.restart else "digits_in_place.py"
-    return [str(Path(elastane.__file__).parent / "examples" / name), *options]
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The entry of every command: finds the verb, runs it, and turns its errors into exit codes.
 
-A verb is a module with `configure(parser)` and `main(args) -> int`; one that reads its command line
-in a way of its own has a `Parser` too. Nothing is imported before its verb is known, and a verb
-imports what it works with only when it works, so that every help comes at once.
+A verb is a module, named as it is but for dashes, with `configure(parser)` and `main(args) -> int`;
+one that reads its command line in a way of its own has a `Parser` too. Nothing is imported before
+its verb is known, and a verb imports what it works with only when it works, so that every help
+comes at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ VERBS = {
     "status": "show a job: its nodes, its round, what it waits for",
     "logs": "show the output of a job's workers, merged by time",
     "explain": "say why a job failed or restarted, attempt by attempt",
+    "verify-run": "compare the trails of two runs, and name the first step that differs",
     "sim": "play the control plane of whole clusters in virtual time, faults and all",
     "demo": "train a classifier while workers and nodes die, on this machine",
 }
@@ -83,7 +85,7 @@ def _dispatch(words: list[str], prog: str) -> int:
 
 def run_verb(verb: str, words: list[str], prog: str) -> int:
     """Parse the words of one verb and run it."""
-    module = import_module(f"elastane.cli.{verb}")
+    module = import_module(f"elastane.cli.{verb.replace('-', '_')}")
     parser = make_parser(module, prog, VERBS.get(verb) or MODULES[verb])
     try:
         args = parser.parse_args(words)

@@ -81,6 +81,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     accuracy: float | None = None
     final_accuracy: float | None = None
+    final_loss: float | None = None
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -121,7 +122,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     total_steps: int = 0
     losses: tuple[float, ...] = ()
     accuracies: tuple[float, ...] = ()
-    final_accuracy: float | None = None
+    learned: float | None = None
     lines: tuple[Line, ...] = ()
 
     def node(self, name: str) -> NodeView | None:
@@ -176,7 +177,7 @@ def after_progress(view: View, point: Progress) -> View:
         total_steps=point.total_steps,
         losses=losses,
         accuracies=accuracies,
-        final_accuracy=point.final_accuracy,
+        learned=point.final_loss if point.final_accuracy is None else point.final_accuracy,
     )
 
 

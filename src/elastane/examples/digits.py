@@ -37,7 +37,7 @@ WARMUP_STEPS = 40
 
 def main() -> None:
     """Train from the newest checkpoint to the last epoch, then test on the held-out digits."""
-    options = parse_options()
+    options = options_parser().parse_args()
     told_to_stop = listen_for_sigterm()
     dist.init_process_group("gloo")
     torch.manual_seed(options.seed)
@@ -69,8 +69,8 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
+def options_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description="Classify handwritten digits with DDP.")
     parser.add_argument("--dir", required=True, help="folder for data, checkpoint and progress")
     parser.add_argument("--progress", help="file for progress lines (DIR/progress.jsonl)")
@@ -79,7 +79,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=20, metavar="STEPS")
     parser.add_argument("--step-delay", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser
 
 
 def listen_for_sigterm() -> Callable[[], bool]:

@@ -10,8 +10,6 @@ one that is there, and a worker that dies costs the others the step in hand.
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from pathlib import Path
 
@@ -28,13 +26,16 @@ from elastane.examples.digits import (
     WARMUP_STEPS,
     build_model,
     load_digits,
-    parse_options,
+    options_parser,
 )
+from elastane.examples.telling import Progress
 
 
 def main() -> None:
     """Train to the last epoch, then test on the held-out digits."""
-    options = parse_options()
+    parser = options_parser()
+    parser.add_argument("--deterministic", action="store_true", help="same bits in every world")
+    options = parser.parse_args()
     folder = Path(options.dir)
     torch.manual_seed(options.seed)
     images, labels = load_digits(folder / "digits.npz")
@@ -43,7 +44,7 @@ def main() -> None:
     batches = elastane.ElasticBatchSampler(len(data), options.global_batch, seed=options.seed)
     total_steps = options.epochs * batches.ledger.steps_per_epoch
 
-    with elastane.init() as job:
+    with elastane.init(deterministic=options.deterministic, seed=options.seed) as job:
         net = build_model()
         model = DistributedDataParallel(net, process_group=job.process_group)
         optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
@@ -54,23 +55,27 @@ def main() -> None:
         progress = Progress(Path(options.progress or folder / "progress.jsonl"), job, total_steps)
 
         loader = DataLoader(data, batch_sampler=batches)
-        for step, (inputs, wanted) in job.steps(loader, until_epoch=options.epochs):
+        for step, _ in job.steps(loader, until_epoch=options.epochs):
             with step:
-                loss = nn.functional.cross_entropy(model(inputs), wanted)
-                step.backward(loss)
+                seen = torch.zeros(2)  # the sum of the losses, and of how many samples
+                for inputs, wanted in step.batches:
+                    loss = nn.functional.cross_entropy(model(inputs), wanted)
+                    step.backward(loss)
+                    seen += torch.tensor([loss.item() * len(inputs), len(inputs)])
                 optimizer.step()
                 optimizer.zero_grad()
                 one_cycle.step()
-                mean = loss.detach() * step.weight / job.world_size
-                dist.all_reduce(mean, group=job.process_group)
+                dist.all_reduce(seen, group=job.process_group)
             if step.committed:
-                progress.report(step=step.number + 1, epoch=step.epoch, loss=float(mean))
+                mean = float(seen[0] / seen[1])
+                progress.report(step=step.number + 1, epoch=step.epoch, loss=mean)
             time.sleep(options.step_delay)
 
+        weights = progress.end(net)
         if job.rank == 0:
             final = accuracy(net, *held_out)
             progress.report(step=job.committed, epoch=options.epochs, final_accuracy=final)
-            print(f"accuracy on {len(held_out[1])} held-out digits: {final:.2%}", flush=True)
+            print(f"accuracy on {len(held_out[1])} held-out digits: {final:.2%}; weights {weights}")
 
 
 @torch.no_grad()
@@ -78,23 +83,6 @@ def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Return the fraction of `images` that is classified as `labels` says."""
     net.eval()
     return float((net(images).argmax(dim=1) == labels).float().mean())
-
-
-class Progress:
-    """A file to which rank 0 appends a JSON line for each step."""
-
-    def __init__(self, path: Path, job: elastane.Job, total_steps: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.job, self.total_steps = path, job, total_steps
-
-    def report(self, **values: float) -> None:
-        """Append one line."""
-        job = self.job
-        if job.rank == 0:
-            about = {"total_steps": self.total_steps, "world_size": job.world_size}
-            about |= {"pid": os.getpid(), "round": job.fence.round}
-            with self.path.open("a") as file:
-                file.write(json.dumps({"time": time.time(), **values, **about}) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ be.
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from elastane.core.notes import EventKind
 from elastane.errors import UsageError
 from elastane.testing.cluster import LocalCluster, LocalNode
 
-Kind = Literal["kill-worker", "kill-node", "kill-agent", "stop-node", "pause-node", "add-node"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Literal[
+    "kill-worker", "kill-node", "kill-agent", "stop-node", "pause-node", "add-node", "stop-worker"
+]
+# A worker that is stopped for good is noticed only where the script recovers in place.
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "stop-worker")
 _POLL_S = 0.05
 _PAUSE_S = 1.0
 
@@ -59,11 +63,11 @@ class FaultPlan:
                 f"a plan of faults at {times} s", slug="cluster", expected="times in their order"
             )
         for fault in self.faults:
-            if fault.kind not in KINDS or not 0 <= fault.pick < 1:
+            if fault.kind not in get_args(Kind) or not 0 <= fault.pick < 1:
                 raise UsageError(
                     f"a plan with {fault}",
                     slug="cluster",
-                    expected=f"pick in [0, 1), and kind one of {', '.join(KINDS)}",
+                    expected=f"pick in [0, 1), and kind one of {', '.join(get_args(Kind))}",
                 )
 
     @classmethod
@@ -114,12 +118,13 @@ class FaultPlan:
         if not present:
             return "", ""
         node = present[int(fault.pick * len(present))]
-        if fault.kind == "kill-worker":
+        if fault.kind in ("kill-worker", "stop-worker"):
             pids = node.workers()
             if not pids:
                 return "", ""
-            pid = node.kill_worker(int(fault.pick * len(pids)))
-            return f"kill-worker {pid} of {node.name}", ""
+            number = signal.SIGKILL if fault.kind == "kill-worker" else signal.SIGSTOP
+            pid = node.kill_worker(int(fault.pick * len(pids)), number)
+            return f"{fault.kind} {pid} of {node.name}", ""
         if fault.kind == "add-node":
             added = cluster.start(f"added-{len(cluster.nodes)}")
             return f"add-node {added.name}", ""

@@ -1,0 +1,1 @@
+../src/elastane/examples/digits_in_place.py

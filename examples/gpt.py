@@ -1,0 +1,1 @@
+../src/elastane/examples/gpt.py

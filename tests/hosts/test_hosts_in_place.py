@@ -1,0 +1,78 @@
+"""Hosts that are cut off or lose their power while the workers of the others recover in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import host_jobs
+import pytest
+from host_jobs import HostJob, job_on, let_pass, wait_world
+from jobs import SCRIPT, newest
+
+from elastane.core.notes import EventKind
+
+IN_PLACE = SCRIPT.with_name("member_in_place.py")
+
+
+@dataclass
+class InPlaceJob(HostJob):
+    """A job whose script recovers in place."""
+
+    def command(self, node: str, nproc: int, options: tuple[str, ...]) -> list[str]:
+        words = super().command(node, nproc, options)
+        return [str(IN_PLACE) if word == str(SCRIPT) else word for word in words]
+
+    def pids(self, nodes: str) -> set[tuple[str, int]]:
+        """The newest world's workers that are of these nodes."""
+        return {(step.node, step.pid) for step in newest(self.seen()) if step.node in nodes}
+
+
+@contextmanager
+def in_place_on(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Iterator[InPlaceJob]:
+    """Three hosts that train together; the coordinator, and rank 0, on `a`."""
+    patch.setattr(host_jobs, "HostJob", InPlaceJob)
+    with job_on(folder, "abc", backend=backend, options=("--min-workers", "2")) as job:
+        job.start("a")
+        job.wait_event(EventKind.COORDINATOR_STARTED)
+        job.start_all("bc")
+        wait_world(job, "abc")
+        assert job.coordinator().name == "a"
+        assert newest(job.seen())[0].world == 3
+        yield job
+
+
+def test_a_host_that_is_cut_off_is_left_in_place_never_trains_on_and_comes_back_as_an_arrival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_place_on(tmp_path, "elastane", monkeypatch) as job:
+        survivors, cut = job.pids("ac"), job.pids("b")
+        job.lan.cut_off("b")
+        first = wait_world(job, "ac", (1, 0))
+        assert job.pids("ac") == survivors, "nobody restarted"
+        let_pass(1.0)
+        late = [s for s in job.seen() if s.node == "b" and s.step >= first.step]
+        assert not late, "the one that is cut off trains on"
+        job.lan.heal()
+        wait_world(job, "abc", (first.round, first.attempt))
+        assert job.pids("ac") == survivors, "an arrival restarts nobody"
+        assert not job.pids("b") & cut, "it came back as an arrival"
+        assert job.wait_event(EventKind.DRAIN_STARTED, "taking in b")
+        numbers = [s.step for s in job.seen() if s.node == "a"]
+        assert numbers == sorted(set(numbers)), "no step was done twice"
+
+
+def test_the_host_of_rank_0_and_of_the_coordinator_loses_its_power_and_the_others_go_on_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_place_on(tmp_path, "file", monkeypatch) as job:
+        rank_0 = next(s.node for s in newest(job.seen()) if s.rank == 0)
+        assert rank_0 == "a"
+        survivors, last = job.pids("bc"), max(s.step for s in job.seen())
+        job.lan.kill("a")
+        first = wait_world(job, "bc", (1, 0))
+        assert job.pids("bc") == survivors, "nobody restarted"
+        assert first.step <= last + 2 and first.restarts == 0
+        assert job.coordinator().name in "bc"
