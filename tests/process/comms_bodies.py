@@ -59,6 +59,9 @@ OPERATIONS = {
     "reduce_scatter": lambda g: dist.reduce_scatter_single(
         torch.ones(1000), torch.ones(1000 * g.size()), group=g
     ),
+    "exchange": lambda g: g.exchange(
+        [(torch.ones(8), g.size() - 1, 9)], [(torch.ones(20_000_000), g.size() - 1, 9)]
+    ).wait(),
     "all_gather_object": lambda g: dist.all_gather_object([None] * g.size(), "x", group=g),
 }
 

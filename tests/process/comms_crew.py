@@ -1,7 +1,7 @@
 """Workers of a process group in a test: real processes, told what to do through pipes.
 
 They are forked from a single-threaded server that has imported torch, so each costs milliseconds.
-A body is a function of comms_bodies: `body(worker, *args)`.
+A body is a function of one of the modules *_bodies: `body(worker, *args)`.
 """
 
 import multiprocessing
@@ -58,11 +58,14 @@ class Worker:
 
 def _main(body, number, port, pipe, args):
     import comms_bodies
+    import comms_message_bodies
     import comms_state_bodies
+    import deterministic_bodies
     import torch
 
     torch.set_num_threads(1)
-    home = comms_bodies if hasattr(comms_bodies, body) else comms_state_bodies
+    homes = (comms_bodies, comms_message_bodies, comms_state_bodies, deterministic_bodies)
+    home = next(each for each in homes if hasattr(each, body))
     getattr(home, body)(Worker(number, port, pipe), *args)
 
 

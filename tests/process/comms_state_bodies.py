@@ -1,16 +1,20 @@
 """What the workers of comms_crew do with states and sums."""
 
-import os
-import signal
-import statistics
+import errno
+import functools
+import itertools
 import time
 
+import msgspec
 import torch
 from comms_bodies import build
 
-from elastane.comms import reduction, transfer
-from elastane.comms.digest import state_digest
+from elastane.comms import near, transfer
+from elastane.comms.channel import GroupChannel
+from elastane.comms.digest import probe, raw_bytes, state_digest
 from elastane.comms.elastic import ElasticGroup
+from elastane.comms.mean import Mean
+from elastane.comms.reduction import shards_of
 from elastane.errors import PeerLostError, StateError
 
 
@@ -27,111 +31,207 @@ def big_state(seed):
     }
 
 
-def transfers(worker, size):
-    """The last rank has state 5 and gives it to all others; they have none, or state 1."""
-    rank, donor = worker.number, size - 1
-    elastic = ElasticGroup()
-    elastic.replace(build(worker, "transfer", rank, size))
-    if rank == donor:
-        state = big_state(5)
-        paces = []
-        started = time.monotonic()
-        sent = transfer.send(elastic, state, range(donor), pace=paces.append)
-        took = time.monotonic() - started
-        assert sum(paces) == sent
-        worker.say((state_digest(state), sent / took))
-        return
-    into = big_state(1) if rank == 0 else None
-    got = transfer.receive(elastic, donor, into)
-    if into is not None:
-        assert got["weights"][3].data_ptr() == into["weights"][3].data_ptr()
-        assert got["odd"].data_ptr() == into["odd"].data_ptr()
-    worker.say((state_digest(got), 0.0))
+def channels_of(group, how, peers, giving):
+    """Channels to `peers`: over the group, or through memory."""
+    if how == "group":
+        return [GroupChannel(group, peer) for peer in peers]
+    meet = near.to_give if giving else near.to_take
+    return [meet(group, peer) for peer in peers]
 
 
-def transfer_cut(worker):
-    """Rank 1 dies while it sends; rank 0 must not believe that it has the state."""
+def transfers(worker, size, how):
+    """The last ranks have state 5 and give it to rank 0, who has another, or half of it."""
     rank = worker.number
     elastic = ElasticGroup()
-    elastic.replace(build(worker, "cut", rank, 2))
-    if rank == 1:
-        calls = iter(range(100))
+    elastic.replace(build(worker, "transfer", rank, size))
+    if rank > 0:
+        state = big_state(5)
+        sent = transfer.give(*channels_of(elastic, how, [0], giving=True), state)
+        worker.say((state_digest(state), sent))
+        return
+    into = big_state(1)
+    del into["weights"][5], into["half"]
+    channels = channels_of(elastic, how, range(1, size), giving=False)
+    if how == "memory":
+        assert all(isinstance(channel, near.NearChannel) for channel in channels)
+    spare = torch.zeros(1_000_003, dtype=torch.bfloat16)
+    found = transfer.take(channels, into, room=[spare])
+    got = found.state
+    assert got["weights"][3].data_ptr() == into["weights"][3].data_ptr()
+    assert got["odd"].data_ptr() == into["odd"].data_ptr()
+    assert got["half"].data_ptr() == spare.data_ptr()
+    worker.say((state_digest(got), found.bytes_sent))
 
-        def die(_bytes):
-            if next(calls) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
 
-        transfer.send(elastic, big_state(5), [0], pace=die)
+def transfer_of_some(worker, how):
+    """Rank 0 has all of rank 1's state but one number; how many bytes come, and for what."""
+    elastic = ElasticGroup()
+    elastic.replace(build(worker, "some", worker.number, 2))
+    state = big_state(5)
+    if worker.number == 1:
+        transfer.give(*channels_of(elastic, how, [0], giving=True), state)
+        return
+    state["weights"][2][300, 300] += 1  # Not where it is probed.
+    state["weights"][4] = state["weights"][4].flip(0).flip(0)
+    begun = []
+    found = transfer.take(
+        channels_of(elastic, how, [1], giving=False),
+        state,
+        when_writing=lambda: begun.append(float(state["weights"][2][300, 300])),
+    )
+    assert state_digest(found.state) == state_digest(big_state(5))
+    worker.say((found.bytes_sent, found.differed, len(begun)))
+
+
+def transfer_cut(worker, size, how, what):
+    """The last rank is killed, or stopped, while it gives, or rank 0 while it takes."""
+    rank = worker.number
+    elastic = ElasticGroup()
+    elastic.replace(build(worker, "cut", rank, size))
     told = worker.when_told(elastic.abort)
+    hit = (what == "giver" and rank == size - 1) or (what == "taker" and rank == 0)
+    folded, fold = itertools.count(), transfer.fold
+
+    def stumble(data):
+        if hit and next(folded) == 2:
+            worker.say("hit")
+            time.sleep(60.0)  # The test kills or stops it.
+        return fold(data)
+
+    transfer.fold = stumble
     worker.say("in")
+    peers = range(1, size) if rank == 0 else [0]
     try:
-        transfer.receive(elastic, 1)
-        worker.say("received")
+        channels = channels_of(elastic, how, peers, giving=rank > 0)
+        if rank == 0:
+            transfer.take(channels)
+        else:
+            transfer.give(*channels, big_state(5))
+        worker.say("whole")
     except (RuntimeError, PeerLostError):
-        worker.say("failed" if elastic.failed else "not noticed")
+        worker.say("failed")
     told.join()
 
 
-def transfer_spoilt(worker):
-    """Rank 1 sends one wrong bit."""
-    rank = worker.number
-    world = build(worker, "spoilt", rank, 2)
-    if rank == 1:
-        count = 0
-        group = world.group
+def transfer_spoilt(worker, how):
+    """What rank 1 sends differs in one bit from what it has taken the digest of."""
+    elastic = ElasticGroup()
+    elastic.replace(build(worker, "spoilt", worker.number, 2))
+    if worker.number == 1:
+        channel = channels_of(elastic, how, [0], giving=True)[0]
+        put = channel.put
 
-        class Spoiler:
-            def send(self, tensors, dst, tag):
-                nonlocal count
-                count += 1
-                if count == 3:
-                    tensors = [tensors[0].clone()]
-                    tensors[0][12345] ^= 4
-                return group.send(tensors, dst, tag)
+        numbers = itertools.count()
 
-        transfer.send(Spoiler(), big_state(5), [0])
+        def spoil(seen, part):
+            seen(torch.cat([part[:-1], part[-1:] ^ 4]) if next(numbers) == 2 else part)
+
+        channel.put = lambda parts, seen: put(parts, functools.partial(spoil, seen))
+        transfer.give(channel, big_state(5))
         worker.say("sent")
         return
     try:
-        transfer.receive(world.group, 1)
+        transfer.take(channels_of(elastic, how, [1], giving=False))
         worker.say("received")
     except StateError as error:
         worker.say(error.slug)
 
 
-def tree_sums(worker, size, shards, count):
-    """The bits of the tree's sum over gloo, in worlds of `size` and fewer."""
+def transfer_without_memory(worker, how):
+    """Rank 0 may not read rank 1, or reads another process; both go on over the group."""
+    elastic = ElasticGroup()
+    elastic.replace(build(worker, "without", worker.number, 2))
+    giving = worker.number == 1
+
+    def refused(*_args):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    near._read = refused if how == "refused" else lambda _pid, _address, room: room.zero_()
+    (channel,) = channels_of(elastic, "memory", [1 - worker.number], giving)
+    assert isinstance(channel, GroupChannel)
+    state = {"w": torch.arange(5000.0)}
+    if giving:
+        transfer.give(channel, state)
+        worker.say(state_digest(state))
+    else:
+        worker.say(state_digest(transfer.take([channel]).state))
+
+
+def transfer_of_garbage(worker, what):
+    """What rank 1 says is nothing that a giver says, or not of these tensors."""
+    elastic = ElasticGroup()
+    elastic.replace(build(worker, "garbage", worker.number, 2))
+    channel = GroupChannel(elastic, 1 - worker.number)
+    if worker.number == 1:
+        spec = {"spec": ["w", "float32", [-3], "cpu"], "kind": ["w", "Tensor", [3], "cpu"]}
+        spec["huge"] = ["w", "uint8", [1 << 30, 1 << 30], "cpu"]
+        if what == "bytes":
+            channel.say(b"\xc1 nonsense")
+        elif what == "length":
+            elastic.send([torch.full((4096,), 255, dtype=torch.uint8)], 0, 0x5717).wait()
+        elif what in spec:
+            channel.say(msgspec.msgpack.encode([b"", [spec[what]], b"12345678"]))
+        elif what == "probes":
+            channel.say(msgspec.msgpack.encode([b"", [["w", "float32", [3], "cpu"]], b"123"]))
+        elif what == "digests":
+            mine = torch.arange(3.0)
+            probes = probe(raw_bytes(mine))
+            spec = ["state['w']", "float32", [3], "cpu"]
+            channel.say(msgspec.msgpack.encode([b"", [spec], probes]))
+            channel.hear()
+            channel.say(b"too short")
+        worker.hear()
+        return
+    try:
+        transfer.take([channel], {"w": torch.arange(3.0)})
+        worker.say("taken")
+    except StateError as error:
+        worker.say(error.slug)
+
+
+def transfer_wanted(worker, pieces):
+    """Rank 0 wants what rank 1 does not have."""
+    elastic = ElasticGroup()
+    elastic.replace(build(worker, "wanted", worker.number, 2))
+    channel = GroupChannel(elastic, 1 - worker.number)
+    if worker.number == 0:
+        channel.hear()
+        channel.say(msgspec.msgpack.encode(pieces))
+        worker.hear()
+        return
+    try:
+        transfer.give(channel, {"w": torch.arange(3.0)})
+        worker.say("given")
+    except StateError as error:
+        worker.say(error.slug)
+
+
+def tree_means(worker, size, shards, count, by_collectives):
+    """The bits of the tree's mean over gloo, in worlds of `size` and fewer; twice in each."""
     digests = []
     elastic = ElasticGroup()
+    mean = Mean(count, torch.float32, torch.device("cpu"), shards)
+    if by_collectives:
+        mean._by_messages = mean._by_collectives
     for world_size in range(size, 0, -1):
         if worker.number >= world_size:
             break
         elastic.replace(build(worker, f"tree-{world_size}", worker.number, world_size))
-        held = reduction.shards_of(worker.number, world_size, shards)
-        vectors = (
-            torch.randn(count, generator=torch.Generator().manual_seed(shard)) for shard in held
-        )
-        digests.append(state_digest({"sum": reduction.tree_sum(elastic, vectors, shards)}))
+        for turn in range(2):
+            total = mean.begin(worker.number, world_size)
+            for shard in shards_of(worker.number, world_size, shards):
+                vector = torch.randn(count, generator=torch.Generator().manual_seed(shard))
+                total.add(lambda into, adds, v=vector: write(into[:count], adds, v))
+            found = mean.finish(elastic)
+            digests.append(state_digest({"mean": found}))
+            expected = torch.stack([
+                torch.randn(count, generator=torch.Generator().manual_seed(shard))
+                for shard in range(shards)
+            ]).mean(dim=0)  # fmt: skip
+            torch.testing.assert_close(found, expected, msg=f"turn {turn}")
     worker.say(digests)
 
 
-def times_of_sums(worker, size, shards, count, repeats):
-    """Median seconds of an all-reduce, and of the tree's sum of blocks that are there already."""
-    elastic = ElasticGroup()
-    elastic.replace(build(worker, "times", worker.number, size))
-    held = reduction.shards_of(worker.number, size, shards)
-    blocks = [torch.ones(count) for _ in reduction.blocks_of(held, shards)]
-    medians = []
-    for action in (
-        lambda: elastic.allreduce([torch.ones(count)]).wait(),
-        lambda: reduction.reduce_blocks(elastic, blocks, shards),
-    ):
-        times = []
-        for _ in range(repeats + 1):
-            elastic.barrier().wait()
-            started = time.monotonic()
-            action()
-            times.append(time.monotonic() - started)
-        medians.append(statistics.median(times[1:]))
-    worker.say(tuple(medians))
-    worker.hear()
+def write(into, adds, vector):
+    """Write a shard's vector as a TreeSum asks for it."""
+    into.add_(vector) if adds else into.copy_(vector)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
+from virtual_scenarios import virtual_files, virtual_index
 
 from elastane.data.batch_sampler import ElasticBatchSampler
 from elastane.data.feed import Feed
@@ -339,6 +340,8 @@ SCENARIOS = {
     "shards-2-spawned": lambda: shards(1, persistent=True, context="spawn"),
     "shards-plain-persistent": plain_persistent_shards,
     "shards-plain-epochs": plain_named_epochs,
+    "virtual-index": virtual_index,
+    "virtual-files": virtual_files,
 }
 
 

@@ -42,3 +42,13 @@ def test_survivors_of_a_lost_member_go_on_in_the_next_world(number, victim, reco
         record_property("out_ms", [round(1000 * took, 1) for _, took in outcomes])
         assert max(took for _, took in outcomes) < OUT_S
         assert crew.hear_all(*survivors) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("operation", ["exchange", "irecv"])
+def test_a_message_that_cannot_begin_since_its_peer_is_dead_is_a_lost_peer(operation):
+    """It is the first to tell; as any other error it would end the worker."""
+    with Crew(2, "begins_with_the_dead", operation) as crew:
+        crew.hear_all()
+        crew.kill(1)
+        crew.say(0)
+        assert crew.hear(0) == ("PeerLostError", True)

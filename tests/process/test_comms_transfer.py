@@ -1,24 +1,71 @@
-"""State goes from a donor to its receivers whole, or they know that they have none."""
+"""State goes from those who hold it to who does not whole, or that one knows that it has none."""
+
+import signal
 
 import pytest
 from comms_crew import Crew
 
+WAYS = pytest.mark.parametrize("how", ["group", "memory"])
 
+
+@WAYS
 @pytest.mark.parametrize("size", [2, 4])
-def test_receivers_have_the_donors_state(size, record_property):
-    with Crew(size, "transfers", size) as crew:
+def test_a_taker_has_the_givers_state_and_each_byte_came_once(size, how):
+    with Crew(size, "transfers", size, how) as crew:
         outcomes = crew.hear_all()
-        assert len({digest for digest, _ in outcomes}) == 1
-        record_property("bytes_per_s", outcomes[-1][1])
+    assert len({digest for digest, _ in outcomes}) == 1
+    (_, taken), *given = outcomes
+    assert taken == sum(sent for _, sent in given)
+    assert all(sent >= taken // size for _, sent in given), "a stripe of each giver"
 
 
-def test_a_transfer_that_was_cut_short_gives_no_state():
-    with Crew(2, "transfer_cut") as crew:
-        crew.hear(0)
-        crew.say(0)
-        assert crew.hear(0) == "failed"
+@WAYS
+def test_only_what_differs_is_sent_wherever_the_difference_lies(how):
+    with Crew(2, "transfer_of_some", how) as crew:
+        assert crew.hear(0) == (4_000_000, ["state['weights'][2]"], 1)
 
 
-def test_one_wrong_bit_is_noticed():
-    with Crew(2, "transfer_spoilt") as crew:
+@WAYS
+@pytest.mark.parametrize("what", ["giver", "taker"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_transfer_that_was_cut_short_gives_no_state(how, what, number):
+    """With two givers; what lives is told that the world has ended, as its agent would tell it."""
+    with Crew(3, "transfer_cut", 3, how, what) as crew:
+        assert crew.hear_all() == ["in"] * 3
+        victim = 2 if what == "giver" else 0
+        assert crew.hear(victim) == "hit"
+        crew.kill(victim, number)
+        others = {0, 1, 2} - {victim}
+        for each in others:
+            crew.say(each)
+        said = {each: crew.hear(each) for each in others}
+        assert said.get(0, "failed") == "failed"
+        assert what == "giver" or set(said.values()) == {"failed"}
+
+
+@WAYS
+def test_one_wrong_bit_is_noticed(how):
+    with Crew(2, "transfer_spoilt", how) as crew:
         assert crew.hear_all() == ["state-digest", "sent"]
+
+
+@pytest.mark.parametrize("how", ["refused", "another"])
+def test_where_one_cannot_read_the_other_the_group_does_it(how):
+    with Crew(2, "transfer_without_memory", how) as crew:
+        assert len(set(crew.hear_all())) == 1
+
+
+@pytest.mark.parametrize("what", ["bytes", "length", "spec", "kind", "huge", "probes", "digests"])
+def test_garbage_from_a_giver_is_refused(what):
+    with Crew(2, "transfer_of_garbage", what) as crew:
+        assert crew.hear(0) == "state-wire"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [["want", [[1, 0, 4]]], ["want", [[0, 8, 4]]], ["want", [[0, 0, 13]]], ["ask", [1]], ["no"]],
+    ids=["tensor", "order", "end", "digest", "word"],
+)
+def test_garbage_from_a_taker_is_refused(pieces):
+    with Crew(2, "transfer_wanted", pieces) as crew:
+        assert crew.hear(1) == "state-wire"

@@ -111,3 +111,9 @@ def test_persistent_workers_of_shards_without_a_feed_need_a_named_epoch(found):
     assert "[data-loader]" in found["shards-plain-persistent"]["raised"]
     assert found["shards-plain-epochs"]["once"]
     assert found["shards-plain-epochs"]["differ"]
+
+
+@pytest.mark.parametrize("name", ["virtual-index", "virtual-files"])
+def test_a_virtual_shard_and_what_is_drawn_for_it_are_the_same_wherever_it_is_read(found, name):
+    result = found[name]
+    assert result["odd"] == [] and result["shards"] == result["drawn"] == 12 * 5

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 
 import pytest
 from test_recovery_in_place import InPlace, starts
+
+from elastane.core.limits import HANG_FLOOR_S, HANG_STALL_S
 
 
 @pytest.fixture
@@ -65,3 +69,25 @@ def test_workers_that_all_wait_for_one_another_go_on_in_another_world(job):
     assert not job.cluster.events("restart")
     assert "wait for one another" in job.cluster.events("round-settled")[-1].reason
     job.ends_exact()
+
+
+def test_a_worker_in_a_debugger_is_waited_for(tmp_path):
+    keyboard = tmp_path / "keyboard"
+    os.mkfifo(keyboard)
+    job = InPlace(tmp_path, env={"HANG_STDIN": str(keyboard)})
+    with job.cluster:
+        starts(job, "ab")
+        before = set(job.said())
+        held, _ = told_to_hang(job, "pdb")
+        job.cluster.wait(lambda: not (job.folder / "said" / f"{held}.hang").exists(), "it halts")
+        with keyboard.open("w") as keys:
+            job.cluster.wait(lambda: waited_s(job) > HANG_STALL_S + HANG_FLOOR_S, "a long wait")
+            keys.write("continue\n")
+        assert set(job.wait_steps(5, 2)) == before
+        assert not job.cluster.events("incident")
+        job.ends_exact()
+
+
+def waited_s(job):
+    """For how long nobody has made a step."""
+    return time.monotonic() - max(lines[-1]["at_s"] for lines in job.said().values())

@@ -133,6 +133,16 @@ def test_an_arrival_and_a_leave_come_at_a_boundary_and_no_step_is_dealt_again(jo
         assert not again, (pid, again)
 
 
+def test_a_failure_is_told_by_the_rank_that_its_worker_had_last(job):
+    a, b = starts(job, "ab")
+    ranks = {lines[-1]["rank"] for pid, lines in job.said().items() if pid in b.workers()}
+    a.stop()
+    job.wait_steps(5, 1)
+    b.kill_worker()
+    told = job.cluster.wait_event("incident").reason
+    assert ranks == {1} and "worker of rank 0 on node b ended with SIGKILL" in told
+
+
 def fixed_size(folder, victim, **options):
     job = InPlace(folder, nnodes="1", nproc_per_node=3, **options)
     with job.cluster:
@@ -163,4 +173,17 @@ def test_faults_in_a_row_lose_no_step_and_do_none_twice(tmp_path, seed):
         kinds = ("kill-worker", "kill-node", "kill-agent", "stop-node")
         plan = FaultPlan.random(seed, 12.0, 1.5, kinds, back_s=1.0)
         print("\n".join(plan.run(job.cluster)))
+        job.ends_exact()
+
+
+def test_a_script_of_several_loops_takes_in_who_comes_and_replaces_who_is_lost(tmp_path):
+    job = InPlace(tmp_path, env={"STEPS_PER_LOOP": "7"})
+    with job.cluster:
+        starts(job, "ab")
+        before = set(job.said())
+        job.cluster.start("c")
+        assert before < set(job.wait_steps(10, 3))
+        dead = job.cluster.nodes[0].kill_worker()
+        after = job.wait_steps(10, 3)
+        assert before - {dead} < set(after) and dead not in after
         job.ends_exact()

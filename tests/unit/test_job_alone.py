@@ -169,3 +169,24 @@ def test_a_scaler_that_has_unscaled_may_do_it_again_in_the_step_that_is_dealt_ag
         scaler.scale(net(X).mean()).backward()
         scaler.unscale_(optimizer)
         undo.restore()
+
+
+def test_a_worker_of_another_launcher_is_refused_instead_of_training_alone(monkeypatch):
+    monkeypatch.delenv("ELASTANE_LINE_FD", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(JobError, match="WORLD_SIZE=4") as caught:
+        elastane.init()
+    assert caught.value.slug == "job-launcher"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with elastane.init() as job:
+        assert job.world_size == 1
+
+
+def test_a_model_that_is_sharded_over_workers_is_refused(job):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    net = net_of()
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(JobError, match="sharded over workers"):
+        job.track(net=net)

@@ -40,8 +40,8 @@ class Lines:
         self.ready: set[int] = set()  # spares that wait in init(); their numbers are negative
         self.finished: set[int] = set()
         self._changed, self._lost = changed, lost
-        # Hears whether a worker waits for others, which it was asked.
-        self.answered: Callable[[int, bool], None] = lambda _local_rank, _waits: None
+        # Hears what a worker is at, which it was asked.
+        self.answered: Callable[[int, Doing], None] = lambda _local_rank, _doing: None
         self._ends: dict[int, socket.socket] = {}
 
     def open(self, local_rank: int) -> socket.socket:
@@ -115,6 +115,7 @@ class Lines:
                 self.ready.add(local_rank)
             case Able() if local_rank >= 0:
                 self.able.add(local_rank)
+                self.finished.discard(local_rank)
                 self._changed()
             case Finished():
                 self.able.discard(local_rank)
@@ -122,11 +123,11 @@ class Lines:
                 self._changed()
             case Lost(fence=fence, reason=reason):
                 self._lost(fence, reason)
-            case Doing(waits=waits):
-                self.answered(local_rank, waits)
+            case Doing():
+                self.answered(local_rank, message)
 
 
-def place_of(assignment: Assignment, local_rank: int, local_world_size: int) -> ToWorker:
+def place_of(assignment: Assignment, local_rank: int, local_world_size: int) -> Place | Wait:
     """Return what a worker is told of an assignment of its node."""
     workers = assignment.workers or tuple(range(local_world_size))
     rank = assignment.rank_base + workers.index(local_rank)

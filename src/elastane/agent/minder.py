@@ -14,19 +14,20 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
+from elastane.agent import stuck
 from elastane.agent.groupsetup import SpawnTask
 from elastane.agent.lastwords import LastWords
 from elastane.agent.lines import Lines
-from elastane.agent.stuck import SLUG, StuckWatch, states_of
+from elastane.agent.stuck import StuckWatch, states_of
 from elastane.agent.worker import Worker
 from elastane.core.hangs import Activity, HangWatch, Sight
 from elastane.core.limits import HANG_LOOK_S, HANG_STACK_S
 from elastane.core.model import Failure
 from elastane.runtime.process import EXIT_UNKNOWN, WorkerProcess
-from elastane.runtime.workerline import Ask
+from elastane.runtime.workerline import Ask, Doing
 
 _log = logging.getLogger("elastane.workers")
-HANG_SLUG = "worker-hung"
+SLUG = "worker-hung"
 _ACTIVITIES = {int(known): known for known in Activity}
 
 
@@ -85,7 +86,7 @@ class Minder:
             for pid, reason in found.hung.items():
                 worker, process = alive[pid], alive[pid].process
                 if process is not None and not (worker.hung or worker.given_up):
-                    worker.hung = f"it hung: {reason} [{HANG_SLUG}]"
+                    worker.hung = f"it hung: {reason} [{SLUG}]"
                     _log.warning("worker of local rank %d %s", worker.local_rank, worker.hung[3:])
                     self._spawn(self._end(worker, process))
 
@@ -100,14 +101,16 @@ class Minder:
                 activity=_ACTIVITIES.get(worker.page.activity, Activity.APART),
                 steps=worker.page.steps,
                 stopped=states.get(pid) == "T",
+                held=states.get(pid) == "t",
             )
             for pid, worker in alive.items()
         }
 
-    def _answered(self, local_rank: int, waits: bool) -> None:
+    def _answered(self, local_rank: int, doing: Doing) -> None:
         for worker in self._members():
             if worker.local_rank == local_rank and worker.process is not None:
-                self._hangs.answered(worker.process.pid, waits=waits)
+                pid = worker.process.pid
+                self._hangs.answered(pid, waits=doing.waits, held=doing.held)
 
     async def _end(self, worker: Worker, process: WorkerProcess) -> None:
         """Have it show its stack, and kill it with what it started; nothing may keep us."""
@@ -126,7 +129,7 @@ class Minder:
             alive = {w.process.pid: w for w in workers if w.process and w.is_alive}
             for pid in watch.look(states_of(alive), time.monotonic()):
                 if not alive[pid].given_up:
-                    text = f"in uninterruptible sleep for {watch.limit_s:g} s [{SLUG}]"
+                    text = f"in uninterruptible sleep for {watch.limit_s:g} s [{stuck.SLUG}]"
                     self._give_up(alive[pid], pid, text)
 
     def _give_up(self, worker: Worker, pid: int, text: str) -> None:

@@ -127,7 +127,9 @@ class WorkerGroup:
             if worker.local_rank in assignment.workers and worker.local_rank in self._lines.able:
                 worker.beside = False
                 worker.page.release()
-                self._lines.send(worker.local_rank, self._place(assignment, worker.local_rank))
+                place = self._place(assignment, worker.local_rank)
+                worker.rank = place.rank  # by which its failure is told
+                self._lines.send(worker.local_rank, place)
         self._post_able()
         self._post_started(self._members())
 
@@ -252,7 +254,7 @@ class WorkerGroup:
         here = self.world.workers or range(self.setup.run.local_world_size)
         return [w for w in self._workers if w.local_rank in here and not w.beside]
 
-    def _place(self, assignment: Assignment, local_rank: int) -> workerline.ToWorker:
+    def _place(self, assignment: Assignment, local_rank: int) -> workerline.Place | workerline.Wait:
         return place_of(assignment, local_rank, self.setup.run.local_world_size)
 
     def _files_of(self, fence: Fence) -> GroupStreams:

@@ -57,3 +57,9 @@ def renew(module: DistributedDataParallel) -> None:
     ddp._static_graph_delay_allreduce_enqueued = False
     for hook, state in ddp._comm_hooks:
         dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
+
+
+def hush(module: DistributedDataParallel) -> None:
+    """Let `module` reduce no gradients and broadcast no buffers: somebody else does."""
+    module.require_backward_grad_sync = False
+    module.require_forward_param_sync = False

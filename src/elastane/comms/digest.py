@@ -1,14 +1,14 @@
 """Digests of tensors and of whole states, quick enough to be taken while training.
 
-Xor and sum over 64-bit words, in chunks that stay in the processor's cache (24 GB/s a thread for
-xor), are put through BLAKE2 with names, kinds and shapes. It finds every changed bit and what
-cancels in one of the two; it is no defence against somebody who chooses the data.
+Of each 256 KB, sums of rows and xors of columns of 64-bit words are put through BLAKE2, with names,
+kinds and shapes: at the pace of memory (14 GB/s a thread), and every changed bit and every change
+of places shows. It is no defence against somebody who chooses the data.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,11 @@ from elastane.comms.state import flatten
 
 _CHUNK_BYTES = 1 << 18
 _WORD_BYTES = 8
+_ROW_WORDS = 256
+_PROBED_BYTES = 4096
+_WHOLE_BYTES = 4 * _PROBED_BYTES
 DIGEST_BYTES = 16
+PROBE_BYTES = 8
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,17 +32,32 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fold(data: torch.Tensor) -> bytes:
-    """Xor and sum of a flat vector of bytes, and its length."""
-    words_bytes = data.numel() - data.numel() % _WORD_BYTES
-    xor, total = np.uint64(0), np.uint64(0)
-    for start in range(0, words_bytes, _CHUNK_BYTES):
-        chunk = data[start : min(start + _CHUNK_BYTES, words_bytes)].cpu().numpy()
-        words = np.frombuffer(chunk, dtype=np.uint64)
-        xor ^= np.bitwise_xor.reduce(words)
-        with np.errstate(over="ignore"):
-            total += words.sum(dtype=np.uint64)
-    rest = bytes(data[words_bytes:].cpu().numpy())
-    return b"".join((xor.tobytes(), total.tobytes(), rest, data.numel().to_bytes(8, "little")))
+    """A digest of a flat vector of bytes."""
+    found = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=DIGEST_BYTES)
+    for start in range(0, data.numel(), _CHUNK_BYTES):
+        _fold_chunk(data[start : start + _CHUNK_BYTES].cpu().numpy(), found)
+    return found.digest()
+
+
+def _fold_chunk(chunk: np.ndarray[Any, np.dtype[np.uint8]], found: hashlib.blake2b) -> None:
+    # Its beginning may lie anywhere: frombuffer takes it as it is, view() would refuse.
+    words = np.frombuffer(chunk, dtype=np.uint64, count=chunk.size // _WORD_BYTES)
+    grid = words[: words.size // _ROW_WORDS * _ROW_WORDS].reshape(-1, _ROW_WORDS)
+    found.update(np.bitwise_xor.reduce(grid, axis=0))
+    found.update(grid.sum(axis=1, dtype=np.uint64))
+    found.update(chunk[grid.nbytes :].data)
+
+
+def probe(data: torch.Tensor) -> bytes:
+    """A digest of a flat vector's beginning, middle and end: what differs here, differs."""
+    found = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=PROBE_BYTES)
+    count = data.numel()
+    if count <= _WHOLE_BYTES:
+        found.update(data.cpu().numpy().data)
+        return found.digest()
+    for start in (0, (count - _PROBED_BYTES) // 2, count - _PROBED_BYTES):
+        found.update(data[start : start + _PROBED_BYTES].cpu().numpy().data)
+    return found.digest()
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
@@ -46,9 +65,14 @@ def state_digest(state: Mapping[str, Any]) -> str:
 
     Keys are taken in the order of the state. Refuses what `state.flatten` refuses.
     """
-    tree, tensors = flatten(state)
+    tree, tensors, _names = flatten(state)
+    return parts_digest(tree, tensors).hex()
+
+
+def parts_digest(tree: bytes, tensors: Sequence[torch.Tensor]) -> bytes:
+    """As `state_digest`, of what `flatten` made."""
     whole = hashlib.blake2b(tree, digest_size=DIGEST_BYTES)
     for tensor in tensors:
         whole.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         whole.update(fold(raw_bytes(tensor)))
-    return whole.hexdigest()
+    return whole.digest()

@@ -51,6 +51,8 @@ _QUESTIONS = (
 )
 # A tensor to send from or to receive into, the peer's rank, and a tag.
 Message: TypeAlias = tuple[torch.Tensor, int, int]
+# In what gloo says of a connection, and in nothing that it says of wrong arguments.
+_TRANSPORT = "/gloo/transport/"
 # By these a DDP makes itself known when it is made.
 _DDP_BEGINS = frozenset(("allgather", "broadcast"))
 
@@ -101,6 +103,11 @@ class ElasticGroup(ProcessGroup):
     def bind(self, module: DistributedDataParallel) -> None:
         """Name a DDP over this group; needed only where it was made with `init_sync=False`."""
         self._ddps.add(module)
+
+    def hush(self) -> None:
+        """Let no DDP over this group reduce or broadcast anything by itself, as in `no_sync()`."""
+        for module in list(self._ddps):
+            ddp.hush(module)
 
     def close(self) -> None:
         """End the world and take this group out of torch's tables. Idempotent."""
@@ -205,8 +212,7 @@ class ElasticGroup(ProcessGroup):
             works = [group.recv([tensor], peer, tag) for tensor, peer, tag in receives]
             works += [group.send([tensor], peer, tag) for tensor, peer, tag in sends]
         except (RuntimeError, PeerLostError) as error:
-            if world.aborted:
-                raise self._lost() from error
+            self._begun_badly(error)
             raise
         waited = Waited(Together(works), self._works, tensors, sliced=False)
         self._works.add(waited)
@@ -247,8 +253,7 @@ class ElasticGroup(ProcessGroup):
         try:
             work: Work | None = getattr(world.group, name)(*args, **kwargs)
         except (RuntimeError, PeerLostError) as error:
-            if world.aborted:
-                raise self._lost() from error
+            self._begun_badly(error)
             raise
         if work is None:
             return None
@@ -265,6 +270,16 @@ class ElasticGroup(ProcessGroup):
         if self.when_begun is not None:
             self.when_begun()
         return world
+
+    def _begun_badly(self, error: Exception) -> None:
+        """Raise PeerLostError where an operation could not begin for want of its world.
+
+        A message that begins may be the first to meet a closed connection.
+        """
+        if _TRANSPORT in str(error):
+            self._works.note(error)
+        if self.failed:
+            raise self._lost() from error
 
     def _lost(self) -> PeerLostError:
         world = self._world

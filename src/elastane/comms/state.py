@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -28,11 +28,22 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ARRAY_KINDS = "biufcSU"
 
 
-def flatten(state: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The tree as bytes, and the tensors that it refers to by number."""
+class Parts(NamedTuple):
+    """What `flatten` makes: the tree as bytes, and the tensors that it refers to by number.
+
+    `names` say where each tensor stands, as Python would write it: the same in every process.
+    """
+
+    tree: bytes
+    tensors: list[torch.Tensor]
+    names: list[str]
+
+
+def flatten(state: object) -> Parts:
+    """Take a state apart; the tensors are those of the state, not copies."""
     taker = _Taker()
     tree = taker.take(state, "state", 0)
-    return msgspec.msgpack.encode(tree), taker.tensors
+    return Parts(msgspec.msgpack.encode(tree), taker.tensors, taker.names)
 
 
 def build(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -53,6 +64,7 @@ def build(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 class _Taker:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
 
     def take(self, value: object, where: str, depth: int) -> Tree:
         if depth > _DEPTH_MAX:
@@ -85,18 +97,19 @@ class _Taker:
         if isinstance(value, torch.Tensor):
             if type(value) not in _TENSORS or value.layout != torch.strided:
                 raise _refused(value, where, "not a plain dense tensor")
-            return ["T", self._number(value.detach())]
+            return ["T", self._number(value.detach(), where)]
         if isinstance(value, torch.Generator):
-            return ["g", str(value.device), self._number(value.get_state())]
+            return ["g", str(value.device), self._number(value.get_state(), where)]
         if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
             raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
-            return ["a", value.dtype.str, list(value.shape), self._number(raw)]
+            return ["a", value.dtype.str, list(value.shape), self._number(raw, where)]
         if isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS:
             return ["s", value.dtype.str, value.tobytes()]
         raise _refused(value, where, f"a {type(value).__module__}.{type(value).__qualname__}")
 
-    def _number(self, tensor: torch.Tensor) -> int:
+    def _number(self, tensor: torch.Tensor, where: str) -> int:
         self.tensors.append(tensor)
+        self.names.append(where)
         return len(self.tensors) - 1
 
 

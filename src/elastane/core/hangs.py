@@ -56,12 +56,16 @@ _UNJUDGED = (Activity.APART, Activity.ENTERING)
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """One look at one worker. `steps`: those that this process has made. `stopped`: by a signal."""
+    """One look at one worker. `steps`: those that this process has made.
+
+    `stopped`: by a signal. `held`: by a debugger.
+    """
 
     mark: int
     activity: Activity
     steps: int
     stopped: bool = False
+    held: bool = False
 
 
 @dataclass(slots=True)
@@ -136,13 +140,13 @@ class HangWatch:
         found.stalled = bool(sights) and all(self._is_stalled(w) for w in self._workers.values())
         return found
 
-    def answered(self, number: int, *, waits: bool) -> None:
-        """Take in what a worker says of itself: whether it waits for others."""
+    def answered(self, number: int, *, waits: bool, held: bool = False) -> None:
+        """Take in what a worker says of itself: whether it waits for others, or in a debugger."""
         worker = self._workers.get(number)
         if worker is None:
             return
-        worker.answered, worker.waits = True, waits
-        if waits:
+        worker.answered, worker.waits = True, waits and not held
+        if waits or held:
             worker.busy_s = self._now_s
 
     def world_ended(self) -> None:
@@ -174,6 +178,8 @@ class HangWatch:
         else:
             worker, worker.sight = before, sight
         worker.stopped_s = (before.stopped_s or now_s) if sight.stopped else None
+        if sight.held:
+            worker.busy_s = now_s
         return worker
 
     def _learn(self, worker: _Worker) -> None:

@@ -8,7 +8,7 @@ shares. Knows nothing of torch. Fails as `elastane.data.cursor` does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, tee
 
 from elastane.data.arrays import np
 from elastane.data.cursor import Cursor
@@ -50,8 +50,9 @@ class ElasticBatchSampler(Cursor):
         return self.portions_left()
 
     def __iter__(self) -> Iterator[list[int]]:
-        lists = self.lists(self.shares(), self.epoch)
-        return lists if self.recall is None else self.recall.marked(lists)
+        dealt, again = tee(self.shares())
+        lists = self.lists(dealt, self.epoch)
+        return lists if self.recall is None else self.recall.marked(lists, map(self.words, again))
 
     def lists(self, shares: Iterator[Share], epoch: int) -> Iterator[list[int]]:
         """Turn shares of one epoch into lists of indices."""

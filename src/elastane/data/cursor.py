@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Self
 
 from elastane.data.checks import SEED_END, whole
-from elastane.data.ledger import Ledger, Place, Share
+from elastane.data.ledger import Ledger, Place, Share, cut
 from elastane.data.recall import Recall
+from elastane.data.streams import FOR_LOADER
 from elastane.errors import ConfigurationError
 
 __all__ = ["Cursor", "matching", "world_of_process"]
@@ -62,6 +64,9 @@ class Cursor:
         self.seed = whole("seed", seed, 0, SEED_END - 1)
         self.shuffle = bool(shuffle)
         self.micro_batches = 1
+        # Where not 0, each step is dealt in so many, and the seed that their samples draw from.
+        self.virtual_shards = 0
+        self.stream_seed = 0
         # Of the feed that deals from here, if one does.
         self.recall: Recall | None = None
         self._next = 0
@@ -71,6 +76,24 @@ class Cursor:
         """Deal each step in so many micro-batches from now on; iterators that exist keep theirs."""
         self.micro_batches = whole("micro_batches", micro_batches, 1)
         return self
+
+    def cut_into(self, shards: int, stream_seed: int = 0) -> Self:
+        """Deal each step in so many virtual shards from now on, whatever the world is.
+
+        What a loader draws at random for a shard's samples comes from `stream_seed`, step and
+        shard alone. Iterators that exist keep theirs. Micro-batches do not count then.
+        """
+        self.virtual_shards = whole("shards", shards, 1, self.ledger.global_batch_size)
+        self.stream_seed = whole("stream_seed", stream_seed, 0, SEED_END - 1)
+        return self
+
+    @property
+    def portions_per_step(self) -> int:
+        """How many shares of each step this rank has."""
+        if not self.virtual_shards:
+            return self.micro_batches
+        first, end = cut(0, self.virtual_shards, *self.world)
+        return end - first
 
     def bind(self, rank: int, world_size: int) -> Self:
         """Deal from now on for this rank of this world; iterators that exist keep theirs."""
@@ -128,18 +151,27 @@ class Cursor:
 
         Place and world are those of the call, whatever happens while the iterator lives.
         """
-        return self.ledger.deal_epoch(self._next, *self.world, self.micro_batches)
+        return self.ledger.deal_epoch(
+            self._next, *self.world, self.micro_batches, self.virtual_shards
+        )
 
     def share(self, step: int | None = None, micro: int = 0) -> Share:
         """Return this rank's share of a step (None: the next), as its world is now."""
         step = self._next if step is None else whole("step", step)
-        micro = whole("micro", micro, 0, self.micro_batches - 1)
-        return list(self.ledger.deal(step, *self.world, self.micro_batches))[micro]
+        micro = whole("micro", micro, 0, self.portions_per_step - 1)
+        dealt = self.ledger.deal_epoch(step, *self.world, self.micro_batches, self.virtual_shards)
+        return next(islice(dealt, micro, None))
+
+    def words(self, share: Share) -> tuple[int, ...]:
+        """Return where the random streams begin of a share's samples; nowhere for most."""
+        if not self.virtual_shards:
+            return ()
+        return FOR_LOADER, self.stream_seed, share.step, share.shard
 
     def portions_left(self) -> int:
         """Return how many shares, micro-batches counted, are left of the epoch."""
         per_epoch = self.ledger.steps_per_epoch
-        return (per_epoch - self._next % per_epoch) * self.micro_batches
+        return (per_epoch - self._next % per_epoch) * self.portions_per_step
 
     def described(self) -> dict[str, object]:
         """What makes the order and its steps: a state must agree in all of it."""

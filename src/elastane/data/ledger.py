@@ -39,7 +39,8 @@ class Share(NamedTuple):
     stop: int
     batch_start: int  # the whole step's positions, over all ranks
     batch_stop: int
-    world_size: int
+    world_size: int  # or into how many virtual shards the step was cut
+    shard: int = 0  # which of them this is; 0 where there are none
 
     @property
     def samples(self) -> int:
@@ -51,7 +52,8 @@ class Share(NamedTuple):
         """What the local mean loss is multiplied by before backward().
 
         DDP averages gradients over ranks. The sum over all micro-batches and ranks of local mean
-        times weight, divided by the world, is the mean over the step's samples.
+        times weight, divided by the world, is the mean over the step's samples. The same holds of
+        virtual shards, where their gradients are averaged.
         """
         return self.samples * self.world_size / (self.batch_stop - self.batch_start)
 
@@ -136,11 +138,17 @@ class Ledger:
         return place.epoch * self.steps_per_epoch + within
 
     def deal_epoch(
-        self, step: int, rank: int, world_size: int, micro_batches: int = 1
+        self, step: int, rank: int, world_size: int, micro_batches: int = 1, shards: int = 0
     ) -> Iterator[Share]:
-        """Give this rank's shares from a step to the end of its epoch."""
-        steps = range(step, (step // self.steps_per_epoch + 1) * self.steps_per_epoch)
-        return (share for s in steps for share in self.deal(s, rank, world_size, micro_batches))
+        """Give this rank's shares from a step to the end of its epoch.
+
+        With `shards`, those that `deal_shards` gives, and micro-batches do not count.
+        """
+        for s in range(step, (step // self.steps_per_epoch + 1) * self.steps_per_epoch):
+            if shards:
+                yield from self.deal_shards(s, rank, world_size, shards)
+            else:
+                yield from self.deal(s, rank, world_size, micro_batches)
 
     def deal(
         self, step: int, rank: int, world_size: int, micro_batches: int = 1
@@ -155,3 +163,16 @@ class Ledger:
         for micro in range(micro_batches):
             start, stop = cut(first, end, micro, micro_batches)
             yield Share(step, epoch, micro, micro_batches, start, stop, low, high, world_size)
+
+    def deal_shards(self, step: int, rank: int, world_size: int, shards: int) -> Iterator[Share]:
+        """Give this rank's virtual shards of a step, each as its own micro-batch.
+
+        The step is cut into `shards`, whatever the world is; a rank has as many of them, one after
+        the other, as it goes evenly. In a world of more ranks than shards some have none.
+        """
+        epoch, (low, high) = step // self.steps_per_epoch, self.span(step)
+        first, end = cut(0, shards, rank, world_size)
+        for shard in range(first, end):
+            start, stop = cut(low, high, shard, shards)
+            place = shard - first, end - first
+            yield Share(step, epoch, *place, start, stop, low, high, shards, shard)

@@ -14,10 +14,15 @@ import mmap
 import os
 from collections.abc import Iterator
 from itertools import count
+from typing import TypeAlias
 from weakref import WeakValueDictionary
+
+from elastane.data.streams import begin_streams
 
 __all__ = ["Recall", "RecalledError"]
 
+# Whose a list is, under which number it was asked for, and where its random streams begin.
+_Mark: TypeAlias = tuple[tuple[int, int], int, tuple[int, ...]]
 _WIDTH = 8
 _numbers = count()
 # By process and number, so that no worker takes a recall of its own for its loader's.
@@ -53,23 +58,37 @@ class Recall:
         if self.number != number:
             raise RecalledError
 
-    def marked(self, lists: Iterator[list[int]]) -> Iterator[list[int]]:
-        """Give these lists of indices, so that a worker knows when each is void."""
-        number = self.number
-        return (Marked(self.key, number, indices) for indices in lists)
+    def marked(
+        self, lists: Iterator[list[int]], words: Iterator[tuple[int, ...]]
+    ) -> Iterator[list[int]]:
+        """Give these lists of indices, so that a worker knows when each is void.
+
+        Where a list's words say where random streams begin, they do so there before its samples
+        are made: in the worker that gets it, or here.
+        """
+        return self._marked(self.number, lists, words)
+
+    def _marked(
+        self, number: int, lists: Iterator[list[int]], words: Iterator[tuple[int, ...]]
+    ) -> Iterator[list[int]]:
+        for indices in lists:
+            begin = next(words)
+            if begin:
+                begin_streams(*begin)
+            yield Marked((self.key, number, begin), indices)
 
 
 class Marked(list[int]):
     """Indices of a batch. In a worker to go through them ends where they are void."""
 
-    def __init__(self, key: tuple[int, int], number: int, indices: list[int]) -> None:
+    def __init__(self, mark: _Mark, indices: list[int]) -> None:
         super().__init__(indices)
-        self._mark = key, number
+        self._mark = mark
         # Only on the way through a queue: here, in the loader's process, nothing is void.
         self._recall: Recall | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _received, (*self._mark, list(super().__iter__()))
+        return _received, (self._mark, list(super().__iter__()))
 
     def __iter__(self) -> Iterator[int]:
         indices = super().__iter__()
@@ -81,10 +100,13 @@ class Marked(list[int]):
             yield index
 
 
-def _received(key: tuple[int, int], number: int, indices: list[int]) -> list[int]:
+def _received(mark: _Mark, indices: list[int]) -> list[int]:
+    key, _, begin = mark
+    if begin:
+        begin_streams(*begin)
     recall = _known.get(key)
     if recall is None:
         return indices
-    marked = Marked(key, number, indices)
+    marked = Marked(mark, indices)
     marked._recall = recall
     return marked

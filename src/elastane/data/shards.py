@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -24,10 +24,13 @@ from elastane.data.lanes import Lanes, Run
 from elastane.data.ledger import Ledger, Share
 from elastane.data.permutation import Permutation, mixed
 from elastane.data.recall import Recall
+from elastane.data.streams import begin_streams
 from elastane.errors import ConfigurationError
 
 __all__ = ["ElasticShards"]
 Shard = TypeVar("Shard")
+# Of an iteration: step, rank, world size, micro-batches, virtual shards.
+Begin: TypeAlias = tuple[int, int, int, int, int]
 _END = object()
 # Enough for 16 ranks to read each its own shards, and few enough to be open at once by one.
 LANES = 16
@@ -110,8 +113,18 @@ class ElasticShards(Cursor, IterableDataset[list[Any]]):
     def _publish(self) -> None:
         self._beginning.publish(self._here())
 
-    def _here(self) -> tuple[int, int, int, int]:
-        return self.next_step, *self.world, self.micro_batches
+    def cut_into(self, shards: int, stream_seed: int = 0) -> Self:
+        """Deal each step in so many virtual shards from now on, whatever the world is.
+
+        Of what is drawn at random, that covers `collate_fn`, and not what `open_shard` gives: how
+        far a reader skips depends on the world.
+        """
+        super().cut_into(shards, stream_seed)
+        self._publish()
+        return self
+
+    def _here(self) -> Begin:
+        return self.next_step, *self.world, self.micro_batches, self.virtual_shards
 
     def _lanes(self, epoch: int) -> Lanes:
         count = len(self._shards)
@@ -126,12 +139,15 @@ class ElasticShards(Cursor, IterableDataset[list[Any]]):
             lanes = lanes or self._lanes(share.epoch)
             batch = share.batch_start, share.batch_stop
             runs = lanes.runs(batch, share.reads)
-            yield [sample for run in runs for sample in readers.read(run)]
+            samples = [sample for run in runs for sample in readers.read(run)]
+            if words := self.words(share):
+                begin_streams(*words)
+            yield samples
         self._beginning.ended = True
 
 
 class Beginning:
-    """With what an iteration begins (step, rank, world size, micro-batches), told to workers.
+    """With what an iteration begins, told to workers.
 
     A worker that is new has it in its own copy of the dataset; one that lives on over epochs and
     worlds reads it from memory that is shared with the loader's process. A commit does not touch
@@ -139,19 +155,19 @@ class Beginning:
     """
 
     def __init__(self) -> None:
-        cells: Any = torch.zeros(5, dtype=torch.int64)
+        cells: Any = torch.zeros(6, dtype=torch.int64)
         self._cells = cells.share_memory_()
         self._number = 0
         # Of a worker: which beginning it had last, and whether it came to the end since.
         self._last: int | None = None
         self.ended = False
 
-    def publish(self, begin: tuple[int, int, int, int]) -> None:
+    def publish(self, begin: Begin) -> None:
         """Tell workers that live on with what their next iteration begins."""
         self._number += 1
         self._cells.copy_(torch.tensor([self._number, *begin]))
 
-    def of_worker(self, own: tuple[int, int, int, int]) -> tuple[int, int, int, int] | None:
+    def of_worker(self, own: Begin) -> Begin | None:
         """Return with what this iteration of a worker begins; `own` is what its copy says.
 
         None where it came to the end of its epoch, and was told of no other since.
@@ -159,11 +175,11 @@ class Beginning:
         if self._last is None:
             self._last = self._number
             return own
-        number, step, rank, world_size, micro_batches = self._cells.tolist()
+        number, step, rank, world_size, micro_batches, shards = self._cells.tolist()
         if number == self._last and self.ended:
             return None
         self._last, self.ended = number, False
-        return step, rank, world_size, micro_batches
+        return step, rank, world_size, micro_batches, shards
 
 
 def _stale() -> list[Any]:

@@ -35,6 +35,8 @@ from elastane.runtime.workerline import (
 _FIRST_S = 60.0
 # What the thread may be at when the job is closed takes milliseconds.
 _JOIN_S = 5.0
+# Modules whose frames wait for a person: pdb and what is built on it, those of editors.
+_DEBUGGERS = frozenset(("pdb", "bdb", "pydevd", "_pydevd_bundle", "debugpy"))
 _lines: list[AgentLine] = []
 
 
@@ -53,9 +55,13 @@ class AgentLine:
 
     @classmethod
     def inherited(cls) -> AgentLine | None:
-        """Return the line of this worker; None where no agent gave it one."""
+        """Return the line of this worker; None where no agent gave it one.
+
+        Raises JobError where another launcher started it as one of several: each would be alone.
+        """
         number = os.environ.get(workerline.LINE_FD_VARIABLE, "")
         if not number.isdecimal():
+            _refuse_launcher(os.environ.get("WORLD_SIZE", ""))
             return None
         try:
             sock = socket.socket(fileno=int(number))
@@ -155,7 +161,7 @@ class AgentLine:
             except (OSError, ValueError):
                 word = None
             if isinstance(word, Ask):
-                self._say(Doing(self._waits()))
+                self._say(Doing(self._waits(), _is_debugged()))
                 continue
             with self._news:
                 if isinstance(word, Place):
@@ -166,6 +172,17 @@ class AgentLine:
                     self._closed = True
                 self._news.notify_all()
             self._end_world()
+
+
+def _is_debugged() -> bool:
+    """Whether a person looks at the main thread through a debugger, which may take its time."""
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _nothing() -> None:
@@ -179,6 +196,17 @@ def _no_agent(why: str) -> JobError:
         next_step="start the script with elastane run of the environment that it imports",
         slug="no-agent",
     )
+
+
+def _refuse_launcher(world_size: str) -> None:
+    if world_size.isdecimal() and int(world_size) > 1:
+        raise JobError(
+            f"elastane.init() in a worker of another launcher: WORLD_SIZE={world_size}",
+            where=f"RANK={os.environ.get('RANK', '')}",
+            expected="a worker of elastane run, which tells it of its worlds, or no launcher",
+            next_step="start the script by elastane run, with the same options",
+            slug="job-launcher",
+        )
 
 
 def _forget() -> None:

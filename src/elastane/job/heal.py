@@ -1,20 +1,25 @@
 """Members compare their state as a world begins, and take over the one that is right.
 
-Owns the exchange, and what this member holds; who is right is decided in core. Fails as a
-collective fails, by a peer that is lost: who was receiving then holds nothing, and who was giving
-holds what it held. JobError where no state is left that is whole.
+Owns the exchange, and what this member holds; who is right, and who gives to whom, is decided in
+core. Fails as a collective fails, by a peer that is lost: who was receiving then holds nothing, and
+who was giving holds what it held. JobError where no state is left that is whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-from elastane.comms import transfer
+from elastane.comms import near, transfer
+from elastane.comms.channel import Channel, GroupChannel
 from elastane.comms.elastic import ElasticGroup
-from elastane.core.recovery import Healing, Standing, decide
+from elastane.core.recovery import Handover, Healing, Standing, decide
 from elastane.data.cursor import Cursor
 from elastane.errors import JobError
+from elastane.job.room import room_for
 from elastane.job.tracked import Tracked
 
 
@@ -23,15 +28,19 @@ class Health:
 
     def __init__(self, group: ElasticGroup, tracked: Tracked) -> None:
         self._group, self._tracked = group, tracked
+        self._room: list[torch.Tensor] = []
         self.holds = False
         self._torn = False
 
+    def prepare(self) -> None:
+        """Make room for a state that is to come, while nobody waits for this member yet."""
+        self._room = room_for(self._tracked.optimizers)
+
     def compare(self, cursor: Cursor) -> None:
         """Bring all members of the world to one state: that of who is furthest."""
-        said = torch.tensor([cursor.next_step, self.holds, self._torn], dtype=torch.int64)
-        heard = [torch.zeros_like(said) for _ in range(self._group.size())]
-        dist.all_gather(heard, said, group=self._group)
-        healing = decide([Standing(int(n), bool(h), bool(t)) for n, h, t in heard])
+        said = [cursor.next_step, self.holds, self._torn, near.machine()]
+        heard = gathered(self._group, said)
+        healing = decide([Standing(n, bool(h), bool(t), m) for n, h, t, m in heard])
         if healing is None:
             raise JobError(
                 "no worker of this world holds the state of the job",
@@ -39,19 +48,72 @@ class Health:
                 next_step="let the script load its checkpoint when it starts",
                 slug="job-state-lost",
             )
-        if healing.receivers:
-            self._hand_over(cursor, healing)
+        for handover in of_member(healing, self._group.rank()):
+            if handover.receiver == self._group.rank():
+                self._take(handover, cursor)
+            else:
+                give(self._group, handover, self._state(cursor))
+        if healing.receivers:  # Who goes on from here knows that all others hold the state too.
+            dist.barrier(group=self._group)
         self._group.check()
-        self.holds = True
+        self.whole()
+        self._room = []
 
-    def _hand_over(self, cursor: Cursor, healing: Healing) -> None:
-        group, tracked = self._group, self._tracked
-        if group.rank() == healing.donor:
-            state = {"tracked": tracked.state(), "data": cursor.state_dict()}
-            transfer.send(group, state, healing.receivers)
-        elif group.rank() in healing.receivers:
-            self.holds, self._torn = False, True
-            found = transfer.receive(group, healing.donor, into={"tracked": tracked.state()})
-            tracked.load(found["tracked"])
-            cursor.load_state_dict(found["data"])
-            self._torn = False
+    def _take(self, handover: Handover, cursor: Cursor) -> None:
+        found = take(
+            *(self._group, handover, {"tracked": self._tracked.state()}),
+            room=self._room,
+            when_writing=self.half_written,
+        )
+        self.half_written()  # Also where nothing of the tensors differed.
+        self._tracked.load(found.state["tracked"])
+        cursor.load_state_dict(found.state["data"])
+        self.whole()
+
+    def half_written(self) -> None:
+        """From now on, what this member held is being overwritten."""
+        self.holds, self._torn = False, True
+
+    def whole(self) -> None:
+        """From now on, this member holds a state."""
+        self.holds, self._torn = True, False
+
+    def _state(self, cursor: Cursor) -> dict[str, Any]:
+        return {"tracked": self._tracked.state(), "data": cursor.state_dict()}
+
+
+def gathered(group: ElasticGroup, numbers: Sequence[int]) -> list[list[int]]:
+    """What each member says, by rank: as many numbers of 64 bits as this one."""
+    said = torch.tensor(numbers, dtype=torch.int64)
+    heard = [torch.zeros_like(said) for _ in range(group.size())]
+    dist.all_gather(heard, said, group=group)
+    return [each.tolist() for each in heard]
+
+
+def of_member(healing: Healing, rank: int) -> list[Handover]:
+    """What a member has to do, in its order."""
+    waves = (each for wave in healing.waves for each in wave)
+    return [each for each in waves if rank == each.receiver or rank in each.givers]
+
+
+def give(group: ElasticGroup, handover: Handover, state: object) -> None:
+    """Be one of the givers of a handover."""
+    peer = handover.receiver
+    channel = near.to_give(group, peer) if handover.near else GroupChannel(group, peer)
+    try:
+        transfer.give(channel, state)
+    finally:
+        channel.close()
+
+
+def take(group: ElasticGroup, handover: Handover, into: object, **more: Any) -> transfer.Taken:
+    """Be the receiver of a handover; `more` is for `transfer.take`."""
+    channels: list[Channel] = []
+    try:
+        for peer in handover.givers:
+            is_near = handover.near
+            channels.append(near.to_take(group, peer) if is_near else GroupChannel(group, peer))
+        return transfer.take(channels, into, **more)
+    finally:
+        for channel in channels:
+            channel.close()

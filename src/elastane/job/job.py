@@ -11,48 +11,75 @@ import atexit
 import functools
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from elastane.comms.digest import state_digest
 from elastane.core.hangs import Activity
 from elastane.core.model import Fence
+from elastane.data.checks import whole
 from elastane.data.feed import Feed, Portion
 from elastane.errors import ElastaneError, JobError, PeerLostError
 from elastane.job import heal
 from elastane.job.agentline import AgentLine
+from elastane.job.deterministic import Deterministic
+from elastane.job.mode import Mode
+from elastane.job.replicas import Replicas
 from elastane.job.step import Step
 from elastane.job.tracked import Tracked
+from elastane.job.trail import Trail, trail_of
 from elastane.job.undo import Undo
 from elastane.job.world import Worlds
 
 
-def init() -> Job:
+def init(
+    *,
+    deterministic: bool = False,
+    shards: int = 8,
+    seed: int = 0,
+    trail: str | Path | None = None,
+    trail_every: int = 1,
+) -> Job:
     """Join the job that this worker was started for; a world of one where no launcher did.
 
     Use it as `with elastane.init() as job:`. The process group is ready: `job.process_group`.
+
+    `deterministic`: what a step does depends on `shards` and `seed` alone, bit for bit, and not on
+    the world; its body takes its data from `step.batches` (docs/deterministic.md). `trail`: a file
+    with a digest of the state after each `trail_every` steps, for `elastane verify-run`; without
+    it, what ELASTANE_TRAIL says.
     """
-    return Job(AgentLine.inherited()).join()
+    mode = Deterministic(shards, seed) if deterministic else Mode()
+    return Job(AgentLine.inherited(), mode, trail_of(trail, trail_every)).join()
 
 
 class Job:
     """A worker's view of its job. Not for several threads."""
 
-    def __init__(self, line: AgentLine | None) -> None:
+    def __init__(self, line: AgentLine | None, mode: Mode, trail: Trail | None) -> None:
         self._world = Worlds(line)
         self.process_group = self._world.group
         self._tracked = Tracked()
+        self.mode, self._trail = mode, trail
         self._undo = Undo(self._tracked)
         self._health = heal.Health(self.process_group, self._tracked)
+        self._replicas = Replicas(self.process_group, self._tracked, self._health)
+        self._verify_every = 0
         self._feed: Feed | None = None
         self._loader: Any = None
         self._handles: list[Any] = []
+        # Whether all members are known to hold what this one holds: since a world was entered, or
+        # they met, nobody has made a step. The same on all of them, also who has just come.
+        self._met = False
 
     def join(self) -> Self:
         """Meet the others; a worker that has no place yet builds what it needs on its own."""
         atexit.register(self.close)
         self._world.join()
+        self.mode.apply(self.process_group, self._tracked)
         return self
 
     @property
@@ -102,12 +129,14 @@ class Job:
         until_epoch: int | None = None,
         until_step: int | None = None,
         accumulate: int = 1,
+        verify_every: int = 0,
     ) -> Iterator[tuple[Step, Any]]:
         """Yield (step, batch) until an epoch or a step is reached; `with step:` is its body.
 
         `loader` is a DataLoader over an ElasticBatchSampler, or over ElasticShards. With
         `accumulate` micro-batches a step, take them from `step.batches`. Where the body breaks out
-        of the loop, it is to do so on all workers at the same step.
+        of the loop, it is to do so on all workers at the same step. After each `verify_every` steps
+        the workers compare what they hold, and one that differs takes the majority's.
         """
         if until_epoch is None and until_step is None:
             raise JobError(
@@ -116,16 +145,19 @@ class Job:
                 next_step="for step, batch in job.steps(loader, until_epoch=10): ...",
                 slug="job-steps",
             )
+        self._verify_every = whole("verify_every", verify_every)
         feed = self._open(loader, accumulate)
         try:
             while not self._is_done(feed, until_epoch, until_step):
+                self._leave_trail()
                 if not self._boundary():
                     continue
                 self._world.pulse.at(Activity.LOADING)
-                portions = _take(feed, accumulate)
+                portions = _take(feed, feed.cursor.portions_per_step)
                 if not portions:
                     continue  # The epoch has ended; the feed goes on with the next.
                 step = Step(self, feed.cursor.next_step, portions)
+                self.mode.begin(step.number)
                 self._world.pulse.at(Activity.BETWEEN)
                 yield step, portions[0].batch
                 if not step.begun:
@@ -133,9 +165,17 @@ class Job:
                 if not step.committed:
                     self._enter_next()
             self._meet_at_the_end()
+            self._leave_trail()
+        except GeneratorExit:  # By break: the last step is whole.
+            self._leave_trail()
+            raise
         finally:  # Also where the loop was left by break: it enters no other world.
             self._world.pulse.at(Activity.APART)
             self._world.finished()
+
+    def beat(self) -> None:
+        """Show that a step goes on: a long body has nothing else to show."""
+        self._world.pulse.beat()
 
     def begin_step(self, step: Step) -> None:
         """Begin the body of a step; `with step:` calls it."""
@@ -144,6 +184,7 @@ class Job:
 
     def end_step(self, step: Step, error: Exception | None) -> bool:
         """End the body of a step; returns whether `error` was that of a lost peer."""
+        self.mode.leave()
         if error is None:
             try:
                 self.process_group.check()
@@ -152,7 +193,7 @@ class Job:
         elif not (self.process_group.failed or self._world.has_news):
             return False
         if error is None or self._undo.is_whole:
-            step.committed = True
+            step.committed, self._met = True, False
             self._open_feed.commit(step.number)
             self._world.pulse.step_made()
         else:
@@ -167,6 +208,9 @@ class Job:
             self._handles.pop().remove()
         if self._feed is not None:
             self._feed.close()
+        if self._trail is not None:
+            self._trail.close()
+        self.mode.close()
         self._world.close()
 
     def __enter__(self) -> Self:
@@ -201,9 +245,11 @@ class Job:
             )
         if self._feed is None:
             self._feed, self._loader = Feed(loader), loader
-            self._feed.cursor.accumulate(accumulate)
+            self.mode.open(self._feed.cursor, accumulate)
             self._begin()
-        self._feed.cursor.accumulate(accumulate)
+        else:
+            self._world.able()  # It said that it had finished, when the last loop ended.
+        self.mode.open(self._feed.cursor, accumulate)
         self._rewind()
         return self._feed
 
@@ -212,6 +258,8 @@ class Job:
         for optimizer in self._tracked.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
+        if self._world.waits:
+            self._health.prepare()
         self._world.able()
         self._world.pulse.at(Activity.ENTERING)
         if self._world.waits:
@@ -219,12 +267,14 @@ class Job:
             return
         try:
             self._health.compare(self._open_feed.cursor)
+            self._met = True
         except (ElastaneError, RuntimeError) as error:
             self._world.lose(error)
             self._enter_next()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.process_group.check()
+        self.mode.insist_on_all()
         self._undo.before_update(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -239,10 +289,22 @@ class Job:
     def _boundary(self) -> bool:
         """Look for a change of the world between two steps; False where there was one."""
         self._world.reach(self.committed + 1)
-        if not self._world.has_news:
+        if not self._world.has_news and self._is_verified():
             return True
         self._enter_next()
         return False
+
+    def _is_verified(self) -> bool:
+        """Compare replicas, where it is time to; False where the world came apart meanwhile."""
+        if not self._verify_every or self.committed % self._verify_every or not self.committed:
+            return True
+        self._world.pulse.at(Activity.ENTERING)
+        try:
+            self._replicas.verify(self.committed)
+        except (ElastaneError, RuntimeError) as error:
+            self._world.lose(error)
+            return False
+        return True
 
     def _enter_next(self) -> None:
         """Wait for a place in another world, and go on there with the state that is right."""
@@ -253,22 +315,39 @@ class Job:
                 break
             except (ElastaneError, RuntimeError) as error:
                 self._world.lose(error)
+        self._met = True
         self._rewind()
         self._world.reached(self.committed)
 
     def _meet_at_the_end(self) -> None:
-        """Leave the steps together: who leaves knows that all others hold the last one."""
-        while True:
-            try:
-                torch.distributed.barrier(group=self.process_group)
-                self.process_group.check()
-                break
-            except (ElastaneError, RuntimeError) as error:
-                self._world.lose(error)
-                self._enter_next()
+        """Leave the steps together: who leaves knows that all others hold the last one.
+
+        A worker that came later may find the steps of this loop done, and leaves at once.
+        """
+        if self._met:
+            return
+        try:
+            torch.distributed.barrier(group=self.process_group)
+            self.process_group.check()
+            self._met = True
+        except (ElastaneError, RuntimeError) as error:
+            self._world.lose(error)
+            self._enter_next()
+
+    def _leave_trail(self) -> None:
+        """Note on the trail what the last step has come to, where this worker is to."""
+        if self._trail is None:
+            return
+        cursor, tracked = self._open_feed.cursor, self._tracked
+        self._trail.at(
+            *(self.committed, (self.rank, self.world_size)),
+            lambda: {**self.mode.settings(), "data": cursor.described()},
+            lambda: {name: state_digest(state) for name, state in tracked.state().items()},
+        )
 
     def _rewind(self) -> None:
         """Deal anew, for the current rank and world."""
+        self.mode.insist_on_world(self.process_group.size())
         self._open_feed.rewind(self.process_group.rank(), self.process_group.size())
 
 

@@ -36,10 +36,15 @@ class Step:
 
     @property
     def batches(self) -> Iterator[Any]:
-        """Yield this rank's micro-batches; each sets the weight that `backward` uses."""
-        for portion in self._portions:
+        """Yield this rank's micro-batches; each sets the weight that `backward` uses.
+
+        With `deterministic=True` these are virtual shards, and gradients are reduced behind the
+        last of them.
+        """
+        for portion in self._job.mode.portions(self._portions):
             self.weight = portion.weight
             yield portion.batch
+            self._job.beat()
 
     @property
     def samples(self) -> int:

@@ -15,6 +15,8 @@ import torch
 
 from elastane.errors import JobError
 
+_NAME_IT = "name what heals a peer: job.track(model=model, optimizer=optimizer)"
+
 
 class Tracked:
     """The named objects of a job, in the order in which they were named."""
@@ -32,6 +34,13 @@ class Tracked:
                 raise _refused(
                     f"track({name}=...): a {kind} has no state_dict() and load_state_dict()",
                     "a module, an optimizer, a scheduler, a scaler, a sampler, a generator",
+                )
+            if _is_sharded(thing):
+                raise _refused(
+                    f"track({name}=...): its parameters are sharded over workers (fully_shard)",
+                    "replicas: whole parameters on each worker, as with DDP over job.process_group",
+                    "leave elastane.init() out: elastane run restarts such a script from its own"
+                    " checkpoint",
                 )
             self._objects[name] = _bare(thing)
 
@@ -83,8 +92,46 @@ class Tracked:
         for name, thing in self._objects.items():
             if isinstance(thing, torch.Generator):
                 thing.set_state(state[name]["state"])
+            elif isinstance(thing, torch.optim.Optimizer):
+                load_exactly(thing, state[name])
             else:
                 thing.load_state_dict(state[name])
+
+    def replicas(self) -> dict[str, Any]:
+        """Return what is the same on all members: parameters, and the state of optimizers."""
+        return {
+            name: dict(thing.named_parameters())
+            if isinstance(thing, torch.nn.Module)
+            else thing.state_dict()
+            for name, thing in self._objects.items()
+            if isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
+        }
+
+    def load_replicas(self, state: Mapping[str, Any]) -> None:
+        """Take over another member's `replicas()`."""
+        for name, held in state.items():
+            thing = self._objects[name]
+            if isinstance(thing, torch.nn.Module):
+                with torch.no_grad():
+                    for each, parameter in thing.named_parameters():
+                        parameter.copy_(held[each])
+            else:
+                load_exactly(thing, held)
+
+
+def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state to the last bit; its tensors become the optimizer's own.
+
+    torch turns the state of a parameter into the parameter's dtype (2.13): moments in float32 of
+    weights in bfloat16 would lose half of their bits.
+    """
+    optimizer.load_state_dict(state)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor):
+                optimizer.state[parameter][key] = value
 
 
 class RandomStreams:
@@ -107,6 +154,14 @@ class RandomStreams:
             torch.cuda.set_rng_state(self._cuda)
 
 
+def _is_sharded(thing: Any) -> bool:
+    """Whether one worker's loss is a loss of state that no other holds."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None or not isinstance(thing, torch.nn.Module):
+        return False
+    return any(isinstance(parameter, tensor.DTensor) for parameter in thing.parameters())
+
+
 def _is_stateful(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(
         getattr(thing, "load_state_dict", None)
@@ -119,10 +174,5 @@ def _bare(thing: Any) -> Any:
     return thing.module if wrapped else thing
 
 
-def _refused(what: str, expected: str) -> JobError:
-    return JobError(
-        what,
-        expected=expected,
-        next_step="name what heals a peer: job.track(model=model, optimizer=optimizer)",
-        slug="job-track",
-    )
+def _refused(what: str, expected: str, next_step: str = _NAME_IT) -> JobError:
+    return JobError(what, expected=expected, next_step=next_step, slug="job-track")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastane.job.tracked import RandomStreams, Tracked
+from elastane.job.tracked import RandomStreams, Tracked, load_exactly
 
 
 class Undo:
@@ -90,7 +90,7 @@ class _Update:
         self._parameters = [(p, p.detach().clone()) for p in parameters]
 
     def restore(self) -> None:
-        self._optimizer.load_state_dict(self._state)
+        load_exactly(self._optimizer, self._state)
         with torch.no_grad():
             for live, kept in self._parameters:
                 live.copy_(kept)

@@ -54,9 +54,10 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Doing(msgspec.Struct, frozen=True, tag="doing"):
-    """From a worker: whether it waits for others, in answer to `Ask`."""
+    """From a worker, asked: whether it waits for others, or is `held` in a debugger."""
 
     waits: bool
+    held: bool = False
 
 
 class Spare(msgspec.Struct, frozen=True, tag="spare"):

@@ -12,8 +12,10 @@ file and hangs as it says.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
+import pdb
 import sys
 import time
 from pathlib import Path
@@ -67,6 +69,10 @@ def hang(folder: Path, *here: str) -> None:
             pass
     if how == "lock":
         ctypes.PyDLL(None).sleep(100_000)  # with the interpreter's lock
+    if how == "pdb":
+        sys.stdin = open(os.open(os.environ["HANG_STDIN"], os.O_RDONLY))  # noqa: SIM115
+        pdb.Pdb(stdin=sys.stdin).set_trace()
+        return
     if how == "receive":
         import torch
         import torch.distributed as dist
@@ -101,11 +107,15 @@ def main() -> None:
         batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=3)
         loader = torch.utils.data.DataLoader(Samples(folder), batch_sampler=batches)
         job.track(net=net, optimizer=optimizer)
-        for step, samples in job.steps(loader, until_step=steps):
+        per_loop = int(os.environ.get("STEPS_PER_LOOP", steps))
+        ends = range(per_loop, steps + 1, per_loop)
+        for step, samples in itertools.chain.from_iterable(
+            job.steps(loader, until_step=end) for end in ends
+        ):
             with step:
                 say("body", step.number)
                 net.bodies += 1
-                hang(folder, "loop", "lock", "sleep", "receive")
+                hang(folder, "loop", "lock", "sleep", "receive", "pdb")
                 mine = [gradient(step.number, int(s)) for s in samples] if step.samples else []
                 total = torch.tensor(mine, dtype=torch.float64).reshape(-1, SIZE).sum(dim=0)
                 enough = job.rank == 0 and (folder / "enough").exists()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elastane.comms.reduction import TreeSum, blocks_of, combine, shards_of
+from elastane.comms.reduction import Buffers, TreeSum, blocks_of, combine, shards_of
 
 
 def _reference(vectors):
@@ -22,12 +22,13 @@ def _world(vectors, world_size):
     nodes, values = [], []
     for rank in range(world_size):
         held = shards_of(rank, world_size, shards)
-        total = TreeSum(held, shards)
+        buffers = Buffers(vectors[0].numel(), torch.float32, torch.device("cpu"))
+        total = TreeSum(held, shards, buffers)
         for shard in held:
-            total.add(vectors[shard])
+            total.add(lambda into, adds, v=vectors[shard]: into.add_(v) if adds else into.copy_(v))
         blocks = total.blocks()
         assert len(blocks) == len(blocks_of(held, shards))
-        assert len(total._spare) + len(blocks) <= held.stop.bit_length() + 2
+        assert buffers.made <= len(held).bit_length() + 1
         nodes += blocks_of(held, shards)
         values += blocks
     return combine(nodes, values, shards)

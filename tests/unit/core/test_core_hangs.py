@@ -1,6 +1,7 @@
 """Who neither waits nor moves hangs, and nobody else; the limits are learned."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,7 @@ class Node:
     def __init__(self, *numbers, steps=100):
         self.watch, self.now_s = HangWatch(), 0.0
         self.sights = {n: Sight(1, BODY, steps) for n in numbers or (1,)}
-        self.waits, self.silent, self.asked = set(), set(), 0
+        self.waits, self.silent, self.held, self.asked = set(), set(), set(), 0
         self.hung, self.stalled_s = {}, None
 
     def be(self, number, activity=BODY, steps=None, stopped=False, progress=True):
@@ -47,7 +48,8 @@ class Node:
             self.asked += len(findings.ask)
             for number in findings.ask:
                 if number not in self.silent:
-                    self.watch.answered(number, waits=number in self.waits)
+                    waits, held = number in self.waits, number in self.held
+                    self.watch.answered(number, waits=waits, held=held)
             found = dict.fromkeys(findings.hung, self.now_s - begin_s)
             self.hung.update(findings.hung)
             if findings.stalled and self.stalled_s is None:
@@ -104,6 +106,18 @@ def test_neither_waits_nor_what_an_end_of_the_world_cut_short_stretch_the_limit(
     node.watch.world_ended()
     node.be(1)
     assert node.passes(1000) == {1: pytest.approx(HANG_FLOOR_S, abs=MARGIN_S)}
+
+
+def test_who_is_held_in_a_debugger_never_hangs_and_the_others_are_not_stalled():
+    node = Node(1, 2)
+    node.waits = {1}
+    node.held = {2}
+    assert node.passes(2 * HANG_BETWEEN_S, look_s=1.0) == {} and node.stalled_s is None
+    node.held, node.silent = set(), {2}
+    node.sights[2] = replace(node.sights[2], held=True)
+    assert node.passes(2 * HANG_BETWEEN_S, look_s=1.0) == {} and node.stalled_s is None
+    node.sights[2] = replace(node.sights[2], held=False)
+    assert list(node.passes(1000)) == [2]
 
 
 def test_the_end_of_a_world_gives_everybody_their_time_anew():

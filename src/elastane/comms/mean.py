@@ -1,0 +1,134 @@
+"""The mean over virtual shards that all ranks compute, the same bits in every world.
+
+Each rank adds up its blocks of the tree (`comms.reduction`); then each puts the blocks of all
+ranks together for its own part of the vector, and gives that part to the others. Where the world
+divides V into powers of two each rank has one block, and the bytes moved are those of a ring
+all-reduce. Over gloo the parts go as messages, each from where it lies to where it is needed; on
+a device by two collectives.
+
+Memory is kept from step to step; what was cut short in the middle is left to whoever still writes
+there. Knows nothing of gradients. Fails as the group does.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from elastane.comms.elastic import ElasticGroup
+from elastane.comms.reduction import Buffers, Node, TreeSum, blocks_of, combine, shards_of
+
+# Of messages: block k of a rank's part is _TAG + k.
+_TAG = 0x7EE0000
+_TAG_WHOLE = 0x7EEFFFF
+# So many numbers are summed, divided and copied while they are in the processor's cache.
+_PIECE = 1 << 16
+
+
+class Mean:
+    """Of `shards` flat vectors of `count` numbers; one mean at a time."""
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device, shards: int) -> None:
+        self._shards = shards
+        self._count = count
+        # Room for equal parts in any world.
+        self._kind = count + shards, dtype, device
+        self._zero = torch.zeros((), dtype=dtype, device=device)
+        self._buffers = Buffers(*self._kind)
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
+        self._lent: list[torch.Tensor] = []
+        self._tree: TreeSum | None = None
+
+    def begin(self, rank: int, world_size: int) -> TreeSum:
+        """Take in this rank's shards, in order; the mean before this one is void then.
+
+        What writes a shard's vector gets one that is longer than `count`.
+        """
+        if self._tree is not None:  # It was not finished: messages may still be on their way.
+            self._buffers, self._lent = Buffers(*self._kind), []
+            self._scratch = torch.empty_like(self._scratch)
+        while self._lent:
+            self._buffers.give(self._lent.pop())
+        held = shards_of(rank, world_size, self._shards)
+        self._tree = TreeSum(held, self._shards, self._buffers)
+        return self._tree
+
+    def finish(self, group: ElasticGroup) -> torch.Tensor:
+        """The mean, on every rank; no zero in it is negative. Its memory is used again."""
+        assert self._tree is not None, "begin() comes first"
+        blocks = self._tree.blocks()
+        if group.size() == 1:
+            self._combine(_nodes(1, self._shards)[0], blocks, blocks[0])
+        elif blocks[0].device.type == "cpu":
+            self._by_messages(group, blocks)
+        else:
+            self._by_collectives(group, blocks)
+        self._lent, self._tree = blocks, None
+        return blocks[0][: self._count]
+
+    def _divide(self, total: torch.Tensor) -> torch.Tensor:
+        # In one go with a zero, so that none is negative: a gradient that was None is the same as
+        # one that was zeroed.
+        return torch.add(self._zero, total, alpha=1.0 / self._shards, out=total)
+
+    def _combine(self, nodes: list[Node], values: list[torch.Tensor], into: torch.Tensor) -> None:
+        """Write the mean of this rank's part, a piece after the other; `into` may be a value."""
+        piece = _PIECE if into.device.type == "cpu" else into.numel()
+        for start in range(0, into.numel(), piece):
+            pieces = [value[start : start + piece] for value in values]
+            total = self._divide(combine(nodes, pieces, self._shards))
+            here = into[start : start + piece]
+            if total.data_ptr() != here.data_ptr():
+                here.copy_(total)
+
+    def _by_messages(self, group: ElasticGroup, blocks: list[torch.Tensor]) -> None:
+        """Leave the mean in the first block."""
+        rank, size = group.rank(), group.size()
+        peers = [(rank + step) % size for step in range(1, size)]
+        nodes = _nodes(size, self._shards)
+        ours = [self._parts(block, size) for block in blocks]
+        theirs = self._room([0 if each == rank else len(nodes[each]) for each in range(size)], size)
+        group.exchange(
+            [(part, peer, _TAG + k) for peer in peers for k, part in enumerate(theirs[peer])],
+            [(parts[peer], peer, _TAG + k) for peer in peers for k, parts in enumerate(ours)],
+        ).wait()
+        theirs[rank] = [parts[rank] for parts in ours]
+        whole, mine = ours[0], ours[0][rank]
+        self._combine(list(itertools.chain(*nodes)), list(itertools.chain(*theirs)), mine)
+        group.exchange(
+            [(whole[peer], peer, _TAG_WHOLE) for peer in peers],
+            [(mine, peer, _TAG_WHOLE) for peer in peers],
+        ).wait()
+
+    def _by_collectives(self, group: ElasticGroup, blocks: list[torch.Tensor]) -> None:
+        """Leave the mean in the first block."""
+        rank, size = group.rank(), group.size()
+        nodes = _nodes(size, self._shards)
+        ours = [self._parts(block, size) for block in blocks]
+        part = ours[0][0].numel()
+        outgoing = torch.cat([parts[each] for each in range(size) for parts in ours])
+        incoming = outgoing.new_empty(part * sum(map(len, nodes)))
+        lengths = [part * len(theirs) for theirs in nodes]
+        group.alltoall_base(incoming, outgoing, lengths, [part * len(blocks)] * size).wait()
+        mine = ours[0][rank]
+        self._combine(list(itertools.chain(*nodes)), list(torch.split(incoming, part)), mine)
+        group._allgather_base(blocks[0][: part * size], mine.clone()).wait()
+
+    def _parts(self, vector: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """The ranks' parts of a vector, all of one length: its end is no number of ours."""
+        part = -(-self._count // size)
+        return list(torch.split(vector[: part * size], part))
+
+    def _room(self, counts: list[int], size: int) -> list[list[torch.Tensor]]:
+        """So many parts for each rank, to receive into."""
+        part = -(-self._count // size)
+        if self._scratch.numel() < part * sum(counts):
+            self._scratch = self._scratch.new_empty(part * sum(counts))
+        parts = iter(torch.split(self._scratch, part))
+        return [list(itertools.islice(parts, count)) for count in counts]
+
+
+def _nodes(size: int, shards: int) -> list[list[Node]]:
+    """For each rank of a world, the blocks that it brings."""
+    return [blocks_of(shards_of(rank, size, shards), shards) for rank in range(size)]

@@ -1,0 +1,266 @@
+"""The trail of a run: a file with a digest of the job's state after each step.
+
+Owns the file's format, its writer and its reader. Rank 0 appends a line at the boundary after each
+step (or each N); whoever is rank 0 after it first cuts off what was not committed in the end, so
+that no step stands twice. One file for all nodes: where they share no folder, each has the steps of
+its own time as rank 0.
+
+Must not know how a digest is made, nor of torch. A file that cannot be written costs lines of the
+trail and not the job, once the job has begun; before, and where a file is another's, JobError. The
+reader fails by ConfigurationError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastane.errors import ConfigurationError, JobError
+
+VARIABLE = "ELASTANE_TRAIL"
+FORMAT = 1
+_KIND = "elastane-trail"
+# Enough for the last lines: what is cut off is a step or two.
+_TAIL_BYTES = 1 << 16
+# By these a run is another one; the rest of the settings may change where one is resumed.
+_IDENTITY = ("shards", "seed", "data")
+
+
+@dataclass(frozen=True)
+class Line:
+    """The job's state after a step: a digest for each tracked object, by its name."""
+
+    step: int
+    world_size: int
+    digests: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a trail says."""
+
+    path: str
+    job: str
+    settings: Mapping[str, Any]
+    lines: Mapping[int, Line]
+
+
+class Trail:
+    """One worker's end of it; only that of rank 0 has the file open."""
+
+    def __init__(self, path: Path, every: int = 1, job: str = "") -> None:
+        self.path, self.every, self.job = path, every, job
+        self._file = -1
+        self._end = 0
+        self._last = -1
+        self._warned = False
+
+    def at(
+        self,
+        committed: int,
+        place: tuple[int, int],
+        settings: Callable[[], Mapping[str, Any]],
+        digests: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """At a boundary where so many steps are committed; `place` is (rank, world size).
+
+        Adds the line of the last step, where it is due and not there yet.
+        """
+        rank, world_size = place
+        if rank != 0:
+            self.close()
+            return
+        try:
+            if self._file < 0:
+                self._open(committed, settings)
+            if self._last < committed - 1 and committed % self.every == 0:
+                line = {"step": committed - 1, "world": world_size, "digests": dict(digests())}
+                self._append(line)
+                self._last = committed - 1
+        except (OSError, JobError) as error:
+            self._failed(error, committed)
+
+    def close(self) -> None:
+        """Close the file; it is opened again where this worker is rank 0 again."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _open(self, committed: int, settings: Callable[[], Mapping[str, Any]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            said = dict(settings())
+            self._insist_on_own(file, committed, said)
+            self._end, self._last = _cut(file, committed)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        if not self._end:
+            self._append({"kind": _KIND, "format": FORMAT, "job": self.job, "settings": said})
+
+    def _insist_on_own(self, file: int, committed: int, settings: Mapping[str, Any]) -> None:
+        head = os.pread(file, _TAIL_BYTES, 0).partition(b"\n")[0]
+        if not head:
+            return
+        found = _header(head)
+        if found is None:
+            raise self._refused("is no trail")
+        others = found["settings"]
+        plain = json.loads(json.dumps(dict(settings)))
+        odd = [name for name in _IDENTITY if others.get(name) != plain.get(name)]
+        if committed and odd:
+            raise self._refused(f"is the trail of a run with another {odd[0]}")
+        if not committed and found["job"] != self.job:
+            raise self._refused(f"is the trail of the job {found['job']!r}")
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        raw = json.dumps(line).encode() + b"\n"
+        written = os.write(self._file, raw)
+        if written != len(raw):
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._end)
+            raise OSError(f"{written} of {len(raw)} bytes were written")
+        self._end += written
+
+    def _failed(self, error: OSError | JobError, committed: int) -> None:
+        if isinstance(error, JobError) and not committed:
+            raise error
+        if not committed:
+            raise self._refused(f"cannot be written: {error}") from error
+        if not self._warned:
+            self._warned = True
+            where = f"elastane: the trail {self.path} lacks step {committed - 1}, and maybe others"
+            sys.stderr.write(f"{where}: {error}\n")
+
+    def _refused(self, why: str) -> JobError:
+        return JobError(
+            f"trail: {self.path} {why}",
+            expected="a file of this job's own, in a folder that it can write to",
+            next_step=f"elastane.init(trail=...) or {VARIABLE}=..., with another path",
+            slug="trail-file",
+        )
+
+
+def _cut(file: int, committed: int) -> tuple[int, int]:
+    """Cut off the lines of steps that are not committed; returns the size and the last step."""
+    size = os.fstat(file).st_size
+    for start in (max(0, size - _TAIL_BYTES), 0):
+        kept, last = _kept(os.pread(file, size - start, start), committed, whole=start == 0)
+        if kept:
+            break
+    else:
+        start = 0
+    os.ftruncate(file, start + kept)
+    return start + kept, last
+
+
+def _kept(raw: bytes, committed: int, *, whole: bool) -> tuple[int, int]:
+    """How much of this is of committed steps, and the last of them; 0 where nothing is known."""
+    end, last = 0, -1
+    at = 0 if whole else raw.find(b"\n") + 1
+    for piece in raw[at:].splitlines(keepends=True):
+        line = _line(piece)
+        is_header = whole and at == 0 and _header(piece) is not None
+        if is_header and committed:
+            end = at + len(piece)
+        elif line is not None and line.step < committed and piece.endswith(b"\n"):
+            end, last = at + len(piece), line.step
+        at += len(piece)
+    return end, last
+
+
+def trail_of(path: str | Path | None, every: int) -> Trail | None:
+    """Return this worker's end of the trail at `path`, or where the environment says; None: none.
+
+    Raises JobError for an `every` that is no number of steps.
+    """
+    where = str(path or os.environ.get(VARIABLE, ""))
+    if not where:
+        return None
+    if type(every) is not int or every < 1:
+        raise JobError(
+            f"trail_every is {every!r}",
+            expected="a whole number of steps, of at least 1",
+            next_step="elastane.init(trail=..., trail_every=100)",
+            slug="trail-file",
+        )
+    return Trail(Path(where), every, os.environ.get("TORCHELASTIC_RUN_ID", ""))
+
+
+def read_trail(where: str | Path) -> Recorded:
+    """Read a trail; a folder stands for its `trail.jsonl`.
+
+    What follows the last line is of a writer that was killed, and does not count. Raises
+    ConfigurationError for a file that is missing, empty, damaged, no trail, or of another format.
+    """
+    path = Path(where)
+    path = path / "trail.jsonl" if path.is_dir() else path
+    try:
+        pieces = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise _unreadable(path, f"cannot be read: {error.strerror}") from error
+    if pieces == [b""]:
+        raise _unreadable(path, "is empty")
+    header = _header(pieces[0])
+    if header is None:
+        raise _unreadable(path, "is no trail: its first line is not a trail's")
+    if header["format"] != FORMAT:
+        raise _unreadable(path, f"has format {header['format']}, and this version reads {FORMAT}")
+    lines: dict[int, Line] = {}
+    for number, piece in enumerate(pieces[1:-1], 2):
+        line = _line(piece)
+        if line is None:
+            raise _unreadable(path, f"is damaged: line {number} is not that of a step")
+        # One that comes late is of a writer that was stopped, and went on when it had a successor.
+        if not lines or line.step > next(reversed(lines)):
+            lines[line.step] = line
+    return Recorded(str(path), header["job"], header["settings"], lines)
+
+
+def _header(raw: bytes) -> dict[str, Any] | None:
+    found = _mapping(raw)
+    if found.get("kind") != _KIND or not isinstance(found.get("settings"), dict):
+        return None
+    return {"format": None, "job": "", **found}
+
+
+def _line(raw: bytes) -> Line | None:
+    found = _mapping(raw)
+    step, world_size, digests = (found.get(key) for key in ("step", "world", "digests"))
+    if type(step) is not int or type(world_size) is not int or not isinstance(digests, dict):
+        return None
+    return Line(step, world_size, digests)
+
+
+def _mapping(raw: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def differing(one: Recorded, other: Recorded) -> Iterator[tuple[int, list[str]]]:
+    """Yield the steps of both that differ, with the names of what differs there, in order."""
+    for step in sorted(one.lines.keys() & other.lines.keys()):
+        ours, theirs = one.lines[step].digests, other.lines[step].digests
+        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if names:
+            yield step, names
+
+
+def _unreadable(path: Path, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{path} {why}",
+        expected="a file that a job has written with elastane.init(trail=PATH)",
+        next_step=f"{VARIABLE}=trail.jsonl elastane run ... to have one written",
+        slug="trail-unreadable",
+    )

@@ -1,0 +1,47 @@
+"""What the workers of comms_crew do with deterministic=True: jobs whose worlds the test makes."""
+
+import sys
+from pathlib import Path
+
+import torch
+from comms_bodies import build
+
+from elastane.job.deterministic import Deterministic
+from elastane.job.job import Job
+
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
+
+
+def job_in(worker, name, world_size, shards=8, seed=7):
+    """A job in a world of so many, without agents."""
+    job = Job(None, Deterministic(shards, seed), None).join()
+    if world_size > 1:
+        job.process_group.replace(build(worker, name, worker.number, world_size))
+    return job
+
+
+def trains_in_worlds(worker, sizes, steps):
+    """Say what a whole training comes to in each world of `sizes`."""
+    import deterministic_train
+
+    torch.set_num_threads(1)
+    for size in sizes:
+        if worker.number < size:
+            with job_in(worker, f"train-{size}", size) as job:
+                worker.say((size, *deterministic_train.train(job, steps)))
+    worker.hear()
+
+
+def differs_in(worker, name):
+    """Begin a step where one member has another setting; say what becomes of it."""
+    import deterministic_train
+
+    torch.set_num_threads(2 if name == "threads" and worker.number else 1)
+    seed = 8 if name == "seed" and worker.number else 7
+    with job_in(worker, "other", 2, seed=seed) as job:
+        try:
+            deterministic_train.train(job, 1)
+            worker.say("nothing")
+        except Exception as error:
+            worker.say(str(error))
+    worker.hear()

@@ -1,0 +1,137 @@
+"""With deterministic=True a job that workers and nodes leave and join ends as if none had.
+
+Its trail has each step once, whoever was rank 0, and `elastane verify-run` finds it the same as
+that of a job of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastane.job.trail import read_trail
+from elastane.testing import LocalCluster
+
+SCRIPT = Path(__file__).parent / "scripts" / "deterministic_train.py"
+DEADLINE_S = 120.0
+
+
+class Changing:
+    """A local cluster that trains with deterministic=True."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "said").mkdir()
+        script = [str(SCRIPT), str(folder / "said"), "0", "0.03"]
+        options = {"nnodes": "1:5", "nproc_per_node": 1, "max_restarts": 1000, "tee": "0"}
+        options["preload"] = "torch,torch.distributed,torch.optim"
+        options["rdzv_conf"] = {"last_call": 0.3, "crash_loop": 0}
+        env = {"ELASTANE_TRAIL": str(folder / "a" / "trail.jsonl")}
+        self.cluster = LocalCluster(script, folder=folder / "c", env=env, **options)
+        self.names: list[str] = []
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            self.cluster.start(name)
+        self.names += names
+        self.settle()
+
+    def drop(self, name: str, how: str) -> None:
+        """Let a node be gone by "kill" or "stop"."""
+        getattr(self.cluster.node(name), how)()
+        self.names.remove(name)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until all who are to be there have made three steps in one world."""
+        begun = {path: len(lines) for path, lines in self._said().items()}
+        size = len(self.names)
+
+        def there() -> bool:
+            new = [lines for p, lines in self._said().items() if len(lines) >= begun.get(p, 0) + 3]
+            return sum(lines[-1]["world"] == size for lines in new) == size
+
+        self.cluster.wait(there, f"steps of a world of {size}")
+
+    def ends(self) -> dict:
+        """Let it end; returns what all workers of the last world ended with."""
+        (self.folder / "said" / "enough").touch()
+        nodes = self.cluster.nodes
+        self.cluster.wait(lambda: not any(node.is_alive for node in nodes), "all agents end")
+        finals = [json.loads(path.read_text()) for path in (self.folder / "said").glob("*.final")]
+        assert len(finals) == len(self.names)
+        assert all(found == finals[0] for found in finals), finals
+        return finals[0]
+
+    def undisturbed(self, steps: int) -> dict:
+        """What a job of one ends with after so many steps, with no launcher; its trail is in b."""
+        folder = self.folder / "b"
+        folder.mkdir()
+        variables = {**os.environ, "ELASTANE_TRAIL": str(folder / "trail.jsonl")}
+        command = [sys.executable, str(SCRIPT), str(folder), str(steps), "0"]
+        subprocess.run(command, check=True, env=variables, timeout=DEADLINE_S)
+        (final,) = folder.glob("*.final")
+        return json.loads(final.read_text())
+
+    def same_as_undisturbed(self) -> None:
+        found = self.ends()
+        assert found == self.undisturbed(found["steps"])
+        trails = [read_trail(self.folder / each) for each in "ab"]
+        assert [*trails[0].lines] == [*trails[1].lines] == [*range(found["steps"])]
+        command = [sys.executable, "-m", "elastane", "verify-run", *map(str, self._trails())]
+        told = subprocess.check_output(command, text=True, timeout=DEADLINE_S)
+        assert f"the same: all {found['steps']} steps" in told
+
+    def _trails(self) -> list[Path]:
+        return [self.folder / "a", self.folder / "b" / "trail.jsonl"]
+
+    def _said(self) -> dict[str, list[dict]]:
+        found = {}
+        for path in (self.folder / "said").glob("*.jsonl"):
+            whole = path.read_text().rpartition("\n")[0]  # the last may be half written
+            found[path.stem] = [json.loads(line) for line in whole.splitlines()]
+        return found
+
+
+def test_rank_0_killed_a_node_killed_an_arrival_and_a_leave_change_no_bit(tmp_path):
+    job = Changing(tmp_path)
+    with job.cluster:
+        job.start("a", "b", "c")
+        by_rank = {lines[-1]["rank"]: int(pid) for pid, lines in job._said().items()}
+        nodes = job.cluster.nodes
+        next(node for node in nodes if by_rank[0] in node.workers()).kill_worker()
+        job.settle()
+        job.drop("b", "kill")
+        job.start("b")
+        job.drop("a", "stop")
+        job.same_as_undisturbed()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [1, 2])
+def test_20_changes_of_membership_at_random_change_no_bit(tmp_path, seed):
+    rng = random.Random(seed)
+    job = Changing(tmp_path)
+    with job.cluster:
+        job.start("a", "b")
+        for _ in range(20):
+            away = sorted(set("abcde") - set(job.names))
+            kinds = (
+                ["worker"] + ["arrive"] * 2 * bool(away) + ["kill", "stop"] * (len(job.names) > 1)
+            )
+            kind = rng.choice(kinds)
+            print(kind, job.names)
+            if kind == "arrive":
+                job.start(rng.choice(away))
+            elif kind == "worker":
+                job.cluster.node(rng.choice(job.names)).kill_worker()
+                job.settle()
+            else:
+                job.drop(rng.choice(job.names), kind)
+        job.same_as_undisturbed()

@@ -1,0 +1,22 @@
+"""With deterministic=True a training comes to the same bits in every world."""
+
+import pytest
+from comms_crew import Crew
+
+WORLDS = (5, 4, 3, 2, 1)
+STEPS = 60
+
+
+def test_after_60_steps_worlds_of_one_to_five_hold_the_same_to_the_bit():
+    with Crew(5, "trains_in_worlds", WORLDS, STEPS) as crew:
+        found = [crew.hear(worker) for worker in range(5) for size in WORLDS if worker < size]
+    assert len(found) == 15
+    assert all(steps == STEPS for _, steps, _ in found)
+    assert len({digest for _, _, digest in found}) == 1, found
+
+
+@pytest.mark.parametrize("name", ["threads", "seed"])
+def test_a_member_with_another_setting_is_refused_by_the_settings_name(name):
+    with Crew(2, "differs_in", name) as crew:
+        for told in crew.hear_all():
+            assert f"{name} is" in told and "deterministic-use" in told, told
