@@ -187,3 +187,16 @@ def test_a_script_of_several_loops_takes_in_who_comes_and_replaces_who_is_lost(t
         after = job.wait_steps(10, 3)
         assert before - {dead} < set(after) and dead not in after
         job.ends_exact()
+
+
+def test_a_worker_that_dies_between_two_loops_costs_the_others_no_process(tmp_path):
+    job = InPlace(tmp_path, env={"STEPS_PER_LOOP": "20", "PAUSE_S": "1.5"})
+    with job.cluster:
+        starts(job, "abc")
+        before = {pid for pid, lines in job.said().items() if lines}
+        pauses = sum(map(len, job.said("between").values()))
+        job.cluster.wait(lambda: sum(map(len, job.said("between").values())) > pauses, "a pause")
+        dead = job.cluster.nodes[0].kill_worker()
+        after = job.wait_steps(25, 3)
+        assert before - {dead} < set(after) and dead not in after
+        job.ends_exact()

@@ -12,7 +12,6 @@ file and hangs as it says.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import os
 import pdb
@@ -82,6 +81,17 @@ def hang(folder: Path, *here: str) -> None:
     time.sleep(100_000)
 
 
+def in_loops(job, loader, steps, say):
+    """The steps, in loops of STEPS_PER_LOOP with PAUSE_S after each; in one, by default."""
+    per_loop = int(os.environ.get("STEPS_PER_LOOP", steps))
+    for end in range(per_loop, steps + 1, per_loop):
+        before = job.committed
+        yield from job.steps(loader, until_step=end)
+        if job.committed > before:
+            say("between", job.committed)
+            time.sleep(float(os.environ.get("PAUSE_S", "0")))
+
+
 def main() -> None:
     import torch
     import torch.distributed as dist
@@ -107,11 +117,7 @@ def main() -> None:
         batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=3)
         loader = torch.utils.data.DataLoader(Samples(folder), batch_sampler=batches)
         job.track(net=net, optimizer=optimizer)
-        per_loop = int(os.environ.get("STEPS_PER_LOOP", steps))
-        ends = range(per_loop, steps + 1, per_loop)
-        for step, samples in itertools.chain.from_iterable(
-            job.steps(loader, until_step=end) for end in ends
-        ):
+        for step, samples in in_loops(job, loader, steps, say):
             with step:
                 say("body", step.number)
                 net.bodies += 1

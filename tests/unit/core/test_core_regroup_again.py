@@ -1,6 +1,7 @@
 """Recovery in place where messages cross, coordinators change, and workers end on the way."""
 
 import msgspec
+import pytest
 from core_driver import Driver, job_spec, node_spec
 from test_core_regroup import able, dies, in_place, kinds, regrouped
 
@@ -280,7 +281,37 @@ def test_where_some_are_done_and_too_few_are_left_all_start_anew():
     job = in_place(low=2, high=2)
     able(job, "a", workers=())
     dies(job, "b", 0, 1)
+    assert kinds(job, "a") == [Interrupt]
+    job.says("a", Succeeded(Fence(1, 0)))
     assert kinds(job, "a")[-1] is Stop and Close not in kinds(job, "a")
+
+
+def test_where_those_who_are_done_do_not_exit_all_start_anew_after_a_while():
+    job = in_place(low=2, high=2)
+    able(job, "a", workers=())
+    dies(job, "b", 0, 1)
+    job.passes(job.spec.timing.join_timeout_s + 1.0, alive="ab")
+    assert kinds(job, "a")[-1] is Stop
+
+
+@pytest.mark.parametrize("finished", ["ab", "a", "b"])
+def test_a_worker_that_dies_between_two_loops_of_the_others_is_replaced_in_place(finished):
+    job = in_place(nodes="ab", min_workers=1)
+    for node_id in finished:
+        able(job, node_id, workers=())
+    dies(job, "b", 0, 1)
+    for node_id in finished:
+        able(job, node_id, workers=(0, 1) if node_id == "a" else (1,))
+    job.passes(2.0, alive="ab")
+    able(job, "a")
+    able(job, "b")
+    job.passes(2.0, alive="ab")
+    assert not {Stop, Close} & {*kinds(job, "a"), *kinds(job, "b")}
+    assert job.persisted[-1].restarts_used == 1
+    for node_id in "ab":
+        job.marks(node_id, 3)
+        job.drains(node_id)
+    assert job.assigned["a"].world_size == job.assigned["b"].world_size == 4
 
 
 def test_a_node_that_came_with_stale_workers_has_a_place_later():

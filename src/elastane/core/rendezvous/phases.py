@@ -219,19 +219,33 @@ def _aim(state: State) -> None:
 
 def _end_world(state: State, reason: str) -> bool:
     """Go on to the next world; with the same processes, where they recover in place."""
-    if state.in_place and regroup.has_survivors(state):
+    if state.in_place and (regroup.has_survivors(state) or regroup.may_return(state)):
         return regroup.begin(state, reason)
     return _stop_world(state, reason)
 
 
 def _regrouping(state: State) -> bool:
     assert state.incident is not None
-    if not regroup.has_survivors(state) and not state.away:
+    survive = regroup.has_survivors(state)
+    if regroup.may_return(state) and (not survive or regroup.is_ending(state)):
+        return _await_return(state)
+    if not survive and not state.away:
         return _stop_world(state, f"{state.incident.reason}; no worker is left that goes on")
     if regroup.is_ending(state):
         return _stop_world(state, f"{state.incident.reason}; others have finished their steps")
     _release_leaving(state)
     return regroup.rule(state)
+
+
+def _await_return(state: State) -> bool:
+    """Workers are between two loops of steps, or behind the last: they come back, or they exit."""
+    assert state.incident is not None
+    until_s = state.phase_s + state.spec.timing.join_timeout_s
+    if state.now_s >= until_s:
+        reason = f"{state.incident.reason}; others have finished their steps, and do not exit"
+        return _stop_world(state, reason)
+    state.wait_until(until_s)
+    return False
 
 
 def _stop_world(state: State, reason: str) -> bool:

@@ -99,9 +99,21 @@ def anybody_able(state: State) -> bool:
 
 def is_ending(state: State) -> bool:
     """Whether too few are left because some have finished their steps: nobody follows those."""
-    finished = any({*n.workers} - n.able - n.lost for n in state.members())
+    finished = any(_finished(node) for node in state.members())
     found = _contingents(state)
     return finished and not (state.away or _are_enough(state, found))
+
+
+def may_return(state: State) -> bool:
+    """Whether workers that have finished a loop of steps live on: another loop may follow."""
+    return any(
+        _finished(node) and node.state == "running" and not (node.leaving or node.parting)
+        for node in state.members()
+    )
+
+
+def _finished(node: Node) -> set[int]:
+    return {*node.workers} - node.able - node.lost
 
 
 def part_with(state: State) -> None:
