@@ -9,12 +9,14 @@ import time
 import pytest
 from test_recovery_in_place import InPlace, starts
 
-from elastane.core.limits import HANG_FLOOR_S, HANG_STALL_S
+from elastane.core.limits import HANG_STALL_S
+
+FLOOR_S = 3.0
 
 
 @pytest.fixture
 def job(tmp_path):
-    made = InPlace(tmp_path)
+    made = InPlace(tmp_path, rdzv_conf={"hang_floor": FLOOR_S})
     with made.cluster:
         yield made
 
@@ -74,14 +76,15 @@ def test_workers_that_all_wait_for_one_another_go_on_in_another_world(job):
 def test_a_worker_in_a_debugger_is_waited_for(tmp_path):
     keyboard = tmp_path / "keyboard"
     os.mkfifo(keyboard)
-    job = InPlace(tmp_path, env={"HANG_STDIN": str(keyboard)})
+    conf, env = {"hang_floor": FLOOR_S}, {"HANG_STDIN": str(keyboard)}
+    job = InPlace(tmp_path, rdzv_conf=conf, env=env)
     with job.cluster:
         starts(job, "ab")
         before = set(job.said())
         held, _ = told_to_hang(job, "pdb")
         job.cluster.wait(lambda: not (job.folder / "said" / f"{held}.hang").exists(), "it halts")
         with keyboard.open("w") as keys:
-            job.cluster.wait(lambda: waited_s(job) > HANG_STALL_S + HANG_FLOOR_S, "a long wait")
+            job.cluster.wait(lambda: waited_s(job) > HANG_STALL_S + FLOOR_S, "a long wait")
             keys.write("continue\n")
         assert set(job.wait_steps(5, 2)) == before
         assert not job.cluster.events("incident")

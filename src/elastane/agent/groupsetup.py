@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from elastane.agent.environment import RunFacts
 from elastane.agent.timerwatch import TimerWatch
+from elastane.core.limits import Timing
 from elastane.runtime.offload import Offload
 from elastane.runtime.process import Spawner, WorkerKind
 from elastane.runtime.streams import ChooseFiles, LogPlan
@@ -23,7 +24,7 @@ class GroupSetup:
     `cpus` are, by local rank, the CPUs that a worker is bound to; none where it is not bound.
     `stuck_s` is how long a worker may be in uninterruptible sleep before it is given up; 0 is for
     ever. `spares` are kept beside workers that recover in place. `choose_files` is asked in place
-    of `logs` where each worker's output goes.
+    of `logs` where each worker's output goes. No worker is taken to hang before `hang_floor_s`.
     """
 
     kind: WorkerKind
@@ -38,6 +39,7 @@ class GroupSetup:
     cpus: tuple[frozenset[int], ...] = ()
     stuck_s: float = 0.0
     spares: int = 0
+    hang_floor_s: float = Timing().hang_floor_s
     timers: TimerWatch | None = None
     choose_files: ChooseFiles | None = None
     # One for all attempts: its threads serve the next one too.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from elastane.agent import stuck
-from elastane.agent.groupsetup import SpawnTask
+from elastane.agent.groupsetup import GroupSetup, SpawnTask
 from elastane.agent.lastwords import LastWords
 from elastane.agent.lines import Lines
 from elastane.agent.stuck import StuckWatch, states_of
@@ -40,12 +40,12 @@ class Minder:
         lines: Lines,
         failed: Callable[[Failure], None],
         spawn: SpawnTask,
-        stuck_s: float,
+        setup: GroupSetup,
     ) -> None:
         self._members, self._lines = members, lines
         self._failed, self._spawn = failed, spawn
-        self._stuck = StuckWatch(stuck_s)
-        self._hangs = HangWatch()
+        self._stuck = StuckWatch(setup.stuck_s)
+        self._hangs = HangWatch(setup.hang_floor_s)
         self._marks: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._all_wait = False

@@ -86,9 +86,8 @@ class WorkerGroup:
         self._meeting = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._lines, self.post, self._spawn_task)
         self._spares = Spares(self.setup, self._lines, self._spawn_task)
-        stuck_s = self.setup.stuck_s
         self.minder = Minder(
-            self._members, self._lines, self._post_failed, self._spawn_task, stuck_s
+            self._members, self._lines, self._post_failed, self._spawn_task, self.setup
         )
 
     def begin(self) -> None:

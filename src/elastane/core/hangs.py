@@ -22,7 +22,6 @@ from elastane.core.limits import (
     HANG_CEILING_S,
     HANG_ENTER_S,
     HANG_FACTOR,
-    HANG_FLOOR_S,
     HANG_LOOK_S,
     HANG_STALL_S,
     HANG_STEPS_FIRST,
@@ -108,11 +107,14 @@ class _Longest:
 class HangWatch:
     """Judges the workers of one node that have a place in a world; `now_s` is monotonic.
 
+    `floor_s`: nobody is taken to hang sooner, but for those that a signal has stopped.
+
     Workers are named by numbers that no two of them share, such as process ids. What is learned
     outlives them: it is of the job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, floor_s: float) -> None:
+        self._floor_s = floor_s
         self._workers: dict[int, _Worker] = {}
         # By what a worker was at; None: waiting for others.
         self._longest = _Longest()
@@ -161,7 +163,7 @@ class HangWatch:
             return max(HANG_BETWEEN_S, HANG_FACTOR * self._longest.of(sight.activity))
         if sight.steps < HANG_STEPS_FIRST or sight.activity is Activity.COMPILING:
             return HANG_CEILING_S
-        return self._learned_s(sight.activity, HANG_FLOOR_S)
+        return self._learned_s(sight.activity, self._floor_s)
 
     def _learned_s(self, kind: Activity | None, floor_s: float) -> float:
         longest_s = self._longest.of(kind)

@@ -79,9 +79,8 @@ HANG_ASK_S = 0.5
 HANG_ANSWER_S = 1.0
 # One that a signal has stopped (state T; not a debugger's t) hangs, whatever it was at.
 HANG_STOPPED_S = 1.0
-# Nobody else hangs before this: a disk or a page cache may well take seconds; ...
-HANG_FLOOR_S = 5.0
-# ... nor before this many times of what the same work took at the longest, of late; ...
+# Nobody else hangs before Timing.hang_floor_s, nor before this many times of what the same work
+# took at the longest, of late; ...
 HANG_FACTOR = 10.0
 HANG_WINDOW_S = 1800.0
 # ... and everybody does after this: torch gives up a collective over gloo then. It is the limit
@@ -169,6 +168,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # An attempt that failed sooner than this after its start counts towards a crash loop, and
     # from the second in a row on there is a pause; 0 for none.
     crash_loop_s: float = 3.0
+    # No worker is taken to hang sooner than this: a shared disk may well take seconds to answer,
+    # and who is taken to hang costs a restart of the budget.
+    hang_floor_s: float = 20.0
     # A new coordinator waits this long for the agents of the last world.
     reregister_s: float = 2.0
     # A lease on the store, where there is one, is void so long after it was last renewed, ...
@@ -213,8 +215,8 @@ assert Timing().silence_s < ISOLATION_LIMIT_S
 assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < FENCE_WAIT_S
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
 assert VERDICT_S < LOST_PEER_S
-assert HANG_LOOK_S < HANG_ASK_S < HANG_ANSWER_S < HANG_FLOOR_S < HANG_CEILING_S < HANG_BETWEEN_S
-assert HANG_LOOK_S < HANG_STOPPED_S < HANG_FLOOR_S < HANG_STALL_S < HANG_ENTER_S < HANG_CEILING_S
+assert HANG_LOOK_S < HANG_ASK_S < HANG_ANSWER_S < Timing().hang_floor_s < HANG_CEILING_S
+assert HANG_LOOK_S < HANG_STOPPED_S < HANG_STALL_S < HANG_ENTER_S < HANG_CEILING_S < HANG_BETWEEN_S
 assert HANDSHAKE_BYTES_MAX < INBOX_BYTES_MAX < FRAME_BYTES_MAX
 assert STORE_TIMEOUT_S < SAVE_PATIENCE_S < ISOLATION_LIMIT_S
 assert SEND_BYTES_MAX >= 2 * FRAME_BYTES_MAX

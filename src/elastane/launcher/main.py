@@ -205,6 +205,7 @@ class _Agent:
             cpus=config.supervision.cpus,
             stuck_s=config.supervision.stuck_s,
             spares=config.supervision.spares,
+            hang_floor_s=config.spec.timing.hang_floor_s,
             timers=self._node.timers,
             choose_files=config.supervision.choose_files,
         )
