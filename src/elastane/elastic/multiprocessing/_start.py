@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -55,6 +56,11 @@ def _own_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
 
 
+# Held back from a child until it calls its function: in the middle of its making, the exception of
+# an inherited handler may be raised where Python drops it, and the child would live on.
+ENDING = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+
+
 def run_callable(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -76,4 +82,5 @@ def run_callable(
         for path, redirect in zip(files, (redirect_stdout, redirect_stderr), strict=True):
             if path:
                 stack.enter_context(redirect(path))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         record(lambda: result.send(fn(*args)))()

@@ -31,7 +31,7 @@ from elastane.elastic.multiprocessing._logs import (
     Std,
     to_map,
 )
-from elastane.elastic.multiprocessing._start import bind_child, run_callable
+from elastane.elastic.multiprocessing._start import ENDING, bind_child, run_callable
 from elastane.elastic.multiprocessing.errors import ProcessFailure
 from elastane.elastic.multiprocessing.subprocess_handler import (
     SubprocessHandler,
@@ -260,7 +260,11 @@ class MultiprocessContext(PContext):
                 target=run_callable,
                 args=(self.entrypoint, self.args[rank], self.envs[rank], files, sender, parent),
             )
-            process.start()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             sender.close()
             bind_child(process.pid, rank, self._numa_options)
             self._processes[rank], self._results[rank] = process, receiver
