@@ -27,7 +27,10 @@ TABLES = (
     Table("arrival", "bench.arrival", "A node arrives at 100 MB of state"),
     Table("data", "bench.permutation", "The order of elastic data"),
     Table("reduction", "bench.reduction", "The sum that does not depend on the world"),
+    Table("checkpoints", "bench.checkpoints", "Saving, and getting back, beside torch's ways"),
+    Table("storage", "bench.checkpoint_storage", "A checkpoint's file, written and verified"),
     Table("joining", "bench.joining", "Nodes that join one rendezvous, and the next round"),
+    Table("kubernetes", "bench.kubernetes", "ElasticJobs: made, at rest, and a coordinator lost"),
     Table("crowd", "bench.crowd", "A thousand agents without workers; a hundred die and come back"),
 )
 

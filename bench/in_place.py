@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import signal
 import statistics
@@ -30,6 +31,8 @@ from bench.trainers import RECENT_S, SCRIPTS, Trainers
 WORKERS = 4
 NEVER_S = 60.0
 LONG_MINUTES = 10.0
+# Of each kind: the first allocations, and what torch prepares on first use.
+WARM_UP_BLOCKS = 2
 # From the start of a spare to where it waits, on a machine that is busy with four workers.
 SPARE_READY_S = 6.0
 
@@ -41,7 +44,6 @@ class Setting:
     kills: int
     few: int
     steps: int
-    turns: int
     minutes: float
     torchft: str
 
@@ -135,23 +137,23 @@ def _pause_s(job: Trainers, pids: Collection[int], since_s: float) -> float:
     return max(gaps)
 
 
-def step_s(mode: str, steps: int) -> float:
-    """Return the median seconds of a step of two workers."""
+def step_times(setting: Setting) -> dict[str, Result]:
+    """Measure steps of two workers, with the library and with plain DDP by turns in one run.
+
+    Told is each block of the library's over the blocks of plain DDP before and after it. What
+    differs from run to run, as where memory lies, or from minute to minute, is the same for both.
+    """
     with tempfile.TemporaryDirectory() as name:
         words = ["run", "--standalone", "--nproc-per-node", "2", "--log-dir", f"{name}/logs"]
-        script = [str(SCRIPTS / "in_place_train.py"), name, mode, str(steps)]
+        script = [str(SCRIPTS / "in_place_train.py"), name, "paired", str(setting.steps)]
         command = [sys.executable, "-m", "elastane", *words, *script]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        return float((Path(name) / "step_s").read_text())
-
-
-def step_times(setting: Setting) -> dict[str, Result]:
-    """Measure a step with the library and with plain DDP in turn."""
-    found = {"plain DDP": Result(), "elastane": Result()}
-    for _ in range(setting.turns):
-        found["plain DDP"].samples.append(Sample(step_s("plain", setting.steps)))
-        found["elastane"].samples.append(Sample(step_s("library", setting.steps)))
-    return found
+        blocks = json.loads((Path(name) / "blocks").read_text())
+    plain, library = blocks["plain"][WARM_UP_BLOCKS:], blocks["library"][WARM_UP_BLOCKS:]
+    around = [(before + after) / 2 for before, after in itertools.pairwise(plain)]
+    note = f"a step of {1000 * statistics.median(plain):.2f} ms"
+    over = [Sample(own / other, note=note) for own, other in zip(library, around, strict=False)]
+    return {"plain DDP": Result([Sample(1.0)]), "elastane": Result(over)}
 
 
 def torchrun_kill(setting: Setting, victim: int) -> Result:
@@ -245,7 +247,13 @@ ROWS = (
         "500 ms",
         spares,
     ),
-    Row("step", "time of a step of two workers", "within 1%", step_times, unit="ms"),
+    Row(
+        "step",
+        "time of a step of two workers, by turns in one run: over plain DDP",
+        "within 1%",
+        step_times,
+        unit="ratio",
+    ),
     Row(
         "goodput",
         "a worker of 4 killed each 10 s: useful time over wall time",
@@ -261,8 +269,12 @@ def cell(result: Result, unit: str) -> str:
     seconds = result.seconds
     if unit == "%" and seconds:
         return ", ".join([f"{100 * statistics.median(seconds):.0f}%", *result.notes()])
-    if unit == "ms" and seconds:
-        return f"{1000 * statistics.median(seconds):.2f} ms ({len(seconds)} runs)"
+    if unit == "ratio" and len(seconds) > 1:
+        low, middle, high = (f"{100 * (part - 1):+.1f}%" for part in statistics.quantiles(seconds))
+        spread = f"{middle} (quartiles {low} and {high} of {len(seconds)} pairs of blocks)"
+        return ", ".join([spread, *result.notes()])
+    if unit == "ratio":
+        return "the measure"
     if len(seconds) < 20:
         return summary(result)
     late = seconds[int(len(seconds) * 0.99)]
@@ -296,8 +308,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", choices=keys, metavar="ROW", help=", ".join(keys))
     parser.add_argument("--kills", type=int, default=200, help="of elastane's workers (200)")
     parser.add_argument("--few", type=int, default=3, help="times, where one takes long (3)")
-    parser.add_argument("--steps", type=int, default=1000, help="of each run that times them")
-    parser.add_argument("--turns", type=int, default=5, help="runs that time steps (5)")
+    parser.add_argument("--steps", type=int, default=2000, help="of the run that times them")
     parser.add_argument("--minutes", type=float, default=LONG_MINUTES, help="of goodput (10)")
     parser.add_argument("--torchft", default="", metavar="PYTHON", help="one that has torchft")
     args = vars(parser.parse_args())

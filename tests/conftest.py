@@ -1,5 +1,7 @@
 """Settings of all tests."""
 
+import os
+
 from hypothesis import HealthCheck, settings
 
 # How long an example takes depends on what else the machine does, and proves nothing.
@@ -7,3 +9,6 @@ settings.register_profile(
     "elastane", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("elastane")
+
+# Where a container sets it, workers print in pieces, and the pieces of several mix in one line.
+os.environ.pop("PYTHONUNBUFFERED", None)

@@ -1,25 +1,27 @@
-"""A small model under DDP, with elastane's steps or in a plain loop.
+"""A small model under DDP, with elastane's steps; or with those and in a plain loop, in turn.
 
-    in_place_train.py FOLDER library|exact|plain [STEPS [STEP_S]]
+    in_place_train.py FOLDER library|exact [STEPS [STEP_S]]
+    in_place_train.py FOLDER paired STEPS
 
 With STEPS 0 it goes on until FOLDER/enough is there (`exact`; else for ever), and each committed
-step is a line in FOLDER/PID.jsonl. With others, rank 0 leaves the median time of a step in
-FOLDER/step_s. STEP_S is a pause in the body, for the work of a device that needs no CPU. `exact`
-is deterministic: rank 0 leaves steps and the hash of the weights in FOLDER/final.
+step is a line in FOLDER/PID.jsonl. STEP_S is a pause in the body, for the work of a device that
+needs no CPU. `exact` is deterministic: rank 0 leaves steps and the hash of the weights in
+FOLDER/final. `paired`: rank 0 leaves the seconds of each block of steps in FOLDER/blocks.
 """
 
 import hashlib
 import json
 import os
-import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 SAMPLES, BATCH, WIDTH = 100_000, 256, 256
+BLOCK = 50  # steps of one kind before the other has its turn
 X = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(4096) % 10
 
@@ -41,21 +43,21 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def with_library(
-    folder: Path, steps: int, step_s: float, exact: bool = False
-) -> tuple[list[float], int]:
+def loader_of(batches: object) -> torch.utils.data.DataLoader:
+    return torch.utils.data.DataLoader(Samples(), batch_sampler=batches, collate_fn=pick)
+
+
+def with_library(folder: Path, steps: int, step_s: float, exact: bool = False) -> None:
     import elastane
 
     log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end
-    took, again, enough = [], 0, torch.zeros(1)
+    again, enough = 0, torch.zeros(1)
     with elastane.init(deterministic=exact) as job:
         net = model()
         ddp = DistributedDataParallel(net, process_group=job.process_group)
         optimizer = torch.optim.AdamW(net.parameters())
-        batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0)
-        loader = torch.utils.data.DataLoader(Samples(), batch_sampler=batches, collate_fn=pick)
+        loader = loader_of(elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0))
         job.track(net=net, optimizer=optimizer)
-        began_s = time.perf_counter()
         for step, _ in job.steps(loader, until_step=steps or 10**9):
             with step:
                 if step_s:
@@ -67,9 +69,6 @@ def with_library(
                 if exact:
                     enough = torch.ones(1) * (job.rank == 0 and (folder / "enough").exists())
                     torch.distributed.all_reduce(enough, group=job.process_group)
-            now_s = time.perf_counter()
-            took.append(now_s - began_s)
-            began_s = now_s
             again += not step.committed
             if step.committed and not steps:
                 place = {"world": job.world_size, "round": job.fence.round, "rank": job.rank}
@@ -80,7 +79,6 @@ def with_library(
         if exact and job.rank == 0:
             (folder / "final.new").write_text(json.dumps([job.committed, fingerprint(net)]))
             (folder / "final.new").replace(folder / "final")
-        return took, job.rank
 
 
 def fingerprint(net: torch.nn.Module) -> str:
@@ -88,48 +86,76 @@ def fingerprint(net: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in state)).hexdigest()
 
 
-def plain(steps: int) -> tuple[list[float], int]:
-    import torch.distributed as dist
-
+def library_steps(job: object, steps: int) -> Iterator[None]:
+    """Steps of the library, one for each `next`."""
     import elastane
 
-    dist.init_process_group("gloo")
     net = model()
-    ddp = DistributedDataParallel(net)
+    ddp = DistributedDataParallel(net, process_group=job.process_group)
+    optimizer = torch.optim.AdamW(net.parameters())
+    loader = loader_of(elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0))
+    job.track(net=net, optimizer=optimizer)
+    for step, _ in job.steps(loader, until_step=steps):
+        with step:
+            for x, y in step.batches:
+                step.backward(torch.nn.functional.cross_entropy(ddp(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        yield
+
+
+def plain_steps(group: torch.distributed.ProcessGroup) -> Iterator[None]:
+    """Steps of plain DDP over a group of torch's, one for each `next`."""
+    import elastane
+
+    net = model()
+    ddp = DistributedDataParallel(net, process_group=group)
     optimizer = torch.optim.AdamW(net.parameters())
     batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0)
-    loader = torch.utils.data.DataLoader(Samples(), batch_sampler=batches, collate_fn=pick)
-    took, done = [], 0
-    began_s = time.perf_counter()
-    while done < steps:
+    batches.bind(group.rank(), group.size())
+    loader = loader_of(batches)
+    while True:
         for x, y in loader:
             torch.nn.functional.cross_entropy(ddp(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             batches.commit()
-            now_s = time.perf_counter()
-            took.append(now_s - began_s)
-            began_s = now_s
-            done += 1
-            if done == steps:
-                break
-    rank = dist.get_rank()
-    dist.barrier()
-    return took, rank
+            yield
+
+
+def paired(folder: Path, steps: int) -> None:
+    """Blocks of steps of both kinds, by turns: what happens to the machine happens to both."""
+    import torch.distributed as dist
+
+    import elastane
+
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    with elastane.init() as job:
+        kinds = {"plain": plain_steps(group), "library": library_steps(job, steps)}
+        blocks: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(steps // BLOCK // len(kinds)):
+            for kind, makes in kinds.items():
+                dist.barrier(group)
+                began_s = time.perf_counter()
+                for _ in range(BLOCK):
+                    next(makes)
+                blocks[kind].append((time.perf_counter() - began_s) / BLOCK)
+        if job.rank == 0:
+            (folder / "blocks").write_text(json.dumps(blocks))
+        dist.barrier(group)
+        kinds["library"].close()
+    os._exit(0)  # torch's own teardown of a group may hang; it is not what is measured
 
 
 def main() -> None:
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     steps = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     step_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
-    if mode == "plain":
-        took, rank = plain(steps)
+    if mode == "paired":
+        paired(folder, steps)
     else:
-        took, rank = with_library(folder, steps, step_s, exact=mode == "exact")
-    if rank == 0:
-        (folder / "step_s").write_text(str(statistics.median(took[len(took) // 10 :])))
-    if mode == "plain":
-        os._exit(0)  # torch's own teardown of a group may hang; it is not what is measured
+        with_library(folder, steps, step_s, exact=mode == "exact")
 
 
 if __name__ == "__main__":

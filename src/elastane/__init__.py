@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elastane import errors
+    from elastane.checkpoint.checkpointer import Checkpointer
+    from elastane.checkpoint.simple import load_checkpoint, save_checkpoint
     from elastane.data.batch_sampler import ElasticBatchSampler
     from elastane.data.sampler import ElasticSampler
     from elastane.functions.launch import launch
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Checkpointer",
     "ElasticBatchSampler",
     "ElasticSampler",
     "Job",
@@ -27,12 +30,15 @@ __all__ = [
     "errors",
     "init",
     "launch",
+    "load_checkpoint",
     "record",
+    "save_checkpoint",
     "should_checkpoint",
 ]
 
 # Public name: the module it comes from; itself, where it is a module.
 _HOMES = {
+    "Checkpointer": "elastane.checkpoint.checkpointer",
     "ElasticBatchSampler": "elastane.data.batch_sampler",
     "ElasticSampler": "elastane.data.sampler",
     "Job": "elastane.job.job",
@@ -40,7 +46,9 @@ _HOMES = {
     "errors": "elastane.errors",
     "init": "elastane.job.job",
     "launch": "elastane.functions.launch",
+    "load_checkpoint": "elastane.checkpoint.simple",
     "record": "elastane.job.record",
+    "save_checkpoint": "elastane.checkpoint.simple",
     "should_checkpoint": "elastane.job.drain",
 }
 

@@ -123,3 +123,17 @@ class JobError(ElastaneError):
 
 class StateError(ElastaneError):
     """A state cannot be encoded, or did not arrive whole."""
+
+
+class CheckpointError(ElastaneError):
+    """A checkpoint cannot be written, found or read."""
+
+
+class StorageError(ElastaneError):
+    """The place where checkpoints are kept cannot be reached, or does not take what it must."""
+
+    exit_code = ExitCode.TRY_AGAIN
+
+
+class FencedError(CheckpointError):
+    """Somebody of a later round has published: what this side saves would be of the past."""

@@ -1,5 +1,6 @@
 """The command itself: verbs, help, exit codes, and what it must not import."""
 
+import signal
 import subprocess
 import sys
 
@@ -67,6 +68,12 @@ def test_no_verb_is_a_usage_error_with_the_help_on_stderr(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "usage: elastane" in captured.err
+
+
+def test_an_option_that_is_spelled_right_is_not_suggested(capsys):
+    assert cli.main(["sim", "--seeds", "many"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert "argument --seeds: invalid int value: 'many'" in said and "did you mean" not in said
 
 
 def test_an_unknown_verb_gets_the_nearest(capsys):
@@ -170,3 +177,14 @@ def test_ctrl_c_is_an_exit_code_without_a_trace(monkeypatch):
 
     monkeypatch.setattr(cli, "_dispatch", interrupt)
     assert cli.main(["run"]) == 130
+
+
+def test_the_first_process_of_a_container_hears_sigterm_from_its_first_moment():
+    # The kernel spares process 1 each signal without a handler; this one gets it in its imports.
+    slow = "import os, sys, time; os.getpid = lambda: 1\nfrom elastane.cli import main\n"
+    slow += "main.run_verb = lambda *_: (print('in', flush=True), time.sleep(60))\n"
+    slow += "sys.exit(main.main(['run']))"
+    with subprocess.Popen([sys.executable, "-c", slow], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"in\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143

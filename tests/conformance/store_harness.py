@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from etcd_server import shared_cluster
+from kube_bed import shared_control_plane
 from registers import FileRegister, MemoryRegister
 
 from elastane.stores.file import FileStore
@@ -91,6 +92,21 @@ class EtcdHarness(Harness):
         return connect(self.specification)
 
 
+class KubernetesHarness(Harness):
+    """A real API server, one for all tests of this process, and a namespace for each test."""
+
+    forgets = False
+    # A Lease's duration is whole seconds.
+    late_s = 1.5
+
+    def __init__(self, folder: Path) -> None:
+        plane = shared_control_plane()
+        self.specification = f"kubernetes:{plane.admin}#{plane.namespace()}"
+
+    def client(self) -> Store:
+        return connect(self.specification)
+
+
 HARNESSES: dict[str, Callable[[Path], Harness]] = {
     "register": RegisterHarness,
     "file register": FileRegisterHarness,
@@ -98,6 +114,7 @@ HARNESSES: dict[str, Callable[[Path], Harness]] = {
     "file": FileHarness,
     "etcd": functools.partial(EtcdHarness, kind="etcd", members=1),
     "etcd of three": functools.partial(EtcdHarness, kind="etcd", members=3),
+    "kubernetes": KubernetesHarness,
     "etcd-v2": functools.partial(EtcdHarness, kind="etcd-v2", members=1),
 }
 
@@ -109,6 +126,11 @@ def connect(specification: str) -> Store:
     if kind in ("etcd", "etcd-v2"):
         endpoint, _, prefix = rest.rpartition("#")
         store = make_store(kind, endpoint, {"etcd_prefix": prefix})
+        assert store is not None
+        return store
+    if kind == "kubernetes":
+        kubeconfig, _, namespace = rest.rpartition("#")
+        store = make_store(kind, namespace, {"kubeconfig": kubeconfig})
         assert store is not None
         return store
     assert kind == "file", kind

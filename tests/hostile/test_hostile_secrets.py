@@ -190,15 +190,19 @@ def test_what_a_file_store_holds_is_private_even_where_the_mask_is_open(tmp_path
         assert not private_files(tmp_path / "store")
 
 
-def test_an_agent_opens_no_named_socket_and_its_named_pipe_is_private(tmp_path):
+def test_an_agents_named_pipe_and_its_one_named_socket_are_private(tmp_path):
     env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / "t")}
     words = ("--standalone", "--preload", "json", write_script(tmp_path, BODY))
     with words_agent(tmp_path, *words, lead=UMASK_NONE, **env) as one:
         one.told("up.0.0", 60)
         until(lambda: children(one.pid), "it has children")
         assert stat.S_IMODE((tmp_path / "t").lstat().st_mode) == 0o600
-        assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+        # That of its keeper of snapshots, which asks the kernel besides who connects.
+        (keeper,) = [path for path in tmp_path.rglob("*") if path.is_socket()]
+        assert stat.S_IMODE(keeper.lstat().st_mode) == 0o600
+        assert stat.S_IMODE(keeper.parent.lstat().st_mode) == 0o700
         named = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
         inodes = {words[6]: words[7] for words in named if len(words) > 7}
         held = {os.readlink(path) for path in Path(f"/proc/{one.pid}/fd").iterdir()}
-        assert not [name for inode, name in inodes.items() if f"socket:[{inode}]" in held]
+        mine = {name for inode, name in inodes.items() if f"socket:[{inode}]" in held}
+        assert [Path(name).name for name in mine] == [keeper.name]

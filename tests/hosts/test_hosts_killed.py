@@ -55,7 +55,8 @@ def test_the_host_of_the_endpoint_loses_its_power_and_one_of_another_name_at_its
         job.start("d")
         came_s = time.time()
         first = wait_world(job, "bcd", (1, 0))
-        assert first.time_s - came_s < BOUND_S and first.round == 2
+        # With the newcomer at once where it was warm by then, else in the world after that.
+        assert first.time_s - came_s < BOUND_S and first.round in (2, 3)
         assert len(job.seen()) - steps < 20, "nobody trained meanwhile"
         assert job.coordinator().name == "d"
 

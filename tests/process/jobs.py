@@ -180,7 +180,14 @@ class Job:
         ]
 
     def environment(self, more: dict[str, str]) -> dict[str, str]:
-        kept = ("PATH", "HOME", "VIRTUAL_ENV", "TMPDIR", "LD_LIBRARY_PATH")
+        kept = (
+            "PATH",
+            "HOME",
+            "VIRTUAL_ENV",
+            "TMPDIR",
+            "LD_LIBRARY_PATH",
+            "COVERAGE_PROCESS_CONFIG",
+        )
         base = {name: os.environ[name] for name in kept if name in os.environ}
         return {**base, "OMP_NUM_THREADS": "1", MARK: self.mark, "MODE": self.mode, **more}
 
@@ -284,3 +291,12 @@ def left_over(mark: str) -> list[tuple[int, str]]:
 def _step(line: str) -> Step:
     words = line.split()
     return Step(*map(int, words[:6]), words[6], int(words[7]), float(words[8]))
+
+
+def trains_on(job: Job, more: int = 10) -> None:
+    """The workers of round 1 attempt 0 take more steps, all of them the same processes."""
+    pids = {s.pid for s in newest(job.seen())}
+    job.wait_step(world=2, count=len(newest(job.seen())) // 2 + more)
+    steps = newest(job.seen())
+    assert {(s.round, s.attempt) for s in steps} == {(1, 0)}
+    assert {s.pid for s in steps} == pids and len(pids) == 2

@@ -63,7 +63,7 @@ def worker_environment(**more: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name in ("PATH", "HOME", "VIRTUAL_ENV", "TMPDIR")
+        if name in ("PATH", "HOME", "VIRTUAL_ENV", "TMPDIR", "COVERAGE_PROCESS_CONFIG")
     }
     return {**kept, "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", "PYTHONFAULTHANDLER": "1", **more}
 

@@ -4,12 +4,15 @@ import asyncio
 import gc
 import os
 import socket
+import subprocess
 import warnings
+
+from reports import report_of
 
 from elastane.coordinator import Coordinator
 from elastane.core.effects import Finished, Hangup, Persist, Send, Tell
 from elastane.core.events import Broken, Received, Tick
-from elastane.core.messages import Leave, Query, Release, Report
+from elastane.core.messages import Leave, Query, Release
 from elastane.core.model import JobSpec, Outcome, Record
 from elastane.core.notes import EventKind, Note
 from elastane.core.wire import derive_secret
@@ -31,6 +34,22 @@ def listener():
 def descriptors():
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+def make_papers(folder):
+    """Make a CA, a certificate of it, and a certificate of another CA."""
+    for name in ("ca", "other"):
+        openssl(folder, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}",
+                "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2")  # fmt: skip
+    openssl(folder, "req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=node",
+            "-keyout", "node.key", "-out", "node.csr")  # fmt: skip
+    openssl(folder, "x509", "-req", "-in", "node.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+            "-CAcreateserial", "-out", "node.pem", "-days", "2")  # fmt: skip
+    return folder
+
+
+def openssl(folder, *arguments):
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
 
 async def until(condition, what, within_s=10.0):
@@ -57,19 +76,7 @@ def play(scenario, within_s=30.0):
     assert not unseen, unseen
 
 
-REPORT = Report(
-    job=JOB,
-    phase="running",
-    reason="all is well",
-    fence=None,
-    min_nodes=1,
-    max_nodes=1,
-    world_size=1,
-    restarts_used=0,
-    max_restarts=0,
-    uptime_s=1.0,
-    nodes=(),
-)
+REPORT = report_of(JOB)
 
 
 class Script:

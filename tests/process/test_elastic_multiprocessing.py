@@ -198,6 +198,24 @@ def test_children_die_with_a_parent_that_is_killed():
     until(lambda: not any(map(alive, pids)), "the children are gone")
 
 
+IN_ITS_MAKING = """
+import os, signal, time
+from elastane.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+os.register_at_fork(after_in_child=lambda: time.sleep(1))
+context = start_processes("t", time.sleep, {0: (300,)}, {0: {}}, DefaultLogsSpecs(),
+                          start_method="fork")
+os.kill(context.pids()[0], signal.SIGTERM)
+result = context.wait(30)
+print("it lives on" if result is None else f"failed: {result.is_failed()}")
+context.close(signal.SIGKILL)
+"""
+
+
+def test_a_signal_in_the_middle_of_a_childs_making_is_not_lost():
+    said = subprocess.check_output([sys.executable, "-c", IN_ITS_MAKING], text=True, timeout=60)
+    assert said == "failed: True\n"
+
+
 def test_a_signal_becomes_an_exception_in_the_main_thread():
     before = signal.getsignal(signal.SIGTERM)
     context = start(fail_at, args_of(1, 5))

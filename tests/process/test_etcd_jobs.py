@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from etcd_server import EtcdCluster, etcd, shared_cluster
-from jobs import Job, newest, until
+from jobs import Job, newest, trains_on, until
 from supervise import agent
 
 from elastane.core.notes import EventKind
@@ -44,15 +44,6 @@ def member_job(folder: Path, endpoint: str, backend: str = "etcd") -> Job:
         endpoint=endpoint,
         options=("--max-restarts", "1"),
     )
-
-
-def trains_on(job: Job, more: int = 10) -> None:
-    """The workers of round 1 attempt 0 take more steps, all of them the same processes."""
-    pids = {s.pid for s in newest(job.seen())}
-    job.wait_step(world=2, count=len(newest(job.seen())) // 2 + more)
-    steps = newest(job.seen())
-    assert {(s.round, s.attempt) for s in steps} == {(1, 0)}
-    assert {s.pid for s in steps} == pids and len(pids) == 2
 
 
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])

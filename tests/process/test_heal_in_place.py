@@ -6,6 +6,7 @@ Each job ends with the state of one that nothing happened to.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -127,6 +128,14 @@ def test_a_replica_with_one_wrong_bit_is_named_and_takes_the_majoritys(tmp_path)
         assert told in odd.output
         other = [node for node in job.cluster.nodes if node is not odd]
         assert sum(f"rank {rank} differ from ranks {others}" in node.output for node in other) == 1
+        event = job.cluster.wait_event("replica-differed")
+        assert (event.node, event.data["rank"], event.data["local_rank"]) == (odd.name, rank, 0)
+        folder = str(job.cluster.log_dir / job.cluster.job)
+        explained = subprocess.check_output(
+            [sys.executable, "-m", "elastane", "explain", folder], text=True
+        )
+        after = f"replicas after {event.data['steps']} steps"
+        assert f"{after}: rank {rank} on node {odd.name} differed from" in explained
         job.wait_steps(10, 3)
         before = job.alive()
         job.ends_exact(3)

@@ -2,10 +2,9 @@
 
 import asyncio
 import socket
-import subprocess
 
 import pytest
-from rpc_support import JOB, SECRET, Desk, ask, listener, play, until
+from rpc_support import JOB, SECRET, Desk, ask, listener, make_papers, play, until
 
 from elastane.core.messages import Leave
 from elastane.core.wire import MAGIC, ServerHandshake, derive_secret
@@ -212,20 +211,7 @@ def test_drain_returns_once_all_is_with_the_kernel():
 
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory):
-    """A CA, a certificate of it, and a certificate of another CA."""
-    folder = tmp_path_factory.mktemp("tls")
-    for name in ("ca", "other"):
-        openssl(folder, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}",
-                "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2")  # fmt: skip
-    openssl(folder, "req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=node",
-            "-keyout", "node.key", "-out", "node.csr")  # fmt: skip
-    openssl(folder, "x509", "-req", "-in", "node.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-            "-CAcreateserial", "-out", "node.pem", "-days", "2")  # fmt: skip
-    return folder
-
-
-def openssl(folder, *arguments):
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+    return make_papers(tmp_path_factory.mktemp("tls"))
 
 
 def test_with_tls_both_sides_verify_each_other(papers):

@@ -21,10 +21,10 @@ def job(tmp_path):
 
 
 def spares(job):
-    """Processes that have come to init() and were given no place."""
-    started = {int(path.stem) for path in (job.folder / "said").glob("*.started")}
+    """Processes that wait in init(), as their agent knows, and were given no place."""
+    waited = {int(path.stem) for path in (job.folder / "said").glob("*.spare")}
     made_steps = {pid for pid, lines in job.said("body").items() if lines}
-    return {pid for pid in started - made_steps if alive(pid)}
+    return {pid for pid in waited - made_steps if alive(pid)}
 
 
 def test_a_spare_takes_the_place_of_a_lost_worker_with_its_variables_and_its_log(job):

@@ -9,6 +9,7 @@ import itertools
 import random
 
 import pytest
+from deaths import die_at
 
 from elastane.core.steps import Step
 from elastane.testing.simulation.history import LIVENESS_S, stuck
@@ -31,21 +32,11 @@ run 3
 
 def play(mode, dies_at=(), back_s=0.5):
     """Play the script, and kill at the given numbers of steps; return the steps passed."""
-    play, passed = Play(), []
+    play = Play()
     job, *commands = SCRIPT.format(mode=mode).split("\n")[1:-1]
     play.do(job)
     cluster = play.cluster
-
-    def on_step(host, step):
-        passed.append(step)
-        if len(passed) - 1 not in dies_at:
-            return False
-        cluster.upset = True
-        cluster.crash(host, f"dies where it is {step.value!r}, step {len(passed) - 1}")
-        cluster.clock.after(back_s, lambda: come_back(cluster, cluster.nodes[host]))
-        return True
-
-    cluster.on_step = on_step
+    passed = die_at(cluster, dies_at, back_s)
     for command in commands:
         if command.startswith("kill-worker") and cluster.nodes["n1"].group is None:
             continue
@@ -53,12 +44,7 @@ def play(mode, dies_at=(), back_s=0.5):
     play.do("run 30")
     if stuck(cluster):
         play.do(f"run {LIVENESS_S}")
-    return cluster, passed
-
-
-def come_back(cluster, node):
-    if not node.alive and cluster.checks.outcome is None:
-        cluster.boot(node)
+    return cluster, [step for _, step in passed]
 
 
 def holds(mode, dies_at, back_s=0.5):

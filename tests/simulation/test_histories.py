@@ -86,6 +86,8 @@ def test_every_kind_of_fault_is_drawn_and_told():
         kinds |= {planned.kind for planned in history.setting.plan}
     for what in (
         "crashes silently",
+        "owner wants",
+        "give way",
         "stands still",
         "is suspended",
         "clocks of",
@@ -105,7 +107,7 @@ def test_every_kind_of_fault_is_drawn_and_told():
         "SIGTERM",
     ):
         assert what in stories, what
-    assert len(kinds) == 26
+    assert len(kinds) == 27
 
 
 def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):

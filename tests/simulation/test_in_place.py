@@ -7,6 +7,7 @@ import os
 import random
 
 import pytest
+from deaths import die_at
 
 from elastane.core.steps import Step
 from elastane.testing.simulation import Cut, History, HistoryFailedError, run_seed, setting_of
@@ -79,7 +80,7 @@ def test_histories_meet_what_they_are_meant_to_meet():
         kinds |= {planned.kind for planned in history.setting.plan}
     assert regrouped > 100 and healed > 100, (regrouped, healed)
     assert restarts > 40 and ended > 20, (restarts, ended)
-    assert len(kinds) == 27
+    assert len(kinds) == 28
 
 
 def test_histories_of_the_other_kind_are_not_changed_by_this_one():
@@ -101,21 +102,11 @@ def test_a_failing_seed_is_replayed_by_its_command(capsys, monkeypatch):
 
 def one_job(mode, dies_at=(), back_s=0.5):
     """Play the script, and kill at the given numbers of steps; return the steps passed."""
-    play, passed = Play(), []
+    play = Play()
     job, *commands = SCRIPT.format(mode=mode).split("\n")[1:-1]
     play.do(job)
     cluster = play.cluster
-
-    def on_step(host, step):
-        passed.append(step)
-        if len(passed) - 1 not in dies_at:
-            return False
-        cluster.upset = True
-        cluster.crash(host, f"dies where it is {step.value!r}, step {len(passed) - 1}")
-        cluster.clock.after(back_s, lambda: come_back(cluster, cluster.nodes[host]))
-        return True
-
-    cluster.on_step = on_step
+    passed = die_at(cluster, dies_at, back_s)
     for command in commands:
         name = command.split()[1]
         if command.startswith("kill-worker") and cluster.nodes[name].household is None:
@@ -124,12 +115,7 @@ def one_job(mode, dies_at=(), back_s=0.5):
     play.do("run 60")
     if stuck(cluster):
         play.do(f"run {LIVENESS_S + IN_PLACE_S}")
-    return cluster, passed
-
-
-def come_back(cluster, node):
-    if not node.alive and cluster.checks.outcome is None:
-        cluster.boot(node)
+    return cluster, [step for _, step in passed]
 
 
 def survives(mode, dies_at, back_s):
@@ -165,6 +151,34 @@ def test_two_and_three_deaths_at_any_steps_of_it_are_survived(mode):
     for count in (2, 3):
         for _ in range(15):
             survives(mode, {*rng.sample(range(len(passed)), count)}, rng.choice((0.05, 0.5, 4.0)))
+
+
+def narrowed(dies_at=-1, back_s=0.5):
+    """Let the owner of a job take two of three nodes away; the third has the coordinator."""
+    play = Play()
+    play.do("job nodes=1:3 restarts=5 steps=60 recovers=in-place mode=store seed=2")
+    cluster = play.cluster
+    for command in ("boot n0", "run 4", "boot n1 n2", "run 12"):
+        play.do(command)
+    passed = die_at(cluster, {dies_at}, back_s)
+    cluster.drained = True
+    cluster.resize(1, 1)
+    play.do("run 8")
+    count = len(passed)
+    play.do("run 60")
+    if stuck(cluster):
+        play.do(f"run {LIVENESS_S + IN_PLACE_S}")
+    assert not stuck(cluster), f"{cluster.story.text()}\n a death at step {dies_at}"
+    return cluster, [host for host, _ in passed[:count]]
+
+
+def test_a_death_at_any_step_of_a_job_that_is_made_smaller_loses_no_step():
+    """Also that of the only node that is left, and of its coordinator with it."""
+    cluster, passed = narrowed()
+    assert len(passed) > 100 and cluster.checks.settled > 2
+    for number, host in enumerate(passed):
+        if host == "n0":
+            narrowed(number, back_s=(0.05, 4.0)[number % 2])
 
 
 def test_an_undisturbed_job_of_it_loses_no_step_and_restarts_nobody():

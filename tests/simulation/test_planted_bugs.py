@@ -11,7 +11,7 @@ from elastane.core.budget import RestartBudget
 from elastane.core.contact import Contact
 from elastane.core.effects import Persist, Send
 from elastane.core.localworkers import LocalWorkers
-from elastane.core.messages import Assign, Release, Stopped
+from elastane.core.messages import Assign, Stopped
 from elastane.core.model import Fence, Offer
 from elastane.core.ranks import Place, assignments, member_of
 from elastane.core.rendezvous import door, ending, forming, phases, presence, reports
@@ -303,15 +303,6 @@ def test_a_drained_node_that_is_started_again_is_found(monkeypatch):
     assert "is to leave" in first_failure(200)
 
 
-def test_a_drained_node_that_is_counted_as_departed_is_found(monkeypatch):
-    def releases_and_remembers(state):
-        for node in [state.nodes[i] for i in sorted(state.leaving - state.holding)]:
-            state.send(node, Release(node.leaving))
-
-    monkeypatch.setattr(phases, "_release_leaving", releases_and_remembers)
-    assert "was counted as departed" in first_failure(200)
-
-
 def test_an_end_that_is_told_before_it_is_durable_is_found(monkeypatch):
     original = ending._close
 
@@ -350,7 +341,9 @@ def test_the_other_side_of_a_partition_forgotten_is_found(monkeypatch):
 
 def test_an_agent_that_never_isolates_itself_is_found(monkeypatch):
     monkeypatch.setattr(AgentCore, "_mind_isolation", lambda self: None)
-    assert "two sides train" in first_failure(4000, first=2000)
+    # Two sides at once, or one that outlives the job which ended without it.
+    found = first_failure(4000, first=2000)
+    assert "two sides train" in found or "after the job's end" in found
 
 
 def test_ranks_given_by_name_are_found(monkeypatch):
@@ -370,7 +363,7 @@ def test_a_target_that_some_have_passed_is_found(monkeypatch):
         original(state)
 
     monkeypatch.setattr(phases, "_aim", aim_low)
-    assert "calls before it was told" in first_failure(100)
+    assert "before it was told" in first_failure(100)
 
 
 def test_silence_that_is_never_noticed_is_found(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from elastane.core.effects import RegroupWorkers
 from elastane.core.group import Group
 from elastane.core.localworkers import LocalWorkers
-from elastane.core.rendezvous import forming, holdings, phases, regroup
+from elastane.core.rendezvous import forming, holdings, phases, regroup, stateholders
 from elastane.core.rendezvous.regroup import Contingent
 from elastane.core.rendezvous.state import Node, Phase
 from elastane.testing.simulation import HistoryFailedError, residents, run_seed
@@ -145,3 +145,21 @@ def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):
 
     monkeypatch.setattr(LocalWorkers, "_regroup", again)
     first_failure(500)
+
+
+def test_newcomers_that_begin_anew_while_others_train_out_of_sight_are_found(monkeypatch):
+    monkeypatch.setattr(stateholders, "in_doubt_until_s", lambda state: 0.0)
+    assert "two sides train" in first_failure(100, first=20_002_500)
+
+
+def test_those_who_gave_way_and_are_stopped_though_they_are_needed_are_found(monkeypatch):
+    monkeypatch.setattr(stateholders, "keeps", lambda state, node: False)
+    assert "was stopped" in first_failure(100, first=20_037_200)
+
+
+def test_a_place_that_is_dropped_without_a_word_is_found(monkeypatch):
+    def silently(self, group, fence):
+        group.move(fence)
+
+    monkeypatch.setattr(LocalWorkers, "_stay_out", silently)
+    assert "nothing was trained" in first_failure(100, first=43_400, store_backed=False)

@@ -6,8 +6,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src" / "elastane"
-_FOLDERS = ("src", "tests", "bench", "examples")
-_TEXTS = ("*.md", "docs/**/*.md", "pyproject.toml", "Makefile", ".ci/*", "LICENSE")
+_FOLDERS = ("src", "tests", "bench", "examples", "deploy")
+_TEXTS = (
+    *("*.md", "docs/**/*.md", "examples/**/*.md", "pyproject.toml", "Makefile", ".ci/*", "LICENSE"),
+    *("deploy/**/*.yaml", "deploy/**/*.tpl", "deploy/**/*.md", "deploy/Dockerfile*"),
+    "examples/**/*.yaml",
+)
 
 
 def package_files():

@@ -21,9 +21,17 @@ from elastane.launcher.build import build
 from elastane.launcher.parser import parse
 from elastane.launcher.show import as_lines
 from elastane.stores.etcd.settings import CONF_KEYS, PREFIX, read_settings
+from elastane.stores.kubernetes.settings import CONF_KEYS as KUBERNETES_KEYS
+from elastane.stores.kubernetes.settings import TIMING
+from elastane.stores.kubernetes.trouble import REFUSED_S
 
 PAGE = (ROOT / "docs" / "rdzv-conf.md").read_text()
 DURATIONS = [name.removesuffix("_s") for name in Timing.__struct_fields__]
+KUBECONFIG = """
+clusters: [{name: c, cluster: {server: "https://kube:6443"}}]
+contexts: [{name: c, context: {cluster: c}}]
+current-context: c
+"""
 _FILES = ("train.py", "job.token", "ca.pem", "node.pem", "node.key")
 
 
@@ -65,6 +73,7 @@ def here(tmp_path, monkeypatch):
     """A folder with the files that the page's lines name."""
     for name in _FILES:
         (tmp_path / name).write_text("secret\n")
+    (tmp_path / "kubeconfig").write_text(KUBECONFIG)
     monkeypatch.chdir(tmp_path)
 
 
@@ -75,7 +84,7 @@ def built(words):
 def test_every_key_has_a_row_and_every_row_is_a_key():
     known = {*conf._TORCHRUN, "keep_alive_max_attempt", *DURATIONS}
     assert set(keyed("Durations")) == known
-    others = {*conf._OTHER, *conf._IDLE, *CONF_KEYS} - {"keep_alive_max_attempt"}
+    others = {*conf._OTHER, *conf._IDLE, *CONF_KEYS, *KUBERNETES_KEYS} - {"keep_alive_max_attempt"}
     assert set(keyed("Other keys")) == others
 
 
@@ -108,6 +117,8 @@ def test_a_key_for_etcd_is_told_as_one_and_no_other_is():
     for key, cells in keyed("Other keys").items():
         if key in CONF_KEYS:
             assert cells[1] == "`etcd`, `etcd-v2`", key
+        if key in KUBERNETES_KEYS:
+            assert cells[1] == "`kubernetes`", key
         assert ("with a note" in cells[4]) == (key in conf._IDLE), key
         assert ("with a note" in cells[4]) == bool(conf.read_conf(f"{key}=1").notes), key
     etcd = keyed("Other keys")
@@ -170,6 +181,10 @@ def test_every_backend_has_a_section_whose_line_means_it(here):
 def test_the_figures_of_the_text_are_those_of_the_code():
     assert f"for {ISOLATION_LIMIT_S:g} s; after that, workers stop" in PAGE
     assert f"its outcome for {OUTCOME_KEPT_S:g} s" in PAGE
+    ttl, renew = keyed("Durations")["lease_ttl"][3], keyed("Durations")["lease_renew"][3]
+    assert f"its default is {TIMING.lease_ttl_s:g}" in ttl
+    assert f"the default of kubernetes is {TIMING.lease_renew_s:g}" in renew
+    assert f"was never allowed, and after {REFUSED_S:g} s" in PAGE
 
 
 def test_a_handler_differs_as_told():

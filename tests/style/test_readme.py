@@ -25,7 +25,9 @@ def _known_options(verb):
 
     module = import_module("elastane.cli." + verb.replace("-", "_"))
     parser = make_parser(module, verb, "")
-    return set(parser._option_string_actions)
+    acts = [action for action in parser._actions if isinstance(action.choices, dict)]
+    parsers = [parser, *(one for action in acts for one in action.choices.values())]
+    return {option for one in parsers for option in getattr(one, "_option_string_actions", ())}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=short)

@@ -1,6 +1,7 @@
 """A job of one worker, with no launcher: its steps, refusals, and what a lost step puts back.
 
-Among the unit tests, which run last: torch starts threads here, and tests of processes fork.
+Among the unit tests, which run in a process of their own: torch starts threads here, and tests of
+real processes fork.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 import elastane
+from elastane.checkpoint.tracked import Tracked
 from elastane.errors import JobError
-from elastane.job.tracked import Tracked
 from elastane.job.undo import Undo
 
 N, B = 100, 16
@@ -158,6 +159,23 @@ def test_a_lost_step_leaves_nothing_behind(stepped):
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
+def test_a_buffer_that_the_lost_step_replaced_is_put_back():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))
+    net[0].register_buffer("average", torch.zeros(2))
+    tracked = Tracked()
+    tracked.add({"net": net, "half": net[1]})
+    undo = Undo(tracked)
+    for step in range(3):
+        undo.begin()
+        before = [buffer.clone() for buffer in net.buffers()]
+        net(X[:8])
+        net[0].average = net[0].average + 1
+        net[0].average += 1
+        undo.restore()
+        assert all(map(torch.equal, before, net.buffers()))
+        net[0].average = net[0].average + step
+
+
 def test_a_scaler_that_has_unscaled_may_do_it_again_in_the_step_that_is_dealt_again():
     net = torch.nn.Linear(4, 1)
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
@@ -182,11 +200,83 @@ def test_a_worker_of_another_launcher_is_refused_instead_of_training_alone(monke
         assert job.world_size == 1
 
 
-def test_a_model_that_is_sharded_over_workers_is_refused(job):
+def test_a_sharded_model_trains_in_a_job_of_one(job):
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import init_device_mesh
 
-    net = net_of()
-    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(JobError, match="sharded over workers"):
-        job.track(net=net)
+    mesh = job.device_mesh(shard=1)
+    assert mesh.mesh_dim_names == ("replicate", "shard") and mesh.shape == (1, 1)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    fully_shard(net, mesh=mesh)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    job.track(net=net, sgd=sgd)
+    before = net[0].weight.full_tensor().clone()
+    for step, chosen in job.steps(loader_of(), until_step=2):
+        with step:
+            step.backward(net(X[chosen]).square().mean())
+            sgd.step()
+            sgd.zero_grad()
+        assert step.committed
+    assert not net[0].weight.full_tensor().equal(before)
+
+
+def test_what_a_committed_step_of_shards_has_changed_stays_when_a_world_begins(job):
+    from torch.distributed.fsdp import fully_shard
+
+    from elastane.job.shards import Shards
+
+    net = torch.nn.Linear(4, 1)
+    fully_shard(net, mesh=job.device_mesh(shard=1))
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+    halved = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    job.track(net=net, sgd=sgd, halved=halved)
+    mesh, health = job._world.mesh, job._health
+    for step, chosen in job.steps(loader_of(), until_step=2):
+        health.shards = Shards(job.process_group, mesh, health, job._undo, came_later=False)
+        with step:
+            step.backward(net(X[chosen]).square().mean())
+            sgd.step()
+            halved.step()
+    health.compare(job._feed.cursor)
+    assert sgd.param_groups[0]["lr"] == 0.25 and halved.last_epoch == 2
+
+
+def test_what_needs_whole_replicas_is_refused_with_a_sharded_model():
+    from torch.distributed.fsdp import fully_shard
+
+    with elastane.init(deterministic=True) as job:
+        net = torch.nn.Linear(4, 1)
+        fully_shard(net, mesh=job.device_mesh(shard=1))
+        with pytest.raises(JobError, match="deterministic=True, with parameters that are sharded"):
+            job.track(net=net)
+    with elastane.init() as job:
+        net = torch.nn.Linear(4, 1)
+        fully_shard(net, mesh=job.device_mesh(shard=1))
+        job.track(net=net, sgd=torch.optim.SGD(net.parameters(), lr=0.1))
+        with pytest.raises(JobError, match="verify_every"):
+            next(job.steps(loader_of(), until_step=2, verify_every=1))
+
+
+def test_a_mesh_that_the_world_cannot_be_made_of_is_refused(job):
+    with pytest.raises(JobError, match=r"shard=2\) in a world of 1 workers"):
+        job.device_mesh(shard=2)
+
+
+def test_a_job_has_one_mesh(job):
+    job.device_mesh(shard=1)
+    with pytest.raises(JobError, match="called before"):
+        job.device_mesh(shard=1)
+
+
+def test_who_came_later_uses_no_collective_before_its_first_step(job):
+    from elastane.job.world import _refuse_early
+
+    mesh = job.device_mesh(shard=1)
+    groups = [job.process_group, mesh.get_group("shard"), mesh.get_group("replicate")]
+    for group in groups:
+        group.guard = _refuse_early  # as of one that has just got its place
+        with pytest.raises(JobError, match="came later") as caught:
+            torch.distributed.all_reduce(torch.ones(1), group=group)
+        assert caught.value.slug == "job-mesh"
+    job._world.begin()
+    for group in groups:
+        torch.distributed.all_reduce(torch.ones(1), group=group)

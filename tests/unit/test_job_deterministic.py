@@ -1,6 +1,7 @@
 """deterministic=True in a job of one: what a step's shards leave behind, and what is refused.
 
-Among the unit tests, which run last: torch starts threads here, and tests of processes fork.
+Among the unit tests, which run in a process of their own: torch starts threads here, and tests of
+real processes fork.
 """
 
 from __future__ import annotations
@@ -102,6 +103,24 @@ def test_buffers_become_the_mean_of_the_shards_and_constant_ones_stay_to_the_bit
         assert torch.equal(net.constant, constant)
 
 
+def test_a_buffer_that_a_shard_replaces_counts_as_one_that_it_changes(job):
+    net, shared = torch.nn.Linear(4, 1), torch.zeros(2)
+    for name in ("replaced", "changed", "shared"):
+        net.register_buffer(name, shared if name == "shared" else torch.zeros(2))
+    net.inner = torch.nn.Module()
+    net.inner.register_buffer("shared", shared)
+    before = dict(net.named_buffers())
+    for step, _ in steps_of(job, net, count=3):
+        for number, chosen in enumerate(step.batches):
+            net.replaced = 0.9 * net.replaced + number
+            net.inner.shared = 0.9 * net.inner.shared + number
+            net.changed.mul_(0.9).add_(number)
+            step.backward(net(X[chosen]).mean())
+        assert torch.equal(net.replaced, net.changed) and torch.equal(net.shared, net.changed)
+    assert all(each is before[name] for name, each in net.named_buffers())
+    assert net.inner.shared is shared
+
+
 def test_each_shard_has_streams_of_its_own_that_tracked_generators_belong_to(job):
     generator, net = torch.Generator(), torch.nn.Linear(4, 1)
     job.track(generator=generator)
@@ -150,6 +169,12 @@ def all_before_any(step, net, optimizer):
     optimizer.step()
 
 
+def a_buffer_that_grows(step, net, optimizer):
+    for chosen in step.batches:
+        net.register_buffer("seen", torch.cat([net.seen, X[chosen]]))
+        step.backward(net(X[chosen]).mean())
+
+
 def a_collective_inside(step, net, optimizer):
     for chosen in step.batches:
         torch.distributed.all_reduce(net(X[chosen]).mean().detach())
@@ -161,11 +186,13 @@ def a_collective_inside(step, net, optimizer):
         (only_the_first, "after 1 of this rank's 4 shards"),
         (none_of_them, "shards were not computed"),
         (all_before_any, "no shard has left a gradient"),
+        (a_buffer_that_grows, "the buffer seen of a Linear has another shape"),
         (a_collective_inside, "allreduce was called inside a shard"),
     ],
 )
 def test_a_body_that_would_go_wrong_in_some_world_is_refused(job, body, words):
     net = torch.nn.Linear(4, 1)
+    net.register_buffer("seen", torch.zeros(0, 4))
     with pytest.raises(JobError, match=words):
         for step, optimizer in steps_of(job, net):
             body(step, net, optimizer)

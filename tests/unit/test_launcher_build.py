@@ -131,9 +131,36 @@ def test_file_takes_the_endpoint_as_a_folder(make, tmp_path):
     refused(make, *argv, "--rdzv-endpoint", "train.py", slug="endpoint-missing")
 
 
-def test_a_backend_of_a_later_version_is_refused_honestly(make):
-    error = refused(make, "--rdzv-backend", "kubernetes", slug="not-in-this-version")
-    assert "file" in error.next_step
+KUBECONFIG = """
+clusters: [{name: c, cluster: {server: "https://kube:6443"}}]
+contexts: [{name: c, context: {cluster: c, namespace: own}}]
+current-context: c
+"""
+
+
+def test_kubernetes_takes_the_endpoint_as_a_namespace_and_else_that_of_the_context(make, tmp_path):
+    argv = ("--rdzv-backend", "kubernetes", "--nnodes", "2", "--rdzv-id", "j")
+    error = refused(make, *argv, slug="kube-no-cluster")
+    assert "KUBECONFIG" in error.next_step
+    (tmp_path / "config").write_text(KUBECONFIG)
+    found = make(*argv, KUBECONFIG=str(tmp_path / "config"))
+    assert (found.rendezvous.backend, found.rendezvous.store) == ("kubernetes", "own")
+    assert (found.spec.timing.lease_ttl_s, found.spec.timing.lease_renew_s) == (3, 1)
+    conf = ("--rdzv-conf", f"kubeconfig={tmp_path / 'config'},lease_renew=3")
+    found = make(*argv, *conf, "--rdzv-endpoint", "other")
+    assert found.rendezvous.store == "other"
+    assert found.rendezvous.store_conf == {"kubeconfig": str(tmp_path / "config")}
+    assert found.spec.timing.lease_ttl_s == 6
+    named = ("--rdzv-conf", f"kubeconfig={tmp_path / 'config'},namespace=third")
+    assert make(*argv, *named).rendezvous.store == "third"
+
+
+def test_keys_of_another_store_are_refused(make):
+    error = refused(make, "--rdzv-conf", "context=c", slug="bad-rdzv-conf")
+    assert "kubernetes" in error.expected
+    conf = ("--rdzv-conf", "user=u,password=p")
+    error = refused(make, "--rdzv-backend", "kubernetes", *conf, slug="bad-rdzv-conf")
+    assert "etcd" in error.expected
 
 
 def test_an_unknown_backend_gets_the_nearest_name(make):

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from elastane.agent import memory
 from elastane.agent.memory import Memory, kill_evidence, read_memory, size
 
 KILL = -signal.SIGKILL
@@ -48,3 +49,67 @@ def test_the_counters_of_this_machine_can_be_read():
 )
 def test_sizes_read_well(count, text):
     assert size(count) == text
+
+
+V1 = "12:cpu,cpuacct:/job\n7:memory:/job/a\n1:name=systemd:/\n"
+V2 = "0::/job/a\n"
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Make a machine whose kernel says this of our cgroup, and has these files of cgroups."""
+
+    def make(ours, files):
+        monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+        monkeypatch.setattr(memory, "_OURS", tmp_path / "ours")
+        if ours is not None:
+            (tmp_path / "ours").write_text(ours)
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return read_memory()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("ours", "folder", "events", "limit"),
+    [
+        (V1, "memory/job/a", "memory.oom_control", "memory.limit_in_bytes"),
+        (V2, "job/a", "memory.events", "memory.max"),
+        # In a container the kernel names the host's path, and the cgroup is the root that is seen.
+        (V1, "memory", "memory.oom_control", "memory.limit_in_bytes"),
+        (V2, ".", "memory.events", "memory.max"),
+        # Both are mounted, and the memory is one's own.
+        (V1 + V2, "memory/job/a", "memory.oom_control", "memory.limit_in_bytes"),
+        (V1.replace("7:memory:", "7:pids:") + V2, "job/a", "memory.events", "memory.max"),
+    ],
+)
+def test_a_cgroup_is_read_by_either_version_inside_a_container_and_out(
+    machine, ours, folder, events, limit
+):
+    files = {f"{folder}/{events}": "low 0\noom 9\noom_kill 3\n", f"{folder}/{limit}": "4096\n"}
+    found = machine(ours, files)
+    assert (found.cgroup_kills, found.limit_bytes) == (3, 4096)
+
+
+@pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n", ""])
+def test_a_cgroup_without_a_limit_has_none(machine, text):
+    found = machine(V2, {"job/a/memory.events": "oom_kill 0\n", "job/a/memory.max": text})
+    assert (found.cgroup_kills, found.limit_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "files"),
+    [
+        (None, {}),
+        (V2, {}),
+        ("1:name=systemd:/\n", {"memory.events": "oom_kill 3\n"}),
+        # An old kernel counts no kills.
+        (V1, {"memory/job/a/memory.oom_control": "under_oom 0\n"}),
+    ],
+)
+def test_of_a_cgroup_that_tells_no_kills_nothing_is_claimed(machine, ours, files):
+    found = machine(ours, files)
+    assert (found.cgroup_kills, found.limit_bytes) == (None, 0)

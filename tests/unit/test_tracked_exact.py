@@ -2,8 +2,8 @@
 
 import torch
 
+from elastane.checkpoint.tracked import Tracked
 from elastane.comms.digest import state_digest
-from elastane.job.tracked import Tracked
 
 
 class Wide(torch.optim.Optimizer):

@@ -173,3 +173,8 @@ def test_the_timer_file_is_told_where_the_agent_watches_and_else_handed_on():
 def test_the_signals_that_the_agent_handles_are_told_as_torchrun_tells_them():
     found = env({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP"}, signals=("SIGTERM", "SIGINT"))
     assert found["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT"
+
+
+def test_the_keeper_is_this_nodes_and_never_that_of_an_outer_job():
+    assert "ELASTANE_KEEPER" not in env({"ELASTANE_KEEPER": "/outer"})
+    assert env({"ELASTANE_KEEPER": "/outer"}, keeper="/own")["ELASTANE_KEEPER"] == "/own"

@@ -20,6 +20,7 @@ _PER_WORKER = (
     "ELASTANE_LINE_FD",
     "ELASTANE_REPORT_FILE",
     "ELASTANE_LEASH",
+    "ELASTANE_KEEPER",
 )
 _SECRET = "ELASTANE_TOKEN"
 _CONF = "PET_RDZV_CONF"
@@ -35,6 +36,7 @@ class RunFacts:
 
     `virtual_local_rank`: each worker sees one device, as number 0. `timer_file` is where they set
     timers on themselves, empty where nobody watches. `signals` are those at which the agent drains.
+    `keeper` is the path of the socket of the node's keeper, empty where there is none.
     """
 
     job: str
@@ -44,6 +46,7 @@ class RunFacts:
     virtual_local_rank: bool = False
     timer_file: str = ""
     signals: tuple[str, ...] = ()
+    keeper: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ def worker_environment(
         env["ELASTANE_PAGE_FD"] = str(worker.page_fd)
     if worker.line_fd is not None:
         env["ELASTANE_LINE_FD"] = str(worker.line_fd)
-    if worker.leash:
-        env["ELASTANE_LEASH"] = worker.leash
+    own = {"ELASTANE_KEEPER": run.keeper, "ELASTANE_LEASH": worker.leash}
+    env.update({name: value for name, value in own.items() if value})
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # A fatal signal then shows the stacks of all threads, in their child processes too.
     env.setdefault("PYTHONFAULTHANDLER", "1")

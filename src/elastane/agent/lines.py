@@ -19,6 +19,7 @@ from elastane.runtime.streams import WorkerStreams
 from elastane.runtime.workerline import (
     Able,
     Begin,
+    Differed,
     Doing,
     Finished,
     FromWorker,
@@ -30,6 +31,9 @@ from elastane.runtime.workerline import (
 )
 
 _log = logging.getLogger("elastane.workers")
+# How long after its line ended a worker's own end is waited for, till it counts as one that has
+# left its steps and lives on. A killed one's is told in some 10 ms.
+_END_S = 1.0
 
 
 class Lines:
@@ -39,14 +43,19 @@ class Lines:
         self.able: set[int] = set()
         self.ready: set[int] = set()  # spares that wait in init(); their numbers are negative
         self.finished: set[int] = set()
+        # Were able, and have hung up: most have ended, and are soon told as failed.
+        self._parted: set[int] = set()
         self._changed, self._lost = changed, lost
         # Hears what a worker is at, which it was asked.
         self.answered: Callable[[int, Doing], None] = lambda _local_rank, _doing: None
+        # Hears of a worker whose replica differed.
+        self.differed: Callable[[int, Differed], None] = lambda _local_rank, _differed: None
         self._ends: dict[int, socket.socket] = {}
 
     def open(self, local_rank: int) -> socket.socket:
         """Return the worker's end of a new line, to be closed once the worker has it."""
         self.hang_up(local_rank)
+        self._parted.discard(local_rank)
         own, theirs = workerline.pair()
         self._ends[local_rank] = own
         asyncio.get_running_loop().add_reader(own, self._read, local_rank, own)
@@ -81,9 +90,25 @@ class Lines:
         if end is not None:
             asyncio.get_running_loop().remove_reader(end)
             end.close()
+        if local_rank in self.able:
+            self._parted.add(local_rank)
         self.able.discard(local_rank)
         self.ready.discard(local_rank)
         self.finished.discard(local_rank)
+
+    @property
+    def not_known_unable(self) -> set[int]:
+        """Who is able, or was when its process ended, of which nobody was told yet.
+
+        One that is neither able nor known to have ended has finished its steps, to a coordinator.
+        """
+        return self.able | self._parted
+
+    def explained(self, local_rank: int) -> None:
+        """Forget a worker that has hung up: its end was told, or it lives on."""
+        if local_rank in self._parted:
+            self._parted.discard(local_rank)
+            self._changed()
 
     def close(self) -> None:
         """Forget all lines."""
@@ -100,7 +125,7 @@ class Lines:
             packet = b""
         if not packet:
             self.hang_up(local_rank)
-            self._changed()
+            asyncio.get_running_loop().call_later(_END_S, self.explained, local_rank)
             return
         try:
             self._take(local_rank, workerline.from_worker(packet))
@@ -125,6 +150,8 @@ class Lines:
                 self._lost(fence, reason)
             case Doing():
                 self.answered(local_rank, message)
+            case Differed():
+                self.differed(local_rank, message)
 
 
 def place_of(assignment: Assignment, local_rank: int, local_world_size: int) -> Place | Wait:

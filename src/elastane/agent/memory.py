@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_OURS = Path("/proc/self/cgroup")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # A cgroup without a limit says so by a number near 2^63.
 _LIMIT_BYTES_MAX = 1 << 60
@@ -68,7 +69,7 @@ def _grew(before: int | None, after: int | None) -> bool:
 def _cgroup() -> tuple[Path | None, str, str]:
     """Return this process's memory cgroup, and the names of its counter and its limit."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _OURS.read_text().splitlines()
     except OSError:
         return None, "", ""
     for line in lines:

@@ -48,7 +48,8 @@ class Minder:
         self._hangs = HangWatch(setup.hang_floor_s)
         self._marks: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._all_wait = False
+        # Whether all members only wait for others, for longer than that ever took.
+        self.all_wait = False
 
     def begin(self, workers: Iterable[Worker]) -> None:
         """Look at the members from now on, and at `workers` for uninterruptible sleep."""
@@ -62,17 +63,12 @@ class Minder:
         """Look no more: the group is stopped."""
         for task in self._tasks:
             task.cancel()
-        self._all_wait = False
+        self.all_wait = False
 
     def world_ended(self) -> None:
         """The members' world has ended: what they were at is cut short."""
         self._hangs.world_ended()
-        self._all_wait = False
-
-    @property
-    def all_wait(self) -> bool:
-        """Whether all members only wait for others, for longer than that ever took."""
-        return self._all_wait
+        self.all_wait = False
 
     async def _mind_hangs(self) -> None:
         while True:
@@ -80,14 +76,14 @@ class Minder:
             members = self._members()
             alive = {w.process.pid: w for w in members if w.process and w.is_alive and w.page.mark}
             found = self._hangs.look(self._sights(alive), time.monotonic())
-            self._all_wait = found.stalled and len(alive) == len(members)
+            self.all_wait = found.stalled and len(alive) == len(members)
             for pid in found.ask:
                 self._lines.send(alive[pid].local_rank, Ask())
             for pid, reason in found.hung.items():
                 worker, process = alive[pid], alive[pid].process
                 if process is not None and not (worker.hung or worker.given_up):
                     worker.hung = f"it hung: {reason} [{SLUG}]"
-                    _log.warning("worker of local rank %d %s", worker.local_rank, worker.hung[3:])
+                    _log.warning("worker of local rank %d: %s", worker.local_rank, worker.hung)
                     self._spawn(self._end(worker, process))
 
     def _sights(self, alive: dict[int, Worker]) -> dict[int, Sight]:

@@ -45,17 +45,13 @@ class Spares:
         self._setup, self._lines, self._spawn = setup, lines, spawn
         self._waiting: dict[int, Worker] = {}
         self._keepers: list[asyncio.Task[None]] = []
-        self._files: GroupStreams | None = None
+        self._files: set[GroupStreams] = set()
         self._number = 0
 
     def begin(self, assignment: Assignment) -> None:
         """Start the spares in the background; a later call does nothing."""
         if self._keepers or not self._setup.spares:
             return
-        run = self._setup.run
-        self._files = GroupStreams(
-            _SILENT, run.job, run.node_id, assignment.fence, self._setup.offload
-        )
         for _ in range(self._setup.spares):
             self._keepers.append(self._spawn(self._keep_one(assignment)))
 
@@ -88,8 +84,7 @@ class Spares:
                 spare.process.kill_group(signal.SIGKILL)
                 await _pause_or_end(spare.process)
             spare.page.close()
-        if self._files is not None:
-            await self._files.finish()
+        await asyncio.gather(*(files.finish() for files in self._files))
 
     async def _keep_one(self, assignment: Assignment) -> None:
         ends = 0
@@ -100,6 +95,7 @@ class Spares:
             code = await self._wait(key, spare) if spare is not None else None
             if code is None and spare is not None:
                 ends = 0  # It was taken.
+                self._spawn(self._let_go(spare))
                 await asyncio.sleep(_NEXT_S)
                 continue
             ends += 1
@@ -107,21 +103,23 @@ class Spares:
         _log.warning("spare workers end before elastane.init(), %d in a row: no more of them", ends)
 
     async def _start(self, key: int, assignment: Assignment) -> Worker | None:
-        assert self._files is not None, "begin() comes first"
-        streams = await self._files.open_soon(0, 0, self._setup.run.role)
-        spare = Worker(0, 0, streams, self._files, Page.create(), _NO_RANK, beside=True)
-        line = self._lines.open(key)
-        self._lines.send(key, workerline.Spare())
+        run = self._setup.run
+        files = GroupStreams(_SILENT, run.job, run.node_id, assignment.fence, self._setup.offload)
+        self._files.add(files)
+        spare = None
         try:
-            command = spare.command(self._setup, assignment, line.fileno())
-            spare.process = await self._setup.spawner.spawn(command)
+            streams = await files.open_soon(0, 0, run.role)
+            spare = Worker(0, 0, streams, files, Page.create(), _NO_RANK, beside=True)
+            with self._lines.open(key) as line:
+                self._lines.send(key, workerline.Spare())
+                command = spare.command(self._setup, assignment, line.fileno())
+                spare.process = await self._setup.spawner.spawn(command)
         except (ElastaneError, OSError) as error:
             _log.warning("no spare worker could be started: %s", error)
-            self._forget(key, spare)
+            await self._forget(key, spare, files)
             return None
         finally:
-            line.close()
-            self._files.close_worker_ends()
+            files.close_worker_ends()
         self._waiting[key] = spare
         return spare
 
@@ -137,13 +135,23 @@ class Spares:
         _log.warning(
             "a spare worker ended with exit code %s: %s", process.exit_code, words.message[-500:]
         )
-        self._forget(key, spare)
+        await self._forget(key, spare, spare.files)
         return process.exit_code
 
-    def _forget(self, key: int, spare: Worker) -> None:
+    async def _forget(self, key: int, spare: Worker | None, files: GroupStreams) -> None:
         self._waiting.pop(key, None)
         self._lines.hang_up(key)
-        spare.page.close()
+        if spare is not None:
+            spare.page.close()
+        await files.finish()
+        self._files.discard(files)
+
+    async def _let_go(self, spare: Worker) -> None:
+        """End the streams of a spare that was taken, which it may hold for as long as it lives."""
+        assert spare.process is not None, "it was started"
+        await spare.process.wait()
+        await spare.files.finish()
+        self._files.discard(spare.files)
 
     def _bind(self, worker: Worker) -> None:
         """Bind all threads of a process to the CPUs of the place that it has taken."""

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from elastane.agent.files import choose_files
+from elastane.agent.files import Outputs
 from elastane.agent.groupdrain import GroupDrain
 from elastane.agent.groupsetup import GroupSetup
-from elastane.agent.lastwords import STOPPED_IN_ITS_END, LastWords
+from elastane.agent.lastwords import STOPPED_IN_ITS_END
 from elastane.agent.lines import Lines, place_of
 from elastane.agent.memory import Memory, kill_evidence, read_memory
 from elastane.agent.minder import Minder
@@ -35,12 +35,13 @@ from elastane.core.events import (
     GroupAble,
     GroupGone,
     GroupStarted,
+    ReplicaDiffered,
     Signalled,
     WorkerFailed,
     WorkerLost,
     WorkerSucceeded,
 )
-from elastane.core.model import Assignment, Failure, Fence, Offer
+from elastane.core.model import Assignment, Failure, Fence
 from elastane.errors import ElastaneError
 from elastane.runtime import workerline
 from elastane.runtime.page import Page
@@ -66,7 +67,7 @@ class WorkerGroup:
     world: Assignment = field(init=False)  # the one that the workers have their places in now
     _workers: list[Worker] = field(default_factory=list)
     _memory: Memory = field(default_factory=Memory)
-    _files: dict[Fence, GroupStreams] = field(default_factory=dict)
+    _outputs: Outputs = field(init=False)
     _lines: Lines = field(init=False)
     _meeting: StoreHost = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -82,7 +83,9 @@ class WorkerGroup:
 
     def __post_init__(self) -> None:
         self.world = self.assignment
+        self._outputs = Outputs(self.setup)
         self._lines = Lines(self._post_able, self._post_lost)
+        self._lines.differed = self._post_differed
         self._meeting = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
         self.drain = GroupDrain(self._members, self._lines, self.post, self._spawn_task)
         self._spares = Spares(self.setup, self._lines, self._spawn_task)
@@ -138,20 +141,19 @@ class WorkerGroup:
         loop.call_later(delay_s, self._begin_more, local_ranks, beside)
 
     async def _start(self) -> None:
-        fence, run = self.assignment.fence, self.setup.run
         self._memory = read_memory()
+        if self.assignment.node_rank == 0:
+            port = self._next_port(self.assignment)
+            assert port is not None
+            await self._meeting.begin(port, serves=self.assignment.agent_store)
+        files = await self._outputs.begin(self.assignment)
         try:
-            if self.assignment.node_rank == 0:
-                port = self._next_port(self.assignment)
-                assert port is not None
-                await self._meeting.begin(port, serves=self.assignment.agent_store)
-            await choose_files(self.setup, self.assignment, self._files_of(fence))
-            for local_rank in range(run.local_world_size):
-                await self._start_one(local_rank, self.assignment)
+            for local_rank in range(self.setup.run.local_world_size):
+                await self._start_one(local_rank, self.assignment, files)
                 if self._stopping:
                     break
         finally:
-            self._files_of(fence).close_worker_ends()
+            files.close_worker_ends()
         self.minder.begin(self._workers)
         self._post_started(self._workers)
 
@@ -165,43 +167,42 @@ class WorkerGroup:
         return None
 
     def _store_failed(self, reason: str) -> None:
-        rank = self.world.rank_base
-        failure = Failure(
-            local_rank=0, rank=rank, pid=0, exit_code=EXIT_NOT_STARTED, message=reason
-        )
-        self._post_failed(failure)
+        self._post_not_started(0, self.world.rank_base, reason)
 
-    async def _start_one(self, local_rank: int, place: Assignment) -> None:
-        files, rank = self._files_of(place.fence), place.rank_base + local_rank
-        streams = await files.open_soon(local_rank, rank, self.setup.run.role)
-        env = files.chosen_env(local_rank)
-        page, beside = Page.create(), place.waiting
+    async def _start_one(self, local_rank: int, place: Assignment, files: GroupStreams) -> None:
+        rank = place.rank_base + local_rank
+        try:
+            streams = await files.open_soon(local_rank, rank, self.setup.run.role)
+            page = Page.create()
+        except OSError as error:
+            self._post_not_started(local_rank, rank, f"not started: {error}")
+            return
+        env, beside = files.chosen_env(local_rank), place.waiting
         worker = Worker(local_rank, rank, streams, files, page, env, beside=beside)
         self._workers.append(worker)
         if not self._spares.take(worker, place):
             await self._spawn(worker, place)
         self._lines.send(local_rank, self._place(place, local_rank))
         if worker.process is not None:
-            self._watches.add(self._spawn_task(self._watch(worker, worker.process)))
+            self._watch_soon(self._watch(worker, worker.process))
 
     async def _spawn(self, worker: Worker, place: Assignment) -> None:
-        line = self._lines.open(worker.local_rank)
         try:
-            worker.process = await self.setup.spawner.spawn(
-                worker.command(self.setup, place, line.fileno())
-            )
+            with self._lines.open(worker.local_rank) as line:
+                command = worker.command(self.setup, place, line.fileno())
+                worker.process = await self.setup.spawner.spawn(command)
         except (ElastaneError, OSError) as error:
-            failure = worker.failure(0, EXIT_NOT_STARTED, LastWords(f"not started: {error}"))
-            self._post_failed(failure)
-        finally:
-            line.close()
+            self._post_not_started(worker.local_rank, worker.rank, f"not started: {error}")
 
     async def _watch(self, worker: Worker, process: WorkerProcess) -> None:
         code = await process.wait()
-        ended_s = time.monotonic()
         if any(known is worker for known in self._workers):
             self._lines.hang_up(worker.local_rank)  # Its children may hold the other end.
-            self._post_able()
+        await self._tell_end(worker, process, code)
+        self._lines.explained(worker.local_rank)
+
+    async def _tell_end(self, worker: Worker, process: WorkerProcess, code: int) -> None:
+        ended_s = time.monotonic()
         if self.setup.timers is not None:
             self.setup.timers.forget(process.pid)
         if worker.given_up:
@@ -234,19 +235,21 @@ class WorkerGroup:
     ) -> None:
         if before is not None:
             await asyncio.wait({before})
-        if beside.fence not in self._files:
-            await choose_files(self.setup, beside, self._files_of(beside.fence))
+        files = await self._outputs.begin(beside)
         try:
             for local_rank in local_ranks:
-                former = [w for w in self._workers if w.local_rank == local_rank]
                 if self._stopping:
                     break
+                former = [w for w in self._workers if w.local_rank == local_rank]
                 for worker in former:
                     self._workers.remove(worker)
                     worker.page.close()
-                await self._start_one(local_rank, beside)
+                await self._start_one(local_rank, beside, files)
         finally:
-            self._files_of(beside.fence).close_worker_ends()
+            files.close_worker_ends()
+            # A job of a month may lose thousands of workers.
+            for unused in self._outputs.let_go(worker.files for worker in self._workers):
+                self._watch_soon(unused.finish())
 
     def _members(self) -> list[Worker]:
         """Return the workers that have a place in the world."""
@@ -256,18 +259,10 @@ class WorkerGroup:
     def _place(self, assignment: Assignment, local_rank: int) -> workerline.Place | workerline.Wait:
         return place_of(assignment, local_rank, self.setup.run.local_world_size)
 
-    def _files_of(self, fence: Fence) -> GroupStreams:
-        run = self.setup.run
-        if fence not in self._files:
-            self._files[fence] = GroupStreams(
-                self.setup.logs, run.job, run.node_id, fence, self.setup.offload
-            )
-        return self._files[fence]
-
     def _post_able(self) -> None:
-        if not self._stopping and (self._lines.able or self._told_able):
+        able = tuple(sorted(self._lines.not_known_unable))
+        if not self._stopping and (able or self._told_able):
             self._told_able = True
-            able = tuple(sorted(self._lines.able))
             if len(able) == self.setup.run.local_world_size:
                 self._spares.begin(self.world)
             self.post(GroupAble(self.assignment.fence, able, self.port.offer))
@@ -277,11 +272,21 @@ class WorkerGroup:
         pids = tuple(w.process.pid for w in by_local_rank if w.process is not None)
         self.post(GroupStarted(self.assignment.fence, pids))
 
+    def _post_not_started(self, local_rank: int, rank: int, reason: str) -> None:
+        code = EXIT_NOT_STARTED
+        self._post_failed(
+            Failure(local_rank=local_rank, rank=rank, pid=0, exit_code=code, message=reason)
+        )
+
     def _post_failed(self, failure: Failure) -> None:
         self.post(WorkerFailed(self.assignment.fence, failure))
 
     def _post_lost(self, fence: Fence, reason: str) -> None:
         self.post(WorkerLost(self.assignment.fence, fence, reason))
+
+    def _post_differed(self, local_rank: int, told: workerline.Differed) -> None:
+        fence, rank = self.assignment.fence, told.rank
+        self.post(ReplicaDiffered(fence, rank, local_rank, told.steps, told.reason))
 
     def _expire(self, request: TimerRequest) -> bool:
         return end_overdue(self._workers, request)
@@ -351,16 +356,18 @@ class WorkerGroup:
         return [w.process.pid for w in self._workers if w.process is not None and w.is_alive]
 
     async def _finish(self) -> None:
-        await asyncio.gather(*(files.finish() for files in self._files.values()))
+        await self._outputs.finish()
         self._lines.close()
         for worker in self._workers:
             worker.page.close()
-        self.post(GroupGone(self.assignment.fence, self._next_offer()))
+        self.port.close()  # Another is held: this attempt's may still be known to somebody.
+        self.post(GroupGone(self.assignment.fence, self.port.open()))
 
-    def _next_offer(self) -> Offer:
-        """Hold a new port: this attempt's may still be known to somebody."""
-        self.port.close()
-        return self.port.open()
+    def _watch_soon(self, work: Coroutine[None, None, None]) -> None:
+        """Do in the background what is over, within a bound, once the workers are gone."""
+        task = self._spawn_task(work)
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
 
     def _spawn_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Failures of one attempt that are told in full; the others are in --json.
 _FAILURES_SHOWN_MAX = 8
 _MESSAGE_LINES_MAX = 12
+_DIFFERED_SHOWN_MAX = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +87,8 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
     if attempt.ended:
         lasted = f" (after {attempt.lasted_s:g} s)" if attempt.lasted_s is not None else ""
         lines.append(f"  ended      {attempt.ended}{lasted}: {attempt.ended_because}")
+    for told in attempt.differed[-_DIFFERED_SHOWN_MAX:]:
+        lines.append(f"  replica    {told}")
     if attempt.root_cause:
         lines.append(f"  root cause {attempt.root_cause}")
     own = [one for one in attempt.failures if not one.stopped]

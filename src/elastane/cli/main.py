@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from elastane import __version__
@@ -28,6 +28,8 @@ VERBS = {
     "status": "show a job: its nodes, its round, what it waits for",
     "logs": "show the output of a job's workers, merged by time",
     "explain": "say why a job failed or restarted, attempt by attempt",
+    "checkpoint": "list, verify, show and prune the checkpoints of a job",
+    "kubernetes": "keep jobs on Kubernetes: the operator, its manifests, a job in depth",
     "verify-run": "compare the trails of two runs, and name the first step that differs",
     "sim": "play the control plane of whole clusters in virtual time, faults and all",
     "demo": "train a classifier while workers and nodes die, on this machine",
@@ -41,8 +43,16 @@ MODULES = {
 
 def main(argv: Sequence[str] | None = None, prog: str = "elastane") -> int:
     """Run one command and return its exit code."""
+    if os.getpid() == 1:
+        # The first process of a container is spared each signal that it has no handler for: one
+        # that comes before the verb has its own would be lost, and the container killed later.
+        signal.signal(signal.SIGTERM, _end)
     words = list(sys.argv[1:] if argv is None else argv)
     return _guarded(lambda: _dispatch(words, prog), prog)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def main_of(verb: str, argv: Sequence[str], prog: str) -> int:

@@ -26,7 +26,8 @@ class VerbParser(argparse.ArgumentParser):
         known = list(self._option_string_actions)
         for word in message.split():
             if word.startswith("-"):
-                near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-                if near and near[0] != word:
+                name = word.rstrip(":,").partition("=")[0]
+                near = difflib.get_close_matches(name, known, n=1)
+                if near and near[0] != name:
                     return f"did you mean {near[0]}?"
         return ""

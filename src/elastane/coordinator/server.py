@@ -19,7 +19,15 @@ from typing import Protocol
 from elastane.coordinator.clock import READ_S, SteadyClock
 from elastane.coordinator.turns import Peer, Turns
 from elastane.core.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
-from elastane.core.events import AuthorityChanged, Broken, Received, RendezvousEvent, Tick
+from elastane.core.events import (
+    AuthorityChanged,
+    Broken,
+    Fenced,
+    Received,
+    RendezvousEvent,
+    Resized,
+    Tick,
+)
 from elastane.core.limits import REFUSAL_NOTES_INTERVAL_S, REFUSAL_NOTES_MAX
 from elastane.core.model import Outcome, Record
 from elastane.core.notes import EventKind, Note
@@ -70,7 +78,7 @@ class Coordinator:
         self._closing: set[ServerLink] = set()
         self._last_number = 0
         self._turns = Turns()
-        self._authority: deque[AuthorityChanged] = deque()
+        self._from_here: deque[AuthorityChanged | Resized | Fenced] = deque()  # not by the wire
         self._ticked_s = 0.0
         self._clock = SteadyClock()
         self._woken: asyncio.Future[None] | None = None
@@ -100,7 +108,18 @@ class Coordinator:
 
     def authority(self, held: bool, reason: str) -> None:
         """Tell the machine whether the store backs its decisions; before what still waits."""
-        self._authority.append(AuthorityChanged(held, reason))
+        self._from_here.append(AuthorityChanged(held, reason))
+        self._wake()
+
+    def resize(self, min_nodes: int, max_nodes: int) -> None:
+        """Tell the machine how many nodes the job may have, which its owner changed."""
+        assert 1 <= min_nodes <= max_nodes, f"a job of {min_nodes} to {max_nodes} nodes"
+        self._from_here.append(Resized(min_nodes=min_nodes, max_nodes=max_nodes))
+        self._wake()
+
+    def fence(self, incarnations: tuple[str, ...]) -> None:
+        """Tell the machine which agents the job's owner has given up; all of them each time."""
+        self._from_here.append(Fenced(incarnations))
         self._wake()
 
     def statistics(self) -> dict[str, int]:
@@ -167,8 +186,8 @@ class Coordinator:
                 await asyncio.sleep(0)
 
     def _next_event(self, now_s: float) -> RendezvousEvent | None:
-        if self._authority:
-            return self._authority.popleft()
+        if self._from_here:
+            return self._from_here.popleft()
         wake_s = self._machine.wake_s
         if wake_s is not None and wake_s <= now_s and self._ticked_s + _TICK_S <= now_s:
             self._ticked_s = now_s

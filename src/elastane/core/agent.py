@@ -20,7 +20,7 @@ from elastane.core.events import (
     Warm,
 )
 from elastane.core.group import Group
-from elastane.core.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, STOP_MARGIN_S
+from elastane.core.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, LEAVE_ALONE_S, STOP_MARGIN_S
 from elastane.core.localworkers import LocalWorkers
 from elastane.core.messages import (
     Alive,
@@ -62,6 +62,7 @@ class AgentCore:
         self.welcomed = False
         self._heartbeat_s = now_s
         self._leaving = ""
+        self._leaving_s = 0.0
         self._leave_by_s: float | None = None
         self._exit: Exit | None = None
         self._exited = False
@@ -182,7 +183,7 @@ class AgentCore:
         if self._leaving:
             self._hurry(name)
             return
-        self._leaving = name
+        self._leaving, self._leaving_s = name, self._now_s
         timing = self.spec.timing
         wait_s = timing.drain_timeout_s + timing.shutdown_timeout_s + STOP_MARGIN_S
         self._leave_by_s = self._now_s + wait_s
@@ -237,8 +238,19 @@ class AgentCore:
             if self.group is not None:
                 self._workers.stop(self.group, 0.0, "the drain took longer than it may")
             self._end(ExitCode.DRAINED, "the drain took longer than it may")
+        self._mind_release()
         self._mind_isolation()
         self._mind_absence()
+
+    def _mind_release(self) -> None:
+        """Leave without goodbye where nobody with a say is left: the whole job may be going."""
+        if not self._leaving or self._exit is not None:
+            return
+        heard_s = self.contact.authority_s if self.self_fencing else self._now_s
+        heard_s = heard_s if self.linked else self.contact.away_s
+        unheard_s = self._now_s - max(heard_s, self._leaving_s)
+        if unheard_s >= LEAVE_ALONE_S:
+            self._leave_now(f"no coordinator with authority for {unheard_s:.0f} s")
 
     def _mind_isolation(self) -> None:
         away_s = self._now_s - self.contact.authority_s

@@ -53,12 +53,15 @@ class Contact:
 
 
 def refused(message: Refused) -> Outcome:
-    """Return how the job ended for an agent that was turned away."""
+    """Return how the job ended for an agent that was turned away.
+
+    Nothing is wrong with one that is fenced: to whoever started it, it may be had again elsewhere.
+    """
     return Outcome(
         ok=False,
         reason=message.what,
         slug=message.slug,
-        exit_code=ExitCode.CONFIGURATION,
+        exit_code=ExitCode.TRY_AGAIN if message.slug == "node-fenced" else ExitCode.CONFIGURATION,
         next_step=message.next_step,
     )
 

@@ -40,11 +40,27 @@ class AuthorityChanged(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Resized(msgspec.Struct, frozen=True, kw_only=True):
+    """The job's owner says how many nodes it may have; to be said to each coordinator anew."""
+
+    min_nodes: int
+    max_nodes: int
+
+
+class Fenced(msgspec.Struct, frozen=True):
+    """The job's owner has given these agents up, and replaced them or will; all of them each time.
+
+    Each is an incarnation, or what one begins with, up to a dot: a pod, of whichever agent in it.
+    """
+
+    incarnations: tuple[str, ...]
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed; comes at the latest at the machine's own `wake_s`."""
 
 
-RendezvousEvent = Received | Broken | AuthorityChanged | Tick
+RendezvousEvent = Received | Broken | AuthorityChanged | Resized | Fenced | Tick
 
 
 class Linked(msgspec.Struct, frozen=True):
@@ -117,6 +133,16 @@ class WorkerLost(msgspec.Struct, frozen=True):
     reason: str
 
 
+class ReplicaDiffered(msgspec.Struct, frozen=True):
+    """A worker has found, after so many steps, that it held another state than most."""
+
+    fence: Fence
+    rank: int
+    local_rank: int
+    steps: int
+    reason: str
+
+
 class GroupMarked(msgspec.Struct, frozen=True):
     """Answer to MarkGroup."""
 
@@ -147,6 +173,7 @@ AgentEvent = (
     | GroupGone
     | GroupAble
     | WorkerLost
+    | ReplicaDiffered
     | GroupMarked
     | GroupDrained
     | Signalled

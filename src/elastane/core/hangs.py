@@ -41,7 +41,7 @@ class Activity(IntEnum):
     ENTERING = 5  # waits for a world, or for the state that is right there
 
 
-WORDS = {
+_WORDS = {
     Activity.APART: "outside of its steps",
     Activity.LOADING: "waiting for its data loader",
     Activity.BODY: "in the body of a step",
@@ -157,7 +157,7 @@ class HangWatch:
             worker.since_s = worker.busy_s = self._now_s
             worker.asked_s, worker.answered, worker.waits = None, True, False
 
-    def limit_s(self, sight: Sight) -> float:
+    def _limit_s(self, sight: Sight) -> float:
         """For how long such a worker may show no progress."""
         if sight.activity is Activity.BETWEEN:
             return max(HANG_BETWEEN_S, HANG_FACTOR * self._longest.of(sight.activity))
@@ -197,11 +197,11 @@ class HangWatch:
         now_s, sight = self._now_s, worker.sight
         if worker.stopped_s is not None and now_s - worker.stopped_s >= HANG_STOPPED_S:
             return f"stopped by a signal for {now_s - worker.stopped_s:.1f} s"
-        idle_s, limit_s = now_s - worker.busy_s, self.limit_s(sight)
+        idle_s, limit_s = now_s - worker.busy_s, self._limit_s(sight)
         if sight.activity in _UNJUDGED or idle_s < limit_s or not self._is_sure(worker):
             return ""
         return (
-            f"no progress for {idle_s:.1f} s, {WORDS[sight.activity]}, after {sight.steps} steps"
+            f"no progress for {idle_s:.1f} s, {_WORDS[sight.activity]}, after {sight.steps} steps"
             f" (limit {limit_s:.1f} s)"
         )
 

@@ -29,10 +29,12 @@ def broken_succession(previous: World | None, world: World) -> str:
     return ""
 
 
-def broken_size(spec: JobSpec, world: World) -> str:
-    """A world has from MIN to MAX nodes, each once."""
+def broken_size(spec: JobSpec, previous: World | None, world: World) -> str:
+    """A world has from MIN to MAX nodes, each once; or survivors only, of one that had more."""
     count = len(world.members)
-    if not spec.min_nodes <= count <= spec.max_nodes:
+    before = {m.node_id for m in previous.members} if previous else set[str]()
+    survivors = count if all(m.node_id in before for m in world.members) else 0
+    if not spec.min_nodes <= count <= max(spec.max_nodes, survivors):
         return f"{world.fence} has {count} nodes, of {spec.min_nodes} to {spec.max_nodes}"
     if len({m.node_id for m in world.members}) != count:
         return f"{world.fence} holds a node twice"

@@ -64,6 +64,9 @@ LOCAL_WORLD_SIZE_MAX = 4096
 # A session that broke may come back as quickly as a TCP connect and two frames; until then its
 # node is not yet a departure. Short, since a dead agent's broken session must count at once.
 REJOIN_GRACE_S = 0.1
+# The node of a coordinator that was followed by another has so long to come back, once all others
+# have: dead it most likely is, but one that only lost its lease looks for the seat as they did.
+HOLDER_GRACE_S = 0.5
 # A second agent with a node id that is in use has it once the first was silent for this long.
 CONTEST_S = 1.0
 # Before a job is ended for its failures, evidence of a departure that caused them may come.
@@ -107,6 +110,9 @@ BACKOFF_MAX_S = 30.0
 STOP_MARGIN_S = 10.0
 # How long the coordinator waits, after the job's end, for agents to take notice.
 CLOSE_S = 5.0
+# An agent that is to leave waits so long for a coordinator that can let it go, and which another
+# follows sooner if its host has died.
+LEAVE_ALONE_S = 10.0
 # An agent of a store-backed job that has heard of no authority for this long stops its workers:
 # another side may have formed a world by then. Longer than a minute's outage of the store.
 ISOLATION_LIMIT_S = 120.0
@@ -139,6 +145,83 @@ LEASE_MARGIN = 0.1
 OFFLOAD_THREADS_MAX = 8
 # One look-up of a name; the resolver's own default is 5 s a server and two tries.
 RESOLVE_TIMEOUT_S = 10.0
+# A checkpoint's file: 1 PiB, far beyond any. A record that says more is garbage, and is refused
+# before anything is allocated for it.
+CHECKPOINT_FILE_BYTES_MAX = 1 << 50
+# Files of one checkpoint: 16 for each of the 16,384 sessions that a coordinator takes.
+CHECKPOINT_FILES_MAX = 1 << 18
+# Writers of one checkpoint, one a node; names of parts have five digits.
+CHECKPOINT_PARTS_MAX = 100_000
+# A manifest: 36 bytes for each 16 MiB, so this is of 28 TiB; an object store takes it in one put.
+CHECKPOINT_RECORD_BYTES_MAX = 64 << 20
+# A save without a manifest to which nothing was written for this long is of writers that died. One
+# put to a slow store may take minutes, and while it lasts nothing is seen of it.
+CHECKPOINT_LITTER_S = 3600.0
+# Between two looks for the other writers' records: the first, and the longest. A look costs a
+# fraction of a millisecond on a disk, and a request on an object store.
+CHECKPOINT_POLL_S = 0.01
+CHECKPOINT_POLL_MAX_S = 0.5
+# Checkpoints by the clock are no more frequent than this, whatever they cost, ...
+CHECKPOINT_INTERVAL_MIN_S = 10.0
+# ... and no rarer: estimates of what is rare are poor, and nobody likes to lose an hour.
+CHECKPOINT_INTERVAL_MAX_S = 1800.0
+# Before anything has failed, a job is taken to be one that fails once a day: between the 3 hours of
+# Llama 3's 16,384 GPUs and the weeks of one machine.
+CHECKPOINT_MTBF_S = 86_400.0
+
+# What one worker may ask of its keeper in one message: a state's small files, of which a tree of
+# many thousand tensors and what is no tensor take a few megabytes each.
+KEEPER_FRAME_BYTES_MAX = 128 << 20
+# ... and what it may be answered: all whole snapshots' small files together.
+KEEPER_ANSWER_BYTES_MAX = 1 << 30
+# Slots of one worker: three are enough, see core/snapshots.py.
+KEEPER_SLOTS_MAX = 16
+# Connections of one keeper; each is a thread that sleeps.
+KEEPER_CONNECTIONS_MAX = 1024
+# Groups of workers with states of their own; a job has one, or a few.
+KEEPER_GROUPS_MAX = 64
+# What a worker may send before it has said who it is.
+KEEPER_HELLO_BYTES_MAX = 32 << 10
+# Layouts that no snapshot refers to (yet) are kept up to this number: one a worker is sent first.
+KEEPER_LAYOUTS_MAX = 64
+# Failures that a keeper remembers for whoever waits for one of them.
+KEEPER_FAILURES_MAX = 8
+# A keeper answers at once, unless its host swaps or it was stopped.
+KEEPER_ANSWER_S = 30.0
+# ... but for new slots: the host backs memory that was never used at a third of a GB a second.
+KEEPER_SLOTS_S = 600.0
+# A peer in the middle of a message has so long for the rest of it.
+KEEPER_STALL_S = 30.0
+# All workers of a node are gone for this long before what they saved last is written to storage:
+# workers that are started anew are there before that, and go on.
+KEEPER_RETURN_S = 5.0
+# A keeper whose agent is gone, or is to go, writes for so long at most; then it ends. Storage that
+# takes 4 GB at 50 MB/s takes 80 s.
+KEEPER_END_S = 120.0
+# ... and waits no longer than this for the other writers of a save: they end now, too.
+KEEPER_HURRY_S = 20.0
+# A keeper that left the last gasp to another looks for it this often, and does it after this time.
+KEEPER_CLAIM_POLL_S = 0.2
+KEEPER_CLAIM_S = 40.0
+# Between two starts of a keeper, the first and the longest pause: one that cannot live is cheap.
+KEEPER_PAUSE_S = 0.1
+KEEPER_PAUSE_MAX_S = 30.0
+# What is left of the memory of the host or the cgroup beside new slots: a worker's next allocation
+# must not be the one that has it killed.
+KEEPER_SPARE_BYTES = 64 << 20
+# Of checkpoints that follow each other more closely than this, the event log has the last.
+KEEPER_NEWS_S = 10.0
+# A keeper that sends a copy to another node's, or waits for one: to be connected, without a byte on
+# its way (of 16 MiB: half a MB a second is too slow to be of use), and in all.
+KEEPER_DIAL_S = 5.0
+KEEPER_COPY_STALL_S = 15.0
+KEEPER_COPY_S = 600.0
+# Connections of other nodes' keepers at one time: there is one neighbour, and who is no keeper is
+# gone after HANDSHAKE_TIMEOUT_S.
+KEEPER_CALLERS_MAX = 16
+assert KEEPER_DIAL_S < KEEPER_COPY_STALL_S < KEEPER_COPY_S
+assert max(KEEPER_ANSWER_S, KEEPER_HURRY_S + KEEPER_CLAIM_S) < KEEPER_END_S < KEEPER_SLOTS_S
+assert KEEPER_PAUSE_S < KEEPER_PAUSE_MAX_S
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -213,7 +296,9 @@ def check(timing: Timing) -> list[str]:
 assert not check(Timing()), check(Timing())
 assert Timing().silence_s < ISOLATION_LIMIT_S
 assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < FENCE_WAIT_S
+assert Timing().silence_s + Timing().lease_ttl_s < LEAVE_ALONE_S < ISOLATION_LIMIT_S
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
+assert Timing().reregister_s > HOLDER_GRACE_S
 assert VERDICT_S < LOST_PEER_S
 assert HANG_LOOK_S < HANG_ASK_S < HANG_ANSWER_S < Timing().hang_floor_s < HANG_CEILING_S
 assert HANG_LOOK_S < HANG_STOPPED_S < HANG_STALL_S < HANG_ENTER_S < HANG_CEILING_S < HANG_BETWEEN_S
@@ -221,3 +306,5 @@ assert HANDSHAKE_BYTES_MAX < INBOX_BYTES_MAX < FRAME_BYTES_MAX
 assert STORE_TIMEOUT_S < SAVE_PATIENCE_S < ISOLATION_LIMIT_S
 assert SEND_BYTES_MAX >= 2 * FRAME_BYTES_MAX
 assert UNPROVEN_PATIENCE_S < HANDSHAKE_TIMEOUT_S
+assert CHECKPOINT_POLL_S < CHECKPOINT_POLL_MAX_S < CHECKPOINT_LITTER_S
+assert CHECKPOINT_INTERVAL_MIN_S < CHECKPOINT_INTERVAL_MAX_S < CHECKPOINT_MTBF_S

@@ -25,6 +25,7 @@ from elastane.core.events import (
     GroupGone,
     GroupMarked,
     GroupStarted,
+    ReplicaDiffered,
     WorkerFailed,
     WorkerLost,
     WorkerSucceeded,
@@ -101,6 +102,8 @@ class LocalWorkers:
             ):
                 group.halted = reason
                 self._outbox.send(Lost(fence=world, reason=reason))
+            case ReplicaDiffered(fence=fence) if group and fence == group.born:
+                self._differed(event)
             case GroupMarked(fence=fence, calls=calls) if group and self._is_draining(fence):
                 self._outbox.send(Marked(fence=group.fence, calls=calls))
             case GroupDrained(fence=fence) if group and self._is_draining(fence):
@@ -147,9 +150,7 @@ class LocalWorkers:
                 self._outbox.add(Decline(assignment.fence))  # They are gone since.
             return
         if group.phase in ("stopping", "succeeded") or not self._may_act():
-            group.move(assignment.fence)  # What is told of them is for the coordinator's world.
-            if group.phase == "succeeded":
-                self._outbox.send(Succeeded(group.fence))
+            self._stay_out(group, assignment.fence)
             return
         group.enter(assignment)
         self.seen = assignment
@@ -160,6 +161,16 @@ class LocalWorkers:
             group.phase = "failed"
             failures = tuple(f for f in group.aged_failures(self.now_s) if f.local_rank in dead)
             self._outbox.send(Failed(fence=group.fence, failures=failures))
+
+    def _stay_out(self, group: Group, fence: Fence) -> None:
+        """Be of a world that the workers do not enter: what is told of them is for it."""
+        group.move(fence)
+        if group.phase == "succeeded":
+            self._outbox.send(Succeeded(fence))
+        elif group.phase != "stopping":
+            # It waited in a buffer while this host stood still; it is to be decided anew.
+            group.halted = "was given its place too late: its host stood still"
+            self._outbox.send(Lost(fence=fence, reason=group.halted))
 
     def _prepare(self, message: Prepare, *, leaving: bool) -> None:
         """Start the workers that do not run; they get ready beside the world in force."""
@@ -244,6 +255,10 @@ class LocalWorkers:
         group.add_failure(failure, self.now_s)
         failures = group.aged_failures(self.now_s)
         self._outbox.send(Failed(fence=group.fence, failures=failures))
+
+    def _differed(self, event: ReplicaDiffered) -> None:
+        data = {"rank": event.rank, "local_rank": event.local_rank, "steps": event.steps}
+        self._tell(EventKind.REPLICA_DIFFERED, event.reason, **data)
 
     def _gone(self, fence: Fence, offer: Offer) -> None:
         self.offer = offer

@@ -70,6 +70,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the number of nodes may change."""
         return self.min_nodes < self.max_nodes
 
+    def sized_as(self, other: JobSpec) -> JobSpec:
+        """Return this job with the range of nodes that `other` has."""
+        return msgspec.structs.replace(self, min_nodes=other.min_nodes, max_nodes=other.max_nodes)
+
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One agent, as it presents itself.
@@ -226,3 +230,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     world: World | None = None
     restarts_used: int = 0
     outcome: Outcome | None = None
+    # The range of nodes is not that of the command line, but was changed since.
+    resized: bool = False
+    # Nodes that gave their places up to `world`, until that is heard to make steps, in the order
+    # of their ranks: they hold the state that it begins with.
+    kept: tuple[str, ...] = ()

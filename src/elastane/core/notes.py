@@ -35,6 +35,7 @@ class EventKind(StrEnum):
     DRAIN_ENDED = "drain-ended"
     RESTART = "restart"
     WAITING = "waiting"
+    RESIZED = "resized"
     JOB_ENDED = "job-ended"
     # Told by an agent.
     AGENT_STARTED = "agent-started"
@@ -46,6 +47,10 @@ class EventKind(StrEnum):
     WORKERS_INTERRUPTED = "workers-interrupted"
     WORKERS_REGROUPED = "workers-regrouped"
     WORKER_EXITED = "worker-exited"
+    REPLICA_DIFFERED = "replica-differed"
+    CHECKPOINT_SAVED = "checkpoint-saved"
+    CHECKPOINT_FAILED = "checkpoint-failed"
+    RESTORED = "restored"
     WORKERS_STOPPING = "workers-stopping"
     WORKERS_STOPPED = "workers-stopped"
     WORKERS_DRAINING = "workers-draining"

@@ -20,6 +20,7 @@ from elastane.runtime import workerline
 from elastane.runtime.workerline import (
     Able,
     Ask,
+    Differed,
     Doing,
     Finished,
     FromWorker,
@@ -122,6 +123,10 @@ class AgentLine:
     def lost(self, fence: Fence, reason: str) -> None:
         """Say that a peer was lost in the world of `fence`."""
         self._say(Lost(fence, reason[:1000]))
+
+    def differed(self, rank: int, steps: int, reason: str) -> None:
+        """Say that this worker's replica was another one than most hold, after so many steps."""
+        self._say(Differed(rank, steps, reason[:1000]))
 
     def close(self) -> None:
         """Hang up; the thread has ended then: at exit it would be killed in the middle of torch."""

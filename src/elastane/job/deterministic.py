@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from elastane.checkpoint.tracked import Tracked
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import WorldGroup
 from elastane.data.checks import SEED_END, whole
@@ -26,10 +27,10 @@ from elastane.data.feed import Portion
 from elastane.data.permutation import mixed
 from elastane.data.streams import FOR_BUILD, FOR_SHARD, begin_streams
 from elastane.errors import JobError
+from elastane.job.buffers import standing
 from elastane.job.deterministic_pass import Means, Pass
 from elastane.job.heal import gathered
 from elastane.job.mode import Mode
-from elastane.job.tracked import Tracked
 
 # Without it cuBLAS may choose another algorithm for each stream; this is NVIDIA's own setting.
 _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -120,9 +121,9 @@ class Deterministic(Mode):
         self._meet()
         self._passes += 1
         self.group.hush()
-        buffers = {id(b): b for module in self.tracked.modules for b in module.buffers()}
         parameters = self.tracked.parameters()
-        made = Pass(self.group, self._means, self._cut, parameters, buffers.values())
+        buffers = standing(self.tracked.modules)
+        made = Pass(self.group, self._means, self._cut, parameters, buffers)
         for done, portion in enumerate(dealt):
             self._inside = done, len(dealt)
             self._begin_streams(1 + portion.share.shard)

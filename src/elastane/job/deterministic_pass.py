@@ -6,7 +6,7 @@ the mean is that of its changes, so one that no shard changes stays as it is, to
 numbers, as a count of batches, are those that the first shard made.
 
 Knows nothing of data or of random streams. Fails as the group does, and by JobError for gradients
-that are no dense tensors.
+that are no dense tensors, and for buffers that change their shape.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.mean import Mean
 from elastane.errors import JobError
+from elastane.job.buffers import Standing
 
 # What tensors that go in one vector have in common.
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
@@ -48,12 +49,15 @@ class Pass:
         means: Means,
         shards: int,
         parameters: Iterable[torch.nn.Parameter],
-        buffers: Iterable[torch.Tensor],
+        buffers: Iterable[Standing],
     ) -> None:
         self._group, self._means, self._shards = group, means, shards
         self._parameters = [each for each in parameters if each.requires_grad]
         self._before = [each.grad for each in self._parameters]
-        self._buffers = [_Buffer(each) for each in buffers]
+        places: dict[int, list[Standing]] = {}
+        for each in buffers:
+            places.setdefault(id(each.tensor), []).append(each)
+        self._buffers = [_Buffer(standing) for standing in places.values()]
         self._kinds = _by_kind(self._parameters) or {(torch.float32, torch.device("cpu")): []}
         self._vectors: list[_Vector] = []
         for kind, tensors in self._kinds.items():
@@ -182,10 +186,14 @@ class _Vector:
 
 
 class _Buffer:
-    """A buffer as it was when the pass began, and what each shard did to it."""
+    """A buffer as it was when the pass began, and what each shard did to it.
 
-    def __init__(self, live: torch.Tensor) -> None:
-        self.live = live
+    One tensor, in one place or several; a shard may have put another one there.
+    """
+
+    def __init__(self, places: list[Standing]) -> None:
+        self._places = places
+        self.live = live = places[0].tensor
         self.is_real = live.is_floating_point() or live.is_complex()
         self.changes: list[torch.Tensor | None] = []
         self.first: torch.Tensor | None = None
@@ -194,6 +202,7 @@ class _Buffer:
 
     def take(self, weight: float, *, is_first: bool) -> bool:
         """Note what a shard did; returns whether that counts."""
+        self._settle()
         self._is_before = torch.equal(self.live, self._before)
         if not self.is_real:
             self.first = self.live.clone() if is_first and not self._is_before else self.first
@@ -206,10 +215,31 @@ class _Buffer:
         self.changes.append((self.live - self._before).masked_fill_(same, 0).mul_(weight))
         return True
 
+    def _settle(self) -> None:
+        """Take what another tensor in its place holds into its own."""
+        for place in self._places:
+            now = place.now
+            if now is self.live:
+                continue
+            if now is None or (now.shape, now.dtype) != (self.live.shape, self.live.dtype):
+                raise _changed(place)
+            self.live.copy_(now)
+            place.put_back()
+
     def put_back(self) -> None:
         """Let it be as when the pass began."""
         if not self._is_before:
             self.live.copy_(self._before)
+
+
+def _changed(place: Standing) -> JobError:
+    return JobError(
+        f"the buffer {place.name} of a {type(place.module).__name__} has another shape or dtype"
+        " than before the step",
+        expected="buffers that keep both, with deterministic=True",
+        next_step="keep what grows outside of the model's buffers",
+        slug="deterministic-use",
+    )
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:

@@ -8,11 +8,12 @@ who was giving holds what it held. JobError where no state is left that is whole
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from elastane.checkpoint.tracked import Tracked
 from elastane.comms import near, transfer
 from elastane.comms.channel import Channel, GroupChannel
 from elastane.comms.elastic import ElasticGroup
@@ -20,25 +21,58 @@ from elastane.core.recovery import Handover, Healing, Standing, decide
 from elastane.data.cursor import Cursor
 from elastane.errors import JobError
 from elastane.job.room import room_for
-from elastane.job.tracked import Tracked
+from elastane.job.undo import Undo
+
+if TYPE_CHECKING:
+    from elastane.job.shards import Shards
 
 
 class Health:
     """Whether this member holds the job's state, and the way to it."""
 
     def __init__(self, group: ElasticGroup, tracked: Tracked) -> None:
-        self._group, self._tracked = group, tracked
+        self._group, self.tracked = group, tracked
         self._room: list[torch.Tensor] = []
         self.holds = False
-        self._torn = False
+        self.torn = False
+        # Of a state that is sharded over workers, and has replicas.
+        self.shards: Shards | None = None
 
     def prepare(self) -> None:
         """Make room for a state that is to come, while nobody waits for this member yet."""
-        self._room = room_for(self._tracked.optimizers)
+        if self.shards is not None:
+            self.tracked.prepare()
+        else:
+            self._room = room_for(self.tracked.optimizers)
+
+    @property
+    def is_healing(self) -> bool:
+        """Whether an optimizer steps for another reason than that a body says so."""
+        return self.shards is not None and self.shards.is_healing
+
+    def forget(self) -> None:
+        """Forget what was agreed on: the step in hand was made."""
+        if self.shards is not None:
+            self.shards.forget()
+
+    def agree(self, *, updating: bool) -> None:
+        """Wait until an update may be made, where that is not for each member alone to say."""
+        if self.shards is not None:
+            self.shards.agree(updating=updating)
+
+    def put_back(self, undo: Undo) -> None:
+        """End a step that did not happen here."""
+        if self.shards is not None:
+            self.shards.put_back()
+        else:
+            undo.restore()
 
     def compare(self, cursor: Cursor) -> None:
         """Bring all members of the world to one state: that of who is furthest."""
-        said = [cursor.next_step, self.holds, self._torn, near.machine()]
+        if self.shards is not None:
+            self.shards.compare(cursor)
+            return
+        said = [cursor.next_step, self.holds, self.torn, near.machine()]
         heard = gathered(self._group, said)
         healing = decide([Standing(n, bool(h), bool(t), m) for n, h, t, m in heard])
         if healing is None:
@@ -61,25 +95,25 @@ class Health:
 
     def _take(self, handover: Handover, cursor: Cursor) -> None:
         found = take(
-            *(self._group, handover, {"tracked": self._tracked.state()}),
+            *(self._group, handover, {"tracked": self.tracked.state()}),
             room=self._room,
             when_writing=self.half_written,
         )
         self.half_written()  # Also where nothing of the tensors differed.
-        self._tracked.load(found.state["tracked"])
+        self.tracked.load(found.state["tracked"])
         cursor.load_state_dict(found.state["data"])
         self.whole()
 
     def half_written(self) -> None:
         """From now on, what this member held is being overwritten."""
-        self.holds, self._torn = False, True
+        self.holds, self.torn = False, True
 
     def whole(self) -> None:
         """From now on, this member holds a state."""
-        self.holds, self._torn = True, False
+        self.holds, self.torn = True, False
 
     def _state(self, cursor: Cursor) -> dict[str, Any]:
-        return {"tracked": self._tracked.state(), "data": cursor.state_dict()}
+        return {"tracked": self.tracked.state(), "data": cursor.state_dict()}
 
 
 def gathered(group: ElasticGroup, numbers: Sequence[int]) -> list[list[int]]:

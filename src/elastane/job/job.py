@@ -17,19 +17,21 @@ from typing import Any, Self
 
 import torch
 
+from elastane.checkpoint.subject import CHECKPOINTER
+from elastane.checkpoint.tracked import Tracked
 from elastane.comms.digest import state_digest
 from elastane.core.hangs import Activity
 from elastane.core.model import Fence
 from elastane.data.checks import whole
 from elastane.data.feed import Feed, Portion
 from elastane.errors import ElastaneError, JobError, PeerLostError
-from elastane.job import heal
+from elastane.job import heal, sharding
 from elastane.job.agentline import AgentLine
 from elastane.job.deterministic import Deterministic
 from elastane.job.mode import Mode
 from elastane.job.replicas import Replicas
+from elastane.job.saved import SavedJob
 from elastane.job.step import Step
-from elastane.job.tracked import Tracked
 from elastane.job.trail import Trail, trail_of
 from elastane.job.undo import Undo
 from elastane.job.world import Worlds
@@ -66,7 +68,10 @@ class Job:
         self.mode, self._trail = mode, trail
         self._undo = Undo(self._tracked)
         self._health = heal.Health(self.process_group, self._tracked)
-        self._replicas = Replicas(self.process_group, self._tracked, self._health)
+        self._replicas = Replicas(
+            self.process_group, self._tracked, self._health, self._world.differed
+        )
+        self._saved = SavedJob(self._world, self._tracked, self._health)
         self._verify_every = 0
         self._feed: Feed | None = None
         self._loader: Any = None
@@ -121,6 +126,15 @@ class Job:
                 slug="job-track",
             )
         self._tracked.add(objects)
+        sharding.refuse(self._tracked, self.mode, self._trail)
+
+    def device_mesh(self, *, shard: int) -> Any:
+        """Return a DeviceMesh of replicas of `shard` workers each, for `fully_shard`.
+
+        Its dimensions are "replicate" and "shard". Once, before the model is built, on all workers;
+        one that replaces another waits here for its place, and uses no collectives until `steps()`.
+        """
+        return sharding.open_mesh(self._world, shard)
 
     def steps(
         self,
@@ -188,18 +202,25 @@ class Job:
         if error is None:
             try:
                 self.process_group.check()
+                self._health.agree(updating=False)
             except PeerLostError as lost:
                 error = lost
         elif not (self.process_group.failed or self._world.has_news):
             return False
         if error is None or self._undo.is_whole:
             step.committed, self._met = True, False
+            self._health.forget()
             self._open_feed.commit(step.number)
             self._world.pulse.step_made()
         else:
-            self._undo.restore()
+            self._health.put_back(self._undo)
             self._world.lose(error)
         return error is not None
+
+    def checkpointed_by(self, checkpointer: Any) -> SavedJob:
+        """Be what a Checkpointer saves; what it has agreed on becomes part of the job's state."""
+        self.track(**{CHECKPOINTER: checkpointer})
+        return self._saved.saved_by(checkpointer)
 
     def close(self) -> None:
         """Leave the job: nothing of it is left in this process. Idempotent."""
@@ -245,6 +266,7 @@ class Job:
             )
         if self._feed is None:
             self._feed, self._loader = Feed(loader), loader
+            self._saved.opened(self._feed.cursor)
             self.mode.open(self._feed.cursor, accumulate)
             self._begin()
         else:
@@ -255,15 +277,20 @@ class Job:
 
     def _begin(self) -> None:
         """Enter the first world with steps: that of the others, where they are further."""
+        if self._tracked.sharded:
+            sharding.begin(self._world, self._health, self._undo, self._verify_every)
+        if self._world.came_later:
+            self._health.prepare()
         for optimizer in self._tracked.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
-        if self._world.waits:
-            self._health.prepare()
-        self._world.able()
+        self._world.begin()
         self._world.pulse.at(Activity.ENTERING)
         if self._world.waits:
             self._enter_next()
+            return
+        if self._world.restarts:
+            self._met = True
             return
         try:
             self._health.compare(self._open_feed.cursor)
@@ -273,8 +300,12 @@ class Job:
             self._enter_next()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._health.is_healing:
+            return
+        self._saved.settle()
         self.process_group.check()
         self.mode.insist_on_all()
+        self._health.agree(updating=True)
         self._undo.before_update(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -288,7 +319,7 @@ class Job:
 
     def _boundary(self) -> bool:
         """Look for a change of the world between two steps; False where there was one."""
-        self._world.reach(self.committed + 1)
+        self._world.reach(self.committed + 1, self._saved.save_before_stop)
         if not self._world.has_news and self._is_verified():
             return True
         self._enter_next()
@@ -299,6 +330,7 @@ class Job:
         if not self._verify_every or self.committed % self._verify_every or not self.committed:
             return True
         self._world.pulse.at(Activity.ENTERING)
+        self._saved.settle()
         try:
             self._replicas.verify(self.committed)
         except (ElastaneError, RuntimeError) as error:
@@ -308,6 +340,7 @@ class Job:
 
     def _enter_next(self) -> None:
         """Wait for a place in another world, and go on there with the state that is right."""
+        self._saved.settle()
         while True:
             try:
                 self._world.enter()
@@ -348,7 +381,9 @@ class Job:
     def _rewind(self) -> None:
         """Deal anew, for the current rank and world."""
         self.mode.insist_on_world(self.process_group.size())
-        self._open_feed.rewind(self.process_group.rank(), self.process_group.size())
+        mesh = self._world.mesh
+        rank = self.process_group.rank() if mesh is None else mesh.seat
+        self._open_feed.rewind(rank, self.process_group.size())
 
 
 def _not_begun(step: Step) -> JobError:

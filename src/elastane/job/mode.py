@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from elastane.checkpoint.tracked import Tracked
 from elastane.comms.elastic import ElasticGroup
 from elastane.data.cursor import Cursor
 from elastane.data.feed import Portion
-from elastane.job.tracked import Tracked
 
 
 class Mode:

@@ -12,14 +12,15 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Callable
 
+from elastane.checkpoint.tracked import Tracked
 from elastane.comms import near
 from elastane.comms.digest import state_digest
 from elastane.comms.elastic import ElasticGroup
 from elastane.core.recovery import Verdict, correct, judge
 from elastane.errors import JobError
 from elastane.job.heal import Health, gathered, give, of_member, take
-from elastane.job.tracked import Tracked
 
 # A digest as two numbers of 64 bits.
 _NUMBERS = struct.Struct("<2q")
@@ -27,10 +28,17 @@ _NAMES_MAX = 3
 
 
 class Replicas:
-    """One member's; `verify` is a collective of all of them."""
+    """One member's; `verify` is a collective of all of them. `differed` hears that this one did."""
 
-    def __init__(self, group: ElasticGroup, tracked: Tracked, health: Health) -> None:
+    def __init__(
+        self,
+        group: ElasticGroup,
+        tracked: Tracked,
+        health: Health,
+        differed: Callable[[int, str], None],
+    ) -> None:
         self._group, self._tracked, self._health = group, tracked, health
+        self._differed = differed
 
     def verify(self, committed: int) -> None:
         """Compare what all members hold after so many steps; who differs takes the majority's."""
@@ -56,16 +64,17 @@ class Replicas:
                 self._health.whole()
                 names = _short(found.differed)
                 others = _ranks(verdict.right)
-                _tell(f"rank {rank} on node {_node()} differed from {others}: {names}", committed)
+                text = f"rank {rank} on node {_node()} differed from {others}: {names}"
+                self._differed(committed, _tell(text, committed))
             else:
                 give(self._group, handover, self._tracked.replicas())
         self._group.check()
 
 
-def _tell(what: str, committed: int) -> None:
-    sys.stderr.write(
-        f"elastane: replicas after {committed} steps: {what}; the state of the majority is taken\n"
-    )
+def _tell(what: str, committed: int) -> str:
+    text = f"replicas after {committed} steps: {what}; the state of the majority is taken"
+    sys.stderr.write(f"elastane: {text}\n")
+    return text
 
 
 def _short(names: list[str]) -> str:

@@ -9,11 +9,14 @@ others not, and only then are parameters copied, before each of those steps.
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from elastane.job.tracked import RandomStreams, Tracked, load_exactly
+from elastane.checkpoint.tracked import RandomStreams, Tracked, load_exactly
+from elastane.job.buffers import Standing, standing
 
 
 class Undo:
@@ -23,7 +26,7 @@ class Undo:
         self._tracked = tracked
         self._streams: RandomStreams | None = None
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers = _Buffers()
         self._small: list[tuple[Any, dict[str, Any]]] = []
         self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._updates: dict[int, _Update] = {}
@@ -34,7 +37,7 @@ class Undo:
         tracked = self._tracked
         self._streams = RandomStreams()
         self._generators = [(g, g.get_state()) for g in tracked.generators]
-        self._buffers = _copied(_buffers(tracked), self._buffers)
+        self._buffers.keep(tracked.modules)
         self._small = [(thing, dict(thing.state_dict())) for thing in tracked.others]
         self._settings = [
             (group, {key: value for key, value in group.items() if key != "params"})
@@ -63,9 +66,7 @@ class Undo:
         """Put everything back as it was at the step's beginning."""
         for update in self._updates.values():
             update.restore()
-        with torch.no_grad():
-            for live, kept in self._buffers:
-                live.copy_(kept)
+        self._buffers.restore()
         for thing, state in self._small:
             thing.load_state_dict(state)
             if hasattr(thing, "_per_optimizer_states"):
@@ -96,17 +97,27 @@ class _Update:
                 live.copy_(kept)
 
 
-def _buffers(tracked: Tracked) -> list[torch.Tensor]:
-    return [buffer for module in tracked.modules for buffer in module.buffers()]
+class _Buffers:
+    """All buffers of some modules: where each stands, and what it held."""
 
+    def __init__(self) -> None:
+        self._standing: list[Standing] = []
+        self._kept: list[torch.Tensor] = []
 
-def _copied(
-    live: list[torch.Tensor], before: list[tuple[torch.Tensor, torch.Tensor]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return copies, in the memory of the last step's where these are the same buffers."""
-    with torch.no_grad():
-        if len(live) == len(before) and all(a is b for a, (b, _) in zip(live, before, strict=True)):
-            for buffer, kept in before:
-                kept.copy_(buffer)
-            return before
-        return [(buffer, buffer.detach().clone()) for buffer in live]
+    @torch.no_grad()
+    def keep(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Copy them all, into the memory of the last copies where these are the same tensors."""
+        former = [each.tensor for each in self._standing]
+        self._standing = standing(modules)
+        live = [each.tensor for each in self._standing]
+        if len(former) != len(live) or not all(map(operator.is_, former, live)):
+            self._kept = [buffer.detach().clone() for buffer in live]
+        elif live:
+            torch._foreach_copy_(self._kept, live)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put each back where it stood, with what it held."""
+        for each, kept in zip(self._standing, self._kept, strict=True):
+            each.tensor.copy_(kept)
+            each.put_back()

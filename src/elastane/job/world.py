@@ -2,23 +2,28 @@
 
 Owns the way from a world that broke into the next one, and the boundary at which a planned change
 waits. What state the members bring along, and what a step is, is `job`'s. Without an agent there
-is one world, of one. Fails with PeerLostError where a world cannot be entered, which its caller
-answers by entering the next; JobError where there is none.
+is one world, of one; so there is for workers of which others could not recover (`restarts`): they
+are started anew, all of them. Fails with PeerLostError where a world cannot be entered, which its
+caller answers by entering the next; JobError where there is none.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
+from elastane.comms.mesh import MeshGroups, seated
 from elastane.core.hangs import Activity
 from elastane.core.model import Fence
-from elastane.errors import JobError, PeerLostError
+from elastane.errors import ElastaneError, JobError, PeerLostError
 from elastane.job import drain
 from elastane.job.agentline import AgentLine
+from elastane.job.heal import gathered
 from elastane.job.pulse import Pulse
 from elastane.runtime.page import WorkerPage
 from elastane.runtime.workerline import Place, Wait
@@ -35,7 +40,12 @@ class Worlds:
         self.place: Place | Wait | None = None
         self._line = line
         self._page: WorkerPage | None = None
-        self._building: WorldGroup | None = None
+        self._building: tuple[WorldGroup, ...] = ()
+        self.mesh: MeshGroups | None = None
+        # Whether others give this worker its state.
+        self.came_later = False
+        # Why no other world follows one that lost a worker; "" where one does.
+        self.restarts = ""
         self.pulse = Pulse()
         self.group.when_begun = self.pulse.beat
 
@@ -45,6 +55,7 @@ class Worlds:
             self._page = drain.take_page()
             self.pulse.show_on(self._page)
             self.place = self._line.first()
+            self.came_later = self.waits
             self._line.begin(self._end_world, self._waits)
         self._build(self.place if isinstance(self.place, Place) else None)
         self.group.register()
@@ -82,23 +93,41 @@ class Worlds:
         return torch.device("cpu")
 
     @property
+    def has_agent(self) -> bool:
+        """Whether anybody could start another worker."""
+        return self._line is not None
+
+    @property
     def has_news(self) -> bool:
         """Whether the world in hand has ended, or there is a place in another."""
         return self._line is not None and self._line.has_news
 
     def able(self) -> None:
         """Say that this worker can enter another world as it is."""
-        if self._line is not None:
+        if self._line is not None and not self.restarts:
             self._line.able()
+
+    def begin(self) -> None:
+        """Go on with the members of the world in hand, where there is a place in it."""
+        if self.mesh is not None:
+            for group in (self.group, *self.mesh.groups):
+                group.guard = None if group.guard is _refuse_early else group.guard
+        self.able()
 
     def finished(self) -> None:
         """Say that this worker enters no other world."""
-        if self._line is not None:
+        if self._line is not None and not self.restarts:
             self._line.finished()
 
-    def reach(self, number: int) -> None:
+    def differed(self, steps: int, reason: str) -> None:
+        """Say that this worker's replica was another one than most hold, after so many steps."""
+        if self._line is not None:
+            self._line.differed(self.rank, steps, reason)
+
+    def reach(self, number: int, before_stop: Callable[[], None]) -> None:
         """Come to the boundary before step `number`, counted from 1; wait where one is agreed on.
 
+        `before_stop` is called, on all workers, at a boundary where they are going to be stopped.
         The gate is no longer there a moment before the news is; a step in between would be begun
         in the old world.
         """
@@ -106,10 +135,14 @@ class Worlds:
         if page is None or not page.reach(number):
             return
         self.pulse.at(Activity.ENTERING)
-        while not self.has_news:
+        is_saved = not self.restarts
+        while not self.has_news and (page.gated or not self.restarts):
             target = page.target  # once: it may be set at any moment
             if target > number:
                 break
+            if target and not is_saved:
+                before_stop()
+                is_saved = True
             page.park(target > 0)
             time.sleep(_POLL_S)
         page.park(False)
@@ -126,6 +159,31 @@ class Worlds:
         self.pulse.at(Activity.ENTERING)
         self.place = self._line.next_place()
         self._build(self.place)
+        if self.mesh is not None:
+            self._take_seat(self.mesh)
+
+    def open_mesh(self, mesh: MeshGroups) -> None:
+        """Take a seat in a mesh, in this world and in those that follow.
+
+        What a worker builds depends on its seat: so one that has no place waits for it here.
+        """
+        self.mesh = mesh
+        for group in mesh.groups:
+            group.when_begun = self.pulse.beat
+        self.group.parts = mesh.groups
+        if not self.waits:
+            self._take_seat(mesh)
+            return
+        self.able()
+        while True:
+            try:
+                self.enter()
+                break
+            except (ElastaneError, RuntimeError) as error:
+                self.lose(error)
+        for group in (self.group, *mesh.groups):
+            group.guard = _refuse_early
+        self.pulse.at(Activity.APART)  # It builds, for as long as that takes, and waits for nobody.
 
     def lose(self, error: Exception) -> None:
         """Take an error for that of a lost peer, if it is one; else it is raised again.
@@ -134,6 +192,8 @@ class Worlds:
         """
         if not (self.group.failed or self.has_news or isinstance(error, PeerLostError)):
             raise error
+        if self.restarts:
+            self._restart(error)
         if self._line is None:
             raise JobError(
                 "the world of one came apart",
@@ -149,18 +209,45 @@ class Worlds:
         if self._line is not None:
             self._line.close()
         self.pulse.close()
+        if self.mesh is not None:
+            self.mesh.close()
         self.group.close()
 
     def _build(self, place: Place | None) -> None:
-        self._building = WorldGroup(self._wiring(place) if place is not None else ALONE)
+        self._building = ()
+        self._meet(self.group, self._wiring(place) if place is not None else ALONE)
+
+    def _take_seat(self, mesh: MeshGroups) -> None:
+        """Agree on who sits where, and meet those of the same row and of the same column."""
+        rank, size = self.group.rank(), self.group.size()
+        if size % mesh.shards or mesh.size not in (0, size):
+            raise _not_whole(size, mesh)
+        claims = [seat for (seat,) in gathered(self.group, [mesh.seat])]
+        mesh.settle(seated(claims), rank)
+        for group, wiring in zip(mesh.groups, mesh.wirings(self.group.world.wiring), strict=True):
+            self._meet(group, wiring)
+
+    def _meet(self, group: ElasticGroup, wiring: Wiring) -> None:
+        world = WorldGroup(wiring)
+        self._building += (world,)
         if self.has_news:
-            self._building.abort()  # The thread may have looked a moment too early.
-        self.group.replace(self._building.build())
+            world.abort()  # The thread may have looked a moment too early.
+        group.replace(world.build())
 
     def _end_world(self) -> None:
         """In the line's thread: let the main thread come out of whatever it waits in."""
-        if self.has_news and self._building is not None:
-            self._building.abort()
+        if self.has_news:
+            for world in self._building:
+                world.abort()
+
+    def _restart(self, error: Exception) -> NoReturn:
+        raise PeerLostError(
+            f"all workers start again: {self.restarts} ({error})",
+            slug="job-restarts",
+            where=f"rank {self.rank} of {self.size}",
+            expected="a Checkpointer, from which they go on",
+            next_step="job.device_mesh(shard=S) with two replicas or more recovers in place",
+        ) from error
 
     def _waits(self) -> bool:
         """In the line's thread: whether this worker waits for others in the world in hand."""
@@ -176,3 +263,28 @@ class Worlds:
             device_type=self.device.type,
             serves=place.rank == 0 and not place.agent_store,
         )
+
+
+def _refuse_early(name: str) -> None:
+    raise JobError(
+        f"a collective ({name}) between job.device_mesh() and job.steps(), by a worker that came"
+        " later: the others are at their steps, and take no part",
+        expected="a model that each worker builds by itself; a state comes with the first step",
+        next_step="begin it alike on all workers by its seed, or load what it begins with from a"
+        " file",
+        slug="job-mesh",
+    )
+
+
+def _not_whole(size: int, mesh: MeshGroups) -> JobError:
+    whole = f"the {mesh.size} of its mesh" if mesh.size else "whole replicas"
+    return JobError(
+        f"job.device_mesh(shard={mesh.shards}) in a world of {size} workers",
+        expected=f"{whole}, each of {mesh.shards} workers, in each world",
+        next_step=(
+            "a job with job.device_mesh() has a fixed size: --nnodes N, no --min-workers"
+            if mesh.size
+            else f"a multiple of {mesh.shards} workers in all, or another shard="
+        ),
+        slug="job-mesh",
+    )

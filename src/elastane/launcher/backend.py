@@ -6,6 +6,7 @@ said. The rules are those of `--rdzv-backend`'s help; each refusal names what to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from elastane.errors import ConfigurationError, UsageError
@@ -13,7 +14,8 @@ from elastane.launcher.conf import Conf
 from elastane.launcher.config import Backend, Rendezvous
 from elastane.launcher.parser import Options
 from elastane.runtime.endpoint import Endpoint, parse_endpoint
-from elastane.stores.etcd.settings import read_settings
+from elastane.stores.etcd import settings as etcd
+from elastane.stores.kubernetes import settings as kubernetes
 
 PORT = 29400  # torchrun's for c10d
 STATIC_PORT = 29500  # torchrun's for static
@@ -24,19 +26,24 @@ _NAMES: dict[str, Backend] = {
     "file": "file",
     "etcd": "etcd",
     "etcd-v2": "etcd-v2",
+    "kubernetes": "kubernetes",
 }
-_LATER = ("kubernetes",)
+# Which keys of --rdzv-conf are whose.
+_STORE_KEYS = {"etcd": tuple(etcd.CONF_KEYS), "kubernetes": kubernetes.CONF_KEYS}
 _STATIC_OPTIONS = {"node_rank", "master_addr", "master_port"}
 
 
-def resolve(options: Options, conf: Conf, nodes: tuple[int, int]) -> tuple[Rendezvous, list[str]]:
+def resolve(
+    options: Options, conf: Conf, nodes: tuple[int, int], environ: Mapping[str, str]
+) -> tuple[Rendezvous, list[str]]:
     """Return the rendezvous that is meant, without its secrets, and notes for the user."""
     _, max_nodes = nodes
     backend = _backend(options, max_nodes)
-    if conf.store and not backend.startswith("etcd"):
-        raise _no_store(conf, backend)
+    _check_store_keys(conf, backend)
     if backend.startswith("etcd"):
         return _etcd(options, conf, nodes, backend)
+    if backend == "kubernetes":
+        return _kubernetes(options, conf, environ), []
     if backend == "standalone":
         return _standalone(options, nodes)
     if backend == "file":
@@ -57,8 +64,8 @@ def resolve(options: Options, conf: Conf, nodes: tuple[int, int]) -> tuple[Rende
 
 
 def is_builtin(name: str) -> bool:
-    """Return whether `--rdzv-backend NAME` is one of ours, this version's or a later one's."""
-    return name.lower() in (*_NAMES, *_LATER)
+    """Return whether `--rdzv-backend NAME` is one of ours."""
+    return name.lower() in _NAMES
 
 
 def wished_rank(options: Options, conf: Conf) -> int | None:
@@ -88,17 +95,9 @@ def _backend(options: Options, max_nodes: int) -> Backend:
 def _known(written: str) -> Backend:
     if written in _NAMES:
         return _NAMES[written]
-    if written in _LATER:
-        raise ConfigurationError(
-            f"--rdzv-backend {written} is not in this version",
-            slug="not-in-this-version",
-            expected="one of " + ", ".join(_NAMES),
-            next_step="--rdzv-backend file --rdzv-endpoint /shared/folder also survives the loss "
-            "of any host",
-        )
     import difflib
 
-    near = difflib.get_close_matches(written, [*_NAMES, *_LATER], n=1)
+    near = difflib.get_close_matches(written, [*_NAMES], n=1)
     raise UsageError(
         f"no such --rdzv-backend: {written}",
         slug="bad-option-value",
@@ -130,7 +129,7 @@ def _etcd(
     """Servers that are there, or, with --standalone, one that the agent brings along."""
     if not options.flag("standalone"):
         endpoint = options.text("rdzv_endpoint")
-        read_settings(endpoint, conf.store)
+        etcd.read_settings(endpoint, conf.store)
         return Rendezvous(backend, store=endpoint, store_conf=conf.store), []
     if options.text("rdzv_endpoint"):
         raise ConfigurationError(
@@ -145,13 +144,27 @@ def _etcd(
     return Rendezvous("etcd", sidecar=True, alone=True), notes
 
 
-def _no_store(conf: Conf, backend: Backend) -> ConfigurationError:
-    return ConfigurationError(
-        f"--rdzv-conf {next(iter(conf.store))}=... is for etcd, and the backend is {backend}",
-        slug="bad-rdzv-conf",
-        expected="--rdzv-backend etcd or etcd-v2 with it; tls_cert, tls_key and tls_ca are for "
-        "the coordinator's own connections",
-    )
+def _kubernetes(options: Options, conf: Conf, environ: Mapping[str, str]) -> Rendezvous:
+    """A namespace that is there to be asked; who we are there is found out now."""
+    endpoint = options.text("rdzv_endpoint")
+    settings = kubernetes.read_settings(endpoint, conf.store, environ)
+    namespace = settings.access().namespace
+    kept = {key: value for key, value in conf.store.items() if key != "namespace"}
+    return Rendezvous("kubernetes", store=namespace, store_conf=kept)
+
+
+def _check_store_keys(conf: Conf, backend: Backend) -> None:
+    """Refuse pairs of --rdzv-conf that mean another store."""
+    mine = next((keys for name, keys in _STORE_KEYS.items() if backend.startswith(name)), ())
+    for key in conf.store:
+        if key not in mine:
+            whose = next(name for name, keys in _STORE_KEYS.items() if key in keys)
+            raise ConfigurationError(
+                f"--rdzv-conf {key}=... is for {whose}, and the backend is {backend}",
+                slug="bad-rdzv-conf",
+                expected=f"--rdzv-backend {whose} with it; tls_cert, tls_key and tls_ca are for "
+                "the coordinator's own connections",
+            )
 
 
 def _file(options: Options) -> Rendezvous:

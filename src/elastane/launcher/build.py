@@ -21,6 +21,7 @@ from elastane.launcher.notes import notes_of
 from elastane.launcher.parser import Options
 from elastane.launcher.secret import secured
 from elastane.launcher.supervision import read_supervision, watch_notes
+from elastane.stores.kubernetes import settings as kubernetes
 
 
 def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
@@ -30,7 +31,7 @@ def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
     conf = read_conf(options.text("rdzv_conf"))
     nodes = read_nnodes(options.text("nnodes"))
     command = read_command(options, environ)
-    rendezvous, more = backend.resolve(options, conf, nodes)
+    rendezvous, more = backend.resolve(options, conf, nodes, environ)
     if rendezvous.backend == "standalone" or rendezvous.sidecar:
         nodes = (1, 1)
     static = rendezvous.backend == "static"
@@ -49,7 +50,7 @@ def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
             min_workers=_min_workers(options, nodes[1] * node.local_world_size),
             identical_workers=environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1",
             static=static,
-            timing=_timing(options, conf, environ),
+            timing=_timing(options, conf, environ, rendezvous.backend == "kubernetes"),
         ),
         node=node,
         rendezvous=rendezvous,
@@ -146,7 +147,9 @@ def _at_least_0(options: Options, dest: str) -> int:
     return count
 
 
-def _timing(options: Options, conf: Conf, environ: Mapping[str, str]) -> Timing:
+def _timing(
+    options: Options, conf: Conf, environ: Mapping[str, str], is_kubernetes: bool
+) -> Timing:
     wished = dict(conf.durations)
     shutdown = options.seconds("shutdown_timeout")
     variable = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
@@ -164,7 +167,7 @@ def _timing(options: Options, conf: Conf, environ: Mapping[str, str]) -> Timing:
     drain = options.seconds("drain_timeout")
     if drain is not None:
         wished["drain_timeout_s"] = drain
-    return timing_of(wished)
+    return timing_of(wished, kubernetes.TIMING if is_kubernetes else None)
 
 
 def _node(options: Options, conf: Conf, environ: Mapping[str, str]) -> NodeWish:

@@ -12,7 +12,8 @@ import msgspec
 
 from elastane.core.limits import PAIRS, Timing, check
 from elastane.errors import ConfigurationError, UsageError
-from elastane.stores.etcd.settings import CONF_KEYS
+from elastane.stores.etcd import settings as etcd
+from elastane.stores.kubernetes.settings import CONF_KEYS as KUBERNETES_KEYS
 
 # torchrun's spelling, and what it sets here.
 _TORCHRUN = {
@@ -27,6 +28,7 @@ _IDLE = {
     "read_timeout": "no store is read; see silence",
     "store_type": "the coordinator keeps the state itself",
 }
+CONF_KEYS = (*etcd.CONF_KEYS, *KUBERNETES_KEYS)
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 _OTHER = ("token", "is_host", "rank", "keep_alive_max_attempt", *_TLS)
 _FIELDS = Timing.__struct_fields__
@@ -74,9 +76,10 @@ def read_conf(text: str) -> Conf:
     )
 
 
-def timing_of(wished: dict[str, float]) -> Timing:
+def timing_of(wished: dict[str, float], defaults: Timing | None = None) -> Timing:
     """Return the defaults with `wished` in place; ConfigurationError where they contradict."""
-    values = {name: getattr(Timing(), name) for name in _FIELDS} | wished
+    defaults = defaults or Timing()
+    values = {name: getattr(defaults, name) for name in _FIELDS} | wished
     # From the wide bounds to the narrow: a default yields to its neighbour that was set.
     for _ in PAIRS:
         for small, large, factor, _why in PAIRS:

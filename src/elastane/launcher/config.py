@@ -15,7 +15,7 @@ from elastane.runtime.process import WorkerKind
 from elastane.runtime.streams.places import ChooseFiles
 from elastane.runtime.streams.plan import LogPlan
 
-Backend = Literal["standalone", "elastane", "static", "file", "etcd", "etcd-v2"]
+Backend = Literal["standalone", "elastane", "static", "file", "etcd", "etcd-v2", "kubernetes"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Rendezvous:
 
     `hosts` is whether this node serves the coordinator; None where the address decides. `token`
     is empty where the job has no secret, and `token_file` where it is from no file; `alone` means
-    that no other machine is to join. `store` is the store's place (a folder, servers) and
-    `store_conf` how it is reached; `sidecar` means that this agent brings the store's server along.
+    that no other machine is to join. `store` is the store's place (a folder, servers, a
+    namespace) and `store_conf` how it is reached; `sidecar` means that this agent brings the
+    store's server along.
     """
 
     backend: Backend
@@ -79,9 +80,8 @@ class Supervision:
     """How the agent keeps its workers: where they run, what is watched, who hears of events.
 
     `cpus` are, by local rank, those that a worker is bound to; none where it is not. `stuck_s` is
-    how long uninterruptible sleep is borne; 0 is for ever. `spares` is --spares-per-node.
-    `choose_files` is the class of
-    --logs-specs.
+    how long uninterruptible sleep is borne; 0 is for ever. `spares` is --spares-per-node,
+    `replicas` --snapshot-replicas. `choose_files` is the class of --logs-specs.
     """
 
     cpus: tuple[frozenset[int], ...] = ()
@@ -91,6 +91,7 @@ class Supervision:
     health_port: int | None = None
     stuck_s: float = 0.0
     spares: int = 0
+    replicas: int = 0
     event_handler: str = "null"
     choose_files: ChooseFiles | None = None
 

@@ -5,10 +5,14 @@ Owns the composition of one coordinator. It does not know how the seat was won.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from elastane.coordinator import Coordinator
 from elastane.core.model import JobSpec, Outcome, Record
@@ -16,12 +20,32 @@ from elastane.core.notes import EventKind, Note
 from elastane.core.rendezvous import Rendezvous
 from elastane.errors import RendezvousRefusedError
 from elastane.runtime.rpc import Access
+from elastane.stores.jobs import JobKeys
+from elastane.stores.kubernetes.settings import JOB_VARIABLE, POD_VARIABLE
 
+if TYPE_CHECKING:
+    from elastane.launcher.attending import Attending
+
+_log = logging.getLogger("elastane.hosting")
 Save = Callable[[Record], Awaitable[None]]
 
 
 async def save_nowhere(record: Record) -> None:
     """Keep no record: the job has no store, and its agents hold what is known."""
+
+
+def attending_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Attending | None:
+    """Return what serves the operator of an ElasticJob, None where this is no pod of one."""
+    job, pod = environ.get(JOB_VARIABLE, ""), environ.get(POD_VARIABLE, "")
+    if not job or not pod or keys is None:
+        return None
+    from elastane.launcher.attending import Attending
+    from elastane.stores.kubernetes.correspondence import Correspondence
+    from elastane.stores.kubernetes.store import KubernetesStore
+
+    if not isinstance(keys.store, KubernetesStore):
+        return None
+    return Attending(Correspondence(keys.store, job))
 
 
 @dataclass(frozen=True)
@@ -36,8 +60,16 @@ class Takeover:
 class Hosting:
     """Makes coordinators for this agent's job; at most one runs at a time."""
 
-    def __init__(self, spec: JobSpec, access: Access, tell: Callable[[Note], None]) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        access: Access,
+        tell: Callable[[Note], None],
+        attending: Attending | None = None,
+    ) -> None:
+        """`attending` serves the operator of the ElasticJob that this is, if it is one."""
         self.spec = spec
+        self._attending = attending
         self._access = access
         self._tell = tell
         self.coordinator: Coordinator | None = None
@@ -49,7 +81,10 @@ class Hosting:
 
     def check(self, record: Record | None) -> None:
         """Raise where this agent's job is not the recorded one: it must not decide for it."""
-        if record is None or record.spec == self.spec:
+        if record is None:
+            return
+        ours = self.spec.sized_as(record.spec) if record.resized else self.spec
+        if record.spec == ours:
             return
         raise RendezvousRefusedError(
             f"job {self.spec.job!r} is on record as {record.spec}, and this agent was started"
@@ -81,10 +116,28 @@ class Hosting:
         self.coordinator, self._machine = coordinator, machine
         self._say(EventKind.COORDINATOR_STARTED, f"on port {port}, in phase {machine.phase.value}")
         try:
-            return await coordinator.run()
+            async with self._attended(coordinator, machine):
+                return await coordinator.run()
         finally:
             self.coordinator = self._machine = None
             self._say(EventKind.COORDINATOR_STOPPED, f"in phase {machine.phase.value}")
+
+    @contextlib.asynccontextmanager
+    async def _attended(self, coordinator: Coordinator, machine: Rendezvous) -> AsyncIterator[None]:
+        """Have the job's operator heard, before anybody is let in, and told."""
+        if self._attending is None:
+            yield
+            return
+        begun = asyncio.Event()
+        task = asyncio.create_task(self._attending.run(coordinator, machine, begun))
+        try:
+            await begun.wait()
+            yield
+        finally:
+            task.cancel()
+            [result] = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(result, Exception):
+                _log.error("the operator was not served any more: %r", result)
 
     def _say(self, kind: EventKind, reason: str) -> None:
         self._tell(Note(kind=kind, reason=reason))

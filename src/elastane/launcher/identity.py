@@ -12,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import PurePath
 
 from elastane.core.limits import NAME_CHARS_MAX
 from elastane.errors import ConfigurationError
 from elastane.launcher.config import Rendezvous
 from elastane.launcher.parser import Options
+from elastane.stores.kubernetes.settings import POD_VARIABLE
 
 _STEM_CHARS_MAX = 40
 _UNSPECIFIED = ("", "none")
@@ -43,6 +45,12 @@ def job_id(options: Options, rendezvous: Rendezvous, nodes: tuple[int, int]) -> 
             next_step=f"--rdzv-id {stem}-1, the same on all nodes and new for each job",
         )
     return f"{stem}-{fingerprint(options, rendezvous, nodes)}", False
+
+
+def new_incarnation(environ: Mapping[str, str]) -> str:
+    """Return what tells this agent from every other, and begins with its pod, if it is in one."""
+    pod = environ.get(POD_VARIABLE, "")
+    return f"{pod}.{secrets.token_hex(8)}" if pod else secrets.token_hex(8)
 
 
 def fingerprint(options: Options, rendezvous: Rendezvous, nodes: tuple[int, int]) -> str:

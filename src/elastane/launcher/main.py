@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import resource
-import secrets
 import signal
 import socket
 import time
@@ -30,7 +29,8 @@ from elastane.launcher.config import LaunchConfig
 from elastane.launcher.dialing import Dialer
 from elastane.launcher.ending import tell_end
 from elastane.launcher.facts import versions
-from elastane.launcher.hosting import Hosting
+from elastane.launcher.hosting import Hosting, attending_of
+from elastane.launcher.identity import new_incarnation
 from elastane.launcher.keyring import Keyring
 from elastane.launcher.node import Node, node_of, place
 from elastane.launcher.onrecord import as_on_record
@@ -98,7 +98,12 @@ class _Agent:
         keyring = Keyring(config.spec.job, token, config.rendezvous.token_file)
         await keyring.look()
         access = rpc.Access(config.spec.job, keyring.secrets()[0], _tls(config), keyring.secrets)
-        hosting = Hosting(config.spec, access, node.tell_as_coordinator)
+        if config.supervision.replicas:
+            from elastane.launcher.neighbours import neighbours
+
+            node.keeping.meet(lambda: neighbours(config, keyring))
+        attending = attending_of(keys, config.environment)
+        hosting = Hosting(config.spec, access, node.tell_as_coordinator, attending)
         seat = self._seat(keys, hosting)
 
         self._keys = keys
@@ -123,7 +128,12 @@ class _Agent:
                 node_id=node.id,
             )
         )
-        watch = asyncio.create_task(keyring.watch(dialer.token_changed))
+
+        def changed() -> None:
+            dialer.token_changed()
+            node.keeping.say_neighbours()
+
+        watch = asyncio.create_task(keyring.watch(changed))
         try:
             return await self._work(shell, link, seat)
         finally:
@@ -174,7 +184,7 @@ class _Agent:
         wish = self._config.node
         return NodeSpec(
             node_id=self._node.id,
-            incarnation=secrets.token_hex(8),
+            incarnation=new_incarnation(self._config.environment),
             local_world_size=wish.local_world_size,
             role=wish.role,
             node_rank=wish.node_rank,
@@ -199,6 +209,7 @@ class _Agent:
                 virtual_local_rank=config.supervision.virtual_local_rank,
                 timer_file=self._node.timers.path if self._node.timers else "",
                 signals=config.signals,
+                keeper=self._node.keeping.path,
             ),
             logs=config.logs,
             spawner=self._node.spawner,

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import selectors
 import socket
 import threading
@@ -51,11 +50,13 @@ from elastane.core.model import Assignment, Failure, Fence, JobSpec, NodeSpec, O
 from elastane.core.wire import derive_secret
 from elastane.launcher.dialing import Dialer, registry_here
 from elastane.launcher.facts import versions
-from elastane.launcher.hosting import Hosting
-from elastane.launcher.seat import EndpointSeat, Seat, StoreSeat
+from elastane.launcher.hosting import Hosting, attending_of
+from elastane.launcher.identity import new_incarnation
+from elastane.launcher.seat import EndpointSeat, Seat, StoreSeat, token_of
 from elastane.observe import logging as say
 from elastane.runtime import rpc
 from elastane.runtime.endpoint import STANDALONE, Endpoint
+from elastane.runtime.environment import snapshot
 from elastane.runtime.tls import TlsConfig
 from elastane.stores.jobs import JobKeys
 from elastane.stores.protocol import Store
@@ -231,10 +232,11 @@ class Member:
         self._ready.set()
         config = self.config
         keys = JobKeys(config.open_store(), config.spec.job) if config.open_store else None
-        token = config.token or (await _token(keys) if keys else "")
+        token = config.token or (await token_of(keys) if keys else "")
         secret = derive_secret(config.spec.job, token or None)
         access = rpc.Access(config.spec.job, secret, config.tls)
-        seat = self._seat(keys, Hosting(config.spec, access, say.tell))
+        attending = attending_of(keys, snapshot())
+        seat = self._seat(keys, Hosting(config.spec, access, say.tell, attending))
 
         self._core = AgentCore(
             config.spec,
@@ -261,7 +263,7 @@ class Member:
         config = self.config
         return NodeSpec(
             node_id=config.node_id,
-            incarnation=secrets.token_hex(8),
+            incarnation=new_incarnation(snapshot()),
             local_world_size=config.local_world_size,
             node_rank=config.node_rank,
             local_addr=config.local_addr,
@@ -390,11 +392,3 @@ class Member:
             if self.desk.outcome is None:
                 self.desk.outcome = outcome
                 self.desk.told.notify_all()
-
-
-async def _token(keys: JobKeys) -> str:
-    try:
-        return await keys.token()
-    except BaseException:
-        await keys.store.close()
-        raise

@@ -15,8 +15,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from elastane.agent.environment import without_secrets
+from elastane.agent.keeping import Keeping
 from elastane.agent.offers import OfferedPort
 from elastane.agent.timerwatch import TimerWatch
 from elastane.core.diagnosis import exit_text
@@ -35,6 +37,9 @@ from elastane.runtime.strays import kill_strays
 from elastane.runtime.warden import LEASH_VARIABLE, Warden
 from elastane.runtime.zygote.client import ZygoteSpawner
 
+if TYPE_CHECKING:
+    from elastane.keeper.news import News
+
 _log = logging.getLogger("elastane.launcher")
 # Between two starts of the warden, so that one that cannot live costs little.
 _WARDEN_PAUSE_S = 0.5
@@ -51,12 +56,19 @@ class Node:
     warden: Warden
     spawner: Spawner
     port: OfferedPort
+    keeping: Keeping
     timers: TimerWatch | None = None
     hear: Hear = hear_nothing
 
     def tell(self, note: Note) -> None:
         """Log a note of this agent's."""
         self._tell(note, "agent")
+
+    def tell_of_keeper(self, news: News) -> None:
+        """Log what the keeper of snapshots tells."""
+        from elastane.agent.news import note_of
+
+        self.tell(note_of(news, self.id))
 
     def tell_as_coordinator(self, note: Note) -> None:
         """Log a note of the coordinator's, which runs here."""
@@ -96,18 +108,22 @@ async def node_of(config: LaunchConfig, node_id: str, host: str) -> AsyncIterato
     """Set up what the agent has on this machine, and take it down again."""
     leash = uuid.uuid4().hex
     become_subreaper()
-    warden = Warden(leash)
+    keeping = Keeping(config.environment)
+    keeping.open()
+    warden = Warden(leash, keeping.path)
     await warden.start()
     events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
     spawner = _spawner(config, leash, events, node_id)
     port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner))
     watched = config.supervision
-    node = Node(config, node_id, leash, events, warden, spawner, port)
+    node = Node(config, node_id, leash, events, warden, spawner, port, keeping)
+    keeping.report(node.tell_of_keeper)
     node.hear = event_handler(
         watched.event_handler, Teller(job=config.spec.job, node=node_id, host=host, pid=os.getpid())
     )
     node.timers = TimerWatch(watched.timer_file) if watched.watches_timers else None
     keeper = asyncio.create_task(_keep(warden))
+    keeping.start()
     await spawner.start()
     health = await _answer_health(watched.health_port)
     try:
@@ -122,6 +138,7 @@ async def node_of(config: LaunchConfig, node_id: str, host: str) -> AsyncIterato
         await spawner.close()
         port.close()
         await kill_strays()
+        await keeping.close()
         keeper.cancel()
         await warden.close()
         events.close()

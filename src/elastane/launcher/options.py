@@ -60,7 +60,7 @@ TABLE: tuple[Option, ...] = (
         "rdzv-backend",
         "static",
         "elastane (also named c10d), static, file (a folder that all nodes share), etcd, etcd-v2, "
-        "or the name of an installed package's handler; the default is "
+        "kubernetes, or the name of an installed package's handler; the default is "
         "standalone for one node, elastane where --rdzv-endpoint is given, else static",
         RENDEZVOUS,
         metavar="NAME",
@@ -69,7 +69,8 @@ TABLE: tuple[Option, ...] = (
         "rdzv-endpoint",
         "",
         "where the coordinator is: HOST[:PORT], port 29400 by default; for file, the "
-        "folder; for etcd, one or more HOST[:PORT] or URLs",
+        "folder; for etcd, one or more HOST[:PORT] or URLs; for kubernetes, the namespace or "
+        "nothing",
         RENDEZVOUS,
         metavar="HOST[:PORT]",
     ),
@@ -270,6 +271,16 @@ TABLE: tuple[Option, ...] = (
         "spares-per-node",
         "0",
         "workers that wait in elastane.init() on each node, for the place of one that is lost",
+        OURS,
+        metavar="N",
+        ours=True,
+        kind="int",
+    ),
+    Option(
+        "snapshot-replicas",
+        "0",
+        "copies of a node's part of a sharded state in the memory of another, 0 or 1: with 1 the "
+        "loss of any one node is made good from memory (see docs/checkpoints.md)",
         OURS,
         metavar="N",
         ours=True,

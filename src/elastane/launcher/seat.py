@@ -75,6 +75,15 @@ async def first_contact(keys: JobKeys, token: str, patience_s: float) -> str:
         await asyncio.sleep(_STORE_RETRY_S)
 
 
+async def token_of(keys: JobKeys) -> str:
+    """Return the job's secret, which is in the store; close the store where that cannot be had."""
+    try:
+        return await keys.token()
+    except BaseException:
+        await keys.store.close()
+        raise
+
+
 class EndpointSeat:
     """The coordinator at an address; port 0 is standalone: here, on any port."""
 

@@ -38,6 +38,7 @@ def read_supervision(
         health_port=_port(environ),
         stuck_s=_stuck_s(environ) or 0.0,
         spares=_spares(options, local_world_size),
+        replicas=_replicas(options),
         event_handler=_handler(options.text("event_log_handler")),
         choose_files=_chooser(options, local_world_size),
     )
@@ -76,6 +77,17 @@ def _spares(options: Options, local_world_size: int) -> int:
             slug="bad-option-value",
             expected="arguments that are the same for all workers: a spare has no rank yet",
             next_step="read job.local_rank after elastane.init(), or leave the spares out",
+        )
+    return count
+
+
+def _replicas(options: Options) -> int:
+    count = options.whole("snapshot_replicas")
+    if count not in (0, 1):
+        raise UsageError(
+            f"--snapshot-replicas = {count}",
+            slug="bad-option-value",
+            expected="0, or 1: a copy on the next node, which the loss of any one node leaves",
         )
     return count
 

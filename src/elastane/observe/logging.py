@@ -90,7 +90,7 @@ class ConsoleHandler(logging.Handler):
 
     def __init__(self, console: Console, node: str) -> None:
         super().__init__()
-        self._console = console
+        self.console = console
         self._node = node
         self._said: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
@@ -115,7 +115,7 @@ class ConsoleHandler(logging.Handler):
         if len(self._said) > _REMEMBERED_MAX:
             self._said.popitem(last=False)
         times = f" ({unsaid} more times meanwhile)" if unsaid else ""
-        self._console.put(f"elastane[{self._node}] {text}{times}\n".encode("utf-8", "replace"))
+        self.console.put(f"elastane[{self._node}] {text}{times}\n".encode("utf-8", "replace"))
 
 
 def setup(node: str, level: str = DEFAULT_LEVEL) -> logging.Logger:

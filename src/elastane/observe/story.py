@@ -53,6 +53,7 @@ class AttemptStory(msgspec.Struct, kw_only=True):
     root_rank: int | None = None
     consequences: int = 0
     failures: list[SeenFailure] = []
+    differed: list[str] = []
     succeeded: int = 0
 
 
@@ -114,6 +115,8 @@ def _note_attempt(attempt: AttemptStory, event: LoggedEvent) -> None:
             attempt.members = str(event.data.get("members", ""))
         case EventKind.WORKER_EXITED:
             _note_end(attempt, event)
+        case EventKind.REPLICA_DIFFERED:
+            attempt.differed.append(f"{event.time}: {event.reason}")
         case EventKind.INCIDENT | EventKind.DRAIN_STARTED:
             _note_reason(attempt, event)
         case EventKind.RESTART | EventKind.JOB_ENDED:

@@ -7,6 +7,7 @@ workers or commands. Fails with OSError as the os module does. Linux only.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -78,6 +79,17 @@ def punch_hole(fd: int, end: int) -> None:
     if _libc.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def allocate(fd: int, size_bytes: int) -> None:
+    """Have blocks set aside for a file of this size, where the file system has such a way.
+
+    posix_fallocate(3) would write zeros there, which is worse than nothing. Raises ENOSPC.
+    """
+    if _libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size_bytes)) != 0:
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(number, os.strerror(number))
 
 
 def bind_to_cpus(cpus: Iterable[int]) -> None:

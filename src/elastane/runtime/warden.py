@@ -32,10 +32,14 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Warden:
-    """The agent's hold on its warden: a pipe whose other end notices the agent's death."""
+    """The agent's hold on its warden: a pipe whose other end notices the agent's death.
 
-    def __init__(self, leash: str) -> None:
+    `path` is a file that goes with the agent.
+    """
+
+    def __init__(self, leash: str, path: str = "") -> None:
         self.leash = leash
+        self._path = path
         self._process: WorkerProcess | None = None
         self._write = -1
 
@@ -53,7 +57,7 @@ class Warden:
         read, self._write = os.pipe()
         try:
             # -I -S: neither the job's environment nor site packages; 7 MB, 10 ms.
-            argv = [sys.executable, "-I", "-S", __file__, self.leash]
+            argv = [sys.executable, "-I", "-S", __file__, self.leash, self._path]
             actions = [(os.POSIX_SPAWN_DUP2, read, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
             with spawning():
                 pid = os.posix_spawn(  # noqa: ASYNC221 - returns at once
@@ -140,16 +144,28 @@ def sweep_all(leash: str) -> None:
         time.sleep(SCAN_PAUSE_S)
 
 
-def main(leash: str) -> None:
-    """Wait for the end of the pipe that is this program's stdin, then sweep."""
+def main(leash: str, path: str) -> None:
+    """Wait for the end of the pipe that is this program's stdin, then sweep, and remove `path`."""
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     os.closerange(3, 1 << 20)
     os.chdir("/")
     while os.read(0, 1):
         pass
-    sweep_all(leash)
+    try:
+        sweep_all(leash)
+    finally:
+        if path:
+            unlink(path)
+
+
+def unlink(path: str) -> None:
+    """Remove a file; that it is gone already is the normal case."""
+    try:
+        os.unlink(path)  # noqa: PTH108 - pathlib is slow to import
+    except OSError:
+        return
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

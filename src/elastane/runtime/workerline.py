@@ -93,8 +93,16 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
     reason: Text
 
 
+class Differed(msgspec.Struct, frozen=True, tag="differed"):
+    """From a worker: after so many steps its replica was another one than most hold."""
+
+    rank: Count
+    steps: Count
+    reason: Text
+
+
 ToWorker = Place | Wait | Interrupt | Ask | Spare | Begin
-FromWorker = Able | Finished | Lost | Doing | Ready
+FromWorker = Able | Finished | Lost | Doing | Ready | Differed
 _encode = msgspec.json.Encoder().encode
 _to_worker = msgspec.json.Decoder(ToWorker).decode
 _from_worker = msgspec.json.Decoder(FromWorker).decode

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from elastane.core.limits import LEASE_MARGIN
 from elastane.errors import LeaseLostError
 from elastane.stores.protocol import Entry
+
+
+def boot_clock() -> float:
+    """Return seconds since boot, those of suspension included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class HeldLease:
@@ -21,10 +27,17 @@ class HeldLease:
     take or renew the lease, once it knows that this was done.
     """
 
-    def __init__(self, key: str, ttl_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        key: str,
+        ttl_s: float,
+        clock: Callable[[], float],
+        margin: float = LEASE_MARGIN,
+    ) -> None:
         self._key = key
         self._ttl_s = ttl_s
         self._clock = clock
+        self._margin = margin
         self._term = 0
         self._until_s = -math.inf
         self._lost = False
@@ -45,7 +58,7 @@ class HeldLease:
 
     def count_from(self, begun_s: float) -> None:
         """Count the ttl from `begun_s`, less the margin; a slower answer takes nothing back."""
-        self._until_s = max(self._until_s, begun_s + self._ttl_s * (1 - LEASE_MARGIN))
+        self._until_s = max(self._until_s, begun_s + self._ttl_s * (1 - self._margin))
 
     def deposed(self, by: str, where: str = "") -> LeaseLostError:
         """Count the lease as lost for good, and return the error that says by whom."""

@@ -27,7 +27,6 @@ import logging
 import os
 import shutil
 import stat
-import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from typing import TypeVar
 from elastane.core.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.errors import ConfigurationError, LeaseLostError
 from elastane.runtime.offload import Offload
-from elastane.stores.common import HeldLease, watch_by_looking
+from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
 from elastane.stores.pages import (
     Hooks,
     Page,
@@ -59,11 +58,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _SKIPS_NAMED_MAX = 1000
 _BEAT_BYTES = 20
-
-
-def boot_clock() -> float:
-    """Return seconds since boot, those of suspension included (time.monotonic leaves them out)."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _no_step(step: str) -> None:

@@ -44,17 +44,24 @@ class Filed(msgspec.Struct, frozen=True, kw_only=True):
     record: Record | None
 
 
-class JobKeys:
-    """One job's place in a store, for agents and the coordinator alike."""
+class JobNames:
+    """The names of what one job keeps."""
 
-    def __init__(self, store: Store, job: str) -> None:
-        self.store = store
+    def __init__(self, job: str) -> None:
         self.job = job
         self.prefix = safe_name(job)
         self.coordinator = f"{self.prefix}/coordinator"
         self.token_key = f"{self.prefix}/token"
         self.record = f"{self.prefix}/record"
         self.seat_lease = f"{self.prefix}/seat"
+
+
+class JobKeys(JobNames):
+    """One job's place in a store, for agents and the coordinator alike."""
+
+    def __init__(self, store: Store, job: str) -> None:
+        super().__init__(job)
+        self.store = store
 
     async def load(self) -> Record | None:
         """Return the job's record, or None where it has none."""

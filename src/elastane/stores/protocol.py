@@ -20,8 +20,8 @@ delete
 lease and term
     etcd v3 a key bound to a lease, and a counter beside it that outlives the lease, both in one
     txn; etcd v2 a key with a TTL, its createdIndex as the term, and the latest term beside it;
-    Kubernetes a coordination.k8s.io Lease, leaseTransitions as the term, every change guarded
-    by resourceVersion; file: term files and a heartbeat.
+    Kubernetes a coordination.k8s.io Lease, every change guarded by resourceVersion, the one that
+    a taking replaced as the term; file: term files and a heartbeat.
 who judges that a lease has run out
     the server for etcd; each candidate by its own monotonic clock for Kubernetes and file.
 watch

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -33,7 +32,7 @@ from elastane.core.limits import (
 from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError, StoreError
 from elastane.runtime.offload import Offload
-from elastane.stores.common import HeldLease, watch_by_looking
+from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
@@ -91,11 +90,6 @@ class _Document(msgspec.Struct, tag="elastane-register-1"):
 class _Sighting:
     beat: str
     seen_s: float
-
-
-def boot_clock() -> float:
-    """Return seconds since boot, those of suspension included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class RegisterStore:

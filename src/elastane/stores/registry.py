@@ -16,7 +16,6 @@ from elastane.stores.protocol import Store
 StoreFactory = Callable[[str, dict[str, str]], Store]
 
 _WITHOUT_STORE = ("", "elastane", "c10d", "static")
-_NOT_YET = ("kubernetes",)
 
 
 def _file_store(endpoint: str, conf: dict[str, str]) -> Store:
@@ -46,10 +45,19 @@ def _etcd_v2_store(endpoint: str, conf: dict[str, str]) -> Store:
     return EtcdV2Store(read_settings(endpoint, conf))
 
 
+def _kubernetes_store(endpoint: str, conf: dict[str, str]) -> Store:
+    from elastane.runtime.environment import snapshot
+    from elastane.stores.kubernetes.settings import read_settings
+    from elastane.stores.kubernetes.store import KubernetesStore
+
+    return KubernetesStore(read_settings(endpoint, conf, snapshot()))
+
+
 _FACTORIES: dict[str, StoreFactory] = {
     "file": _file_store,
     "etcd": _etcd_store,
     "etcd-v2": _etcd_v2_store,
+    "kubernetes": _kubernetes_store,
 }
 
 
@@ -77,11 +85,8 @@ def make_store(backend: str, endpoint: str, conf: dict[str, str]) -> Store | Non
     factory = _FACTORIES.get(backend)
     if factory is not None:
         return factory(endpoint, conf)
-    what = f"--rdzv-backend {backend!r} is unknown"
-    if backend in _NOT_YET:
-        what = f"--rdzv-backend {backend!r} is not built yet"
     raise ConfigurationError(
-        what,
+        f"--rdzv-backend {backend!r} is unknown",
         slug="store-backend",
         expected="one of " + ", ".join(backends()),
         next_step="--rdzv-backend file --rdzv-endpoint <folder that all nodes share>",

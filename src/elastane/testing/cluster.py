@@ -206,7 +206,7 @@ class LocalCluster:
         """Start a node; `options` win over the cluster's."""
         given = {**self._defaults(), **self._given, **as_text({"node_id": name, **options})}
         log = self.folder / f"{name}.{len(self.nodes)}.log"
-        words = [_word(flag, value) for flag, value in given.items()]
+        words = [word for flag, value in given.items() if (word := _word(flag, value))]
         with log.open("wb") as output:
             process = processes.start(
                 [sys.executable, "-m", "elastane", "run", *words, *self._script],

@@ -27,7 +27,7 @@ _POLL_S = 0.02
 def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own; the kernel kills it with this thread."""
     return subprocess.Popen(
-        [word for word in words if word],
+        list(words),
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=output,

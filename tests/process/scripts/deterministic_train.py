@@ -59,16 +59,17 @@ def digest(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     tensors = [*net.state_dict().items()]
     tensors += [(f"{key}.{name}", t) for key in sorted(states) for name, t in states[key].items()]
     for name, tensor in tensors:
-        found.update(name.encode() + tensor.numpy().tobytes())
+        found.update(name.encode() + tensor.cpu().numpy().tobytes())
     return found.hexdigest()
 
 
 def parts(job):
     """The objects of the training, tracked."""
-    net = Net()
+    net = Net().to(job.device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=10_000)
-    noise, scaler = torch.Generator(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    noise = torch.Generator(job.device)
+    scaler = torch.amp.GradScaler(job.device.type, init_scale=1024.0)
     job.track(net=net, optimizer=optimizer, scheduler=scheduler, noise=noise, scaler=scaler)
     model = DDP(net, process_group=job.process_group, find_unused_parameters=True)
     import elastane
@@ -85,11 +86,13 @@ def train(job, steps: int, enough=lambda: False, said=lambda step: None, accumul
     net, model, optimizer, scheduler, noise, scaler, loader = parts(job)
     for step, _ in job.steps(loader, until_step=steps or 10**9, accumulate=accumulate):
         with step:
-            last = torch.tensor(float(not steps and enough()))
+            device = job.device
+            last = torch.tensor(float(not steps and enough()), device=device)
             for clean in step.batches:
-                batch = clean + 0.01 * torch.rand(clean.shape, generator=noise)
-                loss = (model(batch) - batch.flip(1)).square().mean() + 0.01 * torch.rand(())
-                step.backward(scaler.scale(loss))
+                drawn = torch.rand(clean.shape, generator=noise, device=device)
+                batch = clean.to(device) + 0.01 * drawn
+                loss = (model(batch) - batch.flip(1)).square().mean()
+                step.backward(scaler.scale(loss + 0.01 * torch.rand((), device=device)))
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
             scaler.step(optimizer)

@@ -4,7 +4,7 @@ Gradients are sums of integers, so neither their order nor the number of workers
 adds what each of its samples and its number say. A buffer counts the bodies that happened. Each
 body that begins, and each step that is committed, is a line in FOLDER/PID.jsonl. All stop after the
 step in which rank 0 finds FOLDER/enough, or after STEPS. One that finds FOLDER/PID.hang takes that
-file and hangs as it says.
+file and hangs as it says. FOLDER/PID.spare is there once a process waits as a spare.
 
     in_place.py FOLDER STEPS STEP_S
 """
@@ -15,6 +15,7 @@ import ctypes
 import json
 import os
 import pdb
+import socket
 import sys
 import time
 from pathlib import Path
@@ -92,6 +93,19 @@ def in_loops(job, loader, steps, say):
             time.sleep(float(os.environ.get("PAUSE_S", "0")))
 
 
+def tell_of_waiting(path: Path) -> None:
+    """As a spare, touch `path` once the agent has been told that this process is ready."""
+    from elastane.runtime import workerline
+
+    receive_begin = workerline.receive_begin
+
+    def waiting(end: socket.socket) -> tuple[workerline.Begin, int, int]:
+        path.touch()
+        return receive_begin(end)
+
+    workerline.receive_begin = waiting
+
+
 def main() -> None:
     import torch
     import torch.distributed as dist
@@ -107,12 +121,13 @@ def main() -> None:
             json.dumps({"what": what, "step": step, **place, "at_s": time.monotonic()}) + "\n"
         )
 
-    (folder / f"{os.getpid()}.started").touch()
+    tell_of_waiting(folder / f"{os.getpid()}.spare")
     with elastane.init() as job:
         print("rank", os.environ["RANK"], "local rank", os.environ["LOCAL_RANK"], flush=True)
         net = torch.nn.Linear(SIZE, 1, bias=False).to(torch.float64)
         torch.nn.init.zeros_(net.weight)
         net.register_buffer("bodies", torch.zeros(1, dtype=torch.int64))
+        net.to(job.device)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=3)
         loader = torch.utils.data.DataLoader(Samples(folder), batch_sampler=batches)
@@ -126,6 +141,7 @@ def main() -> None:
                 total = torch.tensor(mine, dtype=torch.float64).reshape(-1, SIZE).sum(dim=0)
                 enough = job.rank == 0 and (folder / "enough").exists()
                 total = torch.cat([total, torch.tensor([float(enough)], dtype=torch.float64)])
+                total = total.to(job.device)
                 time.sleep(step_s / 2)
                 dist.all_reduce(total, group=job.process_group)
                 net.weight.grad = total[:SIZE].reshape(1, SIZE)

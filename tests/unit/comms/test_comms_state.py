@@ -7,9 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastane.comms.digest import raw_bytes, state_digest
-from elastane.comms.state import build, flatten
+from elastane.comms.state import Flattening, build, flatten
 from elastane.errors import ConfigurationError, StateError
 
 DTYPES = [
@@ -128,3 +130,59 @@ def test_the_digest_covers_every_byte(count):
         assert state_digest({"x": data}) != before
         data[at] = 0
     assert state_digest({"x": data}) == before
+
+
+KEYS = st.one_of(st.sampled_from("ab"), st.integers(0, 2), st.just((1, 2)), st.booleans())
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-1, 2**70),
+    st.floats(allow_nan=False),
+    st.sampled_from(["", "x", b"y", np.float32(2), torch.Size([2])]),
+    st.builds(torch.full, st.sampled_from([(2,), (1, 2), ()]), st.sampled_from([0.0, 1.0, 2])),
+    st.builds(torch.nn.Parameter, st.builds(torch.ones, st.integers(0, 2))),
+    st.builds(np.ones, st.integers(0, 2)),
+)
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        *(st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple)),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+def _same_parts(a, b):
+    alike = all(x is y or _same(x, y) for x, y in zip(a.tensors, b.tensors, strict=True))
+    return a.tree == b.tree and a.paths == b.paths and alike
+
+
+@settings(max_examples=400, deadline=None)
+@given(states=st.lists(STATES, min_size=2, max_size=4))
+def test_a_state_that_is_taken_apart_again_gives_what_flatten_gives(states):
+    flattening = Flattening(states[0])
+    for state in states[1:]:
+        if not flattening.again(state):
+            flattening = Flattening(state)
+        assert _same_parts(flattening.parts, flatten(state))
+
+
+def test_a_training_state_is_taken_apart_again_while_it_is_made_of_the_same_things():
+    first, second = ({k: _state()[k] for k in ("model", "optimizer", "keys")} for _ in range(2))
+    del first["keys"][(2, None)], second["keys"][(2, None)]
+    flattening = Flattening(first)
+    second["optimizer"]["param_groups"][0]["lr"] = 0.5
+    assert flattening.again(second) and _same_parts(flattening.parts, flatten(second))
+    assert build(*flattening.parts[:2])["optimizer"]["param_groups"][0]["lr"] == 0.5
+    second["optimizer"]["param_groups"].append({"params": []})
+    assert not flattening.again(second)
+
+
+def test_a_parameter_is_taken_as_it_lives_and_without_its_history():
+    net = torch.nn.Linear(2, 2)
+    flattening = Flattening(dict(net.named_parameters()))
+    assert flattening.again(dict(net.named_parameters()))
+    weight = flattening.parts.tensors[0]
+    assert not weight.requires_grad and weight.data_ptr() == net.weight.data_ptr()

@@ -45,6 +45,7 @@ from elastane.core.messages import (
     Welcome,
 )
 from elastane.core.model import Assignment, Failure, Fence, Offer, Outcome
+from elastane.errors import ExitCode
 
 FENCE = Fence(3, 1)
 
@@ -265,6 +266,20 @@ def test_a_drain_that_takes_too_long_is_cut_short():
     assert agent.effect(StopGroup)
 
 
+@pytest.mark.parametrize("how", ["away", "without authority"])
+def test_one_that_is_to_leave_does_not_wait_for_a_coordinator_that_is_no_more(how):
+    agent = Agent().running()
+    agent.does(Signalled("SIGTERM"))
+    if how == "away":
+        agent.does(Unlinked("it was deleted"))
+    agent.passes(8.0, answer=False)
+    assert agent.core.group.phase == "running"
+    agent.passes(3.0, answer=False)
+    assert agent.effect(StopGroup).grace_s > 0.0
+    agent.does(GroupGone(FENCE, Offer(6, True)))
+    assert agent.effect(Exit).code == 143
+
+
 @pytest.mark.parametrize("linked", [True, False])
 def test_with_nobody_to_say_goodbye_to_it_goes_at_once(linked):
     agent = Agent(linked=linked)
@@ -281,3 +296,14 @@ def test_it_ends_as_the_job_ended():
     agent.told(Close(outcome))
     agent.does(GroupGone(FENCE, Offer(6, True)))
     assert agent.effect(Exit).code == 1 and agent.effect(Exit).outcome == outcome
+
+
+def test_a_drain_that_the_job_does_not_answer_ends_without_workers_too():
+    agent = Agent()
+    agent.does(Signalled("SIGTERM"))
+    assert agent.sent(Leave) and not agent.effect(Exit)
+    agent.passes(3600.0, answer=True)
+    assert not agent.effect(StopGroup), "there is no worker to stop"
+    assert agent.effect(Exit).code == ExitCode.DRAINED
+    assert "longer than it may" in agent.effect(Exit).reason
+    assert agent.now_s < 120.0

@@ -77,7 +77,7 @@ def test_a_broken_succession_is_named(previous, now, says):
     ],
 )
 def test_a_broken_size_is_named(now, says):
-    found = invariants.broken_size(SPEC, now)
+    found = invariants.broken_size(SPEC, None, now)
     assert says in found and bool(found) == bool(says)
 
 

@@ -215,3 +215,11 @@ def test_no_healthy_step_of_ten_thousand_is_taken_for_a_hang():
         node.waits = set()
         node.be(2, BODY, step)
         assert node.stalled_s is None
+
+
+def test_an_answer_of_a_worker_that_is_gone_is_nobodys():
+    node = Node(1)
+    node.watch.answered(1, waits=True)
+    node.watch.answered(2, waits=True, held=True)
+    assert node.passes(FLOOR_S / 2) == {}
+    assert list(node.passes(10 * FLOOR_S)) == [1]

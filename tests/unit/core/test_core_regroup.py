@@ -115,6 +115,20 @@ def test_a_departed_node_is_left_behind_and_costs_no_restart():
     assert job.persisted[-1].restarts_used == 0
 
 
+@pytest.mark.parametrize("comes", ["b", "c"])
+def test_a_fixed_size_takes_another_node_in_the_place_of_one_that_departed(comes):
+    job = in_place(low=2, high=2)
+    job.breaks("b")
+    job.passes(1.0, alive="a")
+    assert job.machine.phase == "regrouping"
+    job.join(comes)
+    assert kinds(job, comes)[-1] is Prepare
+    able(job, "a"), able(job, comes)
+    job.passes(0.2, alive=["a", comes])
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 4)
+    assert regrouped(job, comes) == (Fence(2, 0), 2, (0, 1), 4)
+
+
 def test_an_arriving_node_gets_ready_beside_the_others_and_then_has_a_place():
     job = in_place(nodes="ab")
     job.join("c")

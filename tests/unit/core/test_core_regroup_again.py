@@ -6,7 +6,7 @@ from core_driver import Driver, job_spec, node_spec
 from test_core_regroup import able, dies, in_place, kinds, regrouped
 
 from elastane.core.agent import AgentCore
-from elastane.core.effects import Transmit
+from elastane.core.effects import RegroupWorkers, Transmit
 from elastane.core.events import (
     GroupAble,
     GroupGone,
@@ -17,7 +17,7 @@ from elastane.core.events import (
     WorkerLost,
     WorkerSucceeded,
 )
-from elastane.core.limits import LOST_PEER_S
+from elastane.core.limits import ISOLATION_LIMIT_S, LOST_PEER_S
 from elastane.core.messages import (
     Able,
     Assign,
@@ -64,14 +64,14 @@ class Agent:
         self.core = AgentCore(
             job_spec(), node_spec("b"), Offer(7100, True), 0.0, self_fencing=False
         )
-        self.effects = []
+        self.effects, self.now_s = [], 1.0
         self.does(Linked(Offer(7101, True)), Told(Assign(FIRST)))
         self.does(GroupAble(Fence(1, 0), (0, 1), Offer(7102, True)))
         self.effects.clear()
 
     def does(self, *events):
         for event in events:
-            self.effects += self.core.handle(event, 1.0)
+            self.effects += self.core.handle(event, self.now_s)
 
     def fails(self, local_rank, pid=50):
         self.does(WorkerFailed(Fence(1, 0), failure(local_rank, pid)))
@@ -99,6 +99,17 @@ def successor(job):
 
 
 # The agent.
+
+
+def test_a_place_that_waited_in_a_buffer_is_not_taken_and_the_coordinator_hears_of_it():
+    """Its workers would wait for a place for ever: nothing else tells that they have none."""
+    agent = Agent()
+    agent.does(Told(Interrupt(fence=FIRST.fence, reason="c departed")))
+    agent.now_s += 2 * ISOLATION_LIMIT_S  # The host stood still.
+    agent.does(Told(Assign(NEXT)))
+    assert not [e for e in agent.effects if isinstance(e, RegroupWorkers)]
+    assert [m.fence for m in agent.sent(Lost)] == [NEXT.fence]
+    assert "stood still" in agent.holding().halted
 
 
 def test_a_worker_that_failed_is_not_able_any_more():

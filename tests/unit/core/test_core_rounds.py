@@ -1,5 +1,6 @@
 """Rounds: who is gathered when, who is a member, and what an arrival or a departure does."""
 
+import pytest
 from core_driver import job_spec
 
 from elastane.core.limits import FENCE_WAIT_S
@@ -232,6 +233,28 @@ def test_a_new_coordinator_restarts_nothing_when_all_are_back(pair, driver):
     new.join("b", holding=pair.holding("b"))
     assert new.phase == "running"
     assert not new.got("a", Stop) and not new.got("a", Assign)
+
+
+@pytest.mark.parametrize("late_s", [0.05, 0.4])
+def test_a_coordinator_that_only_lost_its_seat_comes_back_with_the_others(pair, driver, late_s):
+    new = driver(record=record_of(pair), store_backed=True, previous_holder="b")
+    new.assigned = pair.assigned
+    new.passes(0.6)  # of nobody being back
+    new.join("a", holding=pair.holding("a"))
+    new.passes(late_s, alive="a")
+    new.join("b", holding=pair.holding("b"))
+    assert new.phase == "running" and not new.got("a", Stop)
+
+
+def test_a_coordinator_that_died_is_not_waited_for_as_long_as_another_node(pair, driver):
+    new = driver(record=record_of(pair), store_backed=True, previous_holder="b")
+    new.join("a", holding=pair.holding("a"))
+    new.passes(0.6, alive="a")
+    assert new.got("a", Stop)
+    other = driver(record=record_of(pair), store_backed=True, previous_holder="b")
+    other.join("b", holding=pair.holding("b"))
+    other.passes(0.6, alive="b")
+    assert other.phase == "recovering"
 
 
 def test_in_the_default_store_holders_restore_the_world_without_a_record(pair, driver):

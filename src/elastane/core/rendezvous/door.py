@@ -6,9 +6,9 @@ from elastane.core.effects import Hangup, Send
 from elastane.core.events import Received
 from elastane.core.limits import CONTEST_S, NAME_CHARS_MAX, ROUND_MAX
 from elastane.core.messages import Close, Join, Refused, Welcome
-from elastane.core.model import Outcome
+from elastane.core.model import JobSpec, Outcome
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import holdings, phases, presence, reports
+from elastane.core.rendezvous import fencing, holdings, phases, presence, reports
 from elastane.core.rendezvous.state import Contest, Node, Phase, State
 
 # Whoever makes a path of a name must not be led elsewhere.
@@ -20,7 +20,7 @@ def knock(state: State, event: Received) -> None:
     assert isinstance(event.message, Join)
     join = event.message
     refusal = _refusal(state, join)
-    if state.outcome is not None and join.welcomed and join.spec == state.spec:
+    if state.outcome is not None and join.welcomed and _job_of(state, join) == state.spec:
         _dismiss(state, event, state.outcome)
     elif refusal:
         _refuse(state, event.session, join.node.node_id, refusal)
@@ -107,6 +107,7 @@ def _refuse(state: State, session: int, node_id: str, refusal: Refused) -> None:
 def _refusal(state: State, join: Join) -> Refused | None:
     return (
         _closed(state)
+        or fencing.refusal(state, join.node)
         or _bad_name(join)
         or _bad_place(join)
         or _bad_fence(join)
@@ -169,9 +170,9 @@ def _bad_fence(join: Join) -> Refused | None:
 
 
 def _other_job(state: State, join: Join) -> Refused | None:
-    if join.spec == state.spec:
+    ours, theirs = state.spec, _job_of(state, join)
+    if ours == theirs:
         return None
-    ours, theirs = state.spec, join.spec
     differing = [f for f in ours.__struct_fields__ if getattr(ours, f) != getattr(theirs, f)]
     slug = "wrong-job" if "job" in differing else "config-mismatch"
     sides = "; ".join(
@@ -184,6 +185,11 @@ def _other_job(state: State, join: Join) -> Refused | None:
         expected="the same --rdzv-id, --nnodes, --max-restarts and --rdzv-conf on every node",
         next_step="start every agent of a job with the same command line",
     )
+
+
+def _job_of(state: State, join: Join) -> JobSpec:
+    """Return what this agent was started for, but for what may have been changed since."""
+    return join.spec.sized_as(state.spec) if state.resized else join.spec
 
 
 def _other_versions(state: State, join: Join) -> Refused | None:
@@ -250,6 +256,9 @@ def _admit(state: State, event: Received) -> None:
         heard_s=state.now_s,
         ready=join.ready,
     )
+    incarnation, ends = state.ends_before.pop(node.id, ("", {}))
+    if incarnation == node.spec.incarnation:
+        node.ends = ends  # What was paid for is not paid for again.
     _learn(state, join)
     state.nodes[node.id] = node
     state.by_session[event.session] = node.id

@@ -13,7 +13,7 @@ from elastane.core.messages import Assign
 from elastane.core.model import World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import Candidate, Place, assignments, choose, next_fence, world_of
-from elastane.core.rendezvous import ending
+from elastane.core.rendezvous import ending, stateholders
 from elastane.core.rendezvous.state import Node, Phase, State
 from elastane.core.rendezvous.words import named
 
@@ -58,6 +58,7 @@ def rule(state: State) -> bool:
         state.enter(Phase.RECOVERING, f"{named(holders)} still has its workers")
         return True
     fenced_s = state.phase_s + FENCE_WAIT_S if state.store_backed and state.intact else 0.0
+    fenced_s = max(fenced_s, stateholders.in_doubt_until_s(state))
     due_s = max(state.not_before_s, fenced_s)
     if state.now_s < due_s:
         if state.now_s < fenced_s:
@@ -125,7 +126,8 @@ def settle(state: State, why: str) -> bool:
     ]
     specs = choose(state.world, candidates, state.spec.max_nodes, state.spec.static)
     world = world_of(next_fence(state.world, specs, state.floor), specs)
-    state.in_place = False
+    state.in_place, state.kept = False, {}
+    stateholders.accounted(state)
     put_in_force(state, world, why)
     return True
 
@@ -133,7 +135,7 @@ def settle(state: State, why: str) -> bool:
 def put_in_force(state: State, world: World, why: str) -> None:
     """Make the next world durable, and tell each member its assignment."""
     fault = invariants.broken_succession(state.world, world) or invariants.broken_size(
-        state.spec, world
+        state.spec, state.world, world
     )
     assert not fault, fault
     members = [state.nodes[member.node_id] for member in world.members]
@@ -151,7 +153,7 @@ def put_in_force(state: State, world: World, why: str) -> None:
     assert not fault, fault
     state.world = world
     state.floor = world.fence
-    state.intact = True
+    state.intact, state.was_in_place = True, False
     state.running_s, state.first_arrival_s, state.lost_s = state.now_s, None, None
     state.persist()
     for node, member, assignment in zip(members, world.members, given, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from elastane.core.messages import Holding
 from elastane.core.model import Assignment, Fence, Member
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import regroup, reports
+from elastane.core.rendezvous import regroup, reports, stateholders
 from elastane.core.rendezvous.state import Claim, Node, Phase, State
 
 
@@ -18,6 +18,12 @@ def take(state: State, node: Node, holding: Holding | None) -> None:
     node.fence, ends = holding.assignment.fence if holding else None, node.ends
     node.forget_workers()
     node.draining, node.stray = False, False
+    _take_workers(state, node, holding, ends)
+    if not node.stray:
+        stateholders.in_sight(state, node)
+
+
+def _take_workers(state: State, node: Node, holding: Holding | None, ends: dict[int, int]) -> None:
     if holding is None:
         return
     assignment = holding.assignment
@@ -28,6 +34,10 @@ def take(state: State, node: Node, holding: Holding | None) -> None:
     if place is not None and state.world is not None:
         node.fence, node.untold = state.world.fence, True
         node.take_places(place.local_ranks)
+        _bring(state, node, holding)
+        return
+    if _is_kept(state, node, holding):
+        node.waiting = True
         _bring(state, node, holding)
         return
     if node.waiting:
@@ -67,6 +77,15 @@ def untold(state: State, node: Node, holding: Holding | None) -> Member | None:
     member = next(m for m in world.members if m.node_id == node.id)
     known = member.incarnation == node.spec.incarnation
     return member if known and member.workers else None
+
+
+def _is_kept(state: State, node: Node, holding: Holding) -> bool:
+    """Whether the workers gave their places up to the world in force, and may have to stand in."""
+    in_force = state.phase not in (Phase.FORMING, Phase.STOPPING)
+    if not in_force or state.world is None or node.id not in state.kept:
+        return False
+    older = holding.assignment.fence < state.world.fence and not node.waiting
+    return older and bool(holding.able) and holding.state != "stopping"
 
 
 def _bring(state: State, node: Node, holding: Holding) -> None:

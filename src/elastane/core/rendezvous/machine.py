@@ -10,12 +10,30 @@ from __future__ import annotations
 
 from elastane.core.budget import RestartBudget
 from elastane.core.effects import RendezvousEffect
-from elastane.core.events import AuthorityChanged, Broken, Received, RendezvousEvent
+from elastane.core.events import (
+    AuthorityChanged,
+    Broken,
+    Fenced,
+    Received,
+    RendezvousEvent,
+    Resized,
+)
 from elastane.core.messages import Join, Query, Report
 from elastane.core.model import JobSpec, Record
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import door, ending, phases, presence, reports, status
+from elastane.core.rendezvous import (
+    door,
+    ending,
+    fencing,
+    phases,
+    presence,
+    reports,
+    sizing,
+    stateholders,
+    status,
+)
 from elastane.core.rendezvous.state import Phase, State
+from elastane.core.rendezvous.status import Called
 
 # A chain of phases in one call is at most recovering to stopping to forming to running; more is
 # a rule that contradicts another.
@@ -42,6 +60,8 @@ class Rendezvous:
         budget = RestartBudget(
             allowed=spec.max_restarts, used=record.restarts_used if record else 0
         )
+        if record is not None and record.resized:
+            spec = spec.sized_as(record.spec)
         self._state = State(spec, budget, store_backed, now_s, now_s)
         self._state.phase_s = now_s
         self._state.previous_holder = previous_holder
@@ -85,6 +105,10 @@ class Rendezvous:
         """Return what `elastane status` shows."""
         return status.report(self._state)
 
+    def roll(self) -> list[Called]:
+        """Return who is here, and who of the world in force is not."""
+        return status.roll(self._state)
+
     def _take(self, event: RendezvousEvent) -> bool:
         """Record what `event` says; return whether a rule could now decide otherwise."""
         state = self._state
@@ -99,6 +123,12 @@ class Rendezvous:
                 return reports.take(state, event.session, event.message)
             case Broken():
                 presence.broken(state, event)
+                return True
+            case Resized(min_nodes=min_nodes, max_nodes=max_nodes):
+                self._state.wanted = (min_nodes, max_nodes)
+                return True
+            case Fenced(incarnations=incarnations):
+                fencing.take(state, incarnations)
                 return True
             case AuthorityChanged(held=held, reason=reason):
                 self._set_authority(held, reason)
@@ -120,6 +150,8 @@ class Rendezvous:
             door.settle_contests(state)
             if not state.authority:
                 return
+            sizing.take(state)
+            stateholders.tidy(state)
             if not ending.concluded(state) and not phases.RULES[state.phase](state):
                 return
         raise AssertionError(f"rules contradict one another in phase {state.phase}")

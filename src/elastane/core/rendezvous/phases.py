@@ -17,12 +17,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastane.core.effects import Finished
-from elastane.core.limits import CLOSE_S, STALLS_MAX, STOP_MARGIN_S
+from elastane.core.limits import CLOSE_S, FENCE_WAIT_S, HOLDER_GRACE_S, STALLS_MAX, STOP_MARGIN_S
 from elastane.core.messages import Drain, DrainTarget, Release
 from elastane.core.model import Fence, Member, Record, World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
-from elastane.core.rendezvous import ending, forming, presence, regroup, reports
+from elastane.core.rendezvous import (
+    ending,
+    forming,
+    presence,
+    regroup,
+    reports,
+    sizing,
+    stateholders,
+)
 from elastane.core.rendezvous.state import Incident, Node, Phase, State
 from elastane.core.rendezvous.words import named
 
@@ -30,6 +38,9 @@ from elastane.core.rendezvous.words import named
 def recover(state: State, record: Record) -> None:
     """Take up a job from its durable record, in a new coordinator."""
     state.versions, state.world, state.outcome = record.versions, record.world, record.outcome
+    state.resized = record.resized
+    state.kept = {node_id: rank for rank, node_id in enumerate(record.kept)}
+    state.kept_is_recorded = bool(record.kept)
     if record.outcome is not None:
         state.closes_anew = True
         state.enter(Phase.CLOSING, f"the job has ended: {record.outcome.reason}")
@@ -51,11 +62,12 @@ def _recovering(state: State) -> bool:
     expected, present = _last_world(state)
     here = {node.id for node in present}
     missing = [node_id for node_id in expected if node_id not in here]
-    # The one whose coordinator ended has most likely ended with it; where nobody here trains,
-    # nothing is lost by waiting for it too.
-    waits_for = [node_id for node_id in missing if node_id != state.previous_holder]
-    trains = any(state.is_member(node) for node in present)
-    if missing and (waits_for or not trains) and state.now_s < deadline_s:
+    if missing == [state.previous_holder] and any(state.is_member(node) for node in present):
+        deadline_s = _await_holder(state, deadline_s)
+    # Where nobody has workers of it, those who gave their places up to it are needed.
+    alone = not any(state.is_member(node) for node in present)
+    late = alone and any(node_id not in state.nodes for node_id in state.kept)
+    if (missing or late) and state.now_s < deadline_s:
         state.wait_until(deadline_s)
         return False
     if state.world is None:
@@ -63,18 +75,32 @@ def _recovering(state: State) -> bool:
     holders = [n for n in present if state.is_member(n)]
     if state.intact and not missing and len(holders) == len(present):
         return _resume(state, present)
-    if holders:
+    if holders or any(stateholders.keeps(state, node) for node in state.nodes.values()):
         without = [node.id for node in present if not state.is_member(node)]
         lost = named(missing) or f"workers of {named(without) or 'other nodes'}"
         reason = f"{lost} did not come back to the coordinator within the time"
         # Whatever now fails on those that did, their world had been broken up before.
         gone = missing + without or ["others"]
         state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
-        state.in_place, state.phase = not state.unable, Phase.RUNNING
+        state.in_place, state.phase = regroup.is_in_place(state), Phase.RUNNING
+        for node_id in missing:
+            stateholders.out_of_sight(state, node_id)
         _hear(state)
         return _end_world(state, reason)
     forming.begin(state, "none of the last world's workers is left", follow_up=bool(present))
     return True
+
+
+def _await_holder(state: State, deadline_s: float) -> float:
+    """Return until when the node of the last coordinator is waited for, all others being here.
+
+    It has most likely ended with its coordinator, and is not waited for as long as another would
+    be. But where the store was away, a coordinator that lives loses its seat: then its node comes
+    back at the same time as the others.
+    """
+    if state.holder_due_s is None:
+        state.holder_due_s = state.now_s + HOLDER_GRACE_S
+    return min(deadline_s, state.holder_due_s)
 
 
 def _last_world(state: State) -> tuple[list[str], list[Node]]:
@@ -107,14 +133,15 @@ def _member(node: Node) -> Member:
 
 def _resume(state: State, present: list[Node]) -> bool:
     state.claim, state.running_s = None, state.now_s
-    state.in_place = not state.unable
+    state.in_place = regroup.is_in_place(state)
     state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
     state.tell(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
     state.persist()
-    _hear(state)
-    if state.incident is None and any(node.draining for node in present):
+    if any(node.draining for node in present):
+        # First: what then failed on others may be its doing.
         _drain_world(state, "going on with the drain that the last coordinator began")
         state.asked = True
+    _hear(state)
     return True
 
 
@@ -140,11 +167,9 @@ def _running(state: State) -> bool:
     _release_leaving(state)
     regroup.part_with(state)
     regroup.look_after(state)
-    gone = sorted(i for i in state.leaving & state.holding if state.is_member(state.nodes[i]))
-    if gone and not (state.in_place and not regroup.anybody_able(state)):
-        why = {state.nodes[i].leaving for i in gone}
-        reason = f"{named(gone)} to leave ({named(why)})"
-        return _drain_world(state, reason)
+    goes_on = not state.in_place or regroup.anybody_able(state)
+    if goes_on and (parting := sizing.parting(state)):
+        return _drain_world(state, parting)
     arrivals = regroup.joiners_due(state) if state.in_place else forming.arrivals_due(state)
     if arrivals:
         return _drain_world(state, f"taking in {named(arrivals)}")
@@ -234,7 +259,21 @@ def _regrouping(state: State) -> bool:
     if regroup.is_ending(state):
         return _stop_world(state, f"{state.incident.reason}; others have finished their steps")
     _release_leaving(state)
+    if stateholders.in_doubt(state):
+        return _await_word(state)
     return regroup.rule(state)
+
+
+def _await_word(state: State) -> bool:
+    """Those who hold the state may go on out of sight: they come back, or stop themselves."""
+    reason = (
+        f"{named(state.unseen)} may hold the state of the job and train where this coordinator"
+        f" cannot see it; the others wait, {FENCE_WAIT_S:g} s at most"
+    )
+    if state.phase_reason != reason:
+        state.enter(Phase.REGROUPING, reason)
+        state.tell(EventKind.WAITING, reason)
+    return False
 
 
 def _await_return(state: State) -> bool:
@@ -249,6 +288,7 @@ def _await_return(state: State) -> bool:
 
 
 def _stop_world(state: State, reason: str) -> bool:
+    state.was_in_place = state.was_in_place or state.in_place
     state.in_place = False
     state.enter(Phase.STOPPING, reason)
     for node in [state.nodes[i] for i in sorted(state.holding)]:
@@ -275,7 +315,7 @@ def _stopping(state: State) -> bool:
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
-    state.last_incident, state.incident, state.claim = reason, None, None
+    state.end_incident(reason)
     _release_leaving(state)
     forming.begin(state, reason, follow_up=True, delay_s=delay_s)
     return True

@@ -11,6 +11,7 @@ from elastane.core.effects import Hangup
 from elastane.core.events import Broken
 from elastane.core.limits import REJOIN_GRACE_S
 from elastane.core.notes import EventKind
+from elastane.core.rendezvous import stateholders
 from elastane.core.rendezvous.state import Incident, Node, Phase, State
 
 
@@ -69,12 +70,20 @@ def depart(state: State, node: Node, why: str) -> None:
         Phase.REGROUPING,
         Phase.STOPPING,
     )
-    if member and (node.fence is None or (node.session is None and node.broken_clean)):
-        state.intact = False  # Its process is gone, and took its workers along.
+    if node.fence is None or (node.session is None and node.broken_clean):
+        # Its process is gone, and took its workers along.
+        state.intact = state.intact and not member
+        stateholders.ended(state, node, {*node.workers})
+    elif member:
+        stateholders.out_of_sight(state, node.id)
     state.forget(node)
     if state.phase in (Phase.CLOSING, Phase.CLOSED):
         return
-    state.tell(EventKind.NODE_DEPARTED, why, node.id)
+    if node.leaving and node.fence is None:
+        # It had taken its leave, and went as soon as it could, without a word from here.
+        state.tell(EventKind.NODE_RELEASED, node.leaving, node.id)
+    else:
+        state.tell(EventKind.NODE_DEPARTED, why, node.id)
     if not (member and in_force):
         return
     fault(state, f"node {node.id} departed: {why}").departed.append(node.id)

@@ -15,7 +15,7 @@ from elastane.core.messages import Interrupt, Prepare
 from elastane.core.model import Assignment, Failure, Fence, World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
-from elastane.core.rendezvous import ending, forming, presence
+from elastane.core.rendezvous import ending, forming, presence, stateholders
 from elastane.core.rendezvous.state import Incident, Node, Phase, State
 
 _IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
@@ -42,9 +42,14 @@ def able(state: State, node: Node, workers: tuple[int, ...]) -> None:
         state.note_arrival()
     node.able = known
     state.refile(node)
-    if state.phase is Phase.RUNNING and not (state.in_place or state.unable):
+    if state.phase in (Phase.RUNNING, Phase.DRAINING) and not (state.in_place or state.unable):
         state.in_place = True
         state.tell(EventKind.IN_PLACE, "all workers recover in place from now on")
+
+
+def is_in_place(state: State) -> bool:
+    """Whether workers that came back recover in place; of those that have ended nobody knows."""
+    return not state.unable and any(node.able for node in state.nodes.values())
 
 
 def lost_peer(state: State, node: Node, fence: Fence, reason: str) -> None:
@@ -88,8 +93,11 @@ def begin(state: State, reason: str) -> bool:
 
 
 def has_survivors(state: State) -> bool:
-    """Whether any worker has the state of the world in force."""
-    return any(node.survivors and not node.leaving for node in state.members())
+    """Whether any worker has the state of the world in force, or all that it began with."""
+    if any(node.survivors and not node.leaving for node in state.members()):
+        return True
+    kept = (state.nodes[i] for i in state.kept if i in state.nodes)
+    return any(stateholders.keeps(state, node) and not node.leaving for node in kept)
 
 
 def anybody_able(state: State) -> bool:
@@ -195,7 +203,9 @@ def look_after(state: State) -> None:
     """Have workers without a place start: of nodes that arrived, and successors of the lost."""
     if not state.in_place or state.world is None:
         return
-    room = state.spec.max_nodes - len({m.node_id for m in state.world.members} | state.joinable)
+    # Not all of the world in force: a node that departed has left its place to another.
+    here = {node.id for node in state.members()}
+    room = state.spec.max_nodes - len(here | state.joinable)
     arrived = sorted(state.idle - state.unready)
     for node in [state.nodes[i] for i in arrived[: max(0, room)]]:
         node.fence, node.waiting = state.world.fence, True
@@ -205,7 +215,7 @@ def look_after(state: State) -> None:
 
 def joiners_due(state: State) -> list[str]:
     """Return who has workers that are to be taken in now; empty: nobody, or not yet."""
-    if not state.joinable or not anybody_able(state):
+    if state.away or not state.joinable or not anybody_able(state):
         return []  # Workers that have finished their steps take nobody in.
     due_s = state.gathered_s()
     if state.now_s < due_s and _more_may_come(state):
@@ -268,17 +278,24 @@ def _contingents(state: State) -> list[Contingent]:
     """Return who could be in the next world: survivors in their order, then who came since."""
     assert state.world is not None
     order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
+    order = {**{i: len(order) + rank for i, rank in state.kept.items()}, **order}
+    go_on = anybody_able(state)
     staying: list[Contingent] = []
     coming: list[Contingent] = []
     for node in state.nodes.values():
         if node.session is None or node.leaving or node.stray or not node.able:
             continue
         survivors = node.survivors if state.is_member(node) else ()
+        if not go_on and stateholders.keeps(state, node):
+            survivors = tuple(sorted(node.able))
         one = Contingent(node, survivors, tuple(sorted(node.able - set(survivors))))
         (staying if survivors else coming).append(one)
     staying.sort(key=lambda one: order[one.node.id])
     coming.sort(key=lambda one: one.node.order)
-    return (staying + coming)[: state.spec.max_nodes]
+    most = state.spec.max_nodes
+    if go_on and (state.incident is None or not state.incident.planned):
+        most = max(most, len(staying))  # Too many give way at a boundary, where all are level.
+    return (staying + coming)[:most]
 
 
 def _wait(state: State, workers: int, needed: int) -> bool:
@@ -301,8 +318,10 @@ def _wait(state: State, workers: int, needed: int) -> bool:
 
 def _settle(state: State, world: World, why: str) -> None:
     """Put the next world in force, and see to those who have no place in it."""
+    assert state.world is not None
     before = state.members()
-    state.last_incident, state.incident, state.claim = why, None, None
+    stateholders.left_out(state, state.world, world)
+    state.end_incident(why)
     state.exhausted = None
     forming.put_in_force(state, world, why)
     for node in before:

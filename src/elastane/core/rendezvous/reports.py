@@ -22,7 +22,7 @@ from elastane.core.messages import (
 )
 from elastane.core.model import Failure, Fence
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import ending, presence, regroup
+from elastane.core.rendezvous import ending, presence, regroup, stateholders
 from elastane.core.rendezvous.state import Node, Phase, State
 
 
@@ -62,12 +62,13 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
 def _beat(state: State, node: Node, message: Heartbeat) -> bool:
     """Take in how far its workers are; return whether a rule is to look at that."""
     node.progress = message.progress
+    news = stateholders.heard(state, node, message)
     all_wait = message.all_wait and message.fence == node.fence
     if all_wait == node.all_wait:
-        return False
+        return news
     node.all_wait = all_wait
     state.refile(node)
-    return all_wait
+    return news or all_wait
 
 
 def _drained(node: Node, message: Marked | Drained) -> None:
@@ -141,6 +142,7 @@ def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
         + (" after it lost a peer" if is_lost_peer(first) else ""),
     )
     incident.see(node.id, failures, state.now_s)
+    stateholders.ended(state, node, {f.local_rank for f in failures})
     if state.in_place:
         node.lose(failures)
 
@@ -173,6 +175,7 @@ def _stopped(state: State, node: Node, fence: Fence) -> None:
         return
     if state.is_member(node):
         state.intact = False
+        stateholders.ended(state, node, {*node.workers})
     in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
     if state.phase in in_force and state.is_member(node):
         # Nobody told it to stop: it had no authority for too long, or its user stopped it.
@@ -180,4 +183,5 @@ def _stopped(state: State, node: Node, fence: Fence) -> None:
             node.id
         )
     node.fence = None
+    stateholders.in_sight(state, node)
     node.forget_workers()

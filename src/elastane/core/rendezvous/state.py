@@ -68,6 +68,7 @@ class Node:
     parting: bool = False  # it leaves, and was told to stop them
     workers: tuple[int, ...] = ()  # local ranks of those that have one
     able: set[int] = field(default_factory=set)  # local ranks that can enter another world
+    holds: set[int] = field(default_factory=set)  # local ranks that have made steps, and hold them
     lost: set[int] = field(default_factory=set)  # local ranks whose processes ended since
     prepared: set[int] = field(default_factory=set)  # of those, whose successors were asked for
     ends: dict[int, int] = field(default_factory=dict)  # the process of each that was last lost
@@ -103,8 +104,8 @@ class Node:
         for failure in failures:
             self.ends[failure.local_rank] = failure.pid
             self.lost.add(failure.local_rank)
-            self.prepared.discard(failure.local_rank)
-            self.able.discard(failure.local_rank)
+            for ranks in (self.prepared, self.able, self.holds):
+                ranks.discard(failure.local_rank)
 
     def is_known(self, failure: Failure) -> bool:
         """Whether this end was told before."""
@@ -120,7 +121,8 @@ class Node:
         """It has no workers any more."""
         self.workers, self.waiting, self.state = (), False, "running"
         self.stray, self.untold, self.parting, self.halted = False, False, False, ""
-        self.able, self.lost, self.prepared, self.ends = set(), set(), set(), {}
+        self.able, self.holds, self.lost, self.prepared = set(), set(), set(), set()
+        self.ends = {}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,12 +190,20 @@ class State:
     intact: bool = False
     running_s: float = 0.0
     previous_holder: str = ""
+    holder_due_s: float | None = None  # until when it is waited for, once all others are back
+    # The range of nodes is the owner's to change, and need not be that of a command line.
+    resized: bool = False
+    wanted: tuple[int, int] | None = None  # a range that is not in force yet
+    resized_s: float = 0.0
+    fenced: frozenset[str] = frozenset()  # incarnations that the owner has given up
     outcome: Outcome | None = None
     conclusion: Outcome | None = None  # that an agent asked for; in force once it is `outcome`
     authority: bool = True
     nodes: dict[str, Node] = field(default_factory=dict)
     by_session: dict[int, str] = field(default_factory=dict)
     contests: dict[str, Contest] = field(default_factory=dict)
+    # Of nodes that departed: their agents, and the ends of workers that they had told.
+    ends_before: dict[str, tuple[str, dict[int, int]]] = field(default_factory=dict)
     arrivals_seen: int = 0
     # Sets of node ids, kept by `refile`.
     idle: set[str] = field(default_factory=set)
@@ -212,6 +222,12 @@ class State:
     places_of: World | None = None
     # Whether the workers of the world in force recover in place.
     in_place: bool = False
+    was_in_place: bool = False  # and they did until they were told to stop
+    # What `stateholders` keeps: by node id, since when workers may go on where nobody sees them;
+    # and the order of the nodes that hold what the world in force began with, outside of it.
+    unseen: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    kept_is_recorded: bool = False  # the durable record names some
     lost_s: float | None = None  # when one of them first lost a peer that nobody has explained
     lost_reason: str = ""
     stalls: int = 0  # worlds in a row that were ended since all their members waited
@@ -270,7 +286,15 @@ class State:
             world=self.world,
             restarts_used=self.budget.used,
             outcome=self.outcome,
+            resized=self.resized,
+            kept=tuple(self.kept),
         )
+
+    def end_incident(self, why: str) -> None:
+        """The world in hand is followed by another; a planned change is no incident to remember."""
+        if self.incident is not None and not self.incident.planned:
+            self.last_incident = why
+        self.incident = self.claim = None
 
     def enter(self, phase: Phase, reason: str) -> None:
         """Begin `phase`."""
@@ -305,6 +329,8 @@ class State:
     def forget(self, node: Node) -> None:
         """Remove `node` from everything but the world, which is history."""
         self.nodes.pop(node.id, None)
+        if node.ends:
+            self.ends_before[node.id] = (node.spec.incarnation, node.ends)
         if node.session is not None:
             self.by_session.pop(node.session, None)
         for members in (

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from elastane.core.effects import Send
 from elastane.core.messages import NodeStatus, Report
-from elastane.core.rendezvous.state import Node, State
+from elastane.core.rendezvous.state import Node, Phase, State
 
 # More nodes than this are counted, not listed, in a report; one frame has a bound.
 _LISTED_MAX = 1024
+
+
+class Called(NamedTuple):
+    """One agent: whether it is `joined`, `away` for a moment, or `departed` from the world."""
+
+    incarnation: str
+    state: str
+    node_rank: int
+
+
+def roll(state: State) -> list[Called]:
+    """Return all agents that are here, and those of the world in force that are not.
+
+    While it is waited for those of the last world, nobody of it counts as departed.
+    """
+    members = state.world.members if state.world else ()
+    ranks = {(member.node_id, member.incarnation): i for i, member in enumerate(members)}
+    called = [
+        Called(
+            node.spec.incarnation,
+            "away" if node.session is None else "joined",
+            ranks.pop((node.id, node.spec.incarnation), -1),
+        )
+        for node in state.nodes.values()
+    ]
+    if state.phase is not Phase.RECOVERING:
+        called += [Called(who[1], "departed", rank) for who, rank in ranks.items()]
+    return called
 
 
 def answer(state: State, session: int) -> Send:
@@ -31,7 +61,11 @@ def report(state: State) -> Report:
         max_restarts=state.budget.allowed,
         uptime_s=state.now_s - state.started_s,
         nodes=tuple(_node(state, node, ranks) for node in listed[:_LISTED_MAX]),
-        last_incident=state.incident.reason if state.incident else state.last_incident,
+        last_incident=(
+            state.incident.reason
+            if state.incident is not None and not state.incident.planned
+            else state.last_incident
+        ),
     )
 
 

@@ -11,6 +11,7 @@ should be random.
 """
 
 from elastane.core.wire.frames import (
+    HEAD_BYTES,
     FrameCodec,
     SessionKeys,
     codec_for_agent,
@@ -27,6 +28,7 @@ from elastane.core.wire.handshake import (
 )
 
 __all__ = [
+    "HEAD_BYTES",
     "MAGIC",
     "NONCE_BYTES",
     "PROTOCOL",

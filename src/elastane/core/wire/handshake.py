@@ -20,6 +20,8 @@ import hmac
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from elastane.core.limits import HANDSHAKE_BYTES_MAX, NAME_CHARS_MAX
 from elastane.core.messages import ToAgent, ToCoordinator
 from elastane.core.wire.frames import (
@@ -76,6 +78,7 @@ def derive_secret(job: str, token: str | None) -> bytes:
 
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing")
+T = TypeVar("T")
 
 
 class Handshake(Protocol[Incoming, Outgoing]):
@@ -171,6 +174,11 @@ class ClientHandshake(_Side):
             self._read_proof(self._keys[1])
         return answer
 
+    def codec_of(self, decoder: msgspec.msgpack.Decoder[T]) -> FrameCodec[T, object]:
+        """Return the codec of a session, once `done`, whose messages are of another kind."""
+        keys = self._settled()
+        return FrameCodec(send_key=keys.to_coordinator, receive_key=keys.to_agent, decoder=decoder)
+
     def codec(self) -> FrameCodec[ToAgent, ToCoordinator]:
         """Return the agent's codec."""
         codec = codec_for_agent(self._settled())
@@ -262,6 +270,11 @@ class ServerHandshake(_Side):
         if self._transcript:
             answer += self._read_proof()
         return answer
+
+    def codec_of(self, decoder: msgspec.msgpack.Decoder[T]) -> FrameCodec[T, object]:
+        """Return the codec of a session, once `done`, whose messages are of another kind."""
+        keys = self._settled()
+        return FrameCodec(send_key=keys.to_agent, receive_key=keys.to_coordinator, decoder=decoder)
 
     def codec(self) -> FrameCodec[ToCoordinator, ToAgent]:
         """Return the coordinator's codec."""

@@ -32,7 +32,7 @@ PORT = 29400  # torchrun's for c10d
 # Whoever runs the workers counts their restarts; this budget is only never to be in its way.
 MAX_RESTARTS = 1_000_000
 _ETCD = ("etcd", "etcd-v2")
-_WITH_STORE = ("file", *_ETCD)
+_WITH_STORE = ("file", *_ETCD, "kubernetes")
 _WITHOUT_STORE = ("elastane", "c10d")
 _CLOSE_GRACE_S = 30.0
 # Longer than an agent's own 3 s: heartbeats share the interpreter with code that we do not know,

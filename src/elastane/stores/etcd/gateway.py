@@ -36,6 +36,8 @@ ATTEMPT_TIMEOUT_S = 1.5
 ANSWER_BYTES_MAX = 2 * STORE_VALUE_BYTES_MAX
 # What a server says when it has not taken a request up: another member may be asked.
 _NOT_TAKEN = ("no leader", "not capable", "server stopped", "too many requests")
+# What it says when it may have: a write is not sent again.
+_MAY_BE_TAKEN = ("leader changed", "timed out", "unavailable")
 _NOT_ALLOWED = ("auth", "permission denied", "user name is empty")
 _TOKEN_IS_OLD = ("invalid auth token", "auth: token", "revision of auth store is old")
 
@@ -185,7 +187,8 @@ class Gateway:
         text = wire.trouble_of(answer.content)
         if any(sign in text for sign in _NOT_TAKEN):
             return True
-        if any(sign in text for sign in ("leader changed", "timed out", "unavailable")):
+        # Any other 503 is gRPC's Unavailable: a connection broke between the server's own parts.
+        if answer.status == 503 or any(sign in text for sign in _MAY_BE_TAKEN):
             if write:
                 self._next()
                 raise self.unsure(f"{answer.url}: {text}")

@@ -24,11 +24,11 @@ import msgspec
 from elastane.core.limits import STORE_TIMEOUT_S
 from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, LeaseLostError, StoreError
-from elastane.stores.common import HeldLease
+from elastane.stores.common import HeldLease, boot_clock
 from elastane.stores.etcd import wire
 from elastane.stores.etcd.gateway import Answer, Gateway
 from elastane.stores.etcd.settings import EtcdSettings
-from elastane.stores.etcd.v3 import WATCH_SILENCE_S, boot_clock
+from elastane.stores.etcd.v3 import WATCH_SILENCE_S
 from elastane.stores.protocol import (
     ConflictError,
     Entry,

@@ -17,7 +17,6 @@ import asyncio
 import base64
 import contextlib
 import math
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
@@ -25,7 +24,7 @@ import msgspec
 from elastane.core.limits import STORE_TIMEOUT_S
 from elastane.core.unreadable import UNREADABLE
 from elastane.errors import LeaseLostError, StoreError
-from elastane.stores.common import HeldLease
+from elastane.stores.common import HeldLease, boot_clock
 from elastane.stores.etcd import wire
 from elastane.stores.etcd.gateway import Gateway, Session
 from elastane.stores.etcd.settings import EtcdSettings
@@ -43,11 +42,6 @@ from elastane.stores.protocol import (
 WATCH_SILENCE_S = 10.0
 # Between two attempts to watch a server that ends each at once.
 _WATCH_PAUSE_S = 0.1
-
-
-def boot_clock() -> float:
-    """Return seconds since boot, those of suspension included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class EtcdStore:

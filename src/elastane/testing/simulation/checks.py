@@ -43,7 +43,7 @@ class Checks:
         self._bases_of: tuple[Member, ...] = ()
         self._given: dict[Fence, dict[int, Assignment]] = {}
         self._started: dict[str, Fence] = {}
-        self._targets: dict[Fence, int | None] = {}
+        self._targets: dict[tuple[Fence, str, int], int | None] = {}
         self._stepped: Fence | None = None
         self.outcome: Outcome | None = None
         self.ledger = (PerDeath if cluster.in_place else Ledger)(cluster)
@@ -103,12 +103,12 @@ class Checks:
             # The endpoint came back without a memory, and nobody was left who could tell it.
             self._rounds[fence.round] = members
             self._given.pop(fence, None)
-            self._targets.pop(fence, None)
         if durable:
             self._require(known == members, f"two memberships in round {fence.round}")
         self.settled += fence not in self._durable
         if members not in (worlds := self._worlds.setdefault(fence, [])):
             worlds.append(members)
+        self._durable.pop(fence, None)
         self._durable[fence] = members
 
     def _ended(self, record: Record, outcome: Outcome) -> None:
@@ -124,6 +124,21 @@ class Checks:
                 saved >= steps,
                 f"the job ended well at step {saved} of {steps}",
             )
+
+    @property
+    def nodes_stepped(self) -> int:
+        """Return how many nodes the world has that made the last step."""
+        return len(self._durable[self._stepped]) if self._stepped is not None else 0
+
+    def members_before(self, fence: Fence) -> tuple[Member, ...]:
+        """Return who was in the last world that was settled before the one of `fence`."""
+        # By time: an endpoint that has no memory settles a round again.
+        before = [known for known in self._durable if known != fence]
+        return self._durable[before[-1]] if before else ()
+
+    def settled_between(self, first: Fence, last: Fence) -> list[tuple[Member, ...]]:
+        """Return the members of all worlds that were settled between two others."""
+        return [members for fence, members in self._durable.items() if first < fence < last]
 
     @property
     def restarts_used(self) -> int:
@@ -218,13 +233,15 @@ class Checks:
 
     def aims(self, node: SimulatedNode, group: LocalGroup | Household, calls: int | None) -> None:
         """The workers of a node are told at which call to checkpoint."""
-        known = self._targets.setdefault(group.fence, calls)
+        at = group.assignment  # An endpoint that forgot all may settle a fence once more.
+        met = (group.fence, at.master_addr, at.master_port)
+        known = self._targets.setdefault(met, calls)
         self._require(
             known == calls, f"{group.fence}: told to checkpoint at call {known} and at {calls}"
         )
         self._require(
-            calls is None or group.saved or group.calls < calls,
-            f"{group.fence}: {node.name} made {group.calls} calls before it was told {calls}",
+            calls is None or group.saved or group.passed < calls,
+            f"{group.fence}: {node.name} went past call {group.passed} before it was told {calls}",
         )
 
     def exits(self, node: SimulatedNode, exit_: Exit) -> None:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from elastane.core.effects import Exit
-from elastane.core.events import Signalled
+from elastane.core.events import Resized, Signalled
 from elastane.core.messages import ToAgent, ToCoordinator
 from elastane.core.model import JobSpec
 from elastane.core.notes import Note
@@ -35,6 +35,8 @@ class Cluster:
     ) -> None:
         self.spec, self.rng, self.store_backed = spec, rng, store_backed
         self.in_place = script.in_place
+        # How many nodes the job's owner wants, as each coordinator is told.
+        self.wanted: Resized | None = None
         self.clock = VirtualClock()
         self.story = Story(self.clock)
         self.network = Network(self.clock, rng)
@@ -61,6 +63,22 @@ class Cluster:
     def endpoint(self) -> str:
         """The host that owns the endpoint."""
         return next(iter(self.nodes))
+
+    @property
+    def fewest(self) -> int:
+        """How many nodes there must be for the job to train."""
+        return self.wanted.min_nodes if self.wanted else self.spec.min_nodes
+
+    @property
+    def most(self) -> int:
+        """How many nodes have a place."""
+        return self.wanted.max_nodes if self.wanted else self.spec.max_nodes
+
+    def resize(self, min_nodes: int, max_nodes: int) -> None:
+        """The job's owner wants another number of nodes."""
+        self.wanted = Resized(min_nodes=min_nodes, max_nodes=max_nodes)
+        for seat in [*self.seats.values()]:
+            seat.take(self.wanted)
 
     def add(self, size: int, node_rank: int | None = None) -> SimulatedNode:
         """Return a new host, with nothing on it yet."""

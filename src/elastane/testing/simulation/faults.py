@@ -13,7 +13,7 @@ from elastane.testing.simulation.cluster import Cluster
 from elastane.testing.simulation.setting import Planned, Setting
 
 # Deaths of workers, and who comes and goes, are what the restart budget is exact about.
-_HARMLESS = ("workers_crash", "workers_in_turn", "drain", "arrive", "slow_starts")
+_HARMLESS = ("workers_crash", "workers_in_turn", "drain", "arrive", "slow_starts", "resize")
 # Nobody is out of anybody's reach by these, but the dead.
 _DEATHS = (*_HARMLESS, "crash", "restart_agent", "kill_coordinator", "die_at_step")
 # A plan's traps lie in wait for so long at most.
@@ -58,7 +58,7 @@ class Faults:
         self._rng = random.Random(f"fault {planned.number} of {seed} {mode}")
         self._cluster.upset = self._cluster.upset or planned.kind not in _HARMLESS
         self._cluster.torn = self._cluster.torn or planned.kind not in _DEATHS
-        self._cluster.drained = self._cluster.drained or planned.kind == "arrive"
+        self._cluster.drained = self._cluster.drained or planned.kind in ("arrive", "resize")
         act: Callable[[], None] = getattr(self, f"_{planned.kind}")
         act()
 
@@ -98,6 +98,12 @@ class Faults:
         """Whether a dead host gets a new agent; the endpoint's does, or the job is over."""
         fixed = not self._cluster.store_backed and name == self._cluster.endpoint
         return fixed or self._rng.random() < 0.7
+
+    def _resize(self) -> None:
+        high = self._rng.randint(1, len(self._cluster.nodes))
+        low = self._rng.randint(1, high)
+        self._tell(f"the job's owner wants {low} to {high} nodes")
+        self._cluster.resize(low, high)
 
     # Deaths.
 

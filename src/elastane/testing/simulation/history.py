@@ -151,7 +151,8 @@ def trains(cluster: Cluster) -> bool:
     phases = [seat.machine.phase for seat in cluster.seats.values()]
     recent_s = cluster.clock.now_s - cluster.checks.step_s
     steps = recent_s < 2 * cluster.training.script.step_s + 1.0
-    return phases == [Phase.RUNNING] and steps and not cluster.residents.left_out()
+    fits = cluster.checks.nodes_stepped <= cluster.most
+    return phases == [Phase.RUNNING] and steps and fits and not cluster.residents.left_out()
 
 
 def stuck(cluster: Cluster) -> str:
@@ -166,10 +167,10 @@ def stuck(cluster: Cluster) -> str:
         ]
         return f"the job has ended, but the agents of {', '.join(late)} have not" if late else ""
     served = cluster.store_backed or cluster.endpoint in cluster.seats
-    if len(alive) < cluster.spec.min_nodes or not served or trains(cluster):
+    if len(alive) < cluster.fewest or not served or trains(cluster):
         return ""
     return (
-        f"{len(alive)} nodes of at least {cluster.spec.min_nodes} are here, and nothing was"
+        f"{len(alive)} nodes of at least {cluster.fewest} are here, and nothing was"
         f" trained for {cluster.clock.now_s - cluster.checks.step_s:.0f} s"
         + (f", and {out} have no place" if (out := cluster.residents.left_out()) else "")
     )

@@ -87,7 +87,7 @@ class Ledger:
         phase = next(iter(cluster.seats.values())).machine.phase
         nodes = [node for node in cluster.nodes.values() if node.alive]
         inside = [node for node in nodes if node.group and node.group.fence == fence]
-        is_full = len(inside) == cluster.spec.max_nodes
+        is_full = len(inside) >= cluster.most
         return phase is Phase.RUNNING and (is_full or len(inside) == len(cluster.nodes))
 
 

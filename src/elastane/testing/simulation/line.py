@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from elastane.core.model import Fence
+from elastane.core.model import Fence, Member
 from elastane.testing.simulation.places import Gathering, Household, Worker
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Line:
         self.regrouped += world.in_place
         self.healed += sum(w.committed != world.base for w in members) if world.from_state else 0
         self._ordered(world, members)
+        self._give_way(world)
         ahead = [f"{w.name} (step {w.committed})" for w in members if w.held > world.base]
         self._require(
             not ahead, f"{world.fence} has {', '.join(ahead)}, and goes on from step {world.base}"
@@ -87,6 +88,21 @@ class Line:
         )
         self._forget(world.base)
 
+    def _give_way(self, world: Gathering) -> None:
+        """Take note of who has no place any more, as there were too many: nobody counts on it.
+
+        One that is further than the world is no such: it may not be left behind.
+        """
+        before = self._cluster.checks.members_before(world.fence)
+        if len(world.hosts) > self._cluster.most or len(before) <= len(world.hosts):
+            return
+        for group in self._cluster.residents.groups:
+            for worker in group.workers.values():
+                out = group.host not in world.hosts and worker.held <= world.base
+                worker.gave_way = worker.gave_way or out
+        for worker in world.workers.values():
+            worker.gave_way = False
+
     def steps(self, world: Gathering) -> None:
         """A world reduces a step."""
         self._stepped(world.fence)
@@ -102,8 +118,10 @@ class Line:
         step = worker.committed
         assert step is not None
         made = self._made.setdefault(step, world)
-        if not (self._cluster.store_backed or self.is_strict):
-            self._made[step] = world  # An endpoint that has no memory may have two sides train.
+        if not self.is_strict:
+            # Who was cut off may have applied, unseen, a step that others break off and make anew.
+            # That nobody of the newer world is such a one, `begins` sees to.
+            self._made[step] = world
             return
         self._require(
             made is world, f"step {step} was made in {made.fence}, and again in {world.fence}"
@@ -136,6 +154,7 @@ class Line:
             w
             for w in group.workers.values()
             if w.committed is not None and w.able and w.able_s < self._cluster.clock.now_s - 1.0
+            if not w.gave_way
         ]
         if group.phase != "running" or not held or not self.is_strict or self._ended:
             return
@@ -158,6 +177,7 @@ class Line:
         return (
             worker.alive
             and worker.able
+            and not worker.gave_way
             and node.alive
             and not node.signalled
             and worker.group.phase == "running"
@@ -165,20 +185,49 @@ class Line:
 
     def _ordered(self, world: Gathering, members: Sequence[Worker]) -> None:
         """Survivors of one world keep their order, and are before joiners."""
-        known = [w.last for w in members if w.last is not None]
+        known = [
+            w.last for w in members if w.last is not None and not self._gave_up(w, world.fence)
+        ]
         newest = max((fence for fence, _ in known), default=None)
         ranks = [rank for fence, rank in known if fence == newest]
         self._require(ranks == sorted(ranks), f"{world.fence}: survivors have the order {ranks}")
-        # Who had a place in a world that never began is one of the survivors, to a coordinator.
-        joins = [w.places == 1 for w in members]
-        self._require(all(joins) or not joins[0], f"{world.fence}: rank 0 is a joiner")
+        # Who had a place in a world that never began is one of the survivors, to a coordinator that
+        # knows of it; who had none in the last, because there were too many, is not any more.
+        placed = [self._had_place(w, world.fence) for w in members]
+        survives = [p and w.committed is not None for p, w in zip(placed, members, strict=True)]
+        # An endpoint that forgot all has the worlds that the workers tell it of.
+        told = not self._cluster.store_backed and members[0].last is not None
+        self._require(placed[0] or told or not any(survives), f"{world.fence}: rank 0 is a joiner")
         for host in {w.group.host for w in members}:
-            late = [join for join, w in zip(joins, members, strict=True) if w.group.host == host]
+            here = [i for i, w in enumerate(members) if w.group.host == host]
+            first = next((i for i in here if not placed[i]), len(members))
             self._require(
-                late == sorted(late), f"{world.fence}: a joiner of {host} is before survivors"
+                not any(survives[i] for i in here if i > first),
+                f"{world.fence}: a joiner of {host} is before survivors",
             )
+
+    def _had_place(self, worker: Worker, fence: Fence) -> bool:
+        """Whether the world before the one of `fence` had a place for this worker, or for another.
+
+        A coordinator may not know of a worker's end yet as it decides, and so place its successor.
+        """
+        return _is_among(worker, self._cluster.checks.members_before(fence))
+
+    def _gave_up(self, worker: Worker, fence: Fence) -> bool:
+        """Whether a world between that which last began with it and `fence` had no place for it."""
+        assert worker.last is not None
+        between = self._cluster.checks.settled_between(worker.last[0], fence)
+        return not all(_is_among(worker, members) for members in between)
 
     def _forget(self, base: int) -> None:
         """Steps after `base` are nobody's any more, and are made again."""
         self._made = {step: world for step, world in self._made.items() if step <= base}
         self._stopped = min(self._stopped, (base, ""))
+
+
+def _is_among(worker: Worker, members: Sequence[Member]) -> bool:
+    return any(
+        member.node_id == worker.group.host
+        and (not member.workers or worker.local_rank in member.workers)
+        for member in members
+    )

@@ -66,6 +66,7 @@ class SimulatedNode:
     def boot(self, warm_s: float = 0.0) -> None:
         """Start a new agent on this host."""
         assert not self.alive, self.name
+        self.clock.wake()  # However it was stopped, it is started now.
         self.alive, self.paused, self.exit, self.signalled = True, False, None, False
         self.welcomed, self.signals = False, 0
         self.life += 1
@@ -105,6 +106,7 @@ class SimulatedNode:
             self.backlog.append((self.life, event))
             return
         assert self.core is not None
+        self.core.progress = self.household.progress if self.household is not None else None
         life, done = self.life, None
         for due in self.core.handle(event, self.clock.now_s):
             if self.cluster.dies_at(self.name, agent_step(done, due)):

@@ -31,7 +31,9 @@ class Worker:
     world: Gathering | None = None
     rank: int = -1
     calls: int = 0
+    begun: bool = False  # it has come to a boundary, and so it had the state
     moved_s: float = 0.0
+    gave_way: bool = False  # it has no place, since there were too many, and is not counted on
     places: int = 0  # how many worlds it was to be in
     last: tuple[Fence, int] | None = None  # its place in the last world that began with it
 
@@ -81,6 +83,28 @@ class Household:
         return max((w.calls for w in self.inside()), default=0)
 
     @property
+    def progress(self) -> int | None:
+        """The least count of boundaries of its workers that have a place; None: one has not begun.
+
+        As pages have it: a worker counts the boundary before its next step, from 1.
+        """
+        placed = self.placed()
+        begun = [w.calls + 1 for w in placed if w.begun]
+        return min(begun) if begun and len(begun) == len(placed) else None
+
+    @property
+    def passed(self) -> int:
+        """The last boundary that one of them has gone on from; -1 where all stand at the first."""
+        stands = ("meeting", "healing", "boundary", "parked")
+        return max((w.calls - (w.stage in stands) for w in self.inside()), default=-1)
+
+    @property
+    def furthest(self) -> int | None:
+        """The same of all that have state, those on their way into a world as well."""
+        stateful = [w for w in self.workers.values() if w.alive and w.committed is not None]
+        return max((w.calls for w in stateful), default=None)
+
+    @property
     def able(self) -> tuple[int, ...]:
         """The local ranks of those that can enter another world."""
         return tuple(sorted(i for i, w in self.workers.items() if w.alive and w.able))
@@ -89,6 +113,12 @@ class Household:
     def saved(self) -> bool:
         """Nothing is saved at a boundary: all is kept in memory."""
         return self.drained
+
+    def placed(self) -> list[Worker]:
+        """Return the workers that have a place in the world, on their way into it or there."""
+        places = self.assignment.workers or range(self.size)
+        found = [self.workers[i] for i in places if i in self.workers]
+        return [w for w in found if w.alive and not self.assignment.waiting]
 
     def inside(self) -> Iterator[Worker]:
         """Yield the workers that take part in a world."""
@@ -119,6 +149,11 @@ class Gathering:
         return len(self.workers) == self.size and all(
             w.world is self and w.stage == stage for w in self.workers.values()
         )
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether all who came have ended, and it never began: nobody served its store."""
+        return self.began_s is None and not any(w.alive for w in self.workers.values())
 
     @property
     def can_give(self) -> bool:

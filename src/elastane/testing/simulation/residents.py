@@ -136,8 +136,7 @@ class Residents:
     def mark(self, group: Household) -> None:
         """Gate the workers, and tell the boundary to which the furthest has come."""
         group.gated, fence = True, group.fence
-        inside = [w for w in group.inside() if w.committed is not None]
-        calls = max((w.calls for w in inside), default=None)
+        calls = group.furthest
         self._clock.after(0.003, lambda: group.feed(GroupMarked(fence, calls)))
 
     def aim(self, group: Household, calls: int | None) -> None:
@@ -159,7 +158,7 @@ class Residents:
 
     def _newest(self) -> list[Gathering]:
         begun = [w for w in self._worlds.values() if w.began_s is not None]
-        return sorted(begun, key=lambda w: w.fence)[-1:]
+        return sorted(begun, key=lambda w: w.began_s or 0.0)[-1:]
 
     # Processes.
 
@@ -256,7 +255,7 @@ class Residents:
             return
         place = (assignment.master_addr, assignment.master_port, assignment.fence)
         world = self._worlds.get(place)
-        if world is None:
+        if world is None or world.is_abandoned:
             world = Gathering(assignment.fence, assignment.world_size, assignment.in_place)
             self._worlds[place] = world
         self._checks.line.enters(worker, world, rank)
@@ -307,13 +306,9 @@ class Residents:
         if worker.committed is None and not world.can_give:
             return  # Its donor has gone; it hangs until somebody tells.
         worker.committed = worker.calls = world.base
-        worker.stage, worker.moved_s = "computing", self._clock.now_s
+        worker.stage, worker.begun, worker.moved_s = "boundary", True, self._clock.now_s
         self._declare(worker)
-        if worker.committed is not None and worker.committed >= self.script.steps:
-            worker.stage = "boundary"
-            self._finish(world)
-            return
-        self._go_on(world)
+        self._call(worker, world)
 
     def _go_on(self, world: Gathering) -> None:
         if world.all_are("computing") and not world.busy:
@@ -374,7 +369,7 @@ class Residents:
         """Tell once nobody here goes on: all are parked, or cannot be asked."""
         if group.aimed_s is None or group.drained or group.phase != "running":
             return
-        if group.target is not None and any(w.stage != "parked" for w in group.inside()):
+        if group.target is not None and any(w.stage != "parked" for w in group.placed()):
             return
         group.drained, fence = True, group.fence
         self._clock.after(0.002, lambda: group.feed(GroupDrained(fence)))

@@ -57,6 +57,8 @@ class Seat:
             election.publish()
             election.keep()
         cluster.coordinators += 1
+        # What the owner wants is to be read first.
+        cluster.clock.after(0.05, lambda: self.take(cluster.wanted) if cluster.wanted else None)
         self._schedule()
 
     @property
@@ -66,8 +68,8 @@ class Seat:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job has ended and its agents are being told."""
-        return self.machine.phase in (Phase.CLOSING, Phase.CLOSED)
+        """Whether the job has ended, which is durable, and its agents are being told."""
+        return self.machine.phase in (Phase.CLOSING, Phase.CLOSED) and not self._busy
 
     def stood_still(self, for_s: float) -> None:
         """Time went by in which this process heard nobody: it does not count."""

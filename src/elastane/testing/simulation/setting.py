@@ -23,6 +23,8 @@ TIMING = Timing(
 )
 # The virtual second of the first fault at the earliest, and of the last at the latest.
 FIRST_S, LAST_S = 1.0, 40.0
+# Changes of the job's range are numbered from here on, after all faults.
+FAULTS_MAX = 100
 # How often each kind of fault is drawn, relative to the others.
 WEIGHTS = {
     "crash": 4,
@@ -143,7 +145,7 @@ def setting_of(seed: int, *, store_backed: bool, in_place: bool = False) -> Sett
         sizes=sizes + spares,
         # A quartz is wrong by less than 0.01 %; the bounds bear 3 %.
         drifts=rng.choice(((1.0,), (0.9999, 1.0001), (0.97, 1.0, 1.03))),
-        plan=_plan(rng, store_backed=store_backed, in_place=in_place),
+        plan=_plan(rng, store_backed=store_backed, in_place=in_place) + _resizes(seed),
         in_place=in_place,
     )
 
@@ -166,3 +168,12 @@ def _plan(rng: random.Random, *, store_backed: bool, in_place: bool) -> tuple[Pl
         at_s = min(at_s + rng.random() * gap_s, LAST_S)
         plan.append(Planned(number, at_s, rng.choices(kinds, [*weights.values()])[0]))
     return tuple(plan)
+
+
+def _resizes(seed: int) -> tuple[Planned, ...]:
+    """Draw when the job's owner changes its range: in some histories, beside their faults."""
+    rng = random.Random(f"resizes {seed}")
+    if rng.random() > 0.15:
+        return ()
+    times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 2, 4)))]
+    return tuple(Planned(FAULTS_MAX + n, at_s, "resize") for n, at_s in enumerate(times))

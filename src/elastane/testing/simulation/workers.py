@@ -80,6 +80,11 @@ class LocalGroup:
         return self.assignment.fence
 
     @property
+    def passed(self) -> int:
+        """The last call that a worker of it has come back from."""
+        return self.calls
+
+    @property
     def computes(self) -> bool:
         """Whether all its workers still take part in training."""
         return self.phase == "computing"

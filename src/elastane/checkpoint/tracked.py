@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from elastane.errors import JobError
@@ -23,6 +24,7 @@ class Tracked:
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
+        self._prepared: list[torch.optim.Optimizer] = []
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Take in more; JobError for a name that is taken, or an object without a state."""
@@ -34,13 +36,6 @@ class Tracked:
                 raise _refused(
                     f"track({name}=...): a {kind} has no state_dict() and load_state_dict()",
                     "a module, an optimizer, a scheduler, a scaler, a sampler, a generator",
-                )
-            if _is_sharded(thing):
-                raise _refused(
-                    f"track({name}=...): its parameters are sharded over workers (fully_shard)",
-                    "replicas: whole parameters on each worker, as with DDP over job.process_group",
-                    "leave elastane.init() out: elastane run restarts such a script from its own"
-                    " checkpoint",
                 )
             self._objects[name] = _bare(thing)
 
@@ -65,12 +60,36 @@ class Tracked:
         big = (torch.nn.Module, torch.optim.Optimizer, torch.Generator)
         return [thing for thing in self._objects.values() if not isinstance(thing, big)]
 
+    @property
+    def sharded(self) -> list[Any]:
+        """The parameters of modules that are sharded over workers (DTensor)."""
+        found = [parameter for module in self.modules for parameter in module.parameters()]
+        return [parameter for parameter in found if _is_dtensor(parameter)]
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield each parameter of the optimizers once, else of the modules."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         found = [parameter for group in groups for parameter in group["params"]]
         found += [parameter for module in self.modules for parameter in module.parameters()]
         yield from {id(parameter): parameter for parameter in found}.values()
+
+    def prepare(self) -> None:
+        """Have sharded optimizers make their state, into which alone a shard can be read.
+
+        It is that of a step which was not made: `unprepare` where nothing is read into it.
+        """
+        for optimizer in self.optimizers:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            if any(map(_is_dtensor, parameters)) and not optimizer.state:
+                from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+                _init_optim_state(optimizer)
+                self._prepared.append(optimizer)
+
+    def unprepare(self) -> None:
+        """Have those optimizers as they were."""
+        while self._prepared:
+            self._prepared.pop().state.clear()
 
     def state(self) -> dict[str, Any]:
         """Return all states, by name; tensors are those of the objects, not copies."""
@@ -144,6 +163,17 @@ class RandomStreams:
         self._numpy = numpy.random.get_state() if numpy is not None else None
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
+    def packed(self) -> bytes:
+        """Return them as bytes, for `unpack_streams`."""
+        version, words, gauss = self._python
+        numpy = None
+        if self._numpy is not None:
+            kind, keys, at, has_gauss, cached = self._numpy
+            numpy = [kind, keys.tobytes(), int(at), int(has_gauss), float(cached)]
+        cuda = None if self._cuda is None else self._cuda.numpy().tobytes()
+        python = [version, list(words), gauss]
+        return msgspec.msgpack.encode([python, self._torch.numpy().tobytes(), numpy, cuda])
+
     def restore(self) -> None:
         """Let them go on from there."""
         random.setstate(self._python)
@@ -154,12 +184,35 @@ class RandomStreams:
             torch.cuda.set_rng_state(self._cuda)
 
 
-def _is_sharded(thing: Any) -> bool:
-    """Whether one worker's loss is a loss of state that no other holds."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is None or not isinstance(thing, torch.nn.Module):
-        return False
-    return any(isinstance(parameter, tensor.DTensor) for parameter in thing.parameters())
+def restore_streams(packed: bytes) -> None:
+    """Let this process's random streams go on from `packed()`; ValueError for anything else."""
+    python, torch_state, numpy_state, cuda = msgspec.msgpack.decode(packed, type=_Streams)
+    random.setstate((python[0], tuple(python[1]), python[2]))
+    torch.set_rng_state(_bytes(torch_state))
+    if numpy_state is not None and "numpy" in sys.modules:
+        kind, keys, at, has_gauss, cached = numpy_state
+        numpy = sys.modules["numpy"]
+        words = numpy.frombuffer(keys, dtype=numpy.uint32)
+        numpy.random.set_state((kind, words, at, has_gauss, cached))
+    if cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(cuda))
+
+
+_Streams = tuple[
+    tuple[int, list[int], float | None],
+    bytes,
+    tuple[str, bytes, int, int, float] | None,
+    bytes | None,
+]
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _is_stateful(thing: Any) -> bool:
@@ -174,5 +227,5 @@ def _bare(thing: Any) -> Any:
     return thing.module if wrapped else thing
 
 
-def _refused(what: str, expected: str, next_step: str = _NAME_IT) -> JobError:
-    return JobError(what, expected=expected, next_step=next_step, slug="job-track")
+def _refused(what: str, expected: str) -> JobError:
+    return JobError(what, expected=expected, next_step=_NAME_IT, slug="job-track")

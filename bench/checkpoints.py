@@ -1,0 +1,151 @@
+"""What saving costs the training, and what getting back takes, beside torch's own ways.
+
+    python -m bench.checkpoints [--gb SIZE ...] [--folder PATH]
+
+A model with its AdamW state of so many GB (10^9 bytes). Peers and ours take turns in one process;
+medians. "Blocked" is what the loop stands for; "written" is until the checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.harness import Sample
+from bench.report import Result, machine, spell, write_json
+from elastane.testing import LocalCluster
+
+SCRIPT = Path(__file__).parent / "scripts" / "checkpoint_work.py"
+LIMIT_S = 900.0
+
+
+def measured(mode: str, gb: float, folder: str, *options: str) -> dict[str, Result]:
+    """Run one measurement under `elastane run`; returns its samples by name."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="elastane-bench-") as name:
+        words = ["run", "--standalone", "--log-dir", f"{name}/logs", *options]
+        command = [sys.executable, "-m", "elastane", *words, str(SCRIPT), mode, str(gb), name]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=LIMIT_S)
+        found = json.loads((Path(name) / "found.json").read_text())
+    return {key: Result([Sample(s) for s in seconds]) for key, seconds in found.items()}
+
+
+def on_two_nodes(gb: float, folder: str, replicas: int) -> dict[str, Result]:
+    """Save a state that is sharded over two nodes, with and without copies on the other one."""
+    options = {"nnodes": "2", "nproc_per_node": 1, "snapshot_replicas": replicas}
+    with tempfile.TemporaryDirectory(dir=folder, prefix="elastane-bench-") as name:
+        script = [str(SCRIPT), "sharded", str(gb), name]
+        with LocalCluster(script, folder=Path(name) / "cluster", **options) as cluster:
+            nodes = [cluster.start(node) for node in "ab"]
+            cluster.wait(lambda: not any(n.is_alive for n in nodes), "the end", LIMIT_S)
+        found = json.loads((Path(name) / "found.json").read_text())
+    return {key: Result([Sample(s) for s in seconds]) for key, seconds in found.items() if seconds}
+
+
+def copies(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> str:
+    """Return the line of one size."""
+    off, on = (on_two_nodes(gb, folder, replicas) for replicas in (0, 1))
+    rows[f"copies {gb:g} GB, off"], rows[f"copies {gb:g} GB, on"] = off, on
+    what = f"{gb:g} GB on each of two nodes, sharded: the loop stands for a save"
+    peer = f"without copies: {cell(off, 'blocked')}"
+    own = f"with: {cell(on, 'blocked')}, on the other node after {cell(on, 'copied')}"
+    if "steps" in on:
+        what += "; steps of 50 ms with one after each"
+        peer += f"; {1000 * median_s(off, 'steps'):.1f} ms a step"
+        own += f"; {1000 * median_s(on, 'steps'):.1f} ms"
+    return line(what, [peer], own)
+
+
+def median_s(results: dict[str, Result], name: str) -> float:
+    return statistics.median(results[name].seconds)
+
+
+def cell(results: dict[str, Result], name: str, against: str = "") -> str:
+    own = median_s(results, name)
+    ratio = f", {own / median_s(results, against):.2f} of {against}" if against else ""
+    return f"{spell(own)}{ratio}"
+
+
+def line(what: str, peers: list[str], own: str) -> str:
+    return f"| {what} | {'<br>'.join(peers)} | {own} |"
+
+
+def of_size(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[str]:
+    """Return the lines of one size."""
+    one = rows[f"single {gb:g} GB"] = measured("single", gb, folder, "--nproc-per-node", "1")
+    back = measured("memory", gb, folder, "--nproc-per-node", "1", "--max-restarts", "9")
+    rows[f"memory {gb:g} GB"] = back
+    brought = measured("bring", gb, folder, "--nproc-per-node", "2")
+    rows[f"bring {gb:g} GB"] = brought
+    names = ["torch.save, durable", "dcp.save", "dcp.async_save, blocked"]
+    size = f"{gb:g} GB"
+    return [
+        line(
+            f"{size}: the loop stands for a save",
+            [f"{name}: {cell(one, name)}" for name in names],
+            f"{cell(one, 'ours, behind the next step')}; copied at once:"
+            f" {cell(one, 'ours, at once', 'memcpy')}",
+        ),
+        line(
+            f"{size}: until it is durable",
+            [f"dcp.async_save: {cell(one, 'dcp.async_save, written')}"],
+            f"{cell(one, 'ours, written')}, {gb / median_s(one, 'ours, written'):.1f} GB/s",
+        ),
+        line(
+            f"{size}: restored from storage, verified",
+            [
+                f"torch.load: {cell(one, 'torch.load')}",
+                f"and into the objects: {cell(one, 'torch.load, into the objects')}",
+            ],
+            cell(one, "ours, from storage", "torch.load"),
+        ),
+        line(
+            f"{size}: restored from memory after a worker's death",
+            [f"torch.load: {cell(back, 'torch.load')}"],
+            cell(back, "ours, from memory", "torch.load"),
+        ),
+        line(
+            f"{size}: brought to a folder that lacks it, durable",
+            [f"raw socket: {cell(brought, 'raw socket')}"],
+            cell(brought, "ours", "raw socket"),
+        ),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="bench.checkpoints", description=__doc__)
+    parser.add_argument(
+        "--gb", type=float, nargs="*", default=[1.0], help="4 did not fit into 24 GiB"
+    )
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
+    args = parser.parse_args()
+    about, rows = machine(), dict[str, dict[str, Result]]()
+    lines = [line for gb in args.gb for line in of_size(gb, args.folder, rows)]
+    every = measured("steps", 0.1, args.folder, "--nproc-per-node", "2")
+    rows["steps"] = every
+    more = 100 * (median_s(every, "with") / median_s(every, "without") - 1)
+    lines.append(
+        line(
+            "0.1 GB, steps of 50 ms, two workers: a save after each step",
+            [f"no saves: {1000 * median_s(every, 'without'):.2f} ms a step"],
+            f"{1000 * median_s(every, 'with'):.2f} ms, {more:+.1f}%",
+        )
+    )
+    lines += [copies(gb, args.folder, rows) for gb in (0.1, *args.gb)]
+    print(
+        f"Measured by `python -m bench checkpoints` on {about['date']}: {about['cores']} cores of"
+        f" {about['cpu']}, {about['memory']}, Linux {about['kernel']}, Python {about['python']},"
+        f" torch {about['torch']}; load at the start {about['load']}. Medians.\n"
+    )
+    print("| what | others here | elastane |\n|---|---|---|")
+    print("\n".join(lines))
+    write_json("checkpoints", about, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""When to save: each so many steps, each so many seconds, or as often as pays.
+
+Steps are counted alike on all ranks; of time rank 0's clock is believed, and asked for it only at
+steps whose number all ranks know (`stride`), so that between them nothing is exchanged. "auto" is
+Young's and Daly's interval, from what a save has cost and how often the job has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from elastane.core.cadence import interval
+from elastane.errors import ConfigurationError
+
+_log = logging.getLogger("elastane.checkpoint")
+# Rank 0 looks at its clock so many times in an interval.
+_LOOKS = 16
+_STRIDE_MAX = 1 << 20
+
+
+class Cadence:
+    """One rank's; `stride` is the same on all ranks that made the same steps."""
+
+    def __init__(
+        self,
+        every_steps: int | None,
+        every_s: float | Literal["auto"] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._every_steps = _positive("every_steps", every_steps)
+        self._every_s = every_s if every_s == "auto" else _positive("every_s", every_s)
+        self._clock = clock
+        self.stride = 1
+        self.failures = 0
+        self._lived_s = 0.0  # before this process
+        self._began_s = self._saved_s = clock()
+        self._looked: tuple[int, float] | None = None
+        self._cost_s = self._write_s = 0.0
+        self._why = ""
+
+    def is_due(self, step: int) -> str:
+        """Return why a save may be due at this step, the same on all ranks; "" where it is not."""
+        if self._every_steps and step and step % self._every_steps == 0:
+            return "step"
+        return "time" if self._every_s is not None and step % self.stride == 0 else ""
+
+    def word(self, step: int, reason: str) -> int:
+        """Return rank 0's word on it: the next stride, negative where nothing is to be saved."""
+        now_s = self._clock()
+        stride = self.stride
+        if self._every_s is not None:
+            stride = self._next_stride(step, now_s)
+        due = reason != "time" or now_s - self._saved_s >= self.interval_s()
+        return stride if due else -stride
+
+    def hear(self, word: int, step: int) -> bool:
+        """Take in rank 0's word; returns whether to save."""
+        self.stride = max(1, abs(word))
+        if word > 0:
+            self._saved_s = self._clock()
+        return word > 0
+
+    def cost(self, blocked_s: float, write_s: float) -> None:
+        """Take in for how long a save held up the training, and how long one was written."""
+        self._cost_s = blocked_s if not self._cost_s else 0.7 * self._cost_s + 0.3 * blocked_s
+        self._write_s = max(write_s, 0.7 * self._write_s)
+
+    @property
+    def lived_s(self) -> float:
+        """For how long the job has trained, in this process and before."""
+        return self._lived_s + self._clock() - self._began_s
+
+    def go_on(self, lived_s: float, failures: int, stride: int) -> None:
+        """Take over what was so far: of the run that was restored, or of another member."""
+        self._lived_s, self._began_s = lived_s, self._clock()
+        self.failures, self.stride = failures, max(1, stride)
+
+    def interval_s(self) -> float:
+        """Return how far apart saves by time are to be."""
+        if self._every_s != "auto":
+            return self._every_s or math.inf
+        return self._auto_s()
+
+    def _auto_s(self) -> float:
+        seconds, why = interval(self._cost_s, self.failures, self.lived_s, self._write_s)
+        spoken = f"a checkpoint each {seconds:.0f} s: {why}"
+        if self._cost_s and not self._why:
+            _log.info("%s", spoken)
+        self._why = spoken if self._cost_s else ""
+        return seconds
+
+    def _next_stride(self, step: int, now_s: float) -> int:
+        """Return a power of two of steps that take a small part of the interval."""
+        before, self._looked = self._looked, (step, now_s)
+        if before is None or step <= before[0]:
+            return self.stride
+        step_s = max(1e-6, (now_s - before[1]) / (step - before[0]))
+        wanted = self.interval_s() / _LOOKS / step_s
+        return int(min(_STRIDE_MAX, 2 ** max(0, math.floor(math.log2(max(1.0, wanted))))))
+
+
+def _positive(name: str, value: float | int | None) -> float | None:
+    if value is not None and (isinstance(value, (str, bool)) or not value > 0):
+        raise ConfigurationError(
+            f"{name} is {value!r}",
+            expected="more than 0, or None" + (', or "auto"' if name == "every_s" else ""),
+            next_step="Checkpointer(where, every_steps=500) or every_s=600",
+            slug="checkpoint-cadence",
+        )
+    return value

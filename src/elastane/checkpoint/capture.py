@@ -1,0 +1,160 @@
+"""A state taken apart for a checkpoint: its tree, its tensors as they live, its other leaves.
+
+Nothing is copied here. Tensors that are sharded over ranks (DTensor) are taken as what this rank
+holds of them; everything that is no training state is refused with its place. Names are what
+torch.distributed.checkpoint gives the same state: keys and indices, with dots between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from elastane.checkpoint.layout import Chunk, Tensor, name_of
+from elastane.comms.state import Flattening, Path, spelled
+from elastane.errors import CheckpointError
+
+
+class Captured:
+    """What a state is made of; `tensors` are those of the state, by their numbers in `tree`.
+
+    Of one that is sharded, `tensors` has this rank's part, and `originals` the whole as it lives.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        local = _Localizer()
+        self._flattening = Flattening(local.taken(state, ()))
+        parts = self._flattening.parts
+        self.tree = parts.tree
+        self.tensors = parts.tensors
+        self.originals = [
+            local.originals.get(path, tensor)
+            for path, tensor in zip(parts.paths, parts.tensors, strict=True)
+        ]
+        self.paths = [_dotted(path) for path in parts.paths]
+        self.names = _unique([".".join(path) for path in self.paths])
+        self.specs: list[Tensor] = []
+        self.chunks: list[Chunk] = []
+        for number, (tensor, path) in enumerate(zip(self.tensors, parts.paths, strict=True)):
+            self._add(number, tensor, local.shards.get(path), path)
+        self._state = state
+        self._is_sharded = bool(local.shards)
+        self._kinds = [(tensor.dtype, tensor.shape) for tensor in self.tensors]
+        self._identity = b""
+        self._named: tuple[list[str], dict[str, tuple[Any, ...]]] | None = None
+
+    def again(self, state: Mapping[str, Any]) -> bool:
+        """Take `state` in place of the one before; False, and nothing is of use, if it differs.
+
+        In more than its values: in what it is made of.
+        """
+        if self._is_sharded or not self._flattening.again(state):
+            return False
+        parts = self._flattening.parts
+        if [(tensor.dtype, tensor.shape) for tensor in parts.tensors] != self._kinds:
+            return False
+        self.tree, self.tensors, self.originals = parts.tree, parts.tensors, parts.tensors
+        self._state = state
+        return True
+
+    def _add(self, number: int, tensor: torch.Tensor, shard: _Shard | None, path: Path) -> None:
+        if tensor.is_quantized:
+            raise CheckpointError(
+                f"{spelled(path)} is a quantized tensor",
+                expected="dense tensors",
+                next_step="keep its int_repr(), scale and zero point in its place",
+                slug="checkpoint-state",
+            )
+        shape = tuple(tensor.shape)
+        whole, offsets = (shard.shape, shard.offsets) if shard else (shape, (0,) * len(shape))
+        self.specs.append(Tensor(self.names[number], name_of(tensor.dtype), whole))
+        if tensor.numel() or not shard:
+            self.chunks.append(Chunk(number, offsets, shape))
+
+    def identity(self) -> bytes:
+        """Return what a layout depends on, as bytes."""
+        self._identity = self._identity or msgspec.msgpack.encode([self.specs, self.chunks])
+        return self._identity
+
+    def leaves(self) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+        """Return what is no tensor, by torch's names for it, and torch's path of every name."""
+        if self._named is None:
+            self._named = _named(self._state)
+        plain, paths = self._named
+        return {name: _at(self._state, paths[name]) for name in plain}, paths
+
+
+class _Shard(msgspec.Struct, frozen=True):
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class _Localizer:
+    """Puts what this rank holds in the place of each sharded tensor."""
+
+    def __init__(self) -> None:
+        self.shards: dict[Path, _Shard] = {}
+        self.originals: dict[Path, torch.Tensor] = {}
+
+    def taken(self, value: Any, path: Path) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._local(value, path) if hasattr(value, "to_local") else value
+        if type(value) in (list, tuple):
+            return type(value)(self.taken(each, (*path, n)) for n, each in enumerate(value))
+        if isinstance(value, dict):
+            pairs = [(key, self.taken(each, (*path, key))) for key, each in value.items()]
+            same = all(new is value[key] for key, new in pairs)
+            return value if same else dict(pairs)
+        return value
+
+    def _local(self, tensor: Any, path: Path) -> torch.Tensor:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        local: torch.Tensor = tensor.to_local()
+        if tuple(local.shape) != tuple(shape):
+            raise CheckpointError(
+                f"{spelled(path)} is sharded as {tensor.placements}, unevenly inside a dimension",
+                expected="shards that are whole boxes of the tensor",
+                next_step="shard it along one dimension for each dimension of the mesh",
+                slug="checkpoint-state",
+            )
+        self.originals[path] = tensor
+        self.shards[path] = _Shard(tuple(tensor.shape), tuple(offsets))
+        return local.detach()
+
+
+def _named(state: Mapping[str, Any]) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
+    """Return torch's names for what is no tensor, and the path of every name."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    try:
+        flat, paths = flatten_state_dict(dict(state))
+    except ValueError:  # Two keys that make one name: torch alone cannot read those.
+        return [], {}
+    return [name for name, value in flat.items() if not isinstance(value, torch.Tensor)], paths
+
+
+def _at(state: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        state = state[key]
+    return state
+
+
+def _dotted(path: Path) -> list[str]:
+    return [str(key) for key in path]
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Two keys may make one name, as in {"a.b": x, "a": {"b": y}}: the later one gets a number."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name}~{seen[name]}")
+    return found

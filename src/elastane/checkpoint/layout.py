@@ -1,0 +1,201 @@
+"""Where each piece of each tensor lies in the image of a state: pure arithmetic, the same for all.
+
+The image is a chain of blobs (`blobs`), one for each piece; a piece is what is contiguous in one
+tensor, and small enough that the image can be cut into even shares between blobs. State that all
+ranks hold makes one image, that each of them could write. Of sharded state each rank writes what
+only it holds, and what several hold is written by one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from elastane.checkpoint.blobs import Frame, frame_of
+from elastane.errors import CheckpointError
+
+# Small enough for even shares, large enough that a thousand bytes around each do not count.
+PIECE_BYTES = 4 << 20
+# Blobs of at least the latter begin at whole pages of the image: so do the parts that it is cut
+# into, and a disk that is written past its cache takes the pages of memory as they lie.
+PAGE_BYTES = 4096
+PAGED_BYTES = 1 << 18
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of the state, as a whole."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank holds of the tensor of this number."""
+
+    tensor: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor, and where its blob begins in the image."""
+
+    tensor: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    at: int
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """`bounds`: of sharded state, where each rank's own part of the image begins, and the end."""
+
+    tensors: tuple[Tensor, ...]
+    pieces: tuple[Piece, ...]
+    image_bytes: int
+    bounds: tuple[int, ...] = ()
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each rank holds the whole image."""
+        return not self.bounds
+
+    def frame(self, piece: Piece) -> Frame:
+        """Return what lies around the data of a piece."""
+        return frame_of(dtype_of(self.tensors[piece.tensor].dtype), piece.shape)
+
+    def data_at(self, piece: Piece) -> int:
+        """Return where the data of a piece begins in the image."""
+        return piece.at + len(self.frame(piece).head)
+
+    def within(self, first: int, end: int) -> Sequence[Piece]:
+        """Return the pieces whose blobs begin in a range of the image."""
+        low = bisect_left(self.pieces, first, key=lambda piece: piece.at)
+        return self.pieces[low : bisect_left(self.pieces, end, key=lambda piece: piece.at)]
+
+    def cut(self, parts: int) -> list[int]:
+        """Return where even parts of a replicated image begin, between blobs, and its end."""
+        edges = [piece.at for piece in self.pieces] + [self.image_bytes]
+        return [_nearest(edges, self.image_bytes * part // parts) for part in range(parts + 1)]
+
+
+def lay_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> Layout:
+    """Return the layout of a state, of which each rank holds these chunks."""
+    maker = _Maker(tensors)
+    if all(list(chunks) == list(held[0]) for chunks in held):
+        for chunk in held[0]:
+            maker.add(chunk)
+        return maker.layout(())
+    bounds = [0]
+    for chunks in _shared_out(tensors, held):
+        for chunk in chunks:
+            maker.add(chunk)
+        maker.end_page()
+        bounds.append(maker.at)
+    return maker.layout(tuple(bounds))
+
+
+class _Maker:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._pieces: list[Piece] = []
+        self.at = 0
+
+    def add(self, chunk: Chunk) -> None:
+        dtype = dtype_of(self._tensors[chunk.tensor].dtype)
+        for offsets, shape in _pieces(chunk, dtype.itemsize):
+            size_bytes = frame_of(dtype, shape).size_bytes
+            if size_bytes >= PAGED_BYTES:
+                self.end_page()
+            self._pieces.append(Piece(chunk.tensor, offsets, shape, self.at))
+            self.at += size_bytes
+
+    def end_page(self) -> None:
+        """Go on at the next page; what lies between is zero."""
+        self.at += -self.at % PAGE_BYTES
+
+    def layout(self, bounds: tuple[int, ...]) -> Layout:
+        return Layout(self._tensors, tuple(self._pieces), self.at, bounds)
+
+
+def _nearest(edges: Sequence[int], at: int) -> int:
+    after = bisect_left(edges, at)
+    return min(edges[max(0, after - 1) : after + 1], key=lambda edge: abs(edge - at))
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _pieces(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
+    """Cut a chunk along its first dimension that is not 1, so that each piece is contiguous."""
+    whole = math.prod(chunk.shape) * item_bytes
+    along = next((d for d, length in enumerate(chunk.shape) if length > 1), None)
+    if whole <= PIECE_BYTES or along is None:
+        yield Box(chunk.offsets, chunk.shape)
+        return
+    length = chunk.shape[along]
+    step = max(1, length * PIECE_BYTES // whole)
+    for first in range(0, length, step):
+        offsets, shape = list(chunk.offsets), list(chunk.shape)
+        offsets[along] += first
+        shape[along] = min(step, length - first)
+        part = Chunk(chunk.tensor, tuple(offsets), tuple(shape))
+        if step == 1:
+            yield from _pieces(part, item_bytes)
+        else:
+            yield Box(part.offsets, part.shape)
+
+
+def _shared_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
+    """Give each chunk to one of the ranks that hold it: to the one that has the least so far."""
+    holders: dict[Chunk, list[int]] = {}
+    for rank, chunks in enumerate(held):
+        for chunk in chunks:
+            holders.setdefault(chunk, []).append(rank)
+    load, given = [0] * len(held), [list[Chunk]() for _ in held]
+    # Those that only one rank holds come first: the others fill up what is uneven.
+    for chunk, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        rank = min(ranks, key=lambda each: (load[each], each))
+        given[rank].append(chunk)
+        load[rank] += math.prod(chunk.shape) * dtype_of(tensors[chunk.tensor].dtype).itemsize
+    return given
+
+
+def overlap(one: Box | Piece | Chunk, other: Box | Piece | Chunk) -> Box | None:
+    """Return what two parts of one tensor have in common."""
+    offsets, shape = [], []
+    places = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    for at, length, other_at, other_length in places:
+        first, end = max(at, other_at), min(at + length, other_at + other_length)
+        if end <= first:
+            return None
+        offsets.append(first)
+        shape.append(end - first)
+    return Box(tuple(offsets), tuple(shape))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name such as float32; CheckpointError for any other."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"the layout of a checkpoint names the kind {name!r}",
+            expected="a dtype of the installed torch",
+            next_step="restore it with the version of torch that wrote it",
+            slug="checkpoint-layout",
+        )
+    return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name that `dtype_of` takes."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,247 @@
+"""The way of an image back into tensors: from the keeper's memory, from storage, from another rank.
+
+Bytes go straight into the tensors that live where a piece lies whole in one of them, several pieces
+at a time. A source is not believed blindly: storage was verified before, the keeper checks its
+digests, and what comes over the network is checked where it is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from elastane.checkpoint.layout import Box, Layout, Piece, overlap
+from elastane.checkpoint.members import Members
+from elastane.checkpoint.slots import part_of
+from elastane.comms.digest import raw_bytes
+from elastane.errors import CheckpointError
+
+THREADS = 4
+# What is given to others at a time.
+PARCEL_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A tensor of this rank that begins at `offsets` of the tensor of this number."""
+
+    number: int
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @property
+    def box(self) -> Box:
+        """Which part of the whole tensor it is."""
+        return Box(self.offsets, tuple(self.tensor.shape))
+
+
+class Image(Protocol):
+    """Where an image can be read; from any thread."""
+
+    def read_into(self, at: int, memory: memoryview) -> None:
+        """Fill `memory` with what begins at `at`; OSError or CheckpointError."""
+
+    def run(self, at: int, size: int) -> int:
+        """Return how much from `at` on lies in one piece, `size` at most."""
+
+
+class Pieces:
+    """An image in descriptors, each of which holds [first, end) from its beginning on."""
+
+    def __init__(self, pieces: Sequence[tuple[int, int, int]]) -> None:
+        self._pieces = sorted(pieces)
+
+    def run(self, at: int, size: int) -> int:
+        """Return how much from `at` on lies in one descriptor."""
+        return _run([(first, end) for first, end, _fd in self._pieces], at, size)
+
+    def read_into(self, at: int, memory: memoryview) -> None:
+        """Read what one of the descriptors has."""
+        for first, end, fd in self._pieces:
+            if first <= at and at + len(memory) <= end:
+                read_whole(fd, at - first, memory)
+                return
+        raise _missing(at, len(memory))
+
+
+class Files:
+    """An image in the files of a checkpoint."""
+
+    def __init__(self, storage: Any, folder: str, ranges: Sequence[tuple[str, int, int]]) -> None:
+        self._storage, self._folder = storage, folder
+        self._ranges = sorted(ranges, key=lambda each: each[1])
+        self._fds: dict[str, int | None] = {}
+        for file, _first, _end in self._ranges:
+            self._fds[file] = storage.open_local(f"{folder}/{file}")
+
+    def read_into(self, at: int, memory: memoryview) -> None:
+        """Read what one of the files has."""
+        for file, first, end in self._ranges:
+            if first <= at and at + len(memory) <= end:
+                fd = self._fds[file]
+                if fd is not None:
+                    read_whole(fd, at - first, memory)
+                    return
+                path = f"{self._folder}/{file}"
+                data = self._storage.read(path, offset=at - first, size=len(memory))
+                if len(data) != len(memory):
+                    raise _missing(at, len(memory))
+                memory[:] = data
+                return
+        raise _missing(at, len(memory))
+
+    def run(self, at: int, size: int) -> int:
+        """Return how much from `at` on lies in one file."""
+        return _run([(first, end) for _file, first, end in self._ranges], at, size)
+
+    def close(self) -> None:
+        """Close what is open."""
+        for fd in self._fds.values():
+            if fd is not None:
+                os.close(fd)
+        self._fds.clear()
+
+
+def read_whole(fd: int, at: int, memory: memoryview) -> None:
+    """Fill `memory` from a descriptor; OSError, also where there is less."""
+    done = 0
+    while done < len(memory):
+        count = os.preadv(fd, [memory[done:]], at + done)
+        if not count:
+            raise OSError(f"the data ends at byte {at + done}, {len(memory) - done} too early")
+        done += count
+
+
+class Wanted(NamedTuple):
+    """A destination wants of a piece what they have in common."""
+
+    piece: Piece
+    destination: Destination
+    common: Box
+
+
+def fill(layout: Layout, image: Image, destinations: Sequence[Destination]) -> None:
+    """Read all that the destinations want."""
+    fill_wanted(layout, image, wanted_of(layout, destinations))
+
+
+def fill_wanted(layout: Layout, image: Image, wanted: Sequence[Wanted]) -> None:
+    """Read what is wanted."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="restore") as pool:
+        jobs = [pool.submit(_fill_one, layout, image, each) for each in _shares_of(wanted)]
+        for job in jobs:
+            job.result()
+
+
+def give(
+    image_bytes: int, image: Image | None, members: Members, source: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Give an image to all ranks, parcel by parcel: (where it begins, the bytes).
+
+    `image` is the source's; the others have none.
+    """
+    for at in range(0, image_bytes, PARCEL_BYTES):
+        data = torch.empty(min(PARCEL_BYTES, image_bytes - at), dtype=torch.uint8)
+        if image is not None:
+            read_parts(image, at, memory_of(data))
+        members.spread(data, source)
+        yield at, data
+
+
+def read_parts(image: Image, at: int, memory: memoryview) -> None:
+    """Fill `memory` from what may lie in several pieces of an image."""
+    done = 0
+    while done < len(memory):
+        size = image.run(at + done, len(memory) - done)
+        image.read_into(at + done, memory[done : done + size])
+        done += size
+
+
+class Arrived:
+    """An image, or what begins at `first` of one, that came into this process's memory."""
+
+    def __init__(self, image_bytes: int, first: int = 0) -> None:
+        self.data = torch.empty(image_bytes, dtype=torch.uint8)
+        self._first = first
+
+    def read_into(self, at: int, memory: memoryview) -> None:
+        """Copy a part."""
+        at -= self._first
+        memory[:] = memory_of(self.data)[at : at + len(memory)]
+
+    def run(self, at: int, size: int) -> int:
+        """Return `size`: it is all in one piece."""
+        return size
+
+
+def _run(spans: Sequence[tuple[int, int]], at: int, size: int) -> int:
+    for first, end in spans:
+        if first <= at < end:
+            return min(size, end - at)
+    raise _missing(at, size)
+
+
+def wanted_of(layout: Layout, destinations: Sequence[Destination]) -> list[Wanted]:
+    """Return what the destinations want; CheckpointError where the layout has not all of it."""
+    found = []
+    by_number: dict[int, list[Destination]] = {}
+    for destination in destinations:
+        by_number.setdefault(destination.number, []).append(destination)
+    covered = {id(destination): 0 for destination in destinations}
+    for piece in layout.pieces:
+        for destination in by_number.get(piece.tensor, ()):
+            common = overlap(piece, destination.box)
+            if common is not None or not destination.tensor.numel():
+                covered[id(destination)] += torch.Size(common.shape).numel() if common else 0
+            if common is not None:
+                found.append(Wanted(piece, destination, common))
+    for destination in destinations:
+        if covered[id(destination)] != destination.tensor.numel():
+            name = layout.tensors[destination.number].name
+            raise CheckpointError(
+                f"{name}: the checkpoint has {covered[id(destination)]} of its"
+                f" {destination.tensor.numel()} values that are wanted here",
+                expected="a checkpoint that holds each part of each tensor",
+                next_step="elastane checkpoint verify FOLDER",
+                slug="checkpoint-layout",
+            )
+    return found
+
+
+def _shares_of(wanted: Sequence[Wanted]) -> list[Sequence[Wanted]]:
+    """Cut the work into neighbouring runs, a few for each thread."""
+    step = max(1, len(wanted) // (THREADS * 4))
+    return [wanted[n : n + step] for n in range(0, len(wanted), step)]
+
+
+def _fill_one(layout: Layout, image: Image, wanted: Sequence[Wanted]) -> None:
+    for piece, destination, common in wanted:
+        at = layout.data_at(piece)
+        target = part_of(destination.tensor, Piece(piece.tensor, *common, 0), destination.offsets)
+        is_whole = tuple(piece.shape) == common.shape
+        if is_whole and target.device.type == "cpu" and target.is_contiguous():
+            image.read_into(at, memory_of(target))
+            continue
+        whole = torch.empty(piece.shape, dtype=destination.tensor.dtype)
+        image.read_into(at, memory_of(whole))
+        with torch.no_grad():
+            target.copy_(part_of(whole, Piece(piece.tensor, *common, 0), piece.offsets))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return memoryview(raw_bytes(tensor).numpy().data)
+
+
+def _missing(at: int, size: int) -> CheckpointError:
+    return CheckpointError(
+        f"bytes {at} to {at + size} of the image of a state are in no file",
+        expected="a checkpoint that is whole",
+        next_step="elastane checkpoint verify FOLDER",
+        slug="checkpoint-layout",
+    )

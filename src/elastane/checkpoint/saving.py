@@ -1,0 +1,286 @@
+"""One save: what all ranks agree on first, the copy into the keeper's memory, the keeper's orders.
+
+A save costs one exchange of a few numbers among the ranks, and one copy of this rank's share. What
+a layout needs is exchanged once, and again when the state's tensors or the ranks change. Fails
+with the collective where a rank is lost, and then nothing was saved; a fault of the storage comes
+later, from the keeper.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+import msgspec
+import torch
+import xxhash
+
+from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.copying import Copier
+from elastane.checkpoint.doors import door_of, without_copies
+from elastane.checkpoint.layout import Chunk, Layout, lay_out
+from elastane.checkpoint.place import Place
+from elastane.checkpoint.plan import Order, Plan, Told
+from elastane.checkpoint.shares import Share, Standing, shares
+from elastane.checkpoint.subject import World
+from elastane.checkpoint.tracked import RandomStreams
+from elastane.comms.digest import raw_bytes
+from elastane.core.checkpoints import Key
+from elastane.errors import CheckpointError
+from elastane.keeper.client import Keeper
+from elastane.keeper.messages import Progress
+
+_log = logging.getLogger("elastane.checkpoint")
+# How long a save waits for its slot: the keeper answers at once unless it is held up itself.
+GRANT_S = 10.0
+# Each node keeps the random streams of all ranks, 11 KB each, in worlds of so many at most; in
+# greater ones those of a lost node's ranks begin anew when its state is taken from memory.
+STREAMS_RANKS_MAX = 64
+# How long a script that insists on a save waits for the storage.
+WAIT_S = 3600.0
+
+
+class Agreed(msgspec.Struct, frozen=True, array_like=True):
+    """What the ranks tell each other before a save, as numbers.
+
+    Of `nonce` and `word`, which is the cadence's, rank 0's counts.
+    """
+
+    step: int
+    identity: int
+    standing: int
+    planned: int  # for which of these the rank has a plan
+    busy: int
+    copying: int
+    copies: int  # whether this node has copies of its part made
+    copied: int  # the nonces of the saves whose part another node has: the later, the earlier one
+    copied_before: int
+    nonce: int
+    word: int
+
+
+class Saver:
+    """One rank's; all ranks call the same in the same order."""
+
+    def __init__(self, world: World, keeper: Keeper, where: str, place: Place) -> None:
+        self._world, self.keeper, self._where = world, keeper, where
+        self._place = place
+        self._planned_for = 0
+        self._shared: tuple[Layout, Share] | None = None
+        self._plan: Plan | None = None
+        self.copier = Copier()
+        self.blocked_s = self.write_s = 0.0
+        self._safe_nonce = ""
+        self.progress = Progress()  # the keeper's, as of the last save
+        self._told: set[str] = set()
+
+    def agree(self, captured: Captured, order: Order, word: int) -> list[Agreed]:
+        """Return what all ranks say; CheckpointError where they save different steps."""
+        members = self._world.members()
+        self.copier.settle()
+        busy = self._is_busy() or not self._place.look()
+        standing = msgspec.msgpack.encode(self._standing)
+        copied = [int(nonce, 16) for nonce in reversed(self.progress.copied)] + [0, 0]
+        own = Agreed(
+            step=order.step,
+            identity=_hash(captured.identity()),
+            standing=_hash(standing),
+            planned=self._planned_for,
+            busy=int(busy),
+            copying=int(self.progress.copying),
+            copies=int(bool(self.keeper.door)),
+            copied=copied[0],
+            copied_before=copied[1],
+            nonce=secrets.randbits(32),
+            word=word,
+        )
+        heard = [Agreed(*said) for said in members.numbers(msgspec.structs.astuple(own))]
+        steps = [each.step for each in heard]
+        if len(set(steps)) > 1:
+            raise CheckpointError(
+                f"the ranks save different steps: {', '.join(map(str, steps))}, by rank",
+                expected="save() on all ranks, at the same step",
+                next_step="call it on each rank; only one of them writes what all hold",
+                slug="checkpoint-ranks",
+            )
+        return heard
+
+    def _is_busy(self) -> bool:
+        """Whether the keeper is still writing; one that is lost is followed by another."""
+        try:
+            progress = self.keeper.progress()
+            self.write_s = progress.last_write_s
+            self.progress = progress
+            return progress.busy
+        except ConnectionError as error:
+            _log.warning("%s; what it held in memory is lost [keeper-lost]", error)
+        self._plan = None
+        try:
+            self.keeper = Keeper.connect(self._where)
+        except OSError as error:
+            _log.warning("no keeper of snapshots can be reached: %s [keeper-lost]", error)
+            return True
+        return self.keeper.progress().busy
+
+    @property
+    def _standing(self) -> Standing:
+        door = door_of(self.keeper)
+        return Standing(self.keeper.id, self.keeper.survives, self._place.known, door, self._where)
+
+    def save(
+        self, captured: Captured, order: Order, era: int, heard: list[Agreed]
+    ) -> tuple[Key, bool]:
+        """Copy this rank's share, and give the keeper its orders.
+
+        Returns under which key, and whether it is written out: where storage is behind, it stays
+        in memory, which is of use only where the keeper outlives the workers.
+        """
+        began_s = time.monotonic()
+        durable = not any(each.busy for each in heard)
+        key = Key(era, *self._world.fence, order.step)
+        if not durable and not self.keeper.survives:
+            return key, False
+        layout, share = self._share_out(captured, heard)
+        told = Told(
+            nonce=f"{heard[0].nonce:08x}",
+            streams=self._streams(share),
+            durable=durable,
+            copied=not any(each.copying for each in heard),
+            safe=self._safe(heard),
+        )
+        buffers = self._buffers(captured) if layout.replicated else {}
+        # From here on nothing is exchanged: what fails, fails on this rank alone.
+        keeper = self.keeper
+        if self._plan is None:
+            self._plan = Plan(keeper, self._where, layout, share, len(heard))
+        plan = self._plan
+        plan.sources.find(captured, self._world.optimizers())
+        slot = keeper.grant(GRANT_S)
+        snapshot = plan.snapshot(captured, key, order, told)
+        sources = plan.sources
+        self.copier.copy(
+            *(plan.slot(slot).places, sources.with_others(buffers), sources.late),
+            lambda: keeper.keep(slot, snapshot),
+        )
+        self.blocked_s = time.monotonic() - began_s
+        return key, durable
+
+    def _safe(self, heard: list[Agreed]) -> str:
+        """Return the last save of which all nodes have copies, which is to stay."""
+        # Also of who has none: a save that not all have kept must not be taken for a safe one.
+        several = [(each.copied, each.copied_before) for each in heard if each.copies]
+        common = set.intersection(*map(set, several)) - {0} if several else set()
+        if common:
+            # The earlier one is no later on any node.
+            newest = next(nonce for nonce in several[0] if nonce in common)
+            self._safe_nonce = f"{newest:08x}"
+        return self._safe_nonce
+
+    def close(self) -> None:
+        """Let go of the keeper, which ends what it is writing."""
+        self.copier.close()
+        self.keeper.close()
+
+    def _buffers(self, captured: Captured) -> dict[int, torch.Tensor]:
+        """Return rank 0's buffers by their numbers; each rank's own statistics are none of a job's.
+
+        DDP goes on with rank 0's too, in its next forward.
+        """
+        members = self._world.members()
+        there = {buffer.data_ptr() for buffer in self._world.buffers() if buffer.numel()}
+        numbers = [n for n, t in enumerate(captured.tensors) if t.numel() and t.data_ptr() in there]
+        if members.size == 1 or not numbers:
+            return {}
+        own = [raw_bytes(captured.tensors[number]).cpu() for number in numbers]
+        packed = torch.cat(own)
+        members.spread(packed, 0)
+        found, at = {}, 0
+        for number, data in zip(numbers, own, strict=True):
+            like = captured.tensors[number]
+            part = packed[at : at + data.numel()].clone()
+            found[number], at = part.view(like.dtype).view(like.shape), at + data.numel()
+        return found
+
+    def _streams(self, share: Share) -> bytes:
+        """Return this rank's random streams; all ranks' where another node may have to give."""
+        members = self._world.members()
+        own = (members.rank, RandomStreams().packed())
+        several = share.parts > 1 and members.size <= STREAMS_RANKS_MAX
+        if share.places == 1 and not several:
+            return msgspec.msgpack.encode([own])
+        heard = members.texts(own[1])
+        return msgspec.msgpack.encode([*enumerate(heard)] if share.local == 0 else [])
+
+    def _share_out(self, captured: Captured, heard: list[Agreed]) -> tuple[Layout, Share]:
+        """Return the layout and this rank's share; exchanged anew where something has changed."""
+        known = [(each.identity, each.standing) for each in heard]
+        wanted = _hash(msgspec.msgpack.encode(known))
+        # One that has just come has no share yet, and all take part in giving it one.
+        if self._shared is None or any(each.planned != wanted for each in heard):
+            self._shared, self._plan, self._planned_for = None, None, 0
+            self._shared = self._exchanged(captured, known)
+            self._planned_for = wanted
+        return self._shared
+
+    def _exchanged(self, captured: Captured, known: list[tuple[int, int]]) -> tuple[Layout, Share]:
+        members = self._world.members()
+        alike = len({identity for identity, _ in known}) == 1
+        own = [self._standing, [] if alike else captured.chunks, [] if alike else captured.names]
+        heard = [
+            msgspec.msgpack.decode(said, type=tuple[Standing, list[Chunk], list[str]])
+            for said in members.texts(msgspec.msgpack.encode(own))
+        ]
+        if any(names != heard[0][2] for _, _, names in heard):
+            raise CheckpointError(
+                "the ranks hold states of different parts",
+                expected="the same names on all ranks, whole or sharded (DTensor)",
+                next_step="save parts that differ by rank with a Checkpointer of their own each",
+                slug="checkpoint-ranks",
+            )
+        held = [captured.chunks] if alike else [chunks for _, chunks, _ in heard]
+        layout = lay_out(captured.specs, held)
+        places = {standing.place for standing, _, _ in heard}
+        if not layout.replicated and len(places) > 1:
+            raise CheckpointError(
+                f"{self._where}: {len(places)} different folders on the nodes, and the state is"
+                " sharded over them",
+                expected="a folder that all nodes share, or an object store",
+                next_step="Checkpointer(where) with such a place",
+                slug="checkpoint-place",
+            )
+        standings = [standing for standing, _, _ in heard]
+        if members.rank == 0 and not layout.replicated:
+            self._tell_once(without_copies(standings))
+        return layout, shares(layout, standings)[members.rank]
+
+    def _tell_once(self, text: str) -> None:
+        if text and text not in self._told:
+            self._told.add(text)
+            _log.warning("%s", text)
+
+
+def insist_durable(keeper: Keeper, key: Key, where: str, timeout_s: float = WAIT_S) -> None:
+    """Wait until a save is durable; CheckpointError with the reason where it is not."""
+    try:
+        failure = keeper.wait(key, timeout_s).failure_of(key)
+        reason, slug = (failure.reason, failure.slug) if failure is not None else ("", "")
+    except (ConnectionError, TimeoutError) as error:
+        reason, slug = str(error), "keeper-lost"
+    if reason:
+        raise not_saved(where, f"step {key.step}: {reason}", slug)
+
+
+def not_saved(where: str, reason: str, slug: str) -> CheckpointError:
+    """Return the error for a save that did not become durable."""
+    return CheckpointError(
+        f"not saved: {reason}",
+        where=where,
+        expected="storage that takes it; the checkpoints before it stay",
+        next_step="mend what is named; the next save tries anew",
+        slug=slug,
+    )
+
+
+def _hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> 1

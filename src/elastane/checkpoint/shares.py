@@ -1,0 +1,134 @@
+"""Who keeps and who writes which part of a state: pure, and the same on all ranks.
+
+Ranks whose keeper is the same share a node; keepers whose place is the same share a folder. All
+keepers of one place write one checkpoint together; each place has one of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+from elastane.checkpoint.dcp import Range
+from elastane.checkpoint.layout import Layout
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank says of itself. `survives`: its keeper outlives it.
+
+    `door` is where that takes copies from others, for the workers of `group`; "" where it does not.
+    """
+
+    keeper: str
+    survives: bool
+    place: str
+    door: str = ""
+    group: str = ""
+
+
+class Share(msgspec.Struct, frozen=True):
+    """One rank's: it puts [first, end) into its slot, its keeper writes `ranges`.
+
+    `local` of `locals` ranks fill the slots of their node. `part` of `parts` keepers write the
+    checkpoint, which is in the files of `all_ranges`; there are `places` checkpoints of one save.
+    What only this node holds is copied to the keeper at `door`; "" where nothing is.
+    """
+
+    local: int
+    locals: int
+    first: int
+    end: int
+    part: int
+    parts: int
+    ranges: tuple[Range, ...]
+    all_ranges: tuple[Range, ...]
+    places: int = 1
+    door: str = ""
+    group: str = ""
+
+
+def shares(layout: Layout, members: Sequence[Standing]) -> list[Share]:
+    """Return each rank's share."""
+    places: dict[str, dict[str, list[int]]] = {}
+    for rank, member in enumerate(members):
+        places.setdefault(member.place, {}).setdefault(member.keeper, []).append(rank)
+    found: dict[int, Share] = {}
+    for keepers in places.values():
+        found |= _of_place(layout, [*keepers.values()], members)
+    count = len(places)
+    peers = {} if layout.replicated else ring(members)
+    return [
+        msgspec.structs.replace(
+            found[rank],
+            places=count,
+            door=peers[member.keeper].door if member.keeper in peers else "",
+            group=peers[member.keeper].group if member.keeper in peers else "",
+        )
+        for rank, member in enumerate(members)
+    ]
+
+
+def ring(members: Sequence[Standing]) -> dict[str, Standing]:
+    """Return by keeper whose keeper gets its copies: the next one that takes any, in a ring."""
+    doors = list({member.keeper: member for member in members if member.door}.values())
+    if len(doors) < 2:
+        return {}
+    nexts = zip(doors, [*doors[1:], doors[0]], strict=True)
+    return {own.keeper: peer for own, peer in nexts}
+
+
+def _of_place(
+    layout: Layout, nodes: list[list[int]], members: Sequence[Standing]
+) -> dict[int, Share]:
+    if layout.replicated:
+        cuts = layout.cut(len(nodes))
+        written = [[(cuts[n], cuts[n + 1])] for n in range(len(nodes))]
+    else:
+        bounds = layout.bounds
+        written = [_joined([(bounds[rank], bounds[rank + 1]) for rank in node]) for node in nodes]
+    named = [_named(node, spans) for node, spans in enumerate(written)]
+    everything = tuple(each for ranges in named for each in ranges)
+    found = {}
+    for part, node in enumerate(nodes):
+        kept = _kept(layout, node, written[part], members)
+        for local, rank in enumerate(node):
+            found[rank] = Share(
+                *(local, len(node), *kept[local]), part, len(nodes), named[part], everything
+            )
+    return found
+
+
+def _kept(
+    layout: Layout,
+    node: list[int],
+    written: list[tuple[int, int]],
+    members: Sequence[Standing],
+) -> list[tuple[int, int]]:
+    """Return what each rank of a node puts into its slot."""
+    if not layout.replicated:
+        return [(layout.bounds[rank], layout.bounds[rank + 1]) for rank in node]
+    # A keeper that dies with its workers needs no more than it writes.
+    first, end = (0, layout.image_bytes) if members[node[0]].survives else written[0]
+    edges = [piece.at for piece in layout.within(first, end)] + [end]
+    ideal = (first + (end - first) * n // len(node) for n in range(len(node)))
+    cuts = [*(edges[bisect_left(edges, at)] for at in ideal), end]
+    return [(cuts[n], cuts[n + 1]) for n in range(len(node))]
+
+
+def _named(node: int, spans: Sequence[tuple[int, int]]) -> tuple[Range, ...]:
+    """Return the files of one keeper, as torch.distributed.checkpoint names them."""
+    full = [span for span in spans if span[0] < span[1]]
+    return tuple(Range(f"__{node}_{n}.distcp", *span) for n, span in enumerate(full))
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the spans with neighbours made one."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(spans):
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((first, end))
+    return found

@@ -1,0 +1,144 @@
+"""One call that saves and one that loads, for scripts that hold their own loop.
+
+In the manner of TorchElastic's examples: one process saves, every process loads by itself. What is
+written is a checkpoint like a Checkpointer's; nothing is agreed among ranks, and the call returns
+when it is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.members import Alone, Members
+from elastane.checkpoint.place import Place, absolute
+from elastane.checkpoint.plan import Order
+from elastane.checkpoint.reading import fill
+from elastane.checkpoint.restoring import opened_files, places_for
+from elastane.checkpoint.saving import Saver, insist_durable
+from elastane.checkpoint.subject import fence_of_process, insist_on_names
+from elastane.checkpoint.tracked import load_exactly
+from elastane.comms.state import build
+from elastane.core.checkpoints import era_beyond
+from elastane.keeper.client import Keeper
+from elastane.runtime import environment
+from elastane.storage import Found, Repository, open_storage
+from elastane.storage.trouble import told_of
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """What `load_checkpoint` found: the state as it was saved, and under which step."""
+
+    step: int
+    state: dict[str, Any]
+    folder: str
+
+
+def save_checkpoint(
+    where: str | os.PathLike[str], state: Mapping[str, Any], *, step: int, keep: int = 3
+) -> None:
+    """Save on this process alone; returns when the checkpoint is durable.
+
+    `state` maps names to models, optimizers and whatever else has `state_dict`, or to plain values
+    and tensors. Call it on one process: several would make several checkpoints. CheckpointError
+    where it could not be written; the checkpoints before it stay.
+    """
+    subject = _Given(state)
+    repository = Repository(open_storage(absolute(where)))
+    with told_of(repository.storage.where):
+        newest = repository.newest_fence()
+    fence = subject.fence
+    era = newest[0] if newest is not None and newest[1:] <= fence else era_beyond(newest, *fence)
+    # Not the agent's keeper: that holds the job's own state, and is perhaps busy with it.
+    with contextlib.closing(Keeper.connect(own=True)) as keeper:
+        place = Place(repository.storage)
+        place.insist()
+        saver = Saver(subject, keeper, repository.storage.where, place)
+        captured = Captured(subject.state())
+        order = Order(step, "asked", keep, environment.get("TORCHELASTIC_RUN_ID", ""))
+        key, _ = saver.save(captured, order, era, saver.agree(captured, order, 1))
+        insist_durable(keeper, key, repository.storage.where)
+
+
+def load_checkpoint(
+    where: str | os.PathLike[str], into: Mapping[str, Any] | None = None, *, strict: bool = False
+) -> Loaded | None:
+    """Load the newest valid checkpoint on this process; None where there is none yet.
+
+    Objects of `into` that have `load_state_dict` take over what was saved under their names; what
+    else was saved is in `Loaded.state`. CheckpointError where a name was not saved, where there are
+    checkpoints and none is valid, or, if `strict`, where the newest is not.
+    """
+    repository = Repository(open_storage(os.fspath(where)))
+    with told_of(repository.storage.where):
+        found = repository.newest_valid(strict=strict).found
+    if found is None:
+        return None
+    state = load_found(repository, found, _Given(into or {}).state())
+    if into is not None:
+        if not set(into) <= set(state):
+            insist_on_names(state, into)
+        for name, thing in into.items():
+            _load(thing, state[name])
+    return Loaded(found.key.step, state, found.folder)
+
+
+def load_found(
+    repository: Repository, found: Found, live: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the state of a checkpoint that was verified; tensors of `live` that fit are read into.
+
+    OSError of the storage; CheckpointError where its files contradict each other.
+    """
+    layout, stored, image = opened_files(repository.storage, found.folder)
+    try:
+        tensors, destinations = places_for(layout, live or {})
+        fill(layout, image, destinations)
+    finally:
+        image.close()
+    state: dict[str, Any] = build(stored.tree, tensors)
+    return state
+
+
+def _load(thing: Any, state: Any) -> None:
+    if isinstance(thing, torch.optim.Optimizer):
+        load_exactly(thing, state)
+    elif callable(getattr(thing, "load_state_dict", None)):
+        thing.load_state_dict(state)
+
+
+class _Given:
+    """What the caller gave, saved by this process alone."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    @property
+    def fence(self) -> tuple[int, int]:
+        """What the launcher says."""
+        return fence_of_process()
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """None: the call returns when all is written."""
+        return []
+
+    def buffers(self) -> list[torch.Tensor]:
+        """None that another rank would have."""
+        return []
+
+    def members(self) -> Members:
+        """This process."""
+        return Alone()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of each, or what was given."""
+        return {
+            name: thing.state_dict() if callable(getattr(thing, "state_dict", None)) else thing
+            for name, thing in self._given.items()
+        }

@@ -1,0 +1,103 @@
+"""The memory that a worker's part of the image is copied into: the keeper's, mapped here.
+
+What lies around the data of each piece is written once into each slot; a save copies the data
+alone, at the pace of memory. Pages are touched when a slot is mapped, or the first copy would take
+sixteen times as long.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.layout import Layout, Piece, dtype_of
+from elastane.checkpoint.shares import Share
+
+
+class Slot:
+    """One slot, laid out for one share of one layout."""
+
+    def __init__(self, fd: int, layout: Layout, share: Share) -> None:
+        self._memory = mmap.mmap(
+            fd, max(1, share.end - share.first), mmap.MAP_SHARED | mmap.MAP_POPULATE
+        )
+        os.close(fd)
+        image = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.places = []
+        for piece in layout.within(share.first, share.end):
+            frame, at = layout.frame(piece), piece.at - share.first
+            data = at + len(frame.head)
+            self._memory[at:data] = frame.head
+            behind = data + frame.data_bytes
+            self._memory[behind : behind + len(frame.tail)] = frame.tail
+            dtype = dtype_of(layout.tensors[piece.tensor].dtype)
+            self.places.append(image[data:behind].view(dtype).view(piece.shape))
+
+
+class Sources:
+    """The parts of a state's tensors that one share wants; kept while the tensors stay."""
+
+    def __init__(self, layout: Layout, share: Share) -> None:
+        self._pieces = layout.within(share.first, share.end)
+        self._known: list[tuple[int, tuple[int, ...]]] = []
+        self.views: list[torch.Tensor] = []
+        self.late: list[bool] = []
+
+    def find(self, captured: Captured, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Set `views`, what is to be copied in the order of a slot's places, and `late`.
+
+        What is late changes in an optimizer's step alone.
+        """
+        now = [(tensor.data_ptr(), tensor.stride()) for tensor in captured.tensors]
+        if now == self._known:
+            return
+        chunks = {chunk.tensor: chunk for chunk in captured.chunks}
+        self.views = [
+            part_of(captured.tensors[piece.tensor], piece, chunks[piece.tensor].offsets)
+            for piece in self._pieces
+        ]
+        stepped = _stepped(optimizers)
+        on_cpu = all(tensor.device.type == "cpu" for tensor in captured.tensors)
+        self.late = [on_cpu and now[piece.tensor][0] in stepped for piece in self._pieces]
+        self._known = now
+
+    def with_others(self, others: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Return `views`, with these tensors, by number, in the place of this rank's own."""
+        if not others:
+            return self.views
+        return [
+            part_of(others[piece.tensor], piece, (0,) * len(piece.shape))
+            if piece.tensor in others
+            else view
+            for piece, view in zip(self._pieces, self.views, strict=True)
+        ]
+
+
+def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Return where the tensors lie that optimizers change in their steps."""
+    found = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {}).values()
+                tensors = [each for each in state if isinstance(each, torch.Tensor)]
+                found |= {_local(each).data_ptr() for each in (parameter, *tensors)}
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor that may be sharded."""
+    held: torch.Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+    return held
+
+
+def part_of(tensor: torch.Tensor, piece: Piece, offsets: Sequence[int]) -> torch.Tensor:
+    """Return a piece of a tensor that itself begins at `offsets` of a greater one."""
+    for dim, (at, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, at - offsets[dim], length)
+    return tensor

@@ -1,0 +1,164 @@
+"""What `elastane checkpoint` shows, as text and as JSON; and its bar, while a file is read."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastane.core.retention import Removal
+    from elastane.storage import Found, Progress
+
+_COLUMNS = ("step", "written", "size", "world", "era.round.attempt", "why", "folder")
+
+
+def entry(found: Found) -> dict[str, Any]:
+    """Return what JSON says of a checkpoint."""
+    key, manifest = found.key, found.manifest
+    said = {
+        "folder": found.folder,
+        "step": key.step,
+        "era": key.era,
+        "round": key.round,
+        "attempt": key.attempt,
+        "nonce": found.nonce,
+        "reason": found.reason,
+        "newer": found.newer,
+    }
+    if manifest is not None:
+        about = manifest.about
+        said |= {
+            "bytes": manifest.size_bytes,
+            "job": about.job,
+            "world": about.world,
+            "created_s": about.created_s,
+            "why": about.reason,
+            "versions": about.versions,
+        }
+    return said
+
+
+def judged(found: Found, reason: str, took_s: float) -> dict[str, Any]:
+    """Return what JSON says of a checkpoint that was read."""
+    return entry(found) | {"reason": reason, "valid": not reason, "seconds": round(took_s, 3)}
+
+
+def files(found: Found) -> list[dict[str, Any]]:
+    """Return the files of a checkpoint, with their digests."""
+    manifest = found.manifest
+    return [
+        {"name": file.name, "bytes": file.size_bytes, "digests": list(file.digests)}
+        for file in (manifest.files if manifest is not None else ())
+    ]
+
+
+def listing(where: str, published: Sequence[Found], unfinished: Sequence[str]) -> list[str]:
+    """Return the table of a place."""
+    if not published and not unfinished:
+        return [f"no checkpoints at {where}"]
+    lines = _table([_COLUMNS, *map(_row, published)]) if published else []
+    lines += [f"{found.folder}: not valid: {found.reason}" for found in published if found.reason]
+    return lines + [f"{name}: a save that goes on, or did not end" for name in unfinished]
+
+
+def verdict(said: dict[str, Any]) -> str:
+    """Return the line of a checkpoint that was read."""
+    if said["reason"]:
+        word = "not for this elastane" if said["newer"] else "NOT VALID"
+        return f"{said['folder']}: {word}: {said['reason']}"
+    took_s = max(said["seconds"], 0.001)
+    pace = size(said["bytes"] / took_s)
+    return f"{said['folder']}: valid, {size(said['bytes'])} in {took_s:.2f} s ({pace}/s)"
+
+
+def details(found: Found) -> list[str]:
+    """Return all that a manifest says, but for digests."""
+    lines = [found.folder]
+    if found.reason:
+        lines.append(f"  not valid  {found.reason}")
+    if found.manifest is None:
+        return lines
+    about, key = found.manifest.about, found.key
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(about.versions.items()))
+    lines += [
+        f"  step       {key.step}",
+        f"  job        {about.job}",
+        f"  written    {_moment(about.created_s)}, because of: {about.reason}",
+        f"  fence      era {key.era}, round {key.round}, attempt {key.attempt}",
+        f"  world      {about.world}",
+        f"  versions   {versions}",
+        f"  size       {size(found.manifest.size_bytes)} in {len(found.manifest.files)} files",
+    ]
+    rows = [(f"    {file.name}", size(file.size_bytes)) for file in found.manifest.files]
+    return lines + _table(rows)
+
+
+def pruned(where: str, removed: Sequence[Removal], *, dry_run: bool) -> list[str]:
+    """Return what was removed, a line each."""
+    word = "would be removed" if dry_run else "removed"
+    lines = [f"{one.folder}: {word}: {one.why}" for one in removed]
+    return lines or [f"nothing to remove at {where}"]
+
+
+def exported(found: Found, path: str, size_bytes: int, left_out: Sequence[str]) -> list[str]:
+    """Return what was written, and what the format had no place for."""
+    lines = [f"{path}: step {found.key.step}, {size(size_bytes)}"]
+    if left_out:
+        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        lines.append(f"no tensors, and left out: {', '.join(left_out[:3])}{more}")
+    return lines
+
+
+def size(count: float) -> str:
+    """Return bytes in a unit that fits."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+@contextlib.contextmanager
+def progress(found: Found) -> Iterator[Progress | None]:
+    """Show a bar on a terminal's standard error while a checkpoint is read; else nothing."""
+    if not sys.stderr.isatty() or found.manifest is None:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(f"step {found.key.step}", total=found.manifest.size_bytes)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _row(found: Found) -> tuple[str, ...]:
+    key = found.key
+    fence = f"{key.era}.{key.round}.{key.attempt}"
+    if found.manifest is None:
+        return (str(key.step), "", "", "", fence, "", found.folder)
+    about = found.manifest.about
+    held = size(found.manifest.size_bytes)
+    written = _moment(about.created_s)
+    return (str(key.step), written, held, str(about.world), fence, about.reason, found.folder)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = (zip(row, widths, strict=True) for row in rows)
+    return ["  ".join(text.ljust(width) for text, width in row).rstrip() for row in cells]
+
+
+def _moment(wall_s: float) -> str:
+    try:
+        return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"{wall_s:g} s"

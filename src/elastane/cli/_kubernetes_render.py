@@ -1,0 +1,157 @@
+"""The options of `elastane kubernetes render`, and the ElasticJob that they say."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from elastane.errors import UsageError
+
+if TYPE_CHECKING:
+    from elastane.kubernetes.manifests import Volume
+
+GPU = "nvidia.com/gpu"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--name", required=True, help="of the job")
+    add("-n", "--namespace", default="", metavar="NAME", help="(default: the context's)")
+    add("--image", required=True, help="of the pods; its entry point is a launcher")
+    add("--replicas", type=int, default=1, metavar="N", help="pods that are wanted (1)")
+    add("--min", type=int, metavar="N", help="pods below which the job waits (--replicas)")
+    add("--max", type=int, metavar="N", help="pods up to which it may be scaled (--replicas)")
+    add("--nproc-per-node", default="", metavar="N", help="workers of each pod")
+    add("--max-restarts", type=int, metavar="N", help="failures of workers that the job bears (0)")
+    add("--launcher", choices=("elastane", "torchrun"), default="", help="the entry point")
+    add("--rdzv-endpoint", default="", metavar="HOST:PORT", help="an etcd of yours (none needed)")
+    add("--gpus", type=int, default=0, metavar="N", help=f"{GPU} of each pod")
+    add("--cpu", default="", metavar="N", help="requested for each pod, as 4 or 500m")
+    add("--memory", default="", metavar="SIZE", help="requested, and the limit, as 16Gi")
+    add("--shm", default="", metavar="SIZE", help="memory at /dev/shm, as 8Gi; loaders need it")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    add(
+        "--volume",
+        action="append",
+        default=[],
+        metavar="PVC:PATH[:ro]",
+        help="mount a PersistentVolumeClaim; may be repeated",
+    )
+    add("--host-path", action="append", default=[], metavar="DIR:PATH[:ro]", help="and a folder")
+    add("--restart-policy", choices=("ExitCode", "OnFailure", "Never", "Always"), default="")
+    add("--backoff-limit", type=int, metavar="N", help="failures that the job bears")
+    add("--ttl", type=int, metavar="S", help="seconds after its end until the job is deleted")
+    add("--suspend", action="store_true", help="make no pods yet; for Kueue, or for later")
+    add("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="and its own options")
+    parser.epilog = "elastane kubernetes render --name x --image y train.py | kubectl apply -f -"
+
+
+def job_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the ElasticJob; UsageError for what cannot be one."""
+    from elastane.kubernetes.manifests import JobWish, job
+
+    made = job(
+        JobWish(
+            name=args.name,
+            namespace=args.namespace,
+            image=args.image,
+            args=_words(args),
+            replicas=args.replicas,
+            min=args.min,
+            max=args.max,
+            fields=_fields(args),
+            env=tuple(_env(text) for text in args.env),
+            volumes=tuple(_volumes(args)),
+            limits=_limits(args),
+            requests={"cpu": args.cpu} if args.cpu else {},
+        )
+    )
+    if args.restart_policy:
+        made["spec"]["replicaSpecs"]["Worker"]["restartPolicy"] = args.restart_policy
+    return _checked(made)
+
+
+def _checked(made: dict[str, Any]) -> dict[str, Any]:
+    """Return a job that the operator would take; what it would refuse is refused here."""
+    import msgspec
+
+    from elastane.kubernetes.model import ElasticJob
+    from elastane.kubernetes.reconcile.settings import read
+
+    reading = read(msgspec.convert(made, ElasticJob))
+    wrong, settings = [*map(str, reading.wrong)], reading.settings
+    if settings is not None and settings.asked != settings.desired:
+        wrong.append(f"--replicas {settings.asked}: expected {settings.min} to {settings.max}")
+    if wrong:
+        raise UsageError(
+            f"no ElasticJob: {wrong[0]}",
+            slug="bad-option-value",
+            next_step="elastane kubernetes render --help",
+        )
+    return made
+
+
+def _words(args: argparse.Namespace) -> tuple[str, ...]:
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    said = [f"--nproc-per-node={args.nproc_per_node}"] if args.nproc_per_node else []
+    if args.max_restarts is not None:
+        said.append(f"--max-restarts={args.max_restarts}")
+    return (*said, *script)
+
+
+def _fields(args: argparse.Namespace) -> dict[str, Any]:
+    said = {
+        "rdzvEndpoint": args.rdzv_endpoint or None,
+        "launcher": args.launcher or None,
+        "backoffLimit": args.backoff_limit,
+        "ttlSecondsAfterFinished": args.ttl,
+        "suspend": args.suspend or None,
+    }
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def _env(text: str) -> dict[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise _unreadable("--env", text, "NAME=VALUE")
+    return {"name": name, "value": value}
+
+
+def _volumes(args: argparse.Namespace) -> list[Volume]:
+    from elastane.kubernetes.manifests import Volume
+
+    found = []
+    if args.shm:
+        memory = {"emptyDir": {"medium": "Memory", "sizeLimit": args.shm}}
+        found.append(Volume("dshm", memory, "/dev/shm"))
+    for number, text in enumerate(args.volume):
+        claim, path, read_only = _mount("--volume", text)
+        source = {"persistentVolumeClaim": {"claimName": claim}}
+        found.append(Volume(f"volume-{number}", source, path, read_only))
+    for number, text in enumerate(args.host_path):
+        folder, path, read_only = _mount("--host-path", text)
+        found.append(Volume(f"host-{number}", {"hostPath": {"path": folder}}, path, read_only))
+    return found
+
+
+def _mount(option: str, text: str) -> tuple[str, str, bool]:
+    what, _, rest = text.partition(":")
+    path, _, mode = rest.partition(":")
+    if not what or not path.startswith("/") or mode not in ("", "ro"):
+        raise _unreadable(option, text, "WHAT:/PATH or WHAT:/PATH:ro")
+    return what, path, mode == "ro"
+
+
+def _limits(args: argparse.Namespace) -> dict[str, str]:
+    said = {GPU: str(args.gpus) if args.gpus else "", "memory": args.memory}
+    return {key: value for key, value in said.items() if value}
+
+
+def _unreadable(option: str, text: str, expected: str) -> UsageError:
+    return UsageError(
+        f"{option} {text}",
+        slug="bad-option-value",
+        expected=expected,
+        next_step="elastane kubernetes render --help",
+    )

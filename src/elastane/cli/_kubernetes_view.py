@@ -1,0 +1,224 @@
+"""What `elastane kubernetes status` shows: one ElasticJob in depth, for a person.
+
+`look` asks the API server, four requests; `lines` and `as_json` are pure. How it fails: ApiError,
+ConfigurationError where no server is found, UsageError where there is no such job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from elastane.cli._status_view import duration
+from elastane.errors import UsageError
+from elastane.kubeapi import Access, Api, ApiError, Selector
+from elastane.kubeapi.resource import EVENTS, PODS
+from elastane.kubernetes.model import (
+    Condition,
+    ElasticJob,
+    JobStatus,
+    Pod,
+    as_wire,
+    read_status,
+    since_epoch,
+)
+from elastane.kubernetes.model.names import CONTAINER, LABEL_INDEX, selector
+from elastane.kubernetes.model.seen import ContainerStatus
+from elastane.kubernetes.operator.kinds import JOBS
+
+# More than fit on a screen are counted, not listed.
+PODS_SHOWN_MAX = 40
+EVENTS_SHOWN_MAX = 10
+_COLUMNS = ("pod", "node", "phase", "rank", "restarts", "last exit")
+_LABEL_CHARS = 15
+
+
+class EventSeen(msgspec.Struct, rename="camel"):
+    """An Event, as far as it is shown."""
+
+    type: str = ""
+    reason: str = ""
+    message: str = ""
+    count: int | None = None
+    last_timestamp: str | None = None
+    event_time: str | None = None
+
+    @property
+    def at(self) -> str:
+        """When it came last."""
+        return self.last_timestamp or self.event_time or ""
+
+
+class Found(msgspec.Struct):
+    """A job, its pods and what was told of it."""
+
+    job: ElasticJob
+    status: JobStatus
+    pods: Sequence[Pod]
+    events: Sequence[EventSeen]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the job has ended badly."""
+        return self.status.is_("Failed")
+
+
+async def look(access: Access, name: str) -> Found:
+    """Ask the API server about a job."""
+    namespace = access.namespace or "default"
+    async with Api(access) as api:
+        job = await api.find(JOBS, namespace, name, ElasticJob)
+        if job is None:
+            raise UsageError(
+                f"there is no ElasticJob {name} in namespace {namespace}",
+                slug="no-such-job",
+                where=access.where,
+                next_step="kubectl get ej --all-namespaces",
+            )
+        pods = await api.list(PODS, namespace, Pod, Selector(labels=selector(name)))
+        events = await _events(api, namespace, job)
+    ordered = sorted(pods.items, key=lambda pod: (_index(pod), pod.metadata.name))
+    return Found(job, read_status(job.status), ordered, events)
+
+
+async def _events(api: Api, namespace: str, job: ElasticJob) -> list[EventSeen]:
+    """Return what was told of the job; nothing where that may not be read."""
+    chosen = Selector(fields=f"involvedObject.uid={job.metadata.uid}")
+    try:
+        page = await api.list(EVENTS, namespace, EventSeen, chosen)
+    except ApiError:
+        return []
+    return sorted(page.items, key=lambda event: event.at)
+
+
+def as_json(found: Found) -> str:
+    """Return everything that is known."""
+    told = {
+        "job": found.job.metadata.name,
+        "namespace": found.job.metadata.namespace,
+        "spec": found.job.spec,
+        "status": as_wire(found.status),
+        "pods": found.pods,
+        "events": found.events,
+    }
+    return msgspec.json.format(msgspec.json.encode(told)).decode()
+
+
+def lines(found: Found) -> list[str]:
+    """Return the screen of a job."""
+    status = found.status
+    head = [f"{found.job.metadata.namespace}/{found.job.metadata.name}: {status.phase or 'new'}"]
+    head += [_line(label, text) for label, text in _facts(found) if text]
+    return [
+        *head,
+        "",
+        *[_condition_line(one) for one in status.conditions],
+        "",
+        *_pod_table(found),
+        *(["", *_event_lines(found.events)] if found.events else []),
+    ]
+
+
+def _facts(found: Found) -> list[tuple[str, str]]:
+    status, spec = found.status, found.job.spec
+    low, high = spec.get("minReplicas"), spec.get("maxReplicas")
+    bounds = f" (min {low}, max {high})" if low or high else ""
+    world = "" if status.round is None else f"round {status.round}, {status.world_size} workers"
+    pace = "" if status.steps_per_second is None else f", {status.steps_per_second:.3g} a second"
+    incident = status.last_incident
+    is_late = status.observed_generation < found.job.metadata.edition
+    return [
+        ("operator", "has not answered to the spec as it is" if is_late else ""),
+        ("pods", f"{status.ready_replicas} ready, {status.desired_replicas} wanted{bounds}"),
+        ("world", world),
+        ("step", "" if status.step is None else f"{status.step}{pace}"),
+        ("restarts", f"{status.restarts}, of them {status.failures} failures"),
+        ("last incident", "" if incident is None else f"{incident.cause}{_ago(incident.time)}"),
+        ("started", _span(status)),
+    ]
+
+
+def _span(status: JobStatus) -> str:
+    if not status.start_time:
+        return ""
+    ended = f", ended{_ago(status.completion_time)}" if status.completion_time else ""
+    return f"{status.start_time}{_ago(status.start_time)}{ended}"
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<{_LABEL_CHARS}}{text}"
+
+
+def _condition_line(one: Condition) -> str:
+    said = f"{one.reason}: {one.message}" if one.message else one.reason
+    return f"  {one.type:<{_LABEL_CHARS}}{one.status:<8}{said}{_ago(one.last_transition_time)}"
+
+
+def _pod_table(found: Found) -> list[str]:
+    if not found.pods:
+        return ["  no pods"]
+    ranks = {one.pod: one.rank for one in found.status.workers if one.rank is not None}
+    shown = found.pods[:PODS_SHOWN_MAX]
+    rows = [_COLUMNS, *(_pod_row(pod, ranks.get(pod.metadata.name)) for pod in shown)]
+    widths = [max(len(row[n]) for row in rows) for n in range(len(_COLUMNS) - 1)]
+    table = [
+        "  " + "  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]
+    rest = len(found.pods) - len(shown)
+    return [line.rstrip() for line in table] + ([f"  and {rest} more"] if rest else [])
+
+
+def _pod_row(pod: Pod, rank: int | None) -> tuple[str, ...]:
+    worker = _worker(pod)
+    leaving = pod.metadata.is_leaving
+    return (
+        pod.metadata.name,
+        pod.spec.node_name or "-",
+        "Terminating" if leaving else _phase(pod, worker),
+        "-" if rank is None or rank < 0 else str(rank),
+        str(worker.restart_count if worker else 0),
+        _last_exit(worker),
+    )
+
+
+def _worker(pod: Pod) -> ContainerStatus | None:
+    found = pod.status.container_statuses
+    named = (one for one in found if one.name == CONTAINER)
+    return next(named, found[0] if len(found) == 1 else None)
+
+
+def _phase(pod: Pod, worker: ContainerStatus | None) -> str:
+    """The phase, or what keeps the pod from running, as kubectl shows it."""
+    waiting = worker.state.waiting if worker else None
+    return (waiting.reason if waiting else "") or pod.status.reason or pod.status.phase
+
+
+def _last_exit(worker: ContainerStatus | None) -> str:
+    ended = worker and (worker.state.terminated or worker.last_state.terminated)
+    if not ended:
+        return "-"
+    how = f"signal {ended.signal}" if ended.signal else f"exit code {ended.exit_code}"
+    why = f", {ended.reason}" if ended.reason not in ("", "Error", "Completed") else ""
+    return f"{how}{why}{_ago(ended.finished_at)}"
+
+
+def _event_lines(events: Sequence[EventSeen]) -> list[str]:
+    told = [f"  {'events':<{_LABEL_CHARS}}"]
+    for event in events[-EVENTS_SHOWN_MAX:]:
+        times = f" ({event.count} times)" if (event.count or 1) > 1 else ""
+        sign = "!" if event.type == "Warning" else " "
+        told.append(f" {sign}{event.at[:19]}Z {event.reason}: {event.message}{times}")
+    return told
+
+
+def _ago(stamp: str | None) -> str:
+    at_s = since_epoch(stamp)
+    return "" if at_s is None else f" ({duration(max(0.0, time.time() - at_s))} ago)"
+
+
+def _index(pod: Pod) -> int:
+    text = pod.metadata.labels.get(LABEL_INDEX, "")
+    return int(text) if text.isdecimal() else 0

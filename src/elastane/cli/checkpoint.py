@@ -1,0 +1,234 @@
+"""`elastane checkpoint ACT WHERE`: what is kept there, whether it is sound, and what may go.
+
+Each act is a function of the parsed options that returns the exit code; `ACTS` is the table of
+them. What they find comes from `storage`, what they print from `_checkpoint_view`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastane.cli import _checkpoint_view as view
+from elastane.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from elastane.storage import Found, Repository
+
+SOUND, UNSOUND = 0, 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the acts."""
+    acts = parser.add_subparsers(metavar="ACT", dest="act", required=True)
+    for name, act in ACTS.items():
+        one = acts.add_parser(name, help=act.what, description=act.what, allow_abbrev=False)
+        one.add_argument("where", metavar="WHERE", help="a folder, or a URL that fsspec knows")
+        act.configure(one)
+        one.add_argument("--json", action="store_true", help="the findings as JSON")
+    parser.epilog = "elastane checkpoint ACT --help says more about one"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Carry out an act; what the place's faults are is told as such."""
+    return ACTS[args.act].run(args)
+
+
+def _repository(args: argparse.Namespace) -> Repository:
+    from elastane.storage import Repository, open_storage
+
+    return Repository(open_storage(args.where))
+
+
+def _ls(args: argparse.Namespace) -> int:
+    from elastane.storage.trouble import told_of
+
+    repository = _repository(args)
+    where = repository.storage.where
+    with told_of(where):
+        published, unfinished = repository.published(), repository.unfinished()
+    if args.json:
+        entries = [view.entry(found) for found in published]
+        _print_json({"where": where, "checkpoints": entries, "unfinished": unfinished})
+    else:
+        _print(view.listing(where, published, unfinished))
+    return SOUND
+
+
+def _configure_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "which", metavar="WHICH", nargs="*", help="a step or a folder's name; all without any"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="what a newer elastane wrote is not valid either"
+    )
+    parser.epilog = "exit status: 0 all that were read are valid; 1 one is not, or there are none"
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from elastane.storage.trouble import told_of
+
+    repository = _repository(args)
+    where = repository.storage.where
+    entries = []
+    with told_of(where):
+        chosen = _chosen(repository, args.which)
+    for found in chosen:
+        begun_s = time.monotonic()
+        with told_of(where), view.progress(found) as progress:
+            reason = repository.verify(found, progress, fresh=True)
+        entries.append(view.judged(found, reason, time.monotonic() - begun_s))
+        if not args.json:
+            _print([view.verdict(entries[-1])])
+    if args.json:
+        _print_json({"where": where, "checkpoints": entries})
+    bad = [one for one in entries if one["reason"] and (args.strict or not one["newer"])]
+    return UNSOUND if bad else SOUND
+
+
+def _configure_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "which", metavar="WHICH", nargs="?", help="a step or a folder's name; the newest without"
+    )
+
+
+def _show(args: argparse.Namespace) -> int:
+    from elastane.storage.trouble import told_of
+
+    repository = _repository(args)
+    with told_of(repository.storage.where):
+        found = _chosen(repository, [args.which] if args.which else [])[0]
+    if args.json:
+        _print_json(view.entry(found) | {"files": view.files(found)})
+    else:
+        _print(view.details(found))
+    return UNSOUND if found.reason else SOUND
+
+
+def _configure_prune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--keep", type=int, required=True, metavar="N", help="how many valid ones stay, at least 1"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be removed")
+
+
+def _prune(args: argparse.Namespace) -> int:
+    from elastane.storage.trouble import told_of
+
+    if args.keep < 1:
+        raise UsageError(
+            f"--keep {args.keep}: the last valid checkpoint is never removed",
+            expected="a number of at least 1",
+            next_step="elastane checkpoint prune WHERE --keep 1",
+            slug="bad-option-value",
+        )
+    repository = _repository(args)
+    where = repository.storage.where
+    with told_of(where):
+        removed = repository.prune(args.keep, dry_run=args.dry_run)
+    if args.json:
+        gone = [{"folder": one.folder, "why": one.why} for one in removed]
+        _print_json({"where": where, "removed": gone, "dry_run": args.dry_run})
+    else:
+        _print(view.pruned(where, removed, dry_run=args.dry_run))
+    return SOUND
+
+
+def _configure_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("to", metavar="FILE", help="its suffix says what: .pt or .safetensors")
+    parser.add_argument("--step", default="", metavar="N", help="which one; the newest without")
+    parser.add_argument(
+        "--only", default="", metavar="NAME", help="what was saved under this name, as: model"
+    )
+    parser.epilog = "it is read whole into memory, and needs torch"
+
+
+def _export(args: argparse.Namespace) -> int:
+    from elastane.checkpoint.export import export
+    from elastane.storage.trouble import told_of
+
+    repository = _repository(args)
+    where = repository.storage.where
+    with told_of(where):
+        found = _chosen(repository, [args.step] if args.step else [])[0]
+        with view.progress(found) as progress:
+            reason = repository.verify(found, progress)
+    if reason:
+        raise CheckpointError(
+            f"{found.folder} is not valid: {reason}",
+            where=where,
+            expected="a checkpoint whose files are all as they were written",
+            next_step=f"elastane checkpoint ls {where}, and --step with an older one",
+            slug="checkpoint-invalid",
+        )
+    done = export(repository, found, Path(args.to), args.only)
+    if args.json:
+        _print_json(
+            {"folder": found.folder, "path": done.path, "size_bytes": done.size_bytes}
+            | {"left_out": list(done.left_out)}
+        )
+    else:
+        _print(view.exported(found, done.path, done.size_bytes, done.left_out))
+    return SOUND
+
+
+def _chosen(repository: Repository, which: list[str]) -> list[Found]:
+    """Return the checkpoints that are meant, newest first; CheckpointError where one is none."""
+    published = repository.published()
+    where = repository.storage.where
+    for word in which or [""]:
+        if not any(_is_meant(found, word) for found in published):
+            raise CheckpointError(
+                f"no checkpoint {word} at {where}" if word else f"no checkpoints at {where}",
+                slug="checkpoint-unknown",
+                expected="a step, or a folder's name, that `ls` lists",
+                next_step=f"elastane checkpoint ls {where}",
+            )
+    return [one for one in published if not which or any(_is_meant(one, word) for word in which)]
+
+
+def _is_meant(found: Found, word: str) -> bool:
+    return not word or word == found.folder or word == str(found.key.step)
+
+
+def _print(lines: list[str]) -> None:
+    from elastane.observe.box import printable
+
+    print("\n".join(printable(line) for line in lines), flush=True)
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    json.dump(found, sys.stdout, indent=2)
+    print()
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: an act without options of its own."""
+
+
+@dataclass(frozen=True)
+class Act:
+    """One act: what it does, its options, and its work."""
+
+    what: str
+    run: Callable[[argparse.Namespace], int]
+    configure: Callable[[argparse.ArgumentParser], None] = _nothing
+
+
+ACTS = {
+    "ls": Act("list the checkpoints of a place, and saves that did not end", _ls),
+    "verify": Act(
+        "read every byte of checkpoints, and name what is not valid", _verify, _configure_verify
+    ),
+    "show": Act("show one checkpoint: what it is of, and its files", _show, _configure_show),
+    "export": Act("write one as a single file for other programs", _export, _configure_export),
+    "prune": Act(
+        "remove all but the newest valid checkpoints, and dead saves", _prune, _configure_prune
+    ),
+}

@@ -1,0 +1,210 @@
+"""`elastane kubernetes ACT`: jobs on Kubernetes, from their definition to their operator.
+
+Each act is a function of the parsed options that returns the exit code; `ACTS` is the table of
+them. What is printed as YAML is made by `kubernetes.manifests`, what a person reads by
+`_kubernetes_view`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elastane.cli import _kubernetes_render as rendering
+
+if TYPE_CHECKING:
+    from elastane.kubeapi import Access
+
+NAMESPACE = "elastane-system"
+IMAGE = "elastane"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the acts."""
+    acts = parser.add_subparsers(metavar="ACT", dest="act", required=True)
+    for name, act in ACTS.items():
+        one = acts.add_parser(name, help=act.what, description=act.what, allow_abbrev=False)
+        act.configure(one)
+    parser.epilog = "elastane kubernetes ACT --help says more about one"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Carry out an act."""
+    return ACTS[args.act].run(args)
+
+
+def _configure_access(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kubeconfig", metavar="FILE", default="", help="(default: KUBECONFIG, the pod's account)")
+    add("--context", metavar="NAME", default="", help="of the kubeconfig (default: its current)")
+
+
+def _access(args: argparse.Namespace) -> Access:
+    from elastane.kubeapi import find_access
+    from elastane.runtime import environment
+
+    return find_access(
+        environment.snapshot(),
+        kubeconfig=args.kubeconfig,
+        context=args.context,
+        namespace=args.namespace,
+    )
+
+
+# The operator.
+
+
+def _configure_operator(parser: argparse.ArgumentParser) -> None:
+    _configure_access(parser)
+    add = parser.add_argument
+    add("--namespace", metavar="NAME", default="", help="keep the jobs of this one (default: all)")
+    add(
+        "--lease-namespace",
+        metavar="NAME",
+        default="",
+        help="where the lease is by which one of several operators acts (default: its own)",
+    )
+    add("--lease-name", metavar="NAME", default="", help="(default: elastane-operator)")
+    add(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="answer /healthz, /readyz and /metrics there (default: nowhere)",
+    )
+    add("--json-logs", action="store_true", help="one JSON object a line on stderr")
+    parser.epilog = "SIGTERM ends it; jobs do not notice"
+
+
+def _operator(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from elastane.kubernetes import operator
+    from elastane.observe.logging import flush
+
+    access = _access(args)
+    settings = operator.Settings(
+        namespace=args.namespace,
+        lease_namespace=args.lease_namespace or access.namespace or "default",
+        lease_name=args.lease_name or operator.LEASE_NAME,
+        identity=operator.identity(),
+        metrics_port=args.metrics_port,
+    )
+    operator.set_up_logs(as_json=args.json_logs)
+    try:
+        asyncio.run(operator.run(access, settings))
+    finally:
+        flush()
+    return 0
+
+
+# What is printed for kubectl apply.
+
+
+def _configure_crd(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--with-rules",
+        action="store_true",
+        help="with rules between fields (CEL), which Kubernetes knows since 1.25",
+    )
+    parser.epilog = "elastane kubernetes crd | kubectl apply -f -"
+
+
+def _crd(args: argparse.Namespace) -> int:
+    from elastane.kubernetes.schema import definition
+
+    print_yaml([definition(with_rules=args.with_rules)])
+    return 0
+
+
+def _configure_install(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--namespace", metavar="NAME", default=NAMESPACE, help=f"of the operator ({NAMESPACE})")
+    add("--image", default=IMAGE, help="an image that has elastane[kubernetes] installed")
+    add(
+        "--watch-namespace",
+        metavar="NAME",
+        default="",
+        help="keep the jobs of this one, with rights to no other (default: all)",
+    )
+    add("--replicas", type=int, default=1, metavar="N", help="operators; one of them acts")
+    _configure_crd(parser)
+    parser.epilog = "elastane kubernetes install | kubectl apply -f -"
+
+
+def _install(args: argparse.Namespace) -> int:
+    from elastane.kubernetes.manifests import Installation, installation
+
+    wanted = Installation(
+        namespace=args.namespace,
+        image=args.image,
+        watch_namespace=args.watch_namespace,
+        replicas=args.replicas,
+        with_rules=args.with_rules,
+    )
+    print_yaml(installation(wanted))
+    return 0
+
+
+def _render(args: argparse.Namespace) -> int:
+    print_yaml([rendering.job_of(args)])
+    return 0
+
+
+def print_yaml(documents: list[dict[str, Any]]) -> None:
+    """Write documents as YAML that kubectl reads, in the order that they are to be applied in."""
+    from elastane.kubernetes.manifests import as_yaml
+
+    sys.stdout.write(as_yaml(documents))
+
+
+# What a person reads.
+
+
+def _configure_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", help="the ElasticJob's name")
+    _configure_access(parser)
+    add = parser.add_argument
+    add("-n", "--namespace", metavar="NAME", default="", help="(default: the context's)")
+    add("--json", action="store_true", help="everything that is known, as JSON")
+    parser.epilog = "exit status: 1 where the job has failed"
+
+
+def _status(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from elastane.cli import _kubernetes_view as view
+
+    found = asyncio.run(view.look(_access(args), args.job))
+    if args.json:
+        print(view.as_json(found))
+    else:
+        from elastane.observe.box import printable
+
+        print("\n".join(printable(line) for line in view.lines(found)))
+    return int(found.has_failed)
+
+
+def kubectl() -> int:
+    """Be the plugin `kubectl elastane`, which is this verb."""
+    from elastane.cli.main import main_of
+
+    return main_of("kubernetes", sys.argv[1:], "kubectl elastane")
+
+
+@dataclass(frozen=True)
+class _Act:
+    what: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+ACTS = {
+    "operator": _Act("keep the ElasticJobs of a cluster", _configure_operator, _operator),
+    "status": _Act("show a job in depth: pods, round, step, events", _configure_status, _status),
+    "crd": _Act("print the definition of ElasticJob", _configure_crd, _crd),
+    "install": _Act("print all that the operator needs", _configure_install, _install),
+    "render": _Act("print an ElasticJob made of options", rendering.configure, _render),
+}

@@ -1,0 +1,37 @@
+"""Agents that the job's owner has given up: turned away at the door, and cut where they are in.
+
+A pod on a node that is lost to its cluster may live, and reach the others. Once the owner has put
+another in its place, it must not come back: there would be two of one.
+"""
+
+from __future__ import annotations
+
+from elastane.core.effects import Send
+from elastane.core.messages import Refused
+from elastane.core.model import NodeSpec
+from elastane.core.rendezvous import presence
+from elastane.core.rendezvous.state import State
+
+
+def take(state: State, incarnations: tuple[str, ...]) -> None:
+    """Take note of who is fenced, and count those out who are here."""
+    state.fenced = frozenset(incarnations)
+    for node in [*state.nodes.values()]:
+        refused = refusal(state, node.spec)
+        if refused is None:
+            continue
+        if node.session is not None:
+            state.out.append(Send(node.session, refused))
+        presence.depart(state, node, "it is fenced: the job's owner has given it up")
+
+
+def refusal(state: State, node: NodeSpec) -> Refused | None:
+    """Return why an agent is not let in, None where it is not fenced."""
+    if not state.fenced.intersection((node.incarnation, node.incarnation.partition(".")[0])):
+        return None
+    return Refused(
+        what=f"node {node.node_id} (incarnation {node.incarnation}) is fenced",
+        slug="node-fenced",
+        expected="an agent that the job's owner has not given up",
+        next_step="nothing: another takes its place",
+    )

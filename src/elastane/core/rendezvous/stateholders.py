@@ -1,0 +1,111 @@
+"""Who holds the state of the job: in the world in force, beside it, or out of sight.
+
+Where workers recover in place one world follows another while members of the older one may not
+have heard of it, or cannot be reached: they may go on in the older world. So nobody begins anew
+from a checkpoint as long as those who hold the state may train where this coordinator cannot see
+them. And those who had to give their places up hold all that the next world began with, until it
+is heard to go on.
+
+Whoever holds the state and is heard in the world in force answers for both. It was in all worlds
+that may still stand, since nobody has state but those who were in each, and those who were given
+it there; and it is in none of the older ones any more. Of a world before which all workers were
+stopped, anybody does: no older one stands.
+"""
+
+from __future__ import annotations
+
+from elastane.core.limits import FENCE_WAIT_S
+from elastane.core.messages import Heartbeat
+from elastane.core.model import World
+from elastane.core.rendezvous.state import Node, State
+
+
+def heard(state: State, node: Node, message: Heartbeat) -> bool:
+    """Take note that workers of `node` have begun to make steps; return whether that is news."""
+    if not message.progress or node.stray or node.waiting or node.fence is None:
+        return False
+    if message.fence != node.fence and not node.untold:
+        return False
+    news = not node.holds.issuperset(node.workers)
+    node.holds.update(i for i in node.workers if i not in node.lost)
+    if message.fence == node.fence and state.is_member(node):
+        news = news or bool(state.unseen or state.kept)
+        accounted(state)
+        state.kept = {}
+    return news
+
+
+def tidy(state: State) -> None:
+    """Take out of the record who is no longer kept in mind."""
+    if state.kept_is_recorded and not state.kept:
+        state.kept_is_recorded = False
+        state.persist()
+
+
+def accounted(state: State) -> None:
+    """No world but that in force can train any more."""
+    state.unseen = {}
+
+
+def ended(state: State, node: Node, workers: set[int]) -> None:
+    """Workers of `node` have certainly ended; with one that held the state, all older worlds."""
+    if state.is_member(node) and (node.holds & workers or not _follows(state)):
+        accounted(state)
+
+
+def out_of_sight(state: State, node_id: str) -> None:
+    """Workers of this node may go on where nobody sees them."""
+    if state.in_place or state.was_in_place:
+        state.unseen[node_id] = state.now_s
+
+
+def in_sight(state: State, node: Node) -> None:
+    """Its workers are known again: they are gone, or this coordinator leads them."""
+    state.unseen.pop(node.id, None)
+
+
+def in_doubt_until_s(state: State) -> float:
+    """Return until when the state may be with workers out of sight alone; 0: it is not."""
+    if not (state.store_backed and state.unseen):
+        return 0.0
+    if any(_witnesses(state, node) for node in state.members()):
+        return 0.0
+    return max(state.unseen.values()) + FENCE_WAIT_S
+
+
+def in_doubt(state: State) -> bool:
+    """Whether to wait for those out of sight; asks for a tick at the end of the wait."""
+    due_s = in_doubt_until_s(state)
+    if state.now_s >= due_s:
+        if due_s:
+            accounted(state)  # By now they have stopped themselves.
+        return False
+    state.wait_until(due_s)
+    return True
+
+
+def left_out(state: State, before: World, after: World) -> None:
+    """Keep in mind who holds the state that the world in force begins with, and has no place."""
+    inside = {member.node_id for member in after.members}
+    names = [member.node_id for member in before.members] + [*state.kept]
+    outside = (i for i in names if i not in inside and i in state.nodes)
+    state.kept = {node_id: rank for rank, node_id in enumerate(dict.fromkeys(outside))}
+    state.kept_is_recorded = bool(state.kept)
+
+
+def keeps(state: State, node: Node) -> bool:
+    """Whether `node` has no place, and holds the state that the world in force began with."""
+    return node.id in state.kept and node.waiting and bool(node.able) and not node.stray
+
+
+def _witnesses(state: State, node: Node) -> bool:
+    """Whether no world but that in force can make a step without a worker of this node."""
+    return bool(node.holds.intersection(node.survivors) if _follows(state) else node.survivors)
+
+
+def _follows(state: State) -> bool:
+    """Whether the world in force follows one of which nobody was stopped.
+
+    Only such a world says which workers of a node have places in it; all its members do.
+    """
+    return state.world is not None and bool(state.world.members[0].workers)

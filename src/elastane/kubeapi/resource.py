@@ -1,0 +1,103 @@
+"""Paths of the API: which kind, in which namespace, by which name; and selectors of lists.
+
+Owns the checks that keep a name from becoming another path. Knows no kind of ours; the kinds of
+Kubernetes itself that are used are named here. How it fails: ConfigurationError for a name that no
+object can have.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from elastane.errors import ConfigurationError
+
+# What every API server accepts at most (RFC 1123 subdomain); RBAC names may hold colons as well.
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]{0,251}[A-Za-z0-9])?")
+
+
+class Resource(msgspec.Struct, frozen=True):
+    """A kind of object: `Resource("", "v1", "pods", "Pod")`; the core group is ""."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """What a manifest says as apiVersion."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """Return the path of an object, or of the collection where no name is given.
+
+        Without a namespace it is the collection over all namespaces.
+        """
+        root = f"/apis/{self.group}" if self.group else "/api"
+        parts = [root, self.version]
+        if namespace and self.namespaced:
+            parts += ["namespaces", _checked("namespace", namespace)]
+        parts.append(self.plural)
+        if name:
+            parts.append(_checked(self.kind, name))
+        if subresource:
+            parts.append(subresource)
+        return "/".join(parts)
+
+    def told(self, namespace: str = "", name: str = "") -> str:
+        """Return the object as a person would say it: `pods/x in namespace y`."""
+        what = f"{self.plural}/{name}" if name else self.plural
+        return f"{what} in namespace {namespace}" if namespace else what
+
+
+class Selector(msgspec.Struct, frozen=True):
+    """What narrows a list or a watch, in Kubernetes' own syntax; empty: everything."""
+
+    labels: str = ""
+    fields: str = ""
+
+    def query(self) -> dict[str, str]:
+        """Return it as query parameters."""
+        wanted = {"labelSelector": self.labels, "fieldSelector": self.fields}
+        return {key: value for key, value in wanted.items() if value}
+
+
+EVERYTHING = Selector()
+
+
+def one(name: str) -> Selector:
+    """Return the selector of the one object of that name."""
+    return Selector(fields=f"metadata.name={name}")
+
+
+def _checked(what: str, name: str) -> str:
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise ConfigurationError(
+            f"kubernetes: {what} {name[:80]!r} is no name of an object",
+            slug="kube-name",
+            expected="letters, digits, '-' and '.', at most 253, a letter or digit at both ends",
+        )
+    return name
+
+
+PODS = Resource("", "v1", "pods", "Pod")
+SERVICES = Resource("", "v1", "services", "Service")
+SECRETS = Resource("", "v1", "secrets", "Secret")
+CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap")
+EVENTS = Resource("", "v1", "events", "Event")
+SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
+NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
+ROLE_BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
+CRDS = Resource(
+    "apiextensions.k8s.io",
+    "v1",
+    "customresourcedefinitions",
+    "CustomResourceDefinition",
+    namespaced=False,
+)

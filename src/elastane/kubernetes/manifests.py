@@ -1,0 +1,296 @@
+"""Manifests for people to apply: the operator with its rights, an ElasticJob of a few words.
+
+Pure: from a few values to objects in the order that they are to be applied in. The rights are the
+least that the operator can work with; each line of RIGHTS says what it is for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from elastane.kubernetes.model.names import API_VERSION, CONTAINER, GROUP, KIND, PLURAL
+from elastane.kubernetes.schema import definition
+
+Object = dict[str, Any]
+_WORD = re.compile(r"[A-Za-z/-][A-Za-z0-9 ./_(),;=+-]*")
+_NO_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf", "-"}
+NAME = "elastane-operator"
+METRICS_PORT = 8080
+_RBAC = "rbac.authorization.k8s.io"
+# (group, resources, verbs, what for). What a job's own Role grants must be held by whoever makes
+# that Role: secrets, and most of what is said of leases, are here for this alone.
+RIGHTS = (
+    (GROUP, (PLURAL,), ("get", "list", "watch", "delete"), "to see jobs, and remove old ones"),
+    (GROUP, (f"{PLURAL}/status",), ("patch", "update"), "to say how they are"),
+    # Owner references that block the owner's deletion need this where that is enforced.
+    (GROUP, (f"{PLURAL}/finalizers",), ("update",), "to own what belongs to them"),
+    ("", ("pods",), ("get", "list", "watch", "create", "patch", "delete"), "to run them"),
+    ("", ("services",), ("get", "list", "watch", "create", "patch", "delete"), "to name pods"),
+    (
+        "",
+        ("configmaps",),
+        ("get", "list", "watch", "create", "patch", "update", "delete"),
+        "to speak with a job's coordinator",
+    ),
+    ("", ("serviceaccounts",), ("get", "list", "watch", "create", "patch", "delete"), "of jobs"),
+    (
+        _RBAC,
+        ("roles", "rolebindings"),
+        ("get", "list", "watch", "create", "patch", "delete"),
+        "of jobs",
+    ),
+    ("", ("events",), ("get", "create", "patch"), "to tell what was done"),
+    (
+        "coordination.k8s.io",
+        ("leases",),
+        ("get", "list", "watch", "create", "patch", "update", "delete"),
+        "the rendezvous of jobs, and which operator acts",
+    ),
+    (
+        "",
+        ("secrets",),
+        ("get", "list", "watch", "create", "patch", "update", "delete"),
+        "the rendezvous of jobs",
+    ),
+)
+NODE_RIGHTS = (("", ("nodes",), ("get", "list", "watch"), "to know which are lost"),)
+Right = tuple[str, tuple[str, ...], tuple[str, ...], str]
+
+
+class Installation(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be chosen about an operator. `watch_namespace` "": all namespaces."""
+
+    namespace: str
+    image: str
+    watch_namespace: str = ""
+    replicas: int = 1
+    with_rules: bool = False
+
+
+def installation(wanted: Installation) -> list[Object]:
+    """Return namespace, definition, account, rights and Deployment of an operator."""
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": wanted.namespace, "labels": _labels()},
+        },
+        definition(with_rules=wanted.with_rules),
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(wanted.namespace)},
+        *_rights(wanted),
+        _deployment(wanted),
+    ]
+
+
+def _rights(wanted: Installation) -> list[Object]:
+    """Rights to jobs in one namespace or in all; to nodes always in the cluster."""
+    lease: Right = ("coordination.k8s.io", ("leases",), ("get", "create", "patch"), "its own")
+    if not wanted.watch_namespace:
+        return _granted(wanted, "", RIGHTS + NODE_RIGHTS)
+    # What is of the cluster has a name of its own, for operators of other namespaces are there too.
+    nodes = f"{NAME}-{wanted.watch_namespace}"
+    found = _granted(wanted, wanted.watch_namespace, RIGHTS)
+    found += _granted(wanted, "", NODE_RIGHTS, nodes)
+    if wanted.watch_namespace != wanted.namespace:
+        found += _granted(wanted, wanted.namespace, (lease,))
+    return found
+
+
+def _granted(
+    wanted: Installation, namespace: str, rights: Sequence[Right], name: str = NAME
+) -> list[Object]:
+    kind = "Role" if namespace else "ClusterRole"
+    rules = [
+        {"apiGroups": [group], "resources": list(resources), "verbs": list(verbs)}
+        for group, resources, verbs, _ in rights
+    ]
+    subject = {"kind": "ServiceAccount", "name": NAME, "namespace": wanted.namespace}
+    head = {"apiVersion": f"{_RBAC}/v1", "metadata": _meta(namespace) | {"name": name}}
+    return [
+        {"kind": kind, **head, "rules": rules},
+        {
+            "kind": f"{kind}Binding",
+            **head,
+            "roleRef": {"apiGroup": _RBAC, "kind": kind, "name": name},
+            "subjects": [subject],
+        },
+    ]
+
+
+def _deployment(wanted: Installation) -> Object:
+    pod = {
+        "serviceAccountName": NAME,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 65532,
+            "runAsGroup": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationGracePeriodSeconds": 15,
+        "containers": [_container(wanted)],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _meta(wanted.namespace),
+        "spec": {
+            "replicas": wanted.replicas,
+            "selector": {"matchLabels": _labels()},
+            "template": {"metadata": {"labels": _labels()}, "spec": pod},
+        },
+    }
+
+
+def _container(wanted: Installation) -> Object:
+    words = ["kubernetes", "operator", f"--metrics-port={METRICS_PORT}"]
+    if wanted.watch_namespace:
+        words.append(f"--namespace={wanted.watch_namespace}")
+    return {
+        "name": "operator",
+        "image": wanted.image,
+        "command": ["elastane"],
+        "args": [*words, f"--lease-namespace={wanted.namespace}"],
+        "env": [
+            {"name": "ELASTANE_POD_NAME", "valueFrom": _field("metadata.name")},
+            # Nothing may be written: not even compiled modules.
+            {"name": "PYTHONDONTWRITEBYTECODE", "value": "1"},
+        ],
+        "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],
+        "livenessProbe": _probe("/healthz", 20),
+        "readinessProbe": _probe("/readyz", 5),
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "limits": {"memory": "512Mi"},
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+
+
+def _probe(path: str, period_s: int) -> Object:
+    return {
+        "httpGet": {"path": path, "port": "metrics"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": 3,
+    }
+
+
+def _field(path: str) -> Object:
+    return {"fieldRef": {"fieldPath": path}}
+
+
+def _labels() -> dict[str, str]:
+    return {"app.kubernetes.io/name": NAME}
+
+
+def _meta(namespace: str) -> Object:
+    return {
+        "name": NAME,
+        **({"namespace": namespace} if namespace else {}),
+        "labels": _labels(),
+    }
+
+
+class Volume(msgspec.Struct, frozen=True):
+    """A volume of a job's pods: what it is of, and where it is mounted."""
+
+    name: str
+    source: Mapping[str, Any]
+    path: str
+    read_only: bool = False
+
+
+class JobWish(msgspec.Struct, frozen=True, kw_only=True):
+    """An ElasticJob in a few words; None: not said, so that the defaults hold."""
+
+    name: str
+    image: str
+    args: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    namespace: str = ""
+    replicas: int = 1
+    min: int | None = None
+    max: int | None = None
+    fields: Mapping[str, Any] = {}
+    env: tuple[Object, ...] = ()
+    volumes: tuple[Volume, ...] = ()
+    limits: Mapping[str, str] = {}
+    requests: Mapping[str, str] = {}
+
+
+def job(wish: JobWish) -> Object:
+    """Return the ElasticJob; `fields` are more of its spec, as they are written there."""
+    container: Object = {
+        "name": CONTAINER,
+        "image": wish.image,
+        **({"command": list(wish.command)} if wish.command else {}),
+        **({"args": list(wish.args)} if wish.args else {}),
+        **({"env": list(wish.env)} if wish.env else {}),
+        **_resources(wish),
+    }
+    pod: Object = {"containers": [container]}
+    if wish.volumes:
+        container["volumeMounts"] = [
+            {
+                "name": one.name,
+                "mountPath": one.path,
+                **({"readOnly": True} if one.read_only else {}),
+            }
+            for one in wish.volumes
+        ]
+        pod["volumes"] = [{"name": one.name, **one.source} for one in wish.volumes]
+    bounds = {"minReplicas": wish.min, "maxReplicas": wish.max}
+    place = {"namespace": wish.namespace} if wish.namespace else {}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": wish.name, **place},
+        "spec": {
+            **{key: value for key, value in bounds.items() if value is not None},
+            **wish.fields,
+            "replicaSpecs": {
+                "Worker": {"replicas": wish.replicas, "template": {"spec": pod}},
+            },
+        },
+    }
+
+
+def _resources(wish: JobWish) -> Object:
+    both = {"limits": dict(wish.limits), "requests": dict(wish.requests)}
+    said = {key: value for key, value in both.items() if value}
+    return {"resources": said} if said else {}
+
+
+def as_yaml(documents: Sequence[Object]) -> str:
+    """Return documents as YAML, such that every reader sees the same types.
+
+    Without PyYAML it is JSON, which is YAML too.
+    """
+    try:
+        import yaml
+    except ImportError:
+        return "".join(f"---\n{json.dumps(one, indent=2)}\n" for one in documents)
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """PyYAML's, with all texts quoted that another reader may take for something else."""
+
+    Dumper.add_representer(str, _represented)
+    options = {"sort_keys": False, "explicit_start": True, "width": 100}
+    dumped: str = yaml.dump_all(documents, Dumper=Dumper, **options)
+    return dumped
+
+
+def _represented(dumper: Any, text: str) -> Any:
+    """Quote what is not plainly a word: kubectl reads N as false and 1e3 as a number."""
+    plain = _WORD.fullmatch(text) and text.lower() not in _NO_WORDS
+    style = None if plain or "\n" in text else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)

@@ -1,0 +1,66 @@
+"""Types of the ElasticJob, of what is seen of a cluster, and of what is decided.
+
+Data only: no I/O, no clock, no decision. `names` holds the names that are a contract, `spec` and
+`status` the resource, `seen` what a decision rests upon, `deeds` what it asks for.
+"""
+
+from elastane.kubernetes.model.deeds import (
+    Action,
+    CreateObject,
+    CreatePod,
+    Decision,
+    DeleteJob,
+    DeleteObject,
+    DeletePod,
+    FreeSeat,
+    PatchObject,
+    Told,
+)
+from elastane.kubernetes.model.meta import Meta, Owner, as_time, since_epoch
+from elastane.kubernetes.model.seen import (
+    ElasticJob,
+    NodeState,
+    Observed,
+    Owned,
+    Pod,
+    Refusal,
+    Service,
+)
+from elastane.kubernetes.model.spec import ElasticJobSpec
+from elastane.kubernetes.model.status import (
+    Condition,
+    JobStatus,
+    as_wire,
+    merge_patch,
+    read_status,
+)
+
+__all__ = [
+    "Action",
+    "Condition",
+    "CreateObject",
+    "CreatePod",
+    "Decision",
+    "DeleteJob",
+    "DeleteObject",
+    "DeletePod",
+    "ElasticJob",
+    "ElasticJobSpec",
+    "FreeSeat",
+    "JobStatus",
+    "Meta",
+    "NodeState",
+    "Observed",
+    "Owned",
+    "Owner",
+    "PatchObject",
+    "Pod",
+    "Refusal",
+    "Service",
+    "Told",
+    "as_time",
+    "as_wire",
+    "merge_patch",
+    "read_status",
+    "since_epoch",
+]

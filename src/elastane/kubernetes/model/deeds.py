@@ -1,0 +1,113 @@
+"""What a decision asks of the shell.
+
+Each action is idempotent by what it names: a creation by its name, a deletion by uid. All of one
+decision may be repeated, or cut off anywhere, and the next decision makes up for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from elastane.kubernetes.model.status import JobStatus
+
+
+class _Action(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of the actions."""
+
+
+class CreatePod(_Action, frozen=True, kw_only=True):
+    """Create pod `name`, of replica `index`. The manifest carries the owner reference."""
+
+    name: str
+    index: int
+    manifest: dict[str, Any]
+
+
+class DeletePod(_Action, frozen=True, kw_only=True):
+    """Delete a pod, if it is still the one with this uid.
+
+    `grace_s` None leaves the pod's own terminationGracePeriodSeconds; 0 is by force: only for a
+    pod that is fenced already. `why` is for logs.
+    """
+
+    name: str
+    uid: str
+    grace_s: int | None
+    why: str
+
+
+class CreateObject(_Action, frozen=True, kw_only=True):
+    """Create a Service, ServiceAccount, Role, RoleBinding or ConfigMap."""
+
+    kind: str
+    name: str
+    manifest: dict[str, Any]
+
+
+class PatchObject(_Action, frozen=True, kw_only=True):
+    """Merge-patch an object, also a Pod (adoption); the patch holds metadata.uid as precondition.
+
+    A 404 or 409 is no error: the object has changed, and what it is now will be looked at.
+    """
+
+    kind: str
+    name: str
+    patch: dict[str, Any]
+
+
+class DeleteObject(_Action, frozen=True, kw_only=True):
+    """Delete an object, if it is still the one with this uid."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+class FreeSeat(_Action, frozen=True, kw_only=True):
+    """Give the Lease of the job's coordinator back, if it is held in one of these pods.
+
+    `pods` are those that are known to be dead: of each uid the name. Where it is not done the
+    Lease runs out by itself.
+    """
+
+    lease: str
+    pods: dict[str, str]
+
+
+class DeleteJob(_Action, frozen=True, kw_only=True):
+    """Delete the ElasticJob itself, in the background, if it is still the one with this uid."""
+
+    uid: str
+
+
+Action = CreatePod | DeletePod | CreateObject | PatchObject | DeleteObject | FreeSeat | DeleteJob
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """An Event on the ElasticJob; published once for each (reason, message), and counted."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done about one job.
+
+    The shell's obligations. With `status_first`, the status is written before any action, and no
+    action is done unless that write has succeeded (it is a merge patch with the resourceVersion
+    of the job that was observed: whoever decided on an old job is refused, and looks again).
+    Without it, the status is written after the actions. The status is written only where it
+    differs (`status.merge_patch`). FreeSeat comes first. All actions on objects (CreateObject,
+    PatchObject, DeleteObject) are done, in their order, before the first on a pod; those on pods
+    may run side by side. An action that was answered with a refusal is not repeated by the shell
+    alone: see Refusal. `again_in_s`: decide again after so long, without any event; None: no need.
+    """
+
+    status: JobStatus
+    actions: tuple[Action, ...] = ()
+    status_first: bool = True
+    events: tuple[Told, ...] = ()
+    again_in_s: float | None = None

@@ -1,0 +1,55 @@
+"""Names that are a contract: of the resource, its labels, its pods and what belongs to it.
+
+Those without a prefix of ours are the original TorchElastic controller's, kept as they were.
+"""
+
+from __future__ import annotations
+
+import re
+
+GROUP = "elastic.pytorch.org"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "ElasticJob"
+PLURAL = "elasticjobs"
+CONTAINER = "elasticjob-worker"
+REPLICA_TYPE = "Worker"
+
+LABEL_GROUP = "group-name"
+LABEL_JOB = "job-name"
+LABEL_TYPE = "replica-type"
+LABEL_INDEX = "replica-index"
+# How pods of ours are selected, by anybody.
+POD_SELECTOR = f"{LABEL_GROUP}={GROUP}"
+
+# On what the operator makes: a digest of the manifest, by which a change of it is seen.
+MADE_OF = "elastane.dev/made-of"
+
+_POD = re.compile(r"-worker-(\d+)(?:-r(\d+))?$")
+
+
+def pod_name(job: str, index: int, replacement: int = 0) -> str:
+    """Return the name of pod `index`; `replacement` counts pods whose name was still taken."""
+    name = f"{job}-worker-{index}"
+    return f"{name}-r{replacement}" if replacement else name
+
+
+def index_in(name: str) -> int | None:
+    """Return the index that the name of a pod tells, or None."""
+    found = _POD.search(name)
+    return int(found[1]) if found else None
+
+
+def job_labels(job: str) -> dict[str, str]:
+    """Return the labels of everything that belongs to a job."""
+    return {LABEL_GROUP: GROUP, LABEL_JOB: job}
+
+
+def pod_labels(job: str, index: int) -> dict[str, str]:
+    """Return the labels of pod `index` of a job."""
+    return job_labels(job) | {LABEL_TYPE: REPLICA_TYPE.lower(), LABEL_INDEX: str(index)}
+
+
+def selector(job: str) -> str:
+    """Return the selector of a job's pods, as the scale subresource tells it."""
+    return f"{LABEL_GROUP}={GROUP},{LABEL_JOB}={job}"

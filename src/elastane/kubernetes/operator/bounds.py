@@ -1,0 +1,59 @@
+"""The operator's bounds: how often, how long, how many, and why so."""
+
+from __future__ import annotations
+
+# Reconciles at a time. Each waits for the API server most of its life; the server's own default
+# lets a user have some dozens of requests in flight.
+WORKERS = 16
+# Writes in flight at a time, over all jobs: a job of a thousand pods leaves room for others, and
+# the API server's priority and fairness has no reason to hold us up.
+WRITES_IN_FLIGHT_MAX = 32
+# Creations of one decision: one, then four, then sixteen, so that a quota which refuses the first
+# pod of a thousand is asked once, not a thousand times.
+BATCH_FIRST = 1
+BATCH_FACTOR = 4
+# A key that failed waits this long before it is tried again, doubling up to the longest.
+RETRY_FIRST_S = 0.2
+RETRY_MAX_S = 120.0
+# All jobs are looked at again this often, whatever was not seen.
+RESYNC_S = 300.0
+# A report of a job that tells only of more steps is looked at no more often than this.
+PROGRESS_S = 5.0
+# A node that seems lost is asked about unless that was done so recently.
+NODE_LOOK_S = 2.0
+# Nodes whose last look is remembered; each is a few bytes.
+NODES_ABSENT_MAX = 16_384
+# Pause before a list or watch is tried again, doubling up to the longest.
+RELIST_FIRST_S = 0.25
+RELIST_MAX_S = 30.0
+# Uids of objects that are gone, as each cache remembers them: an answer of ours that comes late
+# must not bring one back.
+GONE_REMEMBERED_MAX = 8192
+# The lease: void for the others so long after its last renewal, ...
+LEASE_S = 15.0
+# ... for its holder so long after it last asked for a renewal that was granted, ...
+LEASE_HOLD_S = 10.0
+# ... and renewed this often. Kubernetes' own controllers have 15, 10 and 2.
+LEASE_RENEW_S = 2.0
+# Who waits for it looks at it this often.
+LEASE_LOOK_S = 1.0
+# One request of the election, which must not use up the time it is about.
+LEASE_REQUEST_S = 4.0
+# What is under way may take so long to end, on SIGTERM, before the lease is given back.
+END_S = 5.0
+# ... and events that are not written yet, so long.
+EVENTS_FLUSH_S = 1.0
+# Events: of one job at once, and its allowance after that; Kubernetes' clients have 25 and 300 s.
+EVENTS_BURST = 25
+EVENTS_REFILL_S = 30.0
+# The same event again is counted; the count is written this often at most.
+EVENT_COUNT_S = 10.0
+# Events that are remembered, for their counts, and those that wait to be written.
+EVENTS_REMEMBERED_MAX = 4096
+EVENTS_WAITING_MAX = 1000
+# Of an event's message; the API server refuses more than 1,024 bytes.
+EVENT_MESSAGE_CHARS_MAX = 1000
+
+assert LEASE_RENEW_S + LEASE_REQUEST_S < LEASE_HOLD_S < LEASE_S
+assert RETRY_FIRST_S < RETRY_MAX_S and RELIST_FIRST_S < RELIST_MAX_S
+assert RETRY_MAX_S < RESYNC_S

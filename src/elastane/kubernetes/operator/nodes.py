@@ -1,0 +1,78 @@
+"""What is known of nodes, and which of that is too little to act upon.
+
+Pods on a lost node are fenced and deleted by force, so a node counts as lost only when it was
+looked at just now: nodes and pods come by watches that know nothing of each other, and one that
+stalls would make a new node look gone, or a healthy one unreachable. Owns those looks. How it
+fails: ApiError of a look, and then nothing is decided; where nodes may not be read at all, all of
+them are healthy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from elastane.kubeapi import Api
+from elastane.kubeapi.resource import NODES
+from elastane.kubernetes.model import NodeState
+from elastane.kubernetes.operator.bounds import NODE_LOOK_S, NODES_ABSENT_MAX
+from elastane.kubernetes.operator.cache import Cache
+from elastane.kubernetes.operator.kinds import Node, node_state
+
+
+class Nodes:
+    """The nodes of the cluster; `changed(name)` is told of each whose state has changed."""
+
+    def __init__(self, changed: Callable[[str], None]) -> None:
+        self._tell = changed
+        self.cache: Cache[Node] = Cache(self._changed)
+        # When each node in doubt was last looked at; whether it was there.
+        self._looked: dict[str, tuple[float, bool]] = {}
+
+    def states(self, names: Iterable[str]) -> dict[str, NodeState]:
+        """Return the states of those nodes of which enough is known."""
+        if not self.cache.synced:
+            return {}
+        found = {}
+        for name in names:
+            node = self.cache.get(f"/{name}")
+            if node is not None:
+                found[name] = node_state(node)
+            elif self._looked.get(name, (0.0, True))[1] is False:
+                found[name] = NodeState(name=name, exists=False)
+        return found
+
+    def in_doubt(self, names: Iterable[str]) -> list[str]:
+        """Return those that would count as lost, or may, and were not looked at just now."""
+        if not self.cache.synced:
+            return []
+        return [name for name in names if self._is_in_doubt(name)]
+
+    async def look(self, api: Api, names: Iterable[str]) -> None:
+        """Ask the API server about nodes."""
+        for name in names:
+            node = await api.find(NODES, "", name, Node)
+            if node is not None:
+                self.cache.wrote(node)
+            elif (before := self.cache.get(f"/{name}")) is not None:
+                self.cache.lacks(f"/{name}", before.metadata.uid)
+            self._looked.pop(name, None)
+            self._looked[name] = (time.monotonic(), node is not None)
+            if len(self._looked) > NODES_ABSENT_MAX:
+                del self._looked[next(iter(self._looked))]
+
+    def _is_in_doubt(self, name: str) -> bool:
+        node = self.cache.get(f"/{name}")
+        if node is not None and node_state(node).unreachable_since_s is None:
+            return False
+        looked_s, was_there = self._looked.get(name, (float("-inf"), True))
+        # One that was there at the last look, and is not now, has gone since.
+        is_new = node is None and was_there
+        return is_new or time.monotonic() - looked_s > NODE_LOOK_S
+
+    def _changed(self, before: Node | None, after: Node | None) -> None:
+        if before is not None and after is not None and node_state(before) == node_state(after):
+            return  # a kubelet tells of its node every few minutes, mostly nothing new
+        one = after if after is not None else before
+        assert one is not None
+        self._tell(one.metadata.name)

@@ -1,0 +1,115 @@
+"""What others may ask of an operator by HTTP: is it alive, is it ready, and its figures.
+
+Owns the paths and the metrics' names. Answers from memory only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from elastane.kubernetes.operator.metrics import CONTENT_TYPE, Metrics, labels
+from elastane.runtime.health import Answer
+
+if TYPE_CHECKING:
+    from elastane.kubernetes.operator.session import Session
+
+_COUNTERS = {
+    "elastane_reconciles_total": "Decisions about jobs, by what became of them.",
+    "elastane_writes_total": "Writes to the API server, by kind and answer.",
+    "elastane_refusals_total": "Creations that the API server refused for good, by answer.",
+    "elastane_adopted_total": "Objects of a job that were there when they were to be created.",
+    "elastane_relists_total": "Lists that had to be read anew, by kind.",
+    "elastane_watch_errors_total": "Lists and watches that failed, by kind.",
+    "elastane_events_total": "Events on jobs: written, or dropped.",
+}
+
+
+def make_metrics() -> Metrics:
+    """Return the operator's metrics, all at 0."""
+    metrics = Metrics()
+    for name, what in _COUNTERS.items():
+        metrics.counter(name, what)
+    metrics.histogram("elastane_reconcile_seconds", "From a job's turn to its last write.")
+    return metrics
+
+
+class Probes:
+    """Answers `/healthz`, `/readyz` and `/metrics`.
+
+    `ready()` is what stands against being ready, a line each; `session()` the work under way.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        ready: Callable[[], list[str]],
+        session: Callable[[], Session | None],
+    ) -> None:
+        self._metrics = metrics
+        self._ready = ready
+        self._session = session
+        gauges: dict[str, tuple[str, Callable[[Session], dict[str, float]]]] = {
+            "elastane_jobs": ("ElasticJobs, by phase.", _jobs),
+            "elastane_pods": ("Pods of ElasticJobs, by phase.", _pods),
+            "elastane_queue_depth": ("Jobs that wait for a worker.", _depth),
+            "elastane_workers_busy": ("Jobs that are with a worker.", _busy),
+        }
+        for name, (what, read) in gauges.items():
+            metrics.gauge(name, what, self._of_session(read))
+        metrics.gauge(
+            "elastane_operator_leader",
+            "1 while this operator has the lease.",
+            lambda: {"": float(self._session() is not None)},
+        )
+
+    def answer(self, method: str, path: str) -> Answer:
+        """Return the answer to a request."""
+        if not method:
+            return Answer(400, b"no request of HTTP\n")
+        if method not in ("GET", "HEAD"):
+            return Answer(405, b"GET or HEAD\n")
+        if path == "/healthz":
+            return Answer(200, b"ok\n")
+        if path == "/metrics":
+            return Answer(200, self._metrics.text().encode(), CONTENT_TYPE)
+        if path == "/readyz":
+            against = self._ready()
+            text = "\n".join(against) or "ok"
+            return Answer(503 if against else 200, f"{text}\n".encode())
+        return Answer(404, b"/healthz, /readyz or /metrics\n")
+
+    def _of_session(
+        self, read: Callable[[Session], dict[str, float]]
+    ) -> Callable[[], dict[str, float]]:
+        def value() -> dict[str, float]:
+            session = self._session()
+            return read(session) if session is not None else {}
+
+        return value
+
+
+def _jobs(session: Session) -> dict[str, float]:
+    return _by_phase(_phase(job.status) for job in session.view.jobs)
+
+
+def _pods(session: Session) -> dict[str, float]:
+    return _by_phase(pod.status.phase for pod in session.view.pods)
+
+
+def _depth(session: Session) -> dict[str, float]:
+    return {"": float(len(session.queue))}
+
+
+def _busy(session: Session) -> dict[str, float]:
+    return {"": float(session.queue.working)}
+
+
+def _phase(status: Any) -> str:
+    phase = status.get("phase") if isinstance(status, dict) else None
+    return phase if isinstance(phase, str) else ""
+
+
+def _by_phase(phases: Any) -> dict[str, float]:
+    return {labels(phase=phase or "none"): float(n) for phase, n in Counter(phases).items()}

@@ -1,0 +1,208 @@
+"""An operator's life: the lease, the work while it is held, and the end.
+
+It ends in three ways. Asked to (SIGTERM), it finishes what is under way and gives the lease back,
+so that the next one acts at once. When it loses the lease it stops in the middle of whatever it
+does, and ends with LeaseLostError; its Deployment starts it anew. When it is killed nothing is
+lost: the next one takes over once the lease has run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError
+from elastane.kubeapi import Access, Api
+from elastane.kubernetes.operator.bounds import (
+    END_S,
+    EVENTS_FLUSH_S,
+    LEASE_S,
+    WRITES_IN_FLIGHT_MAX,
+)
+from elastane.kubernetes.operator.elector import Elector
+from elastane.kubernetes.operator.probes import Probes, make_metrics
+from elastane.kubernetes.operator.session import Decide, Session
+from elastane.kubernetes.operator.telling import Recorder
+from elastane.kubernetes.reconcile import reconcile
+from elastane.runtime import environment
+from elastane.runtime.health import AnswerServer
+from elastane.stores.common import boot_clock
+from elastane.stores.kubernetes.lease import LeasePlace
+
+_log = logging.getLogger(__name__)
+# Beside the writes: one watch for each kind, events, and lists.
+_CONNECTIONS_MAX = WRITES_IN_FLIGHT_MAX + 16
+GC_OBJECTS = 50_000
+LEASE_NAME = "elastane-operator"
+
+
+def identity() -> str:
+    """Return a name by which a person finds this operator's pod."""
+    host = environment.get("ELASTANE_POD_NAME") or environment.get("HOSTNAME") or "operator"
+    return host[:100]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an operator is told: which namespace it keeps ("": all), and where its lease is."""
+
+    namespace: str = ""
+    lease_namespace: str = "default"
+    lease_name: str = LEASE_NAME
+    identity: str = field(default_factory=identity)
+    metrics_port: int | None = None
+    lease_s: float = LEASE_S
+
+
+class Operator:
+    """One operator over one API server. `stop` ends it gracefully."""
+
+    def __init__(self, access: Access, settings: Settings, decide: Decide = reconcile) -> None:
+        self.settings = settings
+        self._decide = decide
+        self.metrics = make_metrics()
+        self.session: Session | None = None
+        self._stop = asyncio.Event()
+        self._api = Api(access, connections_max=_CONNECTIONS_MAX)
+        # Renewals must not wait behind other requests.
+        self._election_api = Api(access, connections_max=2)
+        # An operator of one namespace may patch the lease of operators, and not replace it.
+        place = LeasePlace(
+            self._election_api,
+            settings.lease_namespace,
+            lambda: {"name": settings.lease_name},
+            patches=True,
+        )
+        self.elector = Elector(place, settings.identity, settings.lease_s)
+        self.recorder = Recorder(
+            self._api,
+            settings.identity,
+            lambda outcome: self.metrics.count("elastane_events_total", outcome=outcome),
+        )
+        self.probes = Probes(self.metrics, self.not_ready, lambda: self.session)
+
+    def stop(self) -> None:
+        """Have it end: finish what is under way, and give the lease back."""
+        self._stop.set()
+
+    def not_ready(self) -> list[str]:
+        """Return what stands against being ready: able to act, or to take over."""
+        if self.session is None:
+            looked = boot_clock() - self.elector.looked_s < 2 * self.settings.lease_s
+            return [] if looked else [self.elector.trouble or "the lease was not read yet"]
+        if self.session.synced.is_set():
+            return []
+        return self.session.troubles or ["the lists are being read"]
+
+    async def run(self) -> None:
+        """Live until stopped; LeaseLostError where the lease was lost."""
+        try:
+            async with self._served():
+                campaign = asyncio.create_task(self.elector.campaign(), name="campaign")
+                asked_to_end = await self._until(campaign)
+                if asked_to_end:
+                    await self.elector.resign()
+                else:
+                    await self._lead()
+        finally:
+            await self._api.close()
+            await self._election_api.close()
+
+    async def _lead(self) -> None:
+        session = Session(
+            self._api,
+            self.settings.namespace,
+            self.metrics,
+            self.recorder,
+            self.elector.held,
+            self._decide,
+        )
+        self.session = session
+
+        async def end() -> None:
+            _log.info("asked to end")
+            await session.finish(END_S)
+            await self.recorder.flush(EVENTS_FLUSH_S)
+            await self.elector.resign()
+
+        tasks = [
+            asyncio.create_task(session.run(), name="session"),
+            asyncio.create_task(self.elector.keep(), name="lease"),
+            asyncio.create_task(self.recorder.run(), name="events"),
+        ]
+        try:
+            await self._until(*tasks, end=end)
+        finally:
+            self.session = None
+
+    async def _until(
+        self, *tasks: asyncio.Task[None], end: Callable[[], Awaitable[None]] | None = None
+    ) -> bool:
+        """Wait for one of the tasks, or until this is to stop: then True, after `end()`.
+
+        None of them is left running. What ended one is raised.
+        """
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            done, _ = await asyncio.wait({*tasks, stop}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if self._stop.is_set() and end is not None:
+                await end()
+            return self._stop.is_set()
+        except BaseExceptionGroup as group:
+            # What a person is told of is one of ours; anything else is a bug, and shown whole.
+            ours = group.subgroup(LeaseLostError) or group.subgroup(ElastaneError)
+            if ours is None:
+                raise
+            raise _first(ours) from None
+        finally:
+            for task in (*tasks, stop):
+                task.cancel()
+            await asyncio.gather(*tasks, stop, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def _served(self) -> AsyncIterator[None]:
+        """Answer probes meanwhile, where there is a port for it."""
+        port = self.settings.metrics_port
+        if port is None:
+            yield
+            return
+        server = AnswerServer(self.probes.answer, port)
+        try:
+            await server.start()
+        except OSError as error:
+            raise ConfigurationError(
+                f"--metrics-port {port}: {error.strerror or error}",
+                slug="metrics-port",
+                expected="a port that nothing else listens on",
+                next_step="--metrics-port 0 takes any",
+            ) from error
+        _log.info("probes and metrics on port %d", server.port)
+        try:
+            yield
+        finally:
+            server.close()
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    one = group.exceptions[0]
+    return _first(one) if isinstance(one, BaseExceptionGroup) else one
+
+
+async def run(access: Access, settings: Settings) -> None:
+    """Be an operator until SIGTERM or SIGINT; LeaseLostError where another took over."""
+    # Caches of many small objects in no cycles: looking for cycles in them, again and again while
+    # they are filled, took half of the CPU time of a start (20,000 pods, 2026-11-21).
+    gc.set_threshold(GC_OBJECTS, 20, 50)
+    operator = Operator(access, settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, operator.stop)
+    await operator.run()

@@ -1,0 +1,199 @@
+"""All that is known of each job, out of the caches: what `reconcile` is given.
+
+Owns the caches, which job each object concerns, and what the API server refused. Reads no wire. It
+cannot fail: what another program wrote and nobody can read (a report) is as good as absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from elastane.core.unreadable import UNREADABLE
+from elastane.kubeapi.resource import CONFIGMAPS
+from elastane.kubernetes.model import (
+    ElasticJob,
+    Meta,
+    Observed,
+    Owned,
+    Pod,
+    Refusal,
+    Service,
+)
+from elastane.kubernetes.model.names import LABEL_JOB
+from elastane.kubernetes.operator.bounds import PROGRESS_S
+from elastane.kubernetes.operator.cache import Cache, HasMeta, Index, key_of
+from elastane.kubernetes.operator.kinds import OWNED, Held
+from elastane.kubernetes.operator.nodes import Nodes
+from elastane.stores.kubernetes.letters import REPORT_KEY, JobReport, report_name
+
+# Of one job; more are of names that it gave up.
+REFUSALS_MAX = 64
+
+
+def job_key(one: HasMeta) -> str:
+    """Return `namespace/name` of the job whose label an object carries; "" for none."""
+    job = one.metadata.labels.get(LABEL_JOB, "")
+    return f"{one.metadata.namespace}/{job}" if job else ""
+
+
+class View:
+    """The caches, and what they say of one job.
+
+    `concerns(key)` is told of each change, `later(key, delay_s)` of one that can wait.
+    """
+
+    def __init__(
+        self, concerns: Callable[[str], None], later: Callable[[str, float], None]
+    ) -> None:
+        self._concerns = concerns
+        self._concerns_later = later
+        self._any_config_changed = self._changed("ConfigMap")
+        self._refused: dict[str, dict[tuple[str, str, str], Refusal]] = {}
+        self._edition: dict[str, int] = {}
+        self.jobs: Cache[ElasticJob] = Cache(self._job_changed)
+        self.pods: Cache[Pod] = Cache(self._changed("Pod"))
+        self.services: Cache[Service] = Cache(self._changed("Service"))
+        config_maps: Cache[Held] = Cache(self._config_changed)
+        self.owned: dict[str, Cache[Held]] = {
+            one.kind: config_maps if one is CONFIGMAPS else Cache(self._changed(one.kind))
+            for one in OWNED
+        }
+        self.nodes = Nodes(self._node_changed)
+        self._caches: dict[str, Cache[Any]] = {
+            "ElasticJob": self.jobs,
+            "Pod": self.pods,
+            "Service": self.services,
+            "Node": self.nodes.cache,
+            **self.owned,
+        }
+        self._pods_of = self.pods.index(job_key)
+        self._pods_on = self.pods.index(lambda pod: pod.spec.node_name)
+        self._services_of = self.services.index(job_key)
+        self._owned_of: dict[str, Index[Held]] = {
+            kind: cache.index(job_key) for kind, cache in self.owned.items()
+        }
+
+    def cache_of(self, kind: str) -> Cache[Any]:
+        """Return the cache of a kind."""
+        return self._caches[kind]
+
+    def observed(self, key: str) -> Observed | None:
+        """Return all of one job; None where there is no such job."""
+        job = self.jobs.get(key)
+        if job is None:
+            return None
+        pods = self._pods_of[key]
+        return Observed(
+            job=job,
+            pods=pods,
+            services=self._services_of[key],
+            objects=self._objects(key),
+            nodes=self.nodes.states(_nodes_of(pods)),
+            report=self._report(job),
+            refused=tuple(self._refused.get(key, {}).values()),
+        )
+
+    def nodes_in_doubt(self, key: str) -> list[str]:
+        """Return the nodes of a job's pods that are to be looked at before anything is decided."""
+        return self.nodes.in_doubt(_nodes_of(self._pods_of[key]))
+
+    def refuse(self, key: str, refusal: Refusal) -> None:
+        """Keep what the server answered to a deed."""
+        of_job = self._refused.setdefault(key, {})
+        name = (refusal.deed, refusal.kind, refusal.name)
+        before = of_job.pop(name, None)
+        if before is not None and before.code == refusal.code:
+            refusal = msgspec.structs.replace(refusal, times=before.times + 1)
+        of_job[name] = refusal
+        if len(of_job) > REFUSALS_MAX:
+            del of_job[next(iter(of_job))]
+
+    def granted(self, key: str, deed: str, kind: str, name: str) -> None:
+        """Drop what was kept of a deed: it is done."""
+        self._refused.get(key, {}).pop((deed, kind, name), None)
+
+    def forget(self, key: str) -> None:
+        """Drop what was kept of a job that is gone."""
+        self._refused.pop(key, None)
+        self._edition.pop(key, None)
+
+    def keys(self) -> list[str]:
+        """Return the keys of all jobs."""
+        return [key_of(job.metadata) for job in self.jobs]
+
+    def _objects(self, key: str) -> tuple[Owned, ...]:
+        return tuple(
+            Owned(kind=kind, metadata=one.metadata, data=one.data or {})
+            for kind, index in self._owned_of.items()
+            for one in index[key]
+        )
+
+    def _report(self, job: ElasticJob) -> JobReport | None:
+        meta = job.metadata
+        found = self.owned["ConfigMap"].get(f"{meta.namespace}/{report_name(meta.name)}")
+        if found is None or found.metadata.controller != meta.uid:
+            return None
+        return _read_report(found)
+
+    def _job_changed(self, before: ElasticJob | None, after: ElasticJob | None) -> None:
+        job = after if after is not None else before
+        assert job is not None
+        key = key_of(job.metadata)
+        edition = job.metadata.edition if after is not None else -1
+        if self._edition.get(key) != edition:
+            # What was refused may be another thing now.
+            self._refused.pop(key, None)
+            self._edition[key] = edition
+        self._concerns(key)
+
+    def _changed(self, kind: str) -> Callable[[Any, Any], None]:
+        def changed(before: HasMeta | None, after: HasMeta | None) -> None:
+            if after is not None:
+                self._appeared(kind, after.metadata, job_key(after))
+            for one in (before, after):
+                if one is not None and (key := job_key(one)):
+                    self._concerns(key)
+
+        return changed
+
+    def _config_changed(self, before: Held | None, after: Held | None) -> None:
+        """Let what is only progress of a job wait: of a thousand jobs it comes all the time."""
+        if before is not None and after is not None and (key := job_key(after)):
+            reports = _read_report(before), _read_report(after)
+            if _is_progress(*reports):
+                self._concerns_later(key, PROGRESS_S)
+                return
+        self._any_config_changed(before, after)
+
+    def _appeared(self, kind: str, meta: Meta, key: str) -> None:
+        refused = self._refused.get(key)
+        job = self.jobs.get(key) if refused else None
+        if refused and job is not None and meta.controller == job.metadata.uid:
+            refused.pop(("create", kind, meta.name), None)
+
+    def _node_changed(self, name: str) -> None:
+        for pod in self._pods_on[name]:
+            if key := job_key(pod):
+                self._concerns(key)
+
+
+def _nodes_of(pods: tuple[Pod, ...]) -> set[str]:
+    return {pod.spec.node_name for pod in pods if pod.spec.node_name}
+
+
+def _read_report(one: Held) -> JobReport | None:
+    try:
+        return msgspec.json.decode((one.data or {}).get(REPORT_KEY, ""), type=JobReport)
+    except UNREADABLE:
+        return None
+
+
+def _is_progress(before: JobReport | None, after: JobReport | None) -> bool:
+    """Whether a report tells of nothing but more steps."""
+    if before is None or after is None:
+        return False
+    same = ("round", "world_size", "incident", "incident_at_s", "restarts")
+    return all(getattr(before, name) == getattr(after, name) for name in same)

@@ -1,0 +1,47 @@
+"""Bounds of the operator's decisions: name, unit, default and reason."""
+
+from __future__ import annotations
+
+# A pod that lived for less than this ended quickly; kubelets forget crashes after as long.
+QUICK_S = 600.0
+# Pause before the replacement of a pod that ended quickly twice in a row, doubled each further
+# time; the first is replaced at once. As kubelets do with containers, up to their bound.
+BACKOFF_FIRST_S = 10.0
+BACKOFF_MAX_S = 300.0
+# A creation that was refused for a reason that may pass (quota, a service account that the server
+# has not seen yet) is tried again after this, doubled up to the second.
+REFUSED_FIRST_S = 1.0
+REFUSED_MAX_S = 60.0
+# Pods that cannot start for want of an image or of what they mount, in a job of which none ever
+# ran, fail the job after this; a registry that is away for a moment must not.
+STARTLESS_S = 600.0
+# A pod whose containers have ended and that is still there so long after it should be gone is
+# held by somebody's finalizer; its replacement takes another name.
+HELD_S = 10.0
+# A coordinator's word about who is in the world counts while it is this young.
+REPORT_FRESH_S = 30.0
+# Where all nodes of a job are unreachable at once, the control plane is cut off rather than they;
+# as long as Kubernetes' own tolerations bear it by default.
+ALL_LOST_S = 300.0
+# Grace of pods whose template names none: 30 s to drain, 30 s for workers to stop after SIGTERM,
+# and as long for a checkpoint that is being written.
+GRACE_S = 120
+# Looked at again without any event; every other time is computed.
+LOOK_AGAIN_S = 30.0
+# Pods that the status tells about; 200 bytes each.
+WORKERS_TOLD_MAX = 64
+# Uids of pods that are gone, kept in case that an old list of pods is served once more.
+COUNTED_KEPT = 32
+# Uids of fenced pods that are gone from the API server; their processes may still live somewhere.
+FENCED_KEPT = 256
+# Nodes with failures that are remembered, and of these such as a pod is told to avoid.
+NODES_KEPT = 128
+# Text of a container, a server or a report, as a condition repeats it.
+TEXT_CHARS_MAX = 400
+# Events of one decision; of a thousand pods that fail at once the first few tell the story, and
+# the counters the rest.
+EVENTS_MAX = 64
+# Mistakes of one manifest that are told at once.
+WRONGS_TOLD_MAX = 8
+# Labels, host names and names of Services hold 63 characters; "-worker-4095" is 12 of them.
+NAME_CHARS_MAX = 51

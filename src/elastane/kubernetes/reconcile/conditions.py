@@ -1,0 +1,178 @@
+"""The job's conditions, and the phase that sums them up.
+
+| condition | True while |
+|---|---|
+| Created | the operator has seen the job |
+| Running | at least minReplicas pods run |
+| Degraded | something keeps pods from running, or there were minReplicas and now are fewer |
+| Restarting | the replacement of a pod that ended early does not run yet |
+| Suspended | spec.suspend |
+| Succeeded, Failed | the job has ended so, for ever |
+
+A condition's lastTransitionTime changes with its status, and lastUpdateTime with any of it; one
+that says what it said is not touched, so a decision that changes nothing writes nothing. The one
+that the phase is named after is the last, as the original's columns read it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastane.kubernetes.model import Condition, as_time
+from elastane.kubernetes.reconcile.draft import Draft, Verdict
+
+_ORDER = ("Created", "Suspended", "Restarting", "Degraded", "Running", "Succeeded", "Failed")
+_WARNINGS = ("Degraded", "Restarting", "Failed")
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """How many pods run, and of what there is to tell."""
+
+    running: int
+    living: int
+    restarting: tuple[int, ...] = ()
+
+    def is_short(self, least: int) -> bool:
+        """Whether fewer run than can train."""
+        return self.running < least
+
+
+def tally(draft: Draft) -> Tally:
+    """Count the pods."""
+    staying = [pod for pod in draft.own if pod.lives and not pod.is_leaving]
+    slots = set(draft.slots)
+    return Tally(
+        running=sum(pod.state == "running" for pod in staying),
+        living=len(staying),
+        restarting=tuple(
+            sorted(i for i, trouble in draft.troubles.items() if trouble.waiting and i in slots)
+        ),
+    )
+
+
+def conditions_of(draft: Draft, verdict: Verdict | None, count: Tally) -> dict[str, Condition]:
+    """Return what is to be said, by type; conditions that do not apply are absent."""
+    name = draft.job.name
+    made = {"Created": _true("Created", "ElasticJobCreated", f"ElasticJob {name} is created.")}
+    if verdict is not None:
+        made[verdict.kind] = _true(verdict.kind, verdict.reason, verdict.message)
+        made["Running"] = _false("Running", verdict.reason, verdict.message)
+        return made
+    if draft.settings.is_suspended:
+        text = "spec.suspend is true: no pod may run"
+        made["Suspended"] = _true("Suspended", "ElasticJobSuspended", text)
+        made["Running"] = _false("Running", "ElasticJobSuspended", text)
+        return made
+    if draft.ended_well_time is not None:
+        text = f"a pod has succeeded; {count.living} are finishing"
+        made["Running"] = _true("Running", "ElasticJobFinishing", text)
+        return made
+    made["Running"] = _running(draft, count)
+    degraded = _degraded(draft, count)
+    if degraded:
+        made["Degraded"] = degraded
+    if count.restarting:
+        shown = ", ".join(str(index) for index in count.restarting[:8])
+        shown += ", ..." if len(count.restarting) > 8 else ""
+        text = f"{len(count.restarting)} pods are made again: worker {shown}"
+        made["Restarting"] = _true("Restarting", "ElasticJobRestarting", text)
+    return made
+
+
+def _running(draft: Draft, count: Tally) -> Condition:
+    least, wanted = draft.settings.min, draft.settings.desired
+    if not count.is_short(least):
+        return _true("Running", "ElasticJobRunning", f"ElasticJob {draft.job.name} is running.")
+    text = f"{count.running} of {wanted} pods run, at least {least} are needed"
+    if draft.wants:
+        return _false("Running", draft.wants[0][0], f"{text}: {_wants(draft)}")
+    return _false("Running", "PodsPending", text)
+
+
+def _degraded(draft: Draft, count: Tally) -> Condition | None:
+    least, wanted = draft.settings.min, draft.settings.desired
+    has_run = draft.first_start_time is not None
+    is_short = count.is_short(least) and has_run
+    if not is_short and not draft.wants:
+        return None
+    text = f"{count.running} of {wanted} pods run"
+    if count.is_short(least):
+        text += f", at least {least} are needed"
+    if draft.wants:
+        text += f": {_wants(draft)}"
+    reason = draft.wants[0][0] if draft.wants else "PodsLost"
+    if is_short and reason not in ("InvalidSpec", "InvalidTemplate"):
+        reason = "BelowMinimum"
+    return _true("Degraded", reason, text)
+
+
+def _wants(draft: Draft) -> str:
+    more = len(draft.wants) - 1
+    return draft.wants[0][1] + (f" (and {more} more)" if more else "")
+
+
+def _true(kind: str, reason: str, message: str) -> Condition:
+    return Condition(type=kind, status="True", reason=reason, message=message)
+
+
+def _false(kind: str, reason: str, message: str) -> Condition:
+    return Condition(type=kind, status="False", reason=reason, message=message)
+
+
+def phase_of(made: dict[str, Condition], *, has_run: bool) -> str:
+    """Return one word for all of it."""
+    true = {kind for kind, one in made.items() if one.status == "True"}
+    for kind in ("Failed", "Succeeded", "Suspended"):
+        if kind in true:
+            return kind
+    if not has_run:
+        return "Running" if "Running" in true else "Pending"
+    for kind in ("Degraded", "Restarting", "Running"):
+        if kind in true:
+            return kind
+    return "Pending"
+
+
+def merged(
+    before: tuple[Condition, ...], made: dict[str, Condition], edition: int, now_s: float
+) -> tuple[Condition, ...]:
+    """Return the conditions with their times, those that no longer hold as False."""
+    known = {one.type: one for one in before}
+    now = as_time(now_s)
+    result = {}
+    for kind in _ORDER:
+        old, new = known.get(kind), made.get(kind)
+        if new is None:
+            if old is None:
+                continue
+            new = old if old.status == "False" else _false(kind, f"Not{kind}", "")
+        result[kind] = _stamped(old, new, edition, now)
+    return tuple(result.values())
+
+
+def _stamped(old: Condition | None, new: Condition, edition: int, now: str) -> Condition:
+    said = (new.status, new.reason, new.message, edition)
+    if old is not None and said == (old.status, old.reason, old.message, old.observed_generation):
+        return old
+    is_same = old is not None and old.status == new.status
+    return msgspec.structs.replace(
+        new,
+        observed_generation=edition,
+        last_update_time=now,
+        last_transition_time=old.last_transition_time if old is not None and is_same else now,
+    )
+
+
+def last_is(conditions: tuple[Condition, ...], phase: str) -> tuple[Condition, ...]:
+    """Return the conditions, the one of that type last."""
+    return tuple(sorted(conditions, key=lambda one: one.type == phase))
+
+
+def tell_changes(draft: Draft, after: tuple[Condition, ...]) -> None:
+    """Have an Event told for each condition that has become True, as the original named them."""
+    for one in after:
+        old = draft.before.condition(one.type)
+        was = old is not None and old.status == "True"
+        if one.status == "True" and not was and one.type != "Created":
+            reason = f"ElasticJob{one.type}"
+            draft.tell("Warning" if one.type in _WARNINGS else "Normal", reason, one.message)

@@ -1,0 +1,141 @@
+"""How a job ends, and what is done once it has; an end is final.
+
+Pods that still run when a job has ended hold what nobody uses any more. So cleanPodPolicy, where
+it is not set, deletes those, and keeps the others for their logs; None, where it is written,
+touches nothing, but for a job that is ended because its time was up.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastane.kubernetes.model import DeleteJob, JobStatus, as_time, since_epoch
+from elastane.kubernetes.reconcile.bounds import STARTLESS_S
+from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.pods import CANNOT_START, NEVER_STARTS
+from elastane.kubernetes.reconcile.waiting import refused_template, told
+
+DEADLINE = "DeadlineExceeded"
+# Failures that an edit of the spec takes back: the job has not begun.
+_CORRIGIBLE = ("InvalidSpec", "InvalidTemplate")
+_TEMPLATE = "spec.replicaSpecs.Worker.template"
+
+
+def has_ended(status: JobStatus) -> bool:
+    """Whether the job has ended, for ever."""
+    return status.is_("Succeeded") or status.is_("Failed")
+
+
+def may_begin_anew(status: JobStatus, edition: int) -> bool:
+    """Whether a job that never began, for what was wrong in it, has been edited since."""
+    failed = status.condition("Failed")
+    return (
+        failed is not None
+        and failed.status == "True"
+        and failed.reason in _CORRIGIBLE
+        and status.observed_generation != edition
+    )
+
+
+def begin_anew(status: JobStatus) -> JobStatus:
+    """Return the status of such a job before it failed; what was counted stays."""
+    return msgspec.structs.replace(
+        status,
+        phase="",
+        conditions=(),
+        start_time=None,
+        stuck_since_time=None,
+        completion_time=None,
+    )
+
+
+def judge_end(draft: Draft) -> None:
+    """End the job where its time is up, its work is done, or it cannot begin."""
+    _check_success(draft)
+    _check_deadline(draft)
+    _check_template(draft)
+    _check_start(draft)
+
+
+def _check_success(draft: Draft) -> None:
+    if draft.ended_well_time is None:
+        return
+    if not any(pod.lives for pod in draft.own):
+        draft.end("Succeeded", "PodsSucceeded", f"ElasticJob {draft.job.name} has succeeded.")
+
+
+def _check_deadline(draft: Draft) -> None:
+    deadline_s = draft.settings.spec.active_deadline_seconds
+    begun_s = since_epoch(draft.start_time)
+    if deadline_s is None or begun_s is None:
+        return
+    if draft.now_s < begun_s + deadline_s:
+        draft.wake(begun_s + deadline_s)
+    elif draft.ended_well_time is not None:
+        text = f"ElasticJob {draft.job.name} has succeeded; some pods did not end in time."
+        draft.end("Succeeded", DEADLINE, text)
+    else:
+        text = f"active for longer than activeDeadlineSeconds, {deadline_s}"
+        draft.end("Failed", DEADLINE, text)
+
+
+def _check_template(draft: Draft) -> None:
+    """A pod that the API server will never take ends a job that has none; else it is told."""
+    refusal = refused_template(draft)
+    if refusal is None:
+        return
+    text = f"{_TEMPLATE}: the API server refused pod {refusal.name}: {told(refusal)}"
+    if any(pod.lives for pod in draft.own):
+        draft.wants.insert(0, ("InvalidTemplate", text))
+        draft.tell("Warning", "InvalidTemplate", text)
+    else:
+        draft.end("Failed", "InvalidTemplate", text)
+
+
+def _check_start(draft: Draft) -> None:
+    """A job of which no pod ever ran, and none can, fails after a while."""
+    if any(pod.has_started for pod in draft.pods) and draft.first_start_time is None:
+        draft.first_start_time = as_time(draft.now_s)
+    stuck = [pod for pod in draft.own if pod.hindrance and pod.hindrance.reason in CANNOT_START]
+    if draft.first_start_time is not None or not stuck or draft.settings.is_suspended:
+        draft.stuck_since_time = None
+        return
+    draft.stuck_since_time = draft.stuck_since_time or as_time(draft.now_s)
+    since_s = since_epoch(draft.stuck_since_time) or draft.now_s
+    hindrance = stuck[0].hindrance
+    if hindrance is None:
+        return
+    is_final = hindrance.reason == NEVER_STARTS
+    if is_final or draft.now_s >= since_s + STARTLESS_S:
+        text = f"{_TEMPLATE}: {stuck[0].name}: {hindrance.reason}: {hindrance.message}"
+        draft.end("Failed", "InvalidTemplate", text)
+    else:
+        draft.wake(since_s + STARTLESS_S)
+
+
+def clean_up(draft: Draft, reason: str) -> None:
+    """Delete what cleanPodPolicy says; the job itself once its time to live is over."""
+    policy = draft.settings.spec.clean_pod_policy or "Running"
+    if policy == "None" and reason == DEADLINE:
+        policy = "Running"
+    for pod in draft.pods:
+        # Under Always the kubelet starts the container of a pod that succeeded again, for ever.
+        still_runs = not pod.is_over
+        is_unwanted = policy == "All" or (policy == "Running" and still_runs)
+        is_endless = still_runs and draft.settings.policy == "Always"
+        if (is_unwanted or is_endless) and pod.uid not in draft.fenced:
+            draft.dismiss(pod, f"the job has ended, cleanPodPolicy {policy}")
+    _live_out(draft)
+
+
+def _live_out(draft: Draft) -> None:
+    ttl_s = draft.settings.spec.ttl_seconds_after_finished
+    ended_s = since_epoch(draft.completion_time)
+    if ttl_s is None or ended_s is None:
+        return
+    if draft.now_s < ended_s + ttl_s:
+        draft.wake(ended_s + ttl_s)
+        return
+    text = f"ttlSecondsAfterFinished, {ttl_s}, is over: the job is deleted"
+    draft.tell("Normal", "TimeToLiveOver", text)
+    draft.act(DeleteJob(uid=draft.job.uid))

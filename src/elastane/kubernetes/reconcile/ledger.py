@@ -1,0 +1,204 @@
+"""What has ended is counted, each end exactly once, and what follows from the counts.
+
+The uid of a pod is in `counted` before the pod may be deleted (the status is written first), so
+an operator that is killed between the two neither counts twice nor forgets. The uid leaves the
+list some time after the pod has.
+
+A pod that is being deleted, and is not in the list, was taken away by somebody else: a person, a
+drain, a preemption. That is no failure.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastane.errors import ExitCode
+from elastane.kubernetes.model import FreeSeat, as_time, since_epoch
+from elastane.kubernetes.model.spec import RuleAction
+from elastane.kubernetes.model.status import InPlace, NodeTrouble, Trouble
+from elastane.kubernetes.reconcile.bounds import (
+    BACKOFF_FIRST_S,
+    BACKOFF_MAX_S,
+    COUNTED_KEPT,
+    NODES_KEPT,
+    QUICK_S,
+)
+from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.injection import backend, rdzv_id
+from elastane.kubernetes.reconcile.pods import Ending, Judged
+from elastane.kubernetes.reconcile.rules import documented, ruled
+from elastane.kubernetes.reconcile.settings import Settings
+from elastane.stores.kubernetes.names import lease_of
+
+
+def count(draft: Draft) -> None:
+    """Count what has ended since the last decision; end the job where a failure is permanent."""
+    own, known = draft.own, set(draft.counted)
+    for pod in own:
+        # First of all: what fails once the job has ended well is no failure of it.
+        if pod.state == "succeeded" and pod.by_itself and pod.uid not in draft.counted:
+            _count_success(draft, pod)
+    for pod in own:
+        _count_in_place(draft, pod)
+        if pod.uid in draft.counted or (pod.state == "succeeded" and pod.by_itself):
+            continue
+        if pod.ending is not None and pod.by_itself:
+            _count_failure(draft, pod, pod.ending)
+        elif pod.is_leaving and pod.whose == "ours":
+            _count_departure(draft, pod)
+    _free_seat(draft, known)
+    _heal(draft)
+    _check_limit(draft)
+    _forget(draft)
+
+
+def _count_success(draft: Draft, pod: Judged) -> None:
+    """Remember that the job ended well, even if the pod is deleted; the pod itself may stay."""
+    if draft.ended_well_time is None:
+        draft.ended_well_time = as_time(draft.now_s)
+        draft.tell("Normal", "WorkerSucceeded", f"{pod.name} succeeded: no pod is made any more")
+
+
+def _count_failure(draft: Draft, pod: Judged, ending: Ending) -> None:
+    action = action_of(ending, draft.settings)
+    draft.counted[pod.uid] = None
+    if ending.cause == "OOM":
+        draft.tell("Warning", "PodOOM", f"{pod.name} on {pod.node}: {ending.text}")
+    elif ending.code is not None:
+        draft.tell("Warning", "ExitedWithCode", f"{pod.name}: {ending.text}")
+    if ending.cause not in ("App", "OOM"):
+        draft.disruptions += 1
+        draft.tell("Warning", f"Pod{ending.cause}", f"{pod.name} on {pod.node}: {ending.text}")
+    elif action != "Ignore":
+        draft.failures += 1
+        charge_node(draft, pod.node, unfit=ending.code == ExitCode.NODE_UNFIT)
+    # An agent of elastane ends with 0 when the whole job has; torchrun's speaks for its own node.
+    is_over = draft.ended_well_time is not None and draft.settings.spec.launcher == "elastane"
+    if action == "Fail" and not is_over:
+        draft.end("Failed", "PodFailed", f"{pod.name} on {pod.node}: {ending.text}, permanent")
+    elif draft.ended_well_time is None:
+        draft.restarts += 1
+        note_early_end(draft, pod, ending.cause, lived_s=ending.lived_s)
+
+
+def _free_seat(draft: Draft, known: set[str]) -> None:
+    """Have nobody wait for the Lease of a coordinator in a pod that was counted just now."""
+    new = [pod for pod in draft.own if pod.uid in draft.counted and pod.uid not in known]
+    dead = {pod.uid: pod.name for pod in new if pod.is_dead}
+    if dead and backend(draft.job, draft.settings) == "kubernetes":
+        draft.act(FreeSeat(lease=lease_of(rdzv_id(draft.job, draft.settings)), pods=dead))
+
+
+def action_of(ending: Ending, settings: Settings) -> RuleAction:
+    """Return what a pod's failure means: a new pod, counted or not, or the end of the job."""
+    if ending.cause not in ("App", "OOM"):
+        return "Ignore"
+    if settings.policy == "ExitCode":
+        if ending.code is None:
+            return "Retry"
+        rule = ruled(ending.code, settings.spec.exit_code_rules)
+        return rule or documented(ending.code, settings.spec.launcher)
+    if ending.code == ExitCode.DRAINED and settings.spec.launcher == "elastane":
+        return "Ignore"
+    return "Fail" if settings.policy == "Never" else "Retry"
+
+
+def _count_departure(draft: Draft, pod: Judged) -> None:
+    draft.counted[pod.uid] = None
+    draft.disruptions += 1
+    if draft.ended_well_time is None:
+        draft.restarts += 1
+        note_early_end(draft, pod, "Deleted", lived_s=QUICK_S)
+    draft.tell("Normal", "PodDeleted", f"{pod.name} is being deleted by somebody: replaced")
+
+
+def _count_in_place(draft: Draft, pod: Judged) -> None:
+    """Count restarts by the kubelet, of which the pod tells the sum."""
+    known = draft.in_place.get(pod.uid, InPlace(uid=pod.uid)).restarts
+    if not draft.settings.restarts_in_place or pod.restarts <= known:
+        return
+    more = pod.restarts - known
+    draft.in_place[pod.uid] = InPlace(uid=pod.uid, restarts=pod.restarts)
+    draft.restarts += more
+    if pod.crash is None or pod.crash.exit_code != 0:
+        draft.failures += more
+    code = pod.crash.exit_code if pod.crash else "unknown"
+    text = f"{pod.name} was restarted in place {pod.restarts} times; the last exit code is {code}"
+    draft.tell("Warning", "RestartedInPlace", text)
+
+
+def note_early_end(draft: Draft, pod: Judged, why: str, *, lived_s: float | None) -> None:
+    """Have the next pod of the index wait, if pods of it end quickly again and again."""
+    before = draft.troubles.get(pod.index, Trouble(index=pod.index))
+    is_quick = lived_s is None or lived_s < QUICK_S
+    quick = before.quick + 1 if is_quick else 0
+    pause_s = 0.0
+    if quick >= 2:
+        pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(quick - 2, 16))
+    # Rounded up: the time is kept in whole seconds, and a pause must not become shorter.
+    not_before = as_time(draft.now_s + pause_s + 0.999) if pause_s else None
+    draft.troubles[pod.index] = Trouble(
+        index=pod.index, quick=quick, waiting=True, not_before=not_before, node=pod.node, why=why
+    )
+
+
+def charge_node(draft: Draft, name: str, *, unfit: bool = False) -> None:
+    """Remember a failure on a node."""
+    if name:
+        before = draft.nodes.pop(name, NodeTrouble(name=name))
+        draft.nodes[name] = NodeTrouble(
+            name=name, failures=before.failures + 1, unfit=before.unfit or unfit
+        )
+
+
+def avoided(draft: Draft) -> list[str]:
+    """Return the nodes in quarantine."""
+    rule = draft.settings.spec.node_quarantine
+    if rule is None:
+        return []
+    nodes = draft.nodes.values()
+    return sorted(one.name for one in nodes if one.unfit or one.failures >= rule.failures)
+
+
+def unfit(draft: Draft) -> list[str]:
+    """Return the nodes of which an agent said that they cannot take part."""
+    return sorted(one.name for one in draft.nodes.values() if one.unfit)
+
+
+def _heal(draft: Draft) -> None:
+    """Forget an index's trouble once a pod of it has run for long, and say when one runs."""
+    for pod in draft.own:
+        trouble = draft.troubles.get(pod.index)
+        if trouble is None or pod.state != "running" or pod.is_leaving:
+            continue
+        since_s = pod.running_since_s
+        if since_s is not None and draft.now_s - since_s >= QUICK_S:
+            del draft.troubles[pod.index]
+        elif trouble.waiting:
+            draft.troubles[pod.index] = msgspec.structs.replace(
+                trouble, waiting=False, not_before=None
+            )
+
+
+def _check_limit(draft: Draft) -> None:
+    limit = draft.settings.spec.backoff_limit
+    if limit is not None and draft.failures > limit and draft.ended_well_time is None:
+        text = f"{draft.failures} failures; backoffLimit bears {limit}"
+        draft.end("Failed", "BackoffLimitExceeded", text)
+
+
+def _forget(draft: Draft) -> None:
+    """Keep what is remembered within its bounds."""
+    present = {pod.uid for pod in draft.pods}
+    for uid in [uid for uid in draft.counted if uid not in present][:-COUNTED_KEPT]:
+        del draft.counted[uid]
+    draft.in_place = {uid: one for uid, one in draft.in_place.items() if uid in present}
+    for name in list(draft.nodes)[: -NODES_KEPT or None]:
+        del draft.nodes[name]
+
+
+def pause_ends_s(draft: Draft, index: int) -> float | None:
+    """Return until when the next pod of an index has to wait; None: it need not."""
+    trouble = draft.troubles.get(index)
+    at_s = since_epoch(trouble.not_before) if trouble else None
+    return at_s if at_s is not None and at_s > draft.now_s else None

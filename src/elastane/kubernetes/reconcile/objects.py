@@ -1,0 +1,190 @@
+"""What a job has besides its pods: Services, access to the API server, directive and report.
+
+| object | name | when |
+|---|---|---|
+| Service, headless | `{job}` | always: pods are `{job}-worker-{i}.{job}` |
+| Service, headless | `{job}-worker-{i}` | for pods that the manifest names by host |
+| ConfigMap | `{job}-directive` | always: bounds, replicas and fenced pods, for the coordinator |
+| ConfigMap | `{job}-report` | with access: what the coordinator says |
+| ServiceAccount, Role, RoleBinding | `{job}` | with access, unless the template names an account |
+
+Access is given where the rendezvous is over the API server. A manifest carries a digest of
+itself, by which an operator of another version sees that it would make another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from elastane.kubernetes.model import CreateObject, DeleteObject, Meta, PatchObject
+from elastane.kubernetes.model.names import (
+    MADE_OF,
+    job_labels,
+    pod_labels,
+    pod_name,
+)
+from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.injection import backend, named_pods, needs_access, rdzv_id
+from elastane.kubernetes.reconcile.manifest import Manifest, owner
+from elastane.kubernetes.reconcile.waiting import waits_for_refusal
+from elastane.stores.kubernetes.letters import directive_name, report_name
+from elastane.stores.kubernetes.names import lease_of, secrets_of
+
+_RBAC = "rbac.authorization.k8s.io"
+
+
+def keep_objects(draft: Draft) -> bool:
+    """Make, mend and take over what the job needs; return whether pods may be made now.
+
+    They may when all of it is there, or is made by this decision, which does that first.
+    """
+    return _keep(draft, _wanted(draft))
+
+
+def keep_directive(draft: Draft) -> None:
+    """Keep what fenced pods are told, also when no pod is made any more."""
+    if any(pod.uid in draft.fenced for pod in draft.pods):
+        _keep(draft, [_directive(draft)])
+
+
+def _keep(draft: Draft, wanted: list[Manifest]) -> bool:
+    seen = {("Service", one.metadata.name): one.metadata for one in draft.seen.services}
+    data: dict[str, dict[str, str]] = {}
+    for owned in draft.seen.objects:
+        seen[owned.kind, owned.metadata.name] = owned.metadata
+        if owned.kind == "ConfigMap":
+            data[owned.metadata.name] = owned.data
+    ready = True
+    for manifest in wanted:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        found = seen.get((kind, name))
+        if found is None:
+            ready &= _create(draft, manifest)
+        elif found.controller not in ("", draft.job.uid):
+            ready &= _replace(draft, kind, found)
+        else:
+            _mend(draft, manifest, found, data.get(name))
+    return ready
+
+
+def _create(draft: Draft, manifest: Manifest) -> bool:
+    kind, name = manifest["kind"], manifest["metadata"]["name"]
+    if waits_for_refusal(draft, kind, name):
+        return False
+    draft.act(CreateObject(kind=kind, name=name, manifest=manifest))
+    return True
+
+
+def _replace(draft: Draft, kind: str, found: Meta) -> bool:
+    """Deal with an object that another controls: of this job's predecessor, or of a stranger."""
+    is_leftover = any(
+        one.controller and one.kind == "ElasticJob" and one.name == draft.job.name
+        for one in found.owner_references
+    )
+    if is_leftover and not found.is_leaving:
+        draft.act(DeleteObject(kind=kind, name=found.name, uid=found.uid))
+    if not is_leftover:
+        text = f"{kind} {found.name} belongs to another controller: it has to go"
+        draft.wants.append(("NameTaken", text))
+        draft.tell("Warning", "NameTaken", text)
+    return False
+
+
+def _mend(draft: Draft, manifest: Manifest, found: Meta, data: dict[str, str] | None) -> None:
+    """Adopt the object, and bring it up to date, by a patch where anything differs."""
+    if found.is_leaving:
+        return
+    patch: Manifest = {}
+    if not found.controller:
+        patch["metadata"] = {"ownerReferences": manifest["metadata"]["ownerReferences"]}
+    wanted = manifest.get("data")
+    if wanted is not None:
+        if data != wanted:
+            gone = {key: None for key in data or {} if key not in wanted}
+            patch["data"] = wanted | gone
+    else:
+        made_of = manifest["metadata"]["annotations"][MADE_OF]
+        if found.annotations.get(MADE_OF) != made_of:
+            patch["metadata"] = patch.get("metadata", {}) | {"annotations": {MADE_OF: made_of}}
+            patch |= {key: manifest[key] for key in ("spec", "rules") if key in manifest}
+    if patch:
+        patch["metadata"] = patch.get("metadata", {}) | {"uid": found.uid}
+        draft.act(PatchObject(kind=manifest["kind"], name=found.name, patch=patch))
+
+
+def _wanted(draft: Draft) -> list[Manifest]:
+    job, settings = draft.job, draft.settings
+    made = [_service(job, job.name, job_labels(job.name)), _directive(draft)]
+    named = named_pods(job, settings)
+    indices = draft.slots if named is None else sorted(named & set(draft.slots))
+    for index in indices:
+        made.append(_service(job, pod_name(job.name, index), pod_labels(job.name, index)))
+    if backend(job, settings) == "kubernetes":
+        made.append(_object(job, "v1", "ConfigMap", report_name(job.name)))
+    if needs_access(job, settings):
+        made += _access(draft)
+    return made
+
+
+def _object(job: Meta, api: str, kind: str, name: str, **parts: Any) -> Manifest:
+    digest = hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:16]
+    return {
+        "apiVersion": api,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": job.namespace,
+            "labels": job_labels(job.name),
+            "annotations": {MADE_OF: digest},
+            "ownerReferences": [owner(job)],
+        },
+        **parts,
+    }
+
+
+def _service(job: Meta, name: str, selected: dict[str, str]) -> Manifest:
+    # Names must resolve before a pod is ready: it becomes ready by finding the others.
+    spec = {"clusterIP": "None", "selector": selected, "publishNotReadyAddresses": True}
+    return _object(job, "v1", "Service", name, spec=spec)
+
+
+def _directive(draft: Draft) -> Manifest:
+    settings = draft.settings
+    data = {
+        "min": str(settings.min),
+        "max": str(settings.max),
+        "replicas": str(settings.desired),
+        "fenced": " ".join(draft.fenced),
+    }
+    return _object(draft.job, "v1", "ConfigMap", directive_name(draft.job.name), data=data)
+
+
+def _access(draft: Draft) -> list[Manifest]:
+    """Return an account that may do with the job's own objects what agents do, and no more."""
+    job = draft.job
+    run = rdzv_id(job, draft.settings)
+    own = ["get", "list", "watch", "update", "patch", "delete"]
+    rules = [
+        # Kubernetes cannot restrict what is not there yet by its name.
+        _rule("", "secrets", ["create"]),
+        _rule("coordination.k8s.io", "leases", ["create"]),
+        _rule("", "secrets", own, *secrets_of(run)),
+        _rule("coordination.k8s.io", "leases", own, lease_of(run)),
+        _rule("", "configmaps", ["get", "list", "watch"], directive_name(job.name)),
+        _rule("", "configmaps", ["get", "update", "patch"], report_name(job.name)),
+    ]
+    ref = {"apiGroup": _RBAC, "kind": "Role", "name": job.name}
+    subject = {"kind": "ServiceAccount", "name": job.name, "namespace": job.namespace}
+    return [
+        _object(job, "v1", "ServiceAccount", job.name),
+        _object(job, f"{_RBAC}/v1", "Role", job.name, rules=rules),
+        _object(job, f"{_RBAC}/v1", "RoleBinding", job.name, roleRef=ref, subjects=[subject]),
+    ]
+
+
+def _rule(group: str, kind: str, verbs: list[str], *only: str) -> Manifest:
+    rule: Manifest = {"apiGroups": [group], "resources": [kind], "verbs": verbs}
+    return rule | ({"resourceNames": list(only)} if only else {})

@@ -1,0 +1,304 @@
+"""One pod, judged: what it is to the job, whether it lives, how it ended, why it does not run.
+
+Translates what kubelets, schedulers and eviction say into a few words. It decides nothing about
+the job.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from elastane.kubernetes.model import Meta, Pod, since_epoch
+from elastane.kubernetes.model.names import KIND, LABEL_INDEX, index_in
+from elastane.kubernetes.model.seen import ContainerStatus, Terminated
+from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX
+from elastane.kubernetes.reconcile.settings import Settings
+
+# App: the program's own. OOM: the program's too, but named. The others are the cluster's doing,
+# and no failure of the job: Evicted (drained or out of resources), Preempted, Shutdown (of the
+# node), Rejected (by a kubelet, before any container ran).
+Cause = Literal["App", "OOM", "Evicted", "Preempted", "Shutdown", "Rejected"]
+Whose = Literal["ours", "orphan", "leftover", "foreign"]
+State = Literal["pending", "running", "succeeded", "failed"]
+
+# status.reason of a failed pod. A kubelet that cannot admit a pod says OutOfcpu, NodeAffinity,
+# UnexpectedAdmissionError, ...; then no container has run.
+_BY_REASON: dict[str, Cause] = {
+    "Evicted": "Evicted",
+    "Preempting": "Preempted",
+    "Preempted": "Preempted",
+    "Shutdown": "Shutdown",
+    "NodeShutdown": "Shutdown",
+    "Terminated": "Shutdown",
+    "NodeLost": "Shutdown",
+}
+# reason of a pod's condition DisruptionTarget (Kubernetes >= 1.25).
+_BY_DISRUPTION: dict[str, Cause] = {
+    "PreemptionByScheduler": "Preempted",
+    "PreemptionByKubeScheduler": "Preempted",
+    "EvictionByEvictionAPI": "Evicted",
+    "DeletionByTaintManager": "Evicted",
+    "DeletionByPodGC": "Shutdown",
+    "TerminationByKubelet": "Shutdown",
+}
+# Waiting reasons of a container that will not pass by themselves; of those an image's name that
+# is no name never does.
+NEVER_STARTS = "InvalidImageName"
+CANNOT_START = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "ErrImageNeverPull",
+    "RegistryUnavailable",
+    "ImageInspectError",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+    NEVER_STARTS,
+)
+# A kubelet that was away meanwhile, and does not find the container any more.
+_UNSEEN = "ContainerStatusUnknown"
+# While a pod comes up; nothing to tell.
+_COMING_UP = ("", "ContainerCreating", "PodInitializing")
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """How a pod failed. `lived_s`: from the start of its container; None where none started."""
+
+    cause: Cause
+    code: int | None
+    text: str
+    lived_s: float | None = None
+
+
+class Hindrance(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a pod does not run."""
+
+    reason: str
+    message: str
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """A pod and what it is to the job.
+
+    `whose`: ours; orphan (nobody's, with our labels); leftover (of an ElasticJob of the same name
+    that is gone); foreign. `restarts`: of the container in place. `is_over`: all of its
+    containers have ended, sidecars too. `by_itself`: its worker has, and not because somebody
+    deleted the pod. `is_dead`: a kubelet saw its worker end, and will not start it again.
+    """
+
+    meta: Meta
+    whose: Whose
+    index: int
+    state: State
+    node: str = ""
+    is_over: bool = False
+    by_itself: bool = False
+    is_dead: bool = False
+    ending: Ending | None = None
+    hindrance: Hindrance | None = None
+    restarts: int = 0
+    has_started: bool = False
+    running_since_s: float | None = None
+    crash: Terminated | None = None
+
+    @property
+    def name(self) -> str:
+        """The pod's name."""
+        return self.meta.name
+
+    @property
+    def uid(self) -> str:
+        """The pod's uid."""
+        return self.meta.uid
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is being deleted."""
+        return self.meta.is_leaving
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has, or may soon have, processes of the job."""
+        return self.state in ("pending", "running")
+
+
+def judge(pod: Pod, job: Meta, settings: Settings) -> Judged | None:
+    """Return the pod judged, or None where it is none of the job's replicas."""
+    index = _index(pod.metadata)
+    if index is None:
+        return None
+    worker = _worker(pod.status.container_statuses, settings.container)
+    state, ending = _state(pod, worker, settings)
+    running = worker.state.running if worker else None
+    return Judged(
+        meta=pod.metadata,
+        whose=_whose(pod.metadata, job),
+        index=index,
+        state=state,
+        node=pod.spec.node_name,
+        is_over=pod.status.phase in ("Succeeded", "Failed"),
+        by_itself=state in ("succeeded", "failed") and _by_itself(pod.metadata, worker),
+        is_dead=state in ("succeeded", "failed") and _was_seen_to_end(worker),
+        ending=ending,
+        hindrance=_hindrance(pod, worker) if state in ("pending", "running") else None,
+        restarts=worker.restart_count if worker else 0,
+        has_started=_has_started(worker),
+        running_since_s=since_epoch(running.started_at) if running else None,
+        crash=worker.last_state.terminated if worker else None,
+    )
+
+
+def _index(meta: Meta) -> int | None:
+    text = meta.labels.get(LABEL_INDEX, "")
+    if text.isascii() and text.isdecimal() and len(text) <= 6:
+        return int(text)
+    return index_in(meta.name)
+
+
+def _whose(meta: Meta, job: Meta) -> Whose:
+    owner = next((one for one in meta.owner_references if one.controller), None)
+    if owner is None:
+        return "orphan"
+    if owner.uid == job.uid:
+        return "ours"
+    return "leftover" if owner.kind == KIND and owner.name == job.name else "foreign"
+
+
+def _worker(statuses: tuple[ContainerStatus, ...], name: str) -> ContainerStatus | None:
+    for status in statuses:
+        if status.name == name:
+            return status
+    return statuses[0] if len(statuses) == 1 else None
+
+
+def _has_started(worker: ContainerStatus | None) -> bool:
+    if worker is None:
+        return False
+    states = (worker.state, worker.last_state)
+    return any(one.running or one.terminated for one in states) or worker.restart_count > 0
+
+
+def _state(
+    pod: Pod, worker: ContainerStatus | None, settings: Settings
+) -> tuple[State, Ending | None]:
+    """Return where the pod stands, by its worker container where that has a say.
+
+    Sidecars neither keep a pod alive whose worker has ended, nor make a failure of its success.
+    """
+    phase = pod.status.phase
+    ended = worker.state.terminated if worker else None
+    if phase == "Succeeded" or _succeeded(pod, worker, settings):
+        return "succeeded", None
+    if phase == "Failed":
+        return "failed", _ending(pod, ended, settings)
+    if ended is not None and not settings.restarts_in_place:
+        return "failed", _ending(pod, ended, settings)
+    is_running = worker is not None and worker.state.running is not None
+    return ("running" if is_running else "pending"), None
+
+
+def _succeeded(pod: Pod, worker: ContainerStatus | None, settings: Settings) -> bool:
+    """Whether the worker container ended with 0; under Always the last one that did counts."""
+    if worker is None or _by_cluster(pod) is not None:
+        return False
+    states = [worker.state.terminated]
+    if settings.policy == "Always":
+        states.append(worker.last_state.terminated)
+    return any(one is not None and one.exit_code == 0 for one in states)
+
+
+def _by_cluster(pod: Pod) -> Cause | None:
+    for condition in pod.status.conditions:
+        if condition.type == "DisruptionTarget" and condition.status == "True":
+            return _BY_DISRUPTION.get(condition.reason, "Evicted")
+    return _BY_REASON.get(pod.status.reason)
+
+
+def _ending(pod: Pod, ended: Terminated | None, settings: Settings) -> Ending:
+    ended = ended or _failed_before(pod)
+    cause = _by_cluster(pod)
+    if cause is None and ended is None:
+        cause = "App" if pod.status.reason == "DeadlineExceeded" else "Rejected"
+    if ended is None:
+        said = " ".join(part for part in (pod.status.reason, pod.status.message) if part)
+        return Ending(cause=cause or "App", code=None, text=_cut(said or "no container ran"))
+    if cause is None:
+        cause = "OOM" if ended.reason == "OOMKilled" else "App"
+    return Ending(
+        cause=cause,
+        code=ended.exit_code,
+        text=_told(pod, ended, cause),
+        lived_s=_lived_s(ended),
+    )
+
+
+def _failed_before(pod: Pod) -> Terminated | None:
+    """Return how an init container failed, which keeps the worker from ever starting."""
+    for status in pod.status.init_container_statuses:
+        ended = status.state.terminated
+        if ended is not None and ended.exit_code != 0:
+            return ended
+    return None
+
+
+def _told(pod: Pod, ended: Terminated, cause: Cause) -> str:
+    if cause == "OOM":
+        return f"out of memory: killed by the kernel (exit code {ended.exit_code}, OOMKilled)"
+    if cause != "App":
+        said = " ".join(part for part in (pod.status.reason, pod.status.message) if part)
+        return _cut(f"{cause}, exit code {ended.exit_code}: {said}" if said else cause)
+    text = f"exit code {ended.exit_code}"
+    if ended.signal:
+        text += f" (signal {ended.signal})"
+    lines = ended.message.strip().splitlines()
+    return _cut(f"{text}: {lines[-1].strip()}" if lines else text)
+
+
+def _lived_s(ended: Terminated) -> float | None:
+    start, end = since_epoch(ended.started_at), since_epoch(ended.finished_at)
+    return None if start is None or end is None else max(0.0, end - start)
+
+
+def _hindrance(pod: Pod, worker: ContainerStatus | None) -> Hindrance | None:
+    """Return what keeps a living pod from running, where something is said about it."""
+    for status in (*pod.status.init_container_statuses, *((worker,) if worker else ())):
+        waiting = status.state.waiting
+        if waiting is not None and waiting.reason not in _COMING_UP:
+            image = f"image {status.image}: " if waiting.reason in CANNOT_START[:5] else ""
+            image = image if status.image and status.image not in waiting.message else ""
+            return Hindrance(reason=waiting.reason, message=_cut(image + waiting.message))
+    for condition in pod.status.conditions:
+        if condition.type == "PodScheduled" and condition.status == "False":
+            reason = condition.reason or "Unschedulable"
+            return Hindrance(reason=reason, message=_cut(condition.message))
+    return None
+
+
+def _by_itself(meta: Meta, worker: ContainerStatus | None) -> bool:
+    """Whether a pod that is being deleted had ended before anybody asked for that.
+
+    deletionTimestamp is when it should be gone: the request and its grace.
+    """
+    if not meta.is_leaving:
+        return True
+    ended = worker.state.terminated if worker else None
+    due, end = (
+        since_epoch(meta.deletion_timestamp),
+        since_epoch(ended.finished_at if ended else None),
+    )
+    if due is None or end is None:
+        return False
+    return end < due - (meta.deletion_grace_period_seconds or 0)
+
+
+def _was_seen_to_end(worker: ContainerStatus | None) -> bool:
+    """Whether a kubelet says how the container ended: others only say that the pod has failed."""
+    ended = worker.state.terminated if worker else None
+    return ended is not None and ended.reason != _UNSEEN
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= TEXT_CHARS_MAX else text[: TEXT_CHARS_MAX - 3] + "..."

@@ -1,0 +1,33 @@
+"""Which indices there should be pods of.
+
+Index slices, as the original: 0 to replicas - 1, so the highest leave first. With PendingFirst
+those that do not run yet leave before those, so the indices may have gaps.
+"""
+
+from __future__ import annotations
+
+from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.injection import backend
+
+
+def wanted_slots(draft: Draft) -> list[int]:
+    """Return the indices, in ascending order."""
+    settings = draft.settings
+    if settings.spec.scale_down_policy == "HighestIndex":
+        return list(range(settings.desired))
+    places: dict[int, int] = dict.fromkeys(
+        (index for index, trouble in draft.troubles.items() if trouble.waiting), 1
+    )
+    for pod in draft.own:
+        if not pod.is_leaving and pod.whose in ("ours", "orphan"):
+            place = 1 if pod.state == "pending" else 0
+            places[pod.index] = min(place, places.get(pod.index, 1))
+    if backend(draft.job, settings) == "c10d" and 0 in places:
+        places[0] = -1  # It holds the store: without it the others lose their world.
+    kept = sorted(places, key=lambda index: (places[index], index))[: settings.desired]
+    free = 0
+    while len(kept) < settings.desired:
+        if free not in kept:
+            kept.append(free)
+        free += 1
+    return sorted(kept)

@@ -1,0 +1,92 @@
+"""What the API server refused: what of it ends the job, what is tried again, and when.
+
+400 and 422 say that the manifest is no pod: it will never be one, so the job does not start (see
+`refused_template`). Anything else may pass: a quota, a missing account, a name that is taken, a
+right to patch or to delete that the operator lacks.
+"""
+
+from __future__ import annotations
+
+from elastane.kubernetes.model import (
+    Action,
+    DeleteJob,
+    DeleteObject,
+    DeletePod,
+    PatchObject,
+    Refusal,
+)
+from elastane.kubernetes.model.names import KIND
+from elastane.kubernetes.reconcile.bounds import REFUSED_FIRST_S, REFUSED_MAX_S, TEXT_CHARS_MAX
+from elastane.kubernetes.reconcile.draft import Draft
+
+_NEVER = (400, 422)
+
+
+def refused_template(draft: Draft) -> Refusal | None:
+    """Return the refusal of a pod that will be refused for ever, if there is one."""
+    for refusal in draft.seen.refused:
+        if (refusal.deed, refusal.kind) == ("create", "Pod") and refusal.code in _NEVER:
+            return refusal
+    return None
+
+
+def waits_for_refusal(draft: Draft, kind: str, name: str) -> bool:
+    """Whether a creation that was refused is not yet to be tried again; says so."""
+    refusal = draft.refusal(kind, name)
+    if refusal is None:
+        return False
+    reason = _reason(refusal)
+    draft.wants.append((reason, f"{kind} {name} was refused: {told(refusal)}"))
+    draft.tell("Warning", f"FailedCreate{kind}", f"{name}: {told(refusal)}")
+    return _is_too_soon(draft, refusal)
+
+
+def hold_refused(draft: Draft) -> None:
+    """Say which patches and deletions were refused, and leave out those that are not due again."""
+    refused: dict[tuple[str, str, str], Refusal] = {}
+    for one in draft.seen.refused:
+        refused[one.deed, one.kind, one.name] = one
+    kept: list[Action] = []
+    for action in draft.actions:
+        refusal = refused.get(_deed(draft, action))
+        if refusal is None:
+            kept.append(action)
+            continue
+        text = f"to {refusal.deed} {refusal.kind} {refusal.name} was refused: {told(refusal)}"
+        draft.wants.append((_reason(refusal), text))
+        draft.tell("Warning", _reason(refusal), text)
+        if not _is_too_soon(draft, refusal):
+            kept.append(action)
+    draft.actions = kept
+
+
+def _deed(draft: Draft, action: Action) -> tuple[str, str, str]:
+    if isinstance(action, PatchObject):
+        return "patch", action.kind, action.name
+    if isinstance(action, DeletePod):
+        return "delete", "Pod", action.name
+    if isinstance(action, DeleteObject):
+        return "delete", action.kind, action.name
+    if isinstance(action, DeleteJob):
+        return "delete", KIND, draft.job.name
+    return "", "", ""
+
+
+def _is_too_soon(draft: Draft, refusal: Refusal) -> bool:
+    pause_s = min(REFUSED_MAX_S, REFUSED_FIRST_S * 2.0 ** min(max(refusal.times, 1) - 1, 16))
+    draft.wake(refusal.at_s + pause_s)
+    return refusal.at_s + pause_s > draft.now_s
+
+
+def told(refusal: Refusal) -> str:
+    """Return a refusal as a condition repeats it."""
+    text = " ".join(refusal.message.split())
+    return text[:TEXT_CHARS_MAX] or f"HTTP {refusal.code}"
+
+
+def _reason(refusal: Refusal) -> str:
+    if refusal.code == 409:
+        return "NameTaken"
+    if refusal.code == 403:
+        return "QuotaExceeded" if "quota" in refusal.message.lower() else "Forbidden"
+    return "Refused"

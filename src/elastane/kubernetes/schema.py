@@ -1,0 +1,200 @@
+"""The definition of the ElasticJob resource (CustomResourceDefinition v1), made of the types.
+
+A structural schema: each field has one type, no references. It is walked out of the same types
+that the operator decodes with, so the API server and the operator refuse the same values. Rules
+between fields are in CEL, which Kubernetes knows since 1.25, and are rendered only on request;
+the operator checks them always. Pure; fails only for a type that no schema can say, which is our
+bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import NODEFAULT, inspect
+
+from elastane.kubernetes.model import names
+from elastane.kubernetes.model.spec import ElasticJobSpec, RunPolicy
+from elastane.kubernetes.model.status import JobStatus
+
+Schema = dict[str, Any]
+
+# (expression, message), on spec. Fields that are not set are not compared.
+_RULES = (
+    (
+        "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
+        "minReplicas is at most maxReplicas",
+    ),
+    (
+        "!has(self.spares) || self.spares == 0 || self.launcher == 'elastane'",
+        "spares need launcher elastane",
+    ),
+    (
+        "!has(self.exitCodeRules) || size(self.exitCodeRules) == 0"
+        " || self.replicaSpecs.Worker.restartPolicy == 'ExitCode'",
+        "exitCodeRules need restartPolicy ExitCode",
+    ),
+)
+# Name, type, path, priority (above 0: only with -o wide).
+_COLUMNS = (
+    ("State", "string", ".status.phase", 0),
+    ("Ready", "integer", ".status.readyReplicas", 0),
+    ("Desired", "integer", ".spec.replicaSpecs.Worker.replicas", 0),
+    ("Min", "integer", ".spec.minReplicas", 0),
+    ("Max", "integer", ".spec.maxReplicas", 0),
+    ("World", "integer", ".status.worldSize", 0),
+    ("Step", "integer", ".status.step", 0),
+    ("Restarts", "integer", ".status.restarts", 0),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+    ("Round", "integer", ".status.round", 1),
+    ("Steps/s", "number", ".status.stepsPerSecond", 1),
+    ("Incident", "string", ".status.lastIncident.cause", 1),
+    ("Endpoint", "string", ".spec.rdzvEndpoint", 1),
+)
+
+
+def definition(*, with_rules: bool = False) -> Schema:
+    """Return the manifest of the definition; `with_rules` adds CEL, for Kubernetes >= 1.25."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{names.PLURAL}.{names.GROUP}"},
+        "spec": {
+            "group": names.GROUP,
+            "scope": "Namespaced",
+            # Said, since the original's definition, which this may come over, has it true.
+            "preserveUnknownFields": False,
+            "names": {
+                "kind": names.KIND,
+                "listKind": f"{names.KIND}List",
+                "plural": names.PLURAL,
+                "singular": names.KIND.lower(),
+                "shortNames": ["ej"],
+            },
+            "versions": [_version(with_rules)],
+        },
+    }
+
+
+def _version(with_rules: bool) -> Schema:
+    columns = [
+        {"name": name, "type": kind, "jsonPath": path} | ({"priority": place} if place else {})
+        for name, kind, path, place in _COLUMNS
+    ]
+    return {
+        "name": names.VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": _whole(with_rules)},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.replicaSpecs.Worker.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": columns,
+    }
+
+
+def _whole(with_rules: bool) -> Schema:
+    spec = schema_of(ElasticJobSpec)
+    for spelling in ("runPolicy", "RunPolicy"):
+        spec["properties"][spelling] = schema_of(RunPolicy)
+    if with_rules:
+        spec["x-kubernetes-validations"] = [
+            {"rule": rule, "message": message} for rule, message in _RULES
+        ]
+    return {
+        "description": "A training job whose number of pods may change while it runs.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec,
+            # A default here would come back as if the operator had written it.
+            "status": _without_defaults(schema_of(JobStatus)),
+        },
+    }
+
+
+def _without_defaults(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        return {key: _without_defaults(part) for key, part in schema.items() if key != "default"}
+    return schema
+
+
+def schema_of(kind: Any) -> Schema:
+    """Return the structural schema of a type."""
+    return _schema(inspect.type_info(kind))
+
+
+def _schema(info: inspect.Type) -> Schema:
+    for kind, maker in _MAKERS.items():
+        if isinstance(info, kind):
+            return maker(info)
+    raise AssertionError(f"no structural schema says {info}")
+
+
+def _union(info: inspect.UnionType) -> Schema:
+    kinds = [kind for kind in info.types if not isinstance(kind, inspect.NoneType)]
+    if len(kinds) == 2:
+        return {
+            "x-kubernetes-int-or-string": True,
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+        }
+    return _schema(kinds[0])
+
+
+def _struct(info: inspect.StructType) -> Schema:
+    properties = {field.encode_name: _field(field) for field in info.fields}
+    made: Schema = {"type": "object", "properties": properties}
+    required = [field.encode_name for field in info.fields if field.required]
+    if required:
+        made["required"] = required
+    doc = (info.cls.__doc__ or "").strip().split("\n\n")[0]
+    return {"description": " ".join(doc.split())} | made if doc else made
+
+
+def _field(field: inspect.Field) -> Schema:
+    made = _schema(field.type)
+    if field.default not in (NODEFAULT, None, "", ()):
+        made["default"] = field.default
+    return made
+
+
+def _mapping(info: inspect.DictType) -> Schema:
+    if isinstance(info.value_type, inspect.AnyType):
+        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    return {"type": "object", "additionalProperties": _schema(info.value_type)}
+
+
+def _bounds(info: Any) -> Schema:
+    what = "Items" if isinstance(info, inspect.VarTupleType) else "Length"
+    pairs = {
+        "minimum": getattr(info, "ge", None),
+        "maximum": getattr(info, "le", None),
+        f"min{what}": getattr(info, "min_length", None),
+        f"max{what}": getattr(info, "max_length", None),
+    }
+    return {key: value for key, value in pairs.items() if value is not None}
+
+
+_MAKERS: dict[type[inspect.Type], Callable[[Any], Schema]] = {
+    inspect.Metadata: lambda info: _schema(info.type) | (info.extra_json_schema or {}),
+    inspect.UnionType: _union,
+    inspect.StructType: _struct,
+    inspect.DictType: _mapping,
+    inspect.LiteralType: lambda info: {"type": "string", "enum": list(info.values)},
+    inspect.VarTupleType: lambda info: (
+        {"type": "array", "items": _schema(info.item_type)} | _bounds(info)
+    ),
+    inspect.BoolType: lambda info: {"type": "boolean"},
+    inspect.IntType: lambda info: {"type": "integer"} | _bounds(info),
+    inspect.FloatType: lambda info: {"type": "number"},
+    inspect.StrType: lambda info: {"type": "string"} | _bounds(info),
+}

@@ -1,0 +1,42 @@
+"""Where in memory a buffer lies, which Python itself does not tell of one that is read-only.
+
+O_DIRECT wants memory on blocks. To try and be refused costs more than it seems: ext4 has such a
+write wait for all others to the file before it says no. It cannot fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class _Buffer(ctypes.Structure):
+    """Py_buffer, of the stable ABI."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_SIMPLE = 0  # PyBUF_SIMPLE: contiguous bytes
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of a contiguous view's first byte."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(
+        ctypes.py_object(view), ctypes.byref(buffer), ctypes.c_int(_SIMPLE)
+    )
+    try:
+        return int(buffer.buf or 0)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))

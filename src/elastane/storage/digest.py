@@ -1,0 +1,67 @@
+"""xxh3-128, at the pace of memory: it finds what decays, not what is forged.
+
+`xxhash` is an extra; who needs a digest without it is told its name. Digests of large buffers let
+other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastane.core.checkpoints import CHUNK_BYTES, FileRecord
+from elastane.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+View = bytes | bytearray | memoryview
+
+
+def _xxhash() -> ModuleType:
+    try:
+        import xxhash
+    except ModuleNotFoundError as missing:
+        raise ConfigurationError(
+            "checkpoints need xxhash, which is not installed",
+            expected="xxhash 3.4 or later",
+            next_step="pip install 'elastane[checkpoints]'",
+            slug="extra-missing",
+        ) from missing
+    return xxhash
+
+
+def new_digest() -> Any:
+    """Return a digest in the making, with `update` and `hexdigest` as hashlib's have."""
+    return _xxhash().xxh3_128()
+
+
+def digest_of(pieces: Iterable[View]) -> str:
+    """Return the digest of some bytes, given in pieces."""
+    state = new_digest()
+    for piece in pieces:
+        state.update(piece)
+    return str(state.hexdigest())
+
+
+def chunks(regions: Iterable[View]) -> Iterable[list[memoryview]]:
+    """Divide regions of memory into chunks, each a list of pieces; nothing is copied."""
+    pieces: list[memoryview] = []
+    room = CHUNK_BYTES
+    for region in regions:
+        rest = memoryview(region).cast("B")
+        while rest:
+            pieces.append(rest[:room])
+            rest = rest[room:]
+            room -= len(pieces[-1])
+            if room == 0:
+                yield pieces
+                pieces, room = [], CHUNK_BYTES
+    if pieces:
+        yield pieces
+
+
+def record_of(name: str, regions: Sequence[View]) -> FileRecord:
+    """Return the record of a file that consists of these bytes."""
+    size_bytes = sum(memoryview(region).nbytes for region in regions)
+    return FileRecord(name, size_bytes, tuple(map(digest_of, chunks(regions))))

@@ -1,0 +1,215 @@
+"""The commit of a save, without anybody who would have to live for it.
+
+Every writer makes its files durable, then its part's record. Whoever sees all records makes the
+manifest; all write the same one, so that it does not matter who does, nor how often. A writer that
+died leaves a save without a manifest, which is nothing. Who is behind the fence of what is
+published makes no manifest; should it slip through (two at the same instant), the order of keys
+still puts it where it belongs, so that it is never the newest.
+
+How it fails: FencedError; CheckpointError where parts do not come or contradict one another;
+OSError of the storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from elastane.core.checkpoints import (
+    FORMAT,
+    MANIFEST,
+    Fence,
+    Key,
+    Manifest,
+    Part,
+    fault,
+    parse_folder,
+    part_name,
+)
+from elastane.core.limits import CHECKPOINT_POLL_MAX_S, CHECKPOINT_POLL_S
+from elastane.errors import CheckpointError, FencedError
+from elastane.storage.digest import record_of
+from elastane.storage.protocol import Stop, Storage, never
+from elastane.storage.reading import told
+from elastane.storage.records import RecordError, decode, encode, read_bounded, read_record
+
+# Records that a writer reads at its second look; twice as many at each further one.
+_RECORDS_FIRST = 8
+# Above so many, writers look less often: an object store answers 5,500 requests a second.
+_WRITERS_AT_FULL_PACE = 64
+
+
+def is_published(storage: Storage, folder: str) -> bool:
+    """Return whether a folder has a manifest, of whatever content."""
+    try:
+        storage.size(f"{folder}/{MANIFEST}")
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        told(MANIFEST, error)  # raises what is not this file's own
+    return True
+
+
+def newest_fence(storage: Storage, beyond: Fence | None = None) -> Fence | None:
+    """Return the greatest fence of what is published, sound or not; None where none is greater."""
+    named = [
+        (parsed[0].fence, name) for name in storage.folders() if (parsed := parse_folder(name))
+    ]
+    for fence, name in sorted(named, reverse=True):
+        if beyond is not None and fence <= beyond:
+            return None
+        if is_published(storage, name):
+            return fence
+    return None
+
+
+def check_fence(storage: Storage, key: Key) -> None:
+    """Raise FencedError where a later round than this key's has published."""
+    newest = newest_fence(storage, beyond=key.fence)
+    if newest is not None:
+        raise _fenced(storage.where, key, newest)
+
+
+def add_part(storage: Storage, folder: str, part: Part) -> None:
+    """Vouch for the files of one writer, all of which are durable."""
+    if reason := fault(part, folder):
+        raise ValueError(f"part {part.part} of {folder}: {reason}")
+    path = f"{folder}/{part_name(part.part, part.parts)}"
+    content = encode(part)
+    # An object store's client may have tried twice, and met itself.
+    if not storage.create(path, content) and storage.read(path) != content:
+        raise _conflict(folder, f"{path} is another writer's")
+
+
+class Publication:
+    """One writer's wait for a save to be whole. `wait` once."""
+
+    def __init__(self, storage: Storage, folder: str, parts: int) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._missing = list(range(parts))
+        self._parts: dict[int, Part] = {}
+        self._contents: dict[int, bytes] = {}
+        self._count = parts
+        self._torn = ""
+
+    def wait(
+        self, wait_s: float, stop: Stop = never, sleep: Callable[[float], None] = time.sleep
+    ) -> Manifest:
+        """Return the manifest once it is durable, made here or by another writer."""
+        deadline_s = time.monotonic() + wait_s
+        pause_s, pause_max_s = CHECKPOINT_POLL_S, self._pause_max_s()
+        records, over = self._count, False
+        while True:
+            self._look(records, past_gaps=over)
+            if (made := self._made()) is not None:
+                return made
+            if not self._missing:
+                return self._publish()
+            if over:
+                raise self._incomplete(wait_s)
+            sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
+            over = stop() or time.monotonic() >= deadline_s
+            pause_s = min(2 * pause_s, pause_max_s)
+            # Who did not see all at the first look was not the last to finish, and whoever was is
+            # publishing by now: a thousand writers need not all read a thousand records at once.
+            records = (
+                self._count if over else _RECORDS_FIRST if records == self._count else 2 * records
+            )
+
+    def _pause_max_s(self) -> float:
+        return CHECKPOINT_POLL_MAX_S * max(1.0, self._count / _WRITERS_AT_FULL_PACE)
+
+    def _look(self, records: int, *, past_gaps: bool) -> None:
+        """Read so many records that were not there yet, by name: listings may be old.
+
+        A look ends at the first that is missing, and the next one begins there, so that early
+        writers ask little. The last one, `past_gaps`, finds out which are missing.
+        """
+        for number in self._missing[:records]:
+            if not self._saw(number) and not past_gaps:
+                return
+
+    def _saw(self, number: int) -> bool:
+        name = part_name(number, self._count)
+        try:
+            content = read_bounded(self._storage, f"{self._folder}/{name}")
+            part = decode(content, Part, self._folder)
+        except FileNotFoundError:
+            return False
+        except RecordError as error:
+            # Only where there are no links may it be half written still.
+            self._torn = f"; {name}: {error}"
+            return False
+        if (part.part, part.parts) != (number, self._count):
+            raise _conflict(self._folder, f"{name} is of part {part.part} of {part.parts}")
+        self._parts[number], self._contents[number] = part, content
+        self._missing.remove(number)
+        return True
+
+    def _made(self) -> Manifest | None:
+        with contextlib.suppress(FileNotFoundError, RecordError):
+            return read_record(self._storage, self._folder, MANIFEST, Manifest)
+        return None
+
+    def _publish(self) -> Manifest:
+        manifest = self._whole()
+        check_fence(self._storage, manifest.key)
+        content, path = encode(manifest), f"{self._folder}/{MANIFEST}"
+        if not self._storage.create(path, content):
+            found = read_bounded(self._storage, path)
+            if found != content:
+                self._refuse_other(found)
+        return manifest
+
+    def _refuse_other(self, found: bytes) -> None:
+        try:
+            decode(found, Manifest, self._folder)
+        except RecordError as error:
+            raise _conflict(self._folder, f"{MANIFEST}: {error}") from error
+        raise _conflict(self._folder, f"{MANIFEST} is of other parts")
+
+    def _whole(self) -> Manifest:
+        """Return the manifest that these parts make: the same, whoever puts them together."""
+        parts = [self._parts[number] for number in range(self._count)]
+        files = [file for part in parts for file in part.files]
+        for number, content in sorted(self._contents.items()):
+            files.append(record_of(part_name(number, self._count), [content]))
+        first = parts[0]
+        manifest = Manifest(FORMAT, first.key, first.nonce, first.about, tuple(files))
+        if reason := fault(manifest, self._folder):
+            raise _conflict(self._folder, reason)
+        return manifest
+
+    def _incomplete(self, wait_s: float) -> CheckpointError:
+        missing = ", ".join(map(str, self._missing[:8])) + (", ..." if self._missing[8:] else "")
+        return CheckpointError(
+            f"checkpoint {self._folder}: {len(self._missing)} of {self._count} writers did not "
+            f"finish within {wait_s:g} s: part {missing}{self._torn}",
+            slug="checkpoint-incomplete",
+            where=self._storage.where,
+            expected="the record of each writer; the checkpoint before this one stays",
+            next_step="look at why those writers failed; the next save tries anew",
+        )
+
+
+def _conflict(folder: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {folder}: {reason}",
+        slug="checkpoint-conflict",
+        expected="one save with one nonce, to which nobody else writes",
+        next_step="see who else writes to that place; the next save has a folder of its own",
+    )
+
+
+def _fenced(where: str, key: Key, newest: Fence) -> FencedError:
+    said = "era {}, round {}, attempt {}"
+    return FencedError(
+        f"checkpoint of step {key.step} not published: it is of "
+        f"{said.format(*key.fence)}, and {said.format(*newest)} has published",
+        slug="checkpoint-fenced",
+        where=where,
+        expected="a round that is not behind what is published",
+        next_step="nothing, where the network was parted: the other side of the job went on",
+    )

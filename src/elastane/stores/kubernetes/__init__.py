@@ -1,0 +1,6 @@
+"""Kubernetes as a store: a Secret for each key, a coordination.k8s.io Lease for each lease.
+
+`settings` reads what the user wrote, `names` says which object is which key, `objects` is what is
+read and written of them, `trouble` makes the store's errors of the API's, `store` and `lease` are
+the store. A job needs no server of its own for it, only a Role for its pods.
+"""

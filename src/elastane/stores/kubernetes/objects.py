@@ -1,0 +1,142 @@
+"""The Secrets and Leases of the store: what is read of them, and what is written.
+
+Owns their shapes. Whatever the wire may hold, it is read as one of these or not at all; a field
+that somebody edited to nonsense counts as absent. A version that is no number is a StoreError.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from elastane.errors import StoreError
+from elastane.stores.kubernetes.names import KEY_ANNOTATION, labels_of, object_name
+
+TERM_ANNOTATION = "elastane.dev/term"
+VALUE_ANNOTATION = "elastane.dev/value"
+# The uid of the pod in which the holder is, for who knows that the pod is dead.
+POD_ANNOTATION = "elastane.dev/pod-uid"
+# A lease's holder may say whatever it likes of how long it holds; nobody waits longer than a day.
+TTL_S_MAX = 86_400
+
+
+class Meta(msgspec.Struct):
+    """An object's metadata, as far as it is read."""
+
+    name: str = ""
+    uid: str = ""
+    resourceVersion: str = ""  # noqa: N815 the wire's
+    annotations: dict[str, str] | None = None
+
+    @property
+    def version(self) -> int:
+        """The version as a number."""
+        written = self.resourceVersion
+        if not (written.isascii() and written.isdecimal()):
+            raise StoreError(
+                f"kubernetes: the version of {self.name} is {written[:40]!r}, no number",
+                slug="store-refused",
+                expected="an API server that counts versions, as all that keep them in etcd do",
+            )
+        return int(written)
+
+
+class Data(msgspec.Struct):
+    """What a Secret of ours holds; null where somebody emptied it."""
+
+    value: bytes = b""
+
+
+class Secret(msgspec.Struct):
+    """A Secret of ours."""
+
+    metadata: Meta
+    data: Data | None = None
+
+
+class LeaseSpec(msgspec.Struct):
+    """A Lease's spec; all of it may be absent."""
+
+    holderIdentity: str | None = None  # noqa: N815 the wire's
+    leaseDurationSeconds: int | None = None  # noqa: N815 the wire's
+    leaseTransitions: int | None = None  # noqa: N815 the wire's
+
+
+class LeaseObject(msgspec.Struct):
+    """A Lease as the server has it."""
+
+    metadata: Meta
+    spec: LeaseSpec = msgspec.field(default_factory=LeaseSpec)
+
+    @property
+    def holder(self) -> str:
+        """Who holds it, "" where nobody does."""
+        return self.spec.holderIdentity or ""
+
+    @property
+    def ttl_s(self) -> float:
+        """How long it lasts after a renewal."""
+        return float(min(max(self.spec.leaseDurationSeconds or 1, 1), TTL_S_MAX))
+
+    @property
+    def term(self) -> int:
+        """The term of the holding, 0 where it cannot be told."""
+        written = (self.metadata.annotations or {}).get(TERM_ANNOTATION, "")
+        return int(written) if re.fullmatch(r"[0-9]{1,18}", written) else 0
+
+    @property
+    def pod(self) -> str:
+        """The uid of its holder's pod, "" where it is in none of an ElasticJob's."""
+        return (self.metadata.annotations or {}).get(POD_ANNOTATION, "")
+
+    @property
+    def value(self) -> bytes:
+        """What its holder gave as its value."""
+        written = (self.metadata.annotations or {}).get(VALUE_ANNOTATION, "")
+        try:
+            return bytes.fromhex(written)
+        except ValueError:
+            return b""
+
+
+class Anything(msgspec.Struct):
+    """An object of which only the metadata matters."""
+
+    metadata: Meta
+
+
+def secret_manifest(
+    key: str, value: bytes, version: int, owner: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the Secret that holds `value`; version 0: of an object that does not exist."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "metadata": metadata_of(key, owner, version),
+        "data": {"value": value},
+    }
+
+
+def micro_time() -> str:
+    """Return the time of day as a MicroTime: for people; nobody compares it with his own."""
+    now = datetime.datetime.now(datetime.UTC)
+    return now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def metadata_of(key: str, owner: Mapping[str, Any] | None, version: int = 0) -> dict[str, Any]:
+    """Return the metadata of a key's object; version 0: of one that does not exist, or any."""
+    metadata: dict[str, Any] = {
+        "name": object_name(key),
+        "labels": labels_of(key),
+        "annotations": {KEY_ANNOTATION: key},
+    }
+    if version:
+        metadata["resourceVersion"] = str(version)
+    if owner is not None:
+        metadata["ownerReferences"] = [dict(owner)]
+    return metadata

@@ -1,0 +1,244 @@
+"""`elastane kubernetes`: what it prints to be applied, and what a person is shown of a job."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+import yaml
+from kube_operators import GROUP_OF_JOBS, access, job, operator_over, play, settled
+
+from elastane.cli import _kubernetes_view as view
+from elastane.cli import main as cli
+from elastane.errors import ExitCode, UsageError
+from elastane.kubernetes.manifests import NODE_RIGHTS, RIGHTS, as_yaml
+from elastane.kubernetes.model import CreateObject, ElasticJob, Observed
+from elastane.kubernetes.reconcile import reconcile
+from elastane.kubernetes.schema import definition
+
+
+def printed(capsys, *words):
+    assert cli.main(["kubernetes", *words]) == 0
+    return list(yaml.safe_load_all(capsys.readouterr().out))
+
+
+def test_crd_is_the_definition(capsys):
+    assert printed(capsys, "crd") == [definition()]
+    assert printed(capsys, "crd", "--with-rules") == [definition(with_rules=True)]
+
+
+def installed(capsys, *words):
+    found = printed(capsys, "install", *words)
+    return {(one["kind"], one["metadata"]["name"]): one for one in found}, found
+
+
+def test_what_install_prints_can_be_applied_in_its_order(capsys):
+    _, found = installed(capsys)
+    kinds = [one["kind"] for one in found]
+    assert kinds[:3] == ["Namespace", "CustomResourceDefinition", "ServiceAccount"]
+    assert kinds[-1] == "Deployment"
+
+
+def test_the_operator_runs_without_root_and_cannot_write(capsys):
+    by_name, _ = installed(capsys, "--image", "registry/elastane:1", "--replicas", "2")
+    spec = by_name["Deployment", "elastane-operator"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert (container["image"], spec["replicas"]) == ("registry/elastane:1", 2)
+    assert cli.main([*container["args"], "--help"]) == 0, "options that the verb has"
+
+
+def granted(rights):
+    return {
+        (group, resource, verb)
+        for group, resources, verbs, _ in rights
+        for resource in resources
+        for verb in verbs
+    }
+
+
+def test_the_operator_holds_whatever_a_jobs_role_grants_and_no_wildcard():
+    """Kubernetes lets nobody grant what they do not hold themselves."""
+    seen = Observed(
+        job=msgspec.convert({**job(), "metadata": {"name": "x", "uid": "u"}}, ElasticJob)
+    )
+    roles = [
+        action.manifest
+        for action in reconcile(seen, 0.0).actions
+        if isinstance(action, CreateObject) and action.kind == "Role"
+    ]
+    assert roles
+    needed = {
+        (group, resource, verb)
+        for role in roles
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert needed <= granted(RIGHTS)
+    assert not any("*" in part for right in granted(RIGHTS + NODE_RIGHTS) for part in right)
+
+
+def test_an_operator_of_one_namespace_has_rights_there_alone_but_for_nodes(capsys):
+    by_name, found = installed(capsys, "--watch-namespace", "team")
+    roles = [(one["metadata"]["namespace"], one["rules"]) for one in found if one["kind"] == "Role"]
+    assert [namespace for namespace, _ in roles] == ["team", "elastane-system"]
+    assert roles[1][1][0]["resources"] == ["leases"]
+    (wide,) = [one for one in found if one["kind"] == "ClusterRole"]
+    assert [rule["resources"] for rule in wide["rules"]] == [["nodes"]]
+    args = by_name["Deployment", "elastane-operator"]["spec"]["template"]["spec"]
+    assert "--namespace=team" in args["containers"][0]["args"]
+
+
+def test_render_makes_the_job_that_its_options_say(capsys):
+    (made,) = printed(
+        capsys, "render", "--name", "x", "--image", "i", "--replicas", "2", "--min", "1",
+        "--max", "4", "--nproc-per-node", "8", "--gpus", "8",
+        "--memory", "64Gi", "--cpu", "16", "--shm", "8Gi",
+        "--volume", "data:/data:ro", "--host-path", "/mnt:/scratch", "--env", "A=b=c",
+        "--backoff-limit", "3", "--ttl", "60", "--suspend", "--restart-policy", "OnFailure",
+        "--launcher", "torchrun", "-n", "team", "train.py", "--lr", "1e-3",
+    )  # fmt: skip
+    spec, worker = made["spec"], made["spec"]["replicaSpecs"]["Worker"]
+    assert (made["metadata"]["namespace"], spec["minReplicas"], spec["maxReplicas"]) == (
+        "team",
+        1,
+        4,
+    )
+    assert (spec["backoffLimit"], spec["ttlSecondsAfterFinished"], spec["suspend"]) == (3, 60, True)
+    assert (worker["replicas"], worker["restartPolicy"]) == (2, "OnFailure")
+    (container,) = worker["template"]["spec"]["containers"]
+    assert container["args"] == ["--nproc-per-node=8", "train.py", "--lr", "1e-3"]
+    assert container["resources"] == {
+        "limits": {"nvidia.com/gpu": "8", "memory": "64Gi"},
+        "requests": {"cpu": "16"},
+    }
+    assert container["env"] == [{"name": "A", "value": "b=c"}]
+    mounts = {one["mountPath"]: one.get("readOnly", False) for one in container["volumeMounts"]}
+    assert mounts == {"/dev/shm": False, "/data": True, "/scratch": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--replicas", "2", "--min", "3", "--max", "1"], "minReplicas"),
+        (["--env", "A"], "--env A"),
+        (["--volume", "data"], "WHAT:/PATH"),
+        (["--host-path", "/a:/b:rw"], "WHAT:/PATH"),
+    ],
+)
+def test_render_refuses_what_the_operator_would(words, said, capsys):
+    assert (
+        cli.main(["kubernetes", "render", "--name", "x", "--image", "i", *words]) == ExitCode.USAGE
+    )
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["N", "y", "no", "1e3", "0o17", "1_000", ".5", "null", "12:30:45", ""]
+)
+def test_a_text_is_quoted_that_another_reader_takes_for_something_else(text):
+    written = as_yaml([{"name": text}])
+    assert f'name: "{text}"' in written
+    assert yaml.safe_load(written) == {"name": text}
+
+
+def shown(kube, name="x"):
+    return view.look(access(kube), name)
+
+
+def test_status_shows_a_job_in_depth():
+    async def scenario(kube):
+        kube.create("elasticjobs", job(minReplicas=1, maxReplicas=4), group=GROUP_OF_JOBS)
+        async with operator_over(kube, decide=reconcile) as running:
+            await settled(kube)
+            ended = {"exitCode": 137, "signal": 9, "reason": "OOMKilled"}
+            container = {
+                "name": "elasticjob-worker",
+                "restartCount": 3,
+                "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
+                "lastState": {"terminated": ended},
+            }
+            status = {"phase": "Running", "containerStatuses": [container]}
+            kube.patch("pods", "x-worker-0", {"spec": {"nodeName": "node-7"}})
+            kube.patch("pods", "x-worker-0", {"status": status}, subresource="status")
+            kube.create("nodes", {"metadata": {"name": "node-7"}}, namespace="")
+            await kube.wait(lambda: kube.all("events"))
+            await running.stop()
+        progress = {"round": 4, "worldSize": 2, "step": 1200, "stepsPerSecond": 2.5}
+        incident = {"cause": "worker 1 ran out of memory", "time": "2026-01-01T00:00:00Z"}
+        status = {"status": {**progress, "lastIncident": incident}}
+        kube.patch("elasticjobs", "x", status, group=GROUP_OF_JOBS, subresource="status")
+        found = await shown(kube)
+        text = "\n".join(view.lines(found))
+        for part in (
+            "default/x: ",
+            "wanted (min 1, max 4)",
+            "round 4, 2 workers",
+            "1200, 2.5 a second",
+            "worker 1 ran out of memory",
+            "ElasticJobCreated",
+            "x-worker-0  node-7",
+            "signal 9, OOMKilled",
+            "x-worker-1  -",
+            "Pending",
+        ):
+            assert part in text, text
+        assert "has not answered" not in text
+        told = json.loads(view.as_json(found))
+        assert [pod["metadata"]["name"] for pod in told["pods"]] == ["x-worker-0", "x-worker-1"]
+        assert not found.has_failed
+
+    play(scenario)
+
+
+def test_status_of_a_job_that_is_not_there_says_where_it_looked():
+    async def scenario(kube):
+        with pytest.raises(UsageError, match="no ElasticJob y in namespace default"):
+            await shown(kube, "y")
+
+    play(scenario)
+
+
+def test_status_bears_a_job_that_nobody_has_kept_yet_and_events_that_may_not_be_read():
+    async def scenario(kube):
+        kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
+        kube.inject("GET", "/events$", status=403, reason="Forbidden")
+        text = "\n".join(view.lines(await shown(kube)))
+        assert "default/x: new" in text and "no pods" in text
+        assert "has not answered to the spec as it is" in text
+
+    play(scenario)
+
+
+def test_the_operator_says_where_it_found_no_cluster(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["kubernetes", "operator"]) == ExitCode.CONFIGURATION
+    assert "kubeconfig" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said():
+    async def scenario(kube):
+        server = await asyncio.start_server(lambda *_: None, None, 0)
+        port = server.sockets[0].getsockname()[1]
+        async with operator_over(kube, metrics_port=port) as running:
+            with pytest.raises(Exception, match=f"--metrics-port {port}"):
+                await running.task
+        server.close()
+
+    play(scenario)
+
+
+def test_render_refuses_pods_that_the_operator_would_not_make(capsys):
+    words = ["kubernetes", "render", "--name", "x", "--image", "i"]
+    assert cli.main([*words, "--replicas", "5", "--max", "2", "train.py"]) == 2
+    assert "--replicas 5: expected" in capsys.readouterr().err

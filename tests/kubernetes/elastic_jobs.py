@@ -1,0 +1,232 @@
+"""Real training in ElasticJobs: an operator as a process, jobs applied by kubectl, steps on disk.
+
+with Operator(plane, folder) as operator, ElasticJob(folder, plane=plane, space=namespace) as job:
+    job.apply(replicas=2, low=1, high=3)
+    job.wait_step(world=2)
+    job.kubectl("scale", "ej/train", "--replicas=3")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bed.controlplane import ControlPlane
+from bed.parts import Part
+
+sys.path.append(str(Path(__file__).parents[1] / "process"))
+
+from jobs import SCRIPT, Job, Step, until
+
+IN_PLACE = Path(__file__).parent / "scripts" / "kube_steps.py"
+STOCK = SCRIPT.with_name("torchrun_steps.py")
+PRELOAD = "torch,torch.distributed"
+VERB = [sys.executable, "-m", "elastane", "kubernetes"]
+Json = dict[str, Any]
+
+
+class Operator:
+    """`elastane kubernetes operator`, which may be killed and started again."""
+
+    def __init__(self, plane: ControlPlane, folder: Path, kubeconfig: Path | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.plane, self.kubeconfig = plane, kubeconfig or plane.admin
+        self.part = Part("operator", folder)
+
+    def __enter__(self) -> Self:
+        install_definition(self.plane)
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        # Gracefully: else the next one waits for the lease to run out.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.stop()
+        self.part.kill()
+
+    def start(self) -> None:
+        self.part.start([*VERB, "operator", "--kubeconfig", str(self.kubeconfig)])
+
+    def report(self) -> str:
+        return self.part.tail(80)
+
+    def kill(self) -> None:
+        """As by the kernel: nothing that it was about to do is done."""
+        self.part.kill()
+
+    def stop(self) -> None:
+        """As by Kubernetes: SIGTERM, and it ends by itself."""
+        self.part.send(signal.SIGTERM)
+        assert self.part.process is not None
+        self.part.process.wait(20)
+
+
+def install_definition(plane: ControlPlane) -> None:
+    """Apply what `elastane kubernetes crd` prints, and wait until it is served."""
+    done = Part("crd", plane.folder)
+    done.start([*VERB, "crd"])
+    assert done.process is not None
+    assert done.process.wait(60) == 0, done.tail()
+    plane.kubectl("apply", "-f", str(done.log))
+    plane.kubectl("wait", "--for=condition=Established", "crd/elasticjobs.elastic.pytorch.org")
+    done.log.unlink()
+
+
+@dataclass
+class ElasticJob(Job):
+    """One job, whose pods write their steps into its folder, which is a volume of theirs."""
+
+    plane: ControlPlane = None  # type: ignore[assignment]
+    space: str = ""
+    image: str = "elastane"
+    script: Path = IN_PLACE
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.kubectl("delete", f"ej/{self.name}", "--ignore-not-found", "--wait=false")
+
+    def kubectl(self, *argv: str, given: str = "") -> str:
+        return self.plane.kubectl(*argv, given=given, namespace=self.space)
+
+    # ---- manifests
+
+    def container(self, *before: str, **more: Any) -> Json:
+        options = {
+            "elastane": ["--log-dir=/job/logs", "--preload", PRELOAD, "--shutdown-timeout=5"],
+            "torchrun": ["--max-restarts=9"],
+        }
+        said = [*options.get(self.image, []), "--nproc-per-node=1", *before]
+        env = [
+            {"name": "OMP_NUM_THREADS", "value": "1"},
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+            {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        ]
+        return {
+            "name": "elasticjob-worker",
+            "image": self.image,
+            "args": [*said, str(self.script), "/job/steps", str(self.steps)],
+            "env": env,
+            "volumeMounts": [{"name": "job", "mountPath": "/job"}],
+            **more,
+        }
+
+    def manifest(self, replicas: int, low: int, high: int, **spec: Any) -> Json:
+        """As of the original; `spec` are more of its fields, `container` and `pod` of the pod's."""
+        policy = spec.pop("restartPolicy", "ExitCode")
+        pod = {
+            "containers": [spec.pop("container", None) or self.container()],
+            "volumes": [{"name": "job", "hostPath": {"path": str(self.folder)}}],
+            "terminationGracePeriodSeconds": 30,
+            **spec.pop("pod", {}),
+        }
+        worker = {"replicas": replicas, "restartPolicy": policy, "template": {"spec": pod}}
+        if self.image == "torchrun":
+            spec.setdefault("launcher", "torchrun")
+        return {
+            "apiVersion": "elastic.pytorch.org/v1alpha1",
+            "kind": "ElasticJob",
+            "metadata": {"name": self.name},
+            "spec": {
+                "minReplicas": low,
+                "maxReplicas": high,
+                "replicaSpecs": {"Worker": worker},
+                **spec,
+            },
+        }
+
+    def apply(self, replicas: int = 2, low: int = 1, high: int = 3, **spec: Any) -> None:
+        self.kubectl(
+            "apply", "-f", "-", given=json.dumps(self.manifest(replicas, low, high, **spec))
+        )
+
+    # ---- what is there
+
+    def get(self) -> Json:
+        return json.loads(self.kubectl("get", f"ej/{self.name}", "-o", "json"))
+
+    def pods(self) -> dict[str, Json]:
+        path = f"/api/v1/namespaces/{self.space}/pods?labelSelector=job-name%3D{self.name}"
+        return {pod["metadata"]["name"]: pod for pod in self.plane.ask("GET", path)["items"]}
+
+    def condition(self, kind: str) -> Json:
+        told = self.get().get("status", {}).get("conditions", [])
+        return next((each for each in told if each["type"] == kind), {})
+
+    def wait_condition(self, kind: str, status: str = "True", words: str = "") -> Json:
+        def found() -> bool:
+            told = self.condition(kind)
+            return told.get("status") == status and words in json.dumps(told)
+
+        until(found, f"condition {kind}={status} with {words!r} of {self.name}")
+        return self.condition(kind)
+
+    def wait_pods(self, what: str, is_so: Callable[[dict[str, Json]], object]) -> dict[str, Json]:
+        until(lambda: is_so(self.pods()), f"{what} of {self.name}")
+        return self.pods()
+
+    def seen(self) -> list[Step]:
+        if self.image != "torchrun":
+            return super().seen()
+        try:
+            lines = (self.folder / "steps").read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        return [_stock_step(line) for line in lines if line.endswith("\n")]
+
+    def story(self) -> str:
+        """All that a person would look at."""
+        told = []
+        for argv in (
+            ("get", f"ej/{self.name}", "-o", "yaml"),
+            ("get", "pods,services,configmaps,leases", "-o", "wide"),
+            ("get", "events", "--sort-by=.lastTimestamp"),
+        ):
+            try:
+                told.append(f"---- kubectl {' '.join(argv)}\n{self.kubectl(*argv)}")
+            except AssertionError as error:
+                told.append(str(error))
+        events = [f"{e.time} {e.source} {e.node} {e.kind}: {e.reason}" for e in self.all_events()]
+        return "\n".join(
+            [*told, "---- events", *events[-60:], "---- steps", *map(str, self.seen()[-6:])]
+        )
+
+    def all_events(self) -> list[Any]:
+        """Of every rendezvous id that the job had."""
+        from elastane.observe.events import read_events
+
+        folders = (self.folder / "logs").glob("*/")
+        return [event for folder in folders for event in read_events(folder)]
+
+
+def _stock_step(line: str) -> Step:
+    """A line of torchrun_steps.py; what is a fence elsewhere is the number of restarts there."""
+    words = line.split()
+    rank, step, world, restarts = map(int, words[:4])
+    return Step(rank, step, world, restarts, restarts, 0, words[4], int(words[5]), float(words[6]))
+
+
+def steps_of(seen: list[Step]) -> dict[int, set[tuple[int, int]]]:
+    """Of each committed step, in which fences it was committed."""
+    found: dict[int, set[tuple[int, int]]] = {}
+    for each in seen:
+        found.setdefault(each.step, set()).add((each.round, each.attempt))
+    return found
+
+
+def prepare(folder: Path) -> Path:
+    """A folder that pods of any user may write to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chmod(folder, 0o777)
+    return folder

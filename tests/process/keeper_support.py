@@ -1,0 +1,142 @@
+"""Keepers for tests: of an agent that is one only as far as this goes, and of a worker alone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from process_harness import DEADLINE_S, SCRIPTS, until, worker_environment
+from supervise import alive, children, command_line
+
+from elastane.core.checkpoints import Key
+from elastane.keeper.client import Keeper
+from elastane.keeper.messages import Persist, Snapshot
+from elastane.storage.places import open_storage
+from elastane.storage.repository import Repository
+
+SLOT_BYTES = 1 << 16
+
+
+class Node:
+    """A pretended agent, and the keeper that it owns."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        run = folder / "run"
+        run.mkdir(mode=0o700, exist_ok=True)
+        self.folder = folder
+        self.environment = worker_environment(XDG_RUNTIME_DIR=str(run), **environment)
+        self.path = Path()
+
+    def __enter__(self) -> Node:
+        with (self.folder / "words").open("ab") as words:
+            self.agent = subprocess.Popen(
+                [sys.executable, SCRIPTS / "keeper_agent.py"],
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=words,
+                start_new_session=True,
+            )
+        assert self.agent.stdout is not None
+        self.path = Path(self.agent.stdout.readline().decode().strip())
+        os.environ["ELASTANE_KEEPER"] = str(self.path)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.pop("ELASTANE_KEEPER", None)
+        left = keepers(self.agent.pid)
+        for pipe in (self.agent.stdin, self.agent.stdout):
+            assert pipe is not None
+            pipe.close()
+        self.agent.kill()
+        self.agent.wait()
+        for pid in left:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    @property
+    def words(self) -> str:
+        """All that agent and keeper said."""
+        return (self.folder / "words").read_text()
+
+    @property
+    def keeper(self) -> int:
+        """The pid of the keeper."""
+        until(lambda: len(keepers(self.agent.pid)) == 1, "one keeper")
+        return next(iter(keepers(self.agent.pid)))
+
+    def leave(self) -> None:
+        """Have the agent end in good order, and wait for that."""
+        assert self.agent.stdin is not None
+        self.agent.stdin.write(b"leave\n")
+        self.agent.stdin.flush()
+        assert self.agent.wait(DEADLINE_S) == 0
+
+    def kill(self) -> None:
+        """Kill the agent alone."""
+        self.agent.kill()
+        self.agent.wait()
+
+
+def keepers(parent: int) -> set[int]:
+    """Return the pids of the keepers that a process has."""
+    return {pid for pid in children(parent) if "elastane-keeper" in command_line(pid)}
+
+
+class Worker:
+    """A connection, and the slots behind it."""
+
+    def __init__(self, slots: int = 3, slot_bytes: int = SLOT_BYTES, group: str = "") -> None:
+        self.keeper = Keeper.connect(group)
+        self.size = slot_bytes
+        self.take(slots, slot_bytes)
+
+    def take(self, slots: int, slot_bytes: int) -> None:
+        self.size = slot_bytes
+        self.slots = []
+        for fd in self.keeper.slots(slots, slot_bytes):
+            self.slots.append(mmap.mmap(fd, slot_bytes))
+            os.close(fd)
+
+    def save(self, step: int, persist: Persist | None = None, **more: object) -> Key:
+        """Keep a snapshot that is all of its step's number."""
+        slot = self.keeper.grant(DEADLINE_S)
+        self.slots[slot][:] = bytes([step % 251]) * self.size
+        wish = snapshot(step, self.size, persist, **more)
+        self.keeper.keep(slot, wish)
+        return wish.key
+
+    def steps(self) -> list[int]:
+        """Return what is held, after comparing its bytes."""
+        steps = []
+        for held in self.keeper.held():
+            step = held.key.step
+            for first, end, fd in held.pieces:
+                assert os.pread(fd, end - first, 0) == bytes([step % 251]) * (end - first)
+            steps.append(step)
+            self.keeper.release(held)
+        return steps
+
+
+def snapshot(step: int, size: int, persist: Persist | None, **more: object) -> Snapshot:
+    given = {"key": Key(0, 1, 0, step), "nonce": f"{step:08x}", "first": 0, "end": size}
+    given |= {"image_bytes": size, "files": {"state.msgpack": b"%d" % step}, "persist": persist}
+    return Snapshot(**{**given, **more})
+
+
+def persist_to(where: Path, size: int = SLOT_BYTES, **more: object) -> Persist:
+    given = {"where": str(where), "job": "job", "world": 1, "versions": {}, "reason": "step"}
+    given |= {"ranges": (("__0_0.distcp", 0, size),), "keep": 2, "wait_s": 20.0}
+    return Persist(**{**given, **more})
+
+
+def published(where: Path) -> list[tuple[int, str]]:
+    """Return step and reason of the checkpoints in a folder, newest first; each is read whole."""
+    repository = Repository(open_storage(str(where)))
+    found = repository.published()
+    assert [repository.verify(one) for one in found] == [""] * len(found)
+    return [(one.key.step, one.manifest.about.reason) for one in found]

@@ -1,0 +1,140 @@
+"""Trains and saves after each step, in one of three ways, till FOLDER/enough is there.
+
+    checkpointed.py FOLDER WHERE objects|sharded|job [STEP_S]
+
+`{node}` in WHERE is this node's id. Each process appends to FOLDER/PID.jsonl what it restored and
+each step; with FOLDER/enough, all end at one step, and rank 0 leaves FOLDER/final: steps and
+weights (those of other ranks are the same, or parts of them). Of `objects` and `sharded` the
+weights depend on the steps and the world's size alone, of `job` on the steps alone.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import elastane
+
+WIDTH = 64
+torch.set_num_threads(1)
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, 300), torch.nn.Dropout(0.1), torch.nn.Linear(300, WIDTH)]
+    return torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(WIDTH))
+
+
+class Told:
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def __call__(self, what: str, **more: object) -> None:
+        self._file.write(json.dumps({"what": what, "at_s": time.monotonic(), **more}) + "\n")
+
+
+def fingerprint(tensors: list[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def leave(folder: Path, steps: int, weights: str) -> None:
+    (folder / "final.new").write_text(json.dumps({"steps": steps, "weights": weights}))
+    (folder / "final.new").replace(folder / "final")
+
+
+def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
+    """Train with a process group of the script's own."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net, told = model(), Told(folder)
+    if sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (size,))
+        net = torch.nn.Sequential(net[0], net[2])  # dropout has streams of each rank's own
+        for layer in net:
+            fully_shard(layer, mesh=mesh)
+        run = fully_shard(net, mesh=mesh)
+    else:
+        run = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    torch.manual_seed(rank)
+    checkpointer = elastane.Checkpointer(where, every_steps=1)
+    restored = checkpointer.restore({"model": net, "optimizer": optimizer})
+    step = restored.step if restored else 0
+    told("restored", step=step, where=restored.where if restored else "", rank=rank)
+    enough = torch.zeros(1)
+    while not enough:
+        generator = torch.Generator().manual_seed(step * 100 + rank)
+        run(torch.randn(8, WIDTH, generator=generator)).pow(2).mean().backward()
+        time.sleep(step_s)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        saver = getattr(checkpointer, "_saver", None)
+        copied = saver.keeper.progress(fresh=False).copied if saver else ()
+        told("step", step=step, rank=rank, copied=copied)
+        checkpointer.maybe_save(step)
+        enough = torch.ones(1) * (rank == 0 and (folder / "enough").exists())
+        dist.all_reduce(enough)
+    if not checkpointer.maybe_save(step):
+        checkpointer.save(step)
+    checkpointer.wait()
+    checkpointer.close()
+    whole = [p.full_tensor() if sharded else p for p in net.parameters()] + [*net.buffers()]
+    if rank == 0:
+        leave(folder, step, fingerprint(whole))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def in_place(folder: Path, where: str, step_s: float) -> None:
+    """Train as a job that recovers in place."""
+    told = Told(folder)
+    with elastane.init() as job:
+        net = torch.nn.Sequential(*[layer for n, layer in enumerate(model()) if n in (0, 2)])
+        run = DistributedDataParallel(net, process_group=job.process_group)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        data = torch.randn(997, WIDTH, generator=torch.Generator().manual_seed(1))
+        batches = elastane.ElasticBatchSampler(len(data), 8, seed=0)
+        loader = torch.utils.data.DataLoader(data, batch_sampler=batches)
+        job.track(model=net, optimizer=optimizer)
+        checkpointer = elastane.Checkpointer(where, every_steps=1)
+        restored = checkpointer.restore(job)
+        told("restored", step=restored.step if restored else 0, where=restored and restored.where)
+        enough = torch.zeros(1)
+        for step, _ in job.steps(loader, until_step=10**6):
+            with step:
+                for batch in step.batches:
+                    step.backward(run(batch).pow(2).mean())
+                time.sleep(step_s)
+                optimizer.step()
+                optimizer.zero_grad()
+                enough = torch.ones(1) * (job.rank == 0 and (folder / "enough").exists())
+                dist.all_reduce(enough, group=job.process_group)
+            if step.committed:
+                told("step", step=step.number + 1, rank=job.rank)
+                checkpointer.maybe_save(step)
+                if enough:
+                    break
+        checkpointer.wait()
+        checkpointer.close()
+        if job.rank == 0:
+            leave(folder, job.committed, fingerprint([*net.parameters()]))
+
+
+if __name__ == "__main__":
+    said, place, way = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    pause_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
+    place = place.replace("{node}", os.environ.get("ELASTANE_NODE", "none"))
+    if way == "job":
+        in_place(said, place, pause_s)
+    else:
+        alone(said, place, pause_s, sharded=way == "sharded")

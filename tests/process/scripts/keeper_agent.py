@@ -1,0 +1,30 @@
+"""An agent as far as its keeper goes: it says where the socket is, and leaves when told to."""
+
+import asyncio
+import os
+import sys
+
+from elastane.agent.keeping import Keeping
+from elastane.keeper.peers import Neighbours
+from elastane.runtime.kernel import become_subreaper
+from elastane.runtime.warden import Warden
+
+
+async def main():
+    become_subreaper()
+    keeping = Keeping(dict(os.environ))
+    keeping.open()
+    warden = Warden("none", keeping.path)
+    await warden.start()
+    if secret := os.environ.get("TEST_NEIGHBOURS"):
+        keeping.meet(lambda: Neighbours("job", (secret.encode(),), "127.0.0.1"))
+    keeping.start()
+    print(keeping.path, flush=True)
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin, told.set)
+    await told.wait()
+    await keeping.close()
+    await warden.close()
+
+
+asyncio.run(main())

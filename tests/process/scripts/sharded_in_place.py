@@ -1,0 +1,150 @@
+"""Training with fully_shard() as a job: over SHARD workers a replica; 0: over all that there are.
+
+    sharded_in_place.py FOLDER SHARD STEP_S WHERE [CUT]
+
+Each process appends to FOLDER/PID.jsonl what it restored and each step. All stop after the step in
+which one finds FOLDER/enough, train as many steps again as plain torch would, and leave
+FOLDER/PID.final: digests of what both have come to. Where WHERE is not empty they save. In step
+CUT, once, those of seats 0 and 2 make their update, that of seat 1 does not come to it, and that of
+seat 3 is killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import elastane
+
+WIDTH, BATCH = 24, 16
+torch.set_num_threads(1)
+
+
+class Training:
+    """A model whose shards are of unequal size, and all that trains it."""
+
+    def __init__(self, mesh) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(WIDTH, 37), torch.nn.Tanh(), torch.nn.LayerNorm(37)]
+        self.net = torch.nn.Sequential(*layers, torch.nn.Linear(37, 5))
+        for layer in (self.net[0], self.net[3]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.99)
+        self.data = torch.randn(1009, WIDTH, generator=torch.Generator().manual_seed(1))
+        self.batches = elastane.ElasticBatchSampler(len(self.data), BATCH, seed=3)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(batch).pow(2).mean()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def digest(self) -> str:
+        parameters = [*self.net.parameters()]
+        moments = [self.optimizer.state[p]["exp_avg_sq"] for p in parameters]
+        whole = [each.full_tensor().detach().numpy().tobytes() for each in parameters + moments]
+        return hashlib.sha256(b"".join(whole)).hexdigest()
+
+    def clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+
+
+def plain(mesh, steps: int) -> str:
+    """What plain training comes to, in the world that is left."""
+    run = Training(mesh)
+    row, column = mesh.get_coordinate()
+    run.batches.bind(row * mesh.size(1) + column, mesh.size())
+    while run.batches.next_step < steps:
+        for samples in run.batches:
+            if run.batches.next_step < steps:
+                run.forward(run.data[samples]).backward()
+                run.clip()
+                run.update()
+                run.batches.commit()
+    return run.digest()
+
+
+def cut_at(folder: Path, number: int, now: dict[str, int]) -> None:
+    from elastane.job.shards import Shards
+
+    agree = Shards.agree
+
+    def cut(self, *, updating: bool) -> None:
+        agree(self, updating=updating)
+        if now["step"] != number or (folder / "cut").exists():
+            return
+        (folder / f"there-{self._mesh.seat}").touch()
+        if self._mesh.seat == 3:
+            while len([*folder.glob("there-*")]) < 4:
+                time.sleep(0.001)
+            (folder / "cut").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._mesh.seat == 1:
+            self._agreed = False
+            while not self._group.failed:
+                time.sleep(0.001)
+            self._group.check()
+
+    Shards.agree = cut
+
+
+def main() -> None:
+    folder, shard, step_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    where, now = sys.argv[4], {"step": -1}
+    if len(sys.argv) > 5:
+        cut_at(folder, int(sys.argv[5]), now)
+    log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end
+
+    def say(what: str, step: int, **more: object) -> None:
+        place = {"rank": job.rank, "world": job.world_size, "round": job.fence.round}
+        at = {"at_s": time.monotonic(), **more}
+        log.write(json.dumps({"what": what, "step": step, **place, **at}) + "\n")
+
+    with elastane.init() as job:
+        mesh = job.device_mesh(shard=shard or job.world_size)
+        run = Training(mesh)
+        loader = torch.utils.data.DataLoader(run.data, batch_sampler=run.batches)
+        job.track(net=run.net, optimizer=run.optimizer, scheduler=run.scheduler)
+        saver = elastane.Checkpointer(where, every_steps=2) if where else None
+        restored = saver.restore(job) if saver else None
+        say("restored", restored.step if restored else 0, where=restored and restored.where)
+        for step, batch in job.steps(loader, until_step=10**6):
+            with step:
+                now["step"] = step.number
+                say("body", step.number)
+                step.backward(run.forward(batch))
+                run.clip()
+                enough = torch.tensor(float((folder / "enough").exists()))
+                time.sleep(step_s)
+                dist.all_reduce(enough, group=job.process_group)
+                run.update()
+            if step.committed:
+                say("committed", step.number)
+                if saver:
+                    saver.maybe_save(step)
+                if enough:
+                    break
+        if saver:
+            saver.wait()
+            saver.close()
+        found = {"steps": job.committed, "found": run.digest()}
+        found["plain"] = plain(mesh, job.committed)
+        (folder / f"{os.getpid()}.final").write_text(json.dumps(found))
+        dist.barrier(group=job.process_group)
+
+
+if __name__ == "__main__":
+    main()

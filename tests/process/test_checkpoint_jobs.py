@@ -1,0 +1,260 @@
+"""Jobs that save each step: whatever dies, they end with the weights of an undisturbed one."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastane.testing import LocalCluster
+
+SCRIPT = Path(__file__).parent / "scripts" / "checkpointed.py"
+STEP_S = 0.02
+RENAME_EXCHANGE = 2
+
+
+class Saving:
+    """A local cluster whose workers save, and what they have said."""
+
+    def __init__(self, folder: Path, way: str, where: str = "", **options: object) -> None:
+        self.folder, self.way = folder, way
+        self.where = where or str(folder / "ck")
+        self.said_folder = folder / "said"
+        self.said_folder.mkdir(parents=True)
+        script = [str(SCRIPT), str(self.said_folder), self.where, way, str(STEP_S)]
+        options = {"nnodes": "1", "nproc_per_node": 2, "max_restarts": 1000, **options}
+        options |= {
+            "preload": "torch,torch.distributed,torch.optim",
+            "rdzv_conf": {"crash_loop": 0},
+        }
+        self.cluster = LocalCluster(script, folder=folder / "c", **options)
+
+    def said(self, what: str) -> list[dict]:
+        found = []
+        for path in self.said_folder.glob("*.jsonl"):
+            whole = path.read_text().rpartition("\n")[0]  # the last may be half written
+            lines = [json.loads(line) for line in whole.splitlines()]
+            found += [line | {"pid": int(path.stem)} for line in lines if line["what"] == what]
+        return sorted(found, key=lambda line: line["at_s"])
+
+    def wait_steps(self, count: int) -> None:
+        """Wait until some worker that lives has made so many more steps from now on."""
+        begun: dict[int, int] = {}
+        for line in self.said("step"):
+            begun[line["pid"]] = begun.get(line["pid"], 0) + 1
+
+        def there() -> bool:
+            now: dict[int, int] = {}
+            for line in self.said("step"):
+                now[line["pid"]] = now.get(line["pid"], 0) + 1
+            alive = {pid for node in self.cluster.nodes if node.is_alive for pid in node.workers()}
+            return any(now.get(pid, 0) >= begun.get(pid, 0) + count for pid in alive)
+
+        self.cluster.wait(there, f"{count} steps")
+
+    def ends(self) -> dict:
+        (self.said_folder / "enough").touch()
+        nodes = self.cluster.nodes
+        self.cluster.wait(lambda: not any(node.is_alive for node in nodes), "all agents end")
+        assert self.cluster.events("job-ended")[-1].data["ok"] is True
+        return json.loads((self.said_folder / "final").read_text())
+
+
+def undisturbed(folder: Path, way: str, steps: int, world: int = 2) -> dict:
+    """Return what a job ends with that makes so many steps and loses nobody."""
+    said = folder / "undisturbed"
+    said.mkdir()
+    program = f"""
+import sys, pathlib
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import checkpointed, elastane, torch
+steps = {steps}
+class Never:
+    def __init__(self, *a, **k): self.n = 0
+    def restore(self, what): return None
+    def maybe_save(self, step):
+        self.n += 1
+        if self.n == steps: (pathlib.Path({str(said)!r}) / "enough").touch()
+        return True
+    def wait(self): pass
+    def close(self): pass
+elastane.Checkpointer = Never
+folder = pathlib.Path({str(said)!r})
+(checkpointed.in_place(folder, "", 0.0) if {way == "job"} else
+ checkpointed.alone(folder, "", 0.0, sharded={way == "sharded"}))
+"""
+    script = folder / "undisturbed.py"
+    script.write_text(program)
+    command = ["-m", "elastane", "run", "--standalone", "--nproc-per-node", str(world)]
+    subprocess.run([sys.executable, *command, str(script)], check=True, timeout=100)
+    return json.loads((said / "final").read_text())
+
+
+def exact(job: Saving, final: dict, world: int = 2) -> None:
+    """Assert that the weights are those of as many steps without a fault."""
+    # Of a job, the step that sees the file is the one after it was made.
+    steps = final["steps"] - (job.way == "job")
+    want = undisturbed(job.folder, job.way, steps, world)
+    assert want["steps"] == final["steps"]
+    assert want["weights"] == final["weights"]
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two names in one instant: in between, somebody would make the folder anew."""
+    exchanged = ctypes.CDLL(None, use_errno=True).renameat2(
+        -100, bytes(one), -100, bytes(other), RENAME_EXCHANGE
+    )
+    assert exchanged == 0, ctypes.get_errno()
+
+
+def published(where: Path) -> list[str]:
+    return sorted(p.parent.name for p in where.glob("step-*/manifest.json"))
+
+
+@pytest.mark.parametrize("way", ["objects", "sharded"])
+def test_restarted_workers_go_on_from_memory_and_lose_one_step_at_most(tmp_path, way):
+    job, rng = Saving(tmp_path, way), random.Random(7)
+    with job.cluster:
+        node = job.cluster.start("a")
+        for _ in range(4):
+            job.wait_steps(rng.randint(2, 9))
+            node.kill_worker(rng.randint(0, 1))
+        job.wait_steps(3)
+        final = job.ends()
+    restored = job.said("restored")
+    assert [line["where"] for line in restored] == ["", ""] + ["memory"] * 8
+    steps = job.said("step")
+    for line in restored[2:]:
+        before = [each["step"] for each in steps if each["at_s"] < line["at_s"]]
+        assert line["step"] >= max(before) - 1, line
+    told = [(event.data["step"], event.data["place"]) for event in job.cluster.events("restored")]
+    assert told == [(step, "memory") for step in sorted({line["step"] for line in restored[2:]})]
+    saved = job.cluster.events("checkpoint-saved")
+    assert saved[-1].data["step"] == final["steps"], "the last is told, however close they came"
+    assert {event.data["place"] for event in saved} == {job.where}
+    assert sum(event.data["saves"] for event in saved) >= len(published(Path(job.where)))
+    exact(job, final)
+
+
+def test_all_workers_of_a_job_in_place_may_die_at_once(tmp_path):
+    job = Saving(tmp_path, "job")
+    with job.cluster:
+        node = job.cluster.start("a")
+        for _ in range(2):
+            job.wait_steps(5)
+            node.kill_worker(0), node.kill_worker(1)
+        job.wait_steps(3)
+        node.kill_worker(1)  # and one alone, that its survivor heals
+        job.wait_steps(3)
+        final = job.ends()
+    assert any(line["where"] == "memory" for line in job.said("restored"))
+    exact(job, final)
+
+
+def test_a_node_that_comes_new_gets_the_state_from_the_memory_of_one_that_stayed(tmp_path):
+    job = Saving(tmp_path, "objects", nnodes="2", nproc_per_node=1)
+    with job.cluster:
+        job.cluster.start("a")
+        job.cluster.start("b")
+        job.wait_steps(6)
+        job.cluster.node("b").kill()
+        job.cluster.start("c")
+        job.cluster.wait(lambda: len(job.said("restored")) == 4, "the world of a and c")
+        job.wait_steps(3)
+        final = job.ends()
+    assert {line["where"] for line in job.said("restored")[2:]} == {"memory"}
+    exact(job, final)
+
+
+def test_a_folder_of_a_nodes_own_is_brought_what_it_lacks(tmp_path):
+    where = str(tmp_path / "own" / "{node}")
+    job = Saving(tmp_path, "objects", where, nnodes="2", nproc_per_node=1)
+    with job.cluster:
+        job.cluster.start("a")
+        job.cluster.start("b")
+        job.wait_steps(6)
+        job.cluster.wait(lambda: published(tmp_path / "own" / "a"), "a checkpoint")
+        for name in "ab":
+            job.cluster.node(name).kill()
+    again = Saving(tmp_path / "again", "objects", where, nnodes="2", nproc_per_node=1)
+    with again.cluster:
+        again.cluster.start("a")
+        again.cluster.start("new")
+        again.cluster.wait(lambda: len(again.said("restored")) == 2, "both restore")
+        restored = again.said("restored")
+        assert restored[0]["step"] == restored[1]["step"] >= 1
+        assert {line["where"] for line in restored} == {
+            str(tmp_path / "own" / "a"),
+            str(tmp_path / "own" / "new"),
+        }
+        again.wait_steps(3)
+        final = again.ends()
+    exact(again, final)
+    sizes = {
+        p.name: p.stat().st_size for p in (tmp_path / "own" / "new").glob("step-*/__0_0.distcp")
+    }
+    assert sizes
+
+
+def test_a_job_that_loses_all_its_agents_goes_on_from_storage_in_a_new_run(tmp_path):
+    job = Saving(tmp_path, "objects")
+    with job.cluster:
+        node = job.cluster.start("a")
+        job.wait_steps(8)
+        job.cluster.wait(lambda: len(published(tmp_path / "ck")) >= 2, "checkpoints")
+        node.kill()
+    kept = published(tmp_path / "ck")
+    again = Saving(tmp_path / "again", "objects", str(tmp_path / "ck"))
+    with again.cluster:
+        again.cluster.start("a")
+        again.wait_steps(3)
+        final = again.ends()
+    assert again.said("restored")[0]["step"] >= int(kept[-1][5:17])
+    assert published(tmp_path / "ck")[-1] > kept[-1]
+    exact(again, final)
+
+
+def test_sharded_state_is_restored_in_worlds_of_other_sizes(tmp_path):
+    where = str(tmp_path / "ck")
+    sums = []
+    for number, world in enumerate((2, 3, 1)):
+        job = Saving(tmp_path / str(number), "sharded", where, nproc_per_node=world)
+        with job.cluster:
+            job.cluster.start("a")
+            job.cluster.wait(lambda job=job: len(job.said("restored")) >= 1, "it restores")
+            job.wait_steps(2)
+            sums.append(job.ends())
+        restored = job.said("restored")
+        assert restored[0]["step"] == (sums[number - 1]["steps"] if number else 0)
+    steps = [each["steps"] for each in sums]
+    assert steps == sorted(set(steps))
+
+
+def test_training_goes_on_while_storage_is_away_and_the_user_is_told_once(tmp_path):
+    job = Saving(tmp_path, "objects")
+    with job.cluster:
+        node = job.cluster.start("a")
+        job.wait_steps(4)
+        (tmp_path / "away").write_text("no folder")
+        exchange(tmp_path / "ck", tmp_path / "away")
+        job.wait_steps(10)
+        node.kill_worker(0)
+        job.wait_steps(5)  # from memory, though storage is away
+        exchange(tmp_path / "ck", tmp_path / "away")
+        job.wait_steps(3)
+        final = job.ends()
+        output = node.output
+    told = [line for line in output.splitlines() if "training goes on" in line]
+    # Once for each reason and each worker that was there, of one local rank.
+    assert 1 <= len(told) <= 4, told
+    assert "going on from memory" in output
+    failed = job.cluster.events("checkpoint-failed")
+    assert {event.data["slug"] for event in failed} == {"checkpoint-write"}
+    assert len({event.reason.partition(": ")[2] for event in failed}) <= len(failed) <= 4
+    exact(job, final)
+    assert int(published(tmp_path / "ck")[-1][5:17]) == final["steps"]

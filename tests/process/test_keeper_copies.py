@@ -1,0 +1,180 @@
+"""Copies of snapshots between keepers: what arrives is what was sent, and nobody else gets in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+
+import pytest
+from keeper_support import SLOT_BYTES, Node, Worker, keepers
+from process_harness import DEADLINE_S, until
+
+from elastane.core.checkpoints import Key
+from elastane.keeper import line
+from elastane.keeper.messages import Replica
+from elastane.keeper.peers import TO_SENDER, Neighbours, Offer, Proof
+
+ABOUT = Neighbours("job", (b"secret" * 6,), "127.0.0.1")
+
+
+# Real keepers, each of an agent of its own.
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two nodes and a worker on each."""
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for name in "ab":
+            (tmp_path / name).mkdir()
+            node = Node(tmp_path / name, TEST_NEIGHBOURS="s" * 32)
+            stack.enter_context(node)
+            nodes.append((node, Worker(slots=4, group="g")))
+        yield nodes
+
+
+def save(worker, step, peer, safe="", local=0, nodes=2):
+    """Keep this node's part, copied to where `peer` is; returns its nonce."""
+    door = peer.keeper.door if peer else ""
+    replica = Replica(door, "g", safe)
+    at = {"first": local * SLOT_BYTES, "end": (local + 1) * SLOT_BYTES}
+    at["image_bytes"] = nodes * SLOT_BYTES
+    worker.save(step, replica=replica, replicated=False, **at)
+    return f"{step:08x}"
+
+
+def copied(worker, *nonces):
+    def there():
+        progress = worker.keeper.progress()
+        return not progress.copying and progress.copied == nonces
+
+    until(there, f"{nonces} are copied")
+
+
+def held(worker):
+    """What a worker is given: (step, pieces), with bytes that are their step's."""
+    found = []
+    for one in worker.keeper.held():
+        for first, end, fd in one.pieces:
+            assert os.pread(fd, end - first, 0) == bytes([one.key.step % 251]) * (end - first)
+        found.append((one.key.step, [(first, end) for first, end, _ in one.pieces]))
+        worker.keeper.release(one)
+    return found
+
+
+def test_a_neighbours_part_is_given_out_together_with_what_is_held_here(pair):
+    (_, a), (_, b) = pair
+    for step in (1, 2, 3):
+        safe = f"{step - 1:08x}" if step > 1 else ""
+        save(a, step, b, safe, local=0)
+        save(b, step, a, safe, local=1)
+        both = tuple(f"{n:08x}" for n in (step - 1, step) if n)
+        copied(a, *both), copied(b, *both)
+    whole = [(0, SLOT_BYTES), (SLOT_BYTES, 2 * SLOT_BYTES)]
+    assert held(a) == [(3, whole), (2, whole)]
+    assert held(b) == [(3, whole[::-1]), (2, whole[::-1])]
+
+
+def test_the_part_of_a_node_that_is_gone_is_given_to_who_has_kept_nothing(pair):
+    (gone, a), (_, b) = pair
+    copied(a, save(a, 7, b))
+    os.kill(gone.keeper, signal.SIGKILL)
+    assert held(b) == [(7, [(0, SLOT_BYTES)])]
+
+
+def test_a_peer_that_was_killed_costs_copies_and_no_save_and_its_successor_takes_them(pair):
+    (_, a), (other, b) = pair
+    copied(a, save(a, 1, b))
+    old = b.keeper.door
+    os.kill(other.keeper, signal.SIGKILL)
+    save(a, 2, b, "00000001")
+    until(lambda: not a.keeper.progress().copying, "it is given up")
+    assert a.keeper.progress().copied == ("00000001",)
+    os.environ["ELASTANE_KEEPER"] = str(other.path)
+    b = Worker(slots=4, group="g")
+    assert b.keeper.door != old
+    copied(a, save(a, 3, b))
+    assert held(b) == [(3, [(0, SLOT_BYTES)])]
+    assert next(step for step, _ in held(a)) == 3
+
+
+def test_a_peer_that_hangs_makes_nobody_wait(pair):
+    (_, a), (other, b) = pair
+    os.kill(other.keeper, signal.SIGSTOP)
+    try:
+        save(a, 1, b)
+        for step in range(2, 30):
+            save(a, step, None)
+        assert a.keeper.progress().copying
+        assert [step for step, _ in held(a)] == [29, 28, 1], "what is copied stays"
+    finally:
+        os.kill(other.keeper, signal.SIGCONT)
+    copied(a, "00000001")
+    assert held(b) == [(1, [(0, SLOT_BYTES)])]
+
+
+def test_a_keeper_without_neighbours_has_no_door_and_copies_nothing(tmp_path):
+    with Node(tmp_path):
+        worker = Worker()
+        assert worker.keeper.door == ""
+        worker.save(1, replica=Replica("127.0.0.1:9", "g", ""))
+        assert not worker.keeper.progress().copying
+
+
+def test_whoever_does_not_know_the_secret_gets_nowhere(pair):
+    (_, a), (other, b) = pair
+    host, _, port = b.keeper.door.rpartition(":")
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000)):
+        with socket.create_connection((host, int(port)), DEADLINE_S) as end:
+            end.sendall(said)
+            end.shutdown(socket.SHUT_WR)
+            end.settimeout(DEADLINE_S)
+            with contextlib.suppress(ConnectionResetError):
+                assert end.recv(1) == b""
+    stranger = Neighbours("job", (b"guessed" * 5,), "")
+    with pytest.raises(ConnectionError, match="another secret"):
+        line.dial(b.keeper.door, stranger, TO_SENDER)
+    with pytest.raises(ConnectionError, match="another job"):
+        line.dial(b.keeper.door, Neighbours("other", (b"s" * 32,), ""), TO_SENDER)
+    copied(a, save(a, 1, b))
+    assert held(b) == [(1, [(0, SLOT_BYTES)])]
+    assert "snapshot-replicas" in other.words
+
+
+def test_what_a_neighbour_sends_that_makes_no_sense_is_not_kept(pair):
+    (_, a), (_, b) = pair
+    known = Neighbours("job", (b"s" * 32,), "")
+    offer = Offer("other", "g", Key(0, 1, 0, 9), "00000009", "", 3, (5,))
+    for proof in (Proof(("x", "y")), Proof(()), offer):
+        with contextlib.closing(line.dial(b.keeper.door, known, TO_SENDER)) as one:
+            one.say(offer)
+            one.hear()
+            one.put(memoryview(b"abc"))
+            one.put(memoryview(b"abcde"))
+            one.say(proof)
+            with pytest.raises(ConnectionError):
+                one.hear()
+    with contextlib.closing(line.dial(b.keeper.door, known, TO_SENDER)) as one:
+        one.say(offer)
+        one.hear()
+        digests = one.put(memoryview(b"abc")), one.put(memoryview(b"abcde"))
+        one.say(Proof(digests))
+        with pytest.raises(ConnectionError):  # The words are none, though they came whole.
+            one.hear()
+    assert held(b) == []
+    copied(a, save(a, 1, b))
+    assert held(b) == [(1, [(0, SLOT_BYTES)])]
+
+
+def test_keepers_end_with_their_agents_though_a_copy_is_on_its_way(pair):
+    (one, a), (other, b) = pair
+    pids = one.keeper, other.keeper
+    os.kill(other.keeper, signal.SIGSTOP)
+    save(a, 1, b)
+    until(lambda: a.keeper.progress().copying, "it is on its way")
+    a.keeper.close(), b.keeper.close()
+    one.leave()
+    assert not keepers(one.agent.pid)
+    os.kill(pids[1], signal.SIGCONT)

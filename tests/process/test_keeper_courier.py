@@ -1,0 +1,242 @@
+"""A courier, a door and a neighbour's memory in one process, and faults between them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+
+import pytest
+from process_harness import DEADLINE_S, until
+from rpc_support import make_papers
+
+from elastane.core.checkpoints import Key
+from elastane.core.snapshots import Name
+from elastane.keeper import courier, line, neighbour
+from elastane.keeper.courier import Courier, Errand
+from elastane.keeper.door import Door
+from elastane.keeper.messages import HeldPiece, HeldWords, Replica
+from elastane.keeper.neighbour import Neighbour
+from elastane.keeper.peers import TO_SENDER, Neighbours, Offer, Stored
+from elastane.keeper.writing import Source
+
+ABOUT = Neighbours("job", (b"secret" * 6,), "127.0.0.1")
+
+
+class Between:
+    """What a courier brings, by a door, to a neighbour's memory."""
+
+    def __init__(self, folder):
+        self.neighbour = Neighbour()
+        self.door = Door(ABOUT, self.neighbour.take)
+        self.at = self.door.open()
+        self.ended = threading.Semaphore(0)
+        self.arrived = None
+        self.courier = Courier("me", lambda: ABOUT, self._ended)
+        self.folder = folder
+
+    def _ended(self, name, arrived):
+        self.courier.books.ended(name, arrived=arrived)
+        self.arrived = arrived
+        self.ended.release()
+
+    def bring(self, step, data, safe="", known=None, at=""):
+        name = Name(Key(0, 1, 0, step), f"{step:08x}")
+        self.courier.begin(
+            name,
+            Replica(at or self.at, "g", safe),
+            [name],
+            lambda name, replica: Errand(
+                name, replica, words(name, len(data)), (self.source(data),), known
+            ),
+        )
+        assert self.ended.acquire(timeout=DEADLINE_S)
+        return self.arrived
+
+    def source(self, data):
+        path = self.folder / "data"
+        path.write_bytes(data)
+        return Source(0, len(data), os.open(path, os.O_RDWR))
+
+    def held(self):
+        found = {}
+        for what, fds in self.neighbour.given():
+            sizes = [piece.end - piece.first for piece in what.pieces]
+            pairs = zip(fds, sizes, strict=True)
+            found[what.key.step] = b"".join(os.pread(fd, size, 0) for fd, size in pairs)
+            for fd in fds:
+                with pytest.raises(OSError, match="Bad file descriptor"):
+                    os.pwrite(fd, b"x", 0)
+                os.close(fd)
+        return found
+
+
+def words(name, size):
+    rest = {"locals": 1, "image_bytes": size, "replicated": False, "verified": False}
+    rest |= {"layout": "", "layout_files": {}, "files": {"f": b"x"}, "streams": {0: b"s"}}
+    return HeldWords(key=name.key, nonce=name.nonce, pieces=(HeldPiece(0, size),), **rest)
+
+
+@pytest.fixture
+def between(tmp_path):
+    return Between(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, (16 << 20) + 1, 40_000_001])
+def test_a_copy_of_any_size_is_what_was_sent(between, size):
+    data = os.urandom(size)
+    assert between.bring(1, data)
+    assert between.held() == {1: data}
+
+
+def test_the_safe_one_stays_and_the_rest_makes_room(between):
+    assert between.bring(1, b"1" * 9000)
+    assert between.bring(2, b"2" * 9000, safe="00000001")
+    assert between.bring(3, b"3" * 9000, safe="00000001")
+    assert sorted(between.held()) == [1, 3]
+    assert between.bring(4, b"4" * 9000, safe="00000003")
+    assert sorted(between.held()) == [3, 4]
+
+
+def test_what_somebody_may_be_reading_is_not_written_over(between):
+    assert between.bring(1, b"1" * 9000)
+    ((_, (fd,)),) = between.neighbour.given()
+    assert between.bring(2, b"2" * 9000)
+    assert os.pread(fd, 9000, 0) == b"1" * 9000
+    os.close(fd)
+    assert between.held() == {2: b"2" * 9000}
+
+
+def test_memory_that_runs_short_is_told_once_and_costs_copies_alone(between, monkeypatch, caplog):
+    def short(size):
+        raise OSError(
+            errno.ENOMEM, f"a snapshot's slot of {size} bytes, with 7 bytes of memory left"
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(neighbour, "make_slot", short)
+        for step in (1, 2):
+            assert not between.bring(step, b"x" * 5000)
+    assert caplog.text.count("copies for a neighbour are not kept here: a snapshot's slot") == 1
+    assert caplog.text.count("it does not take it: a snapshot's slot of 5000 bytes") == 1
+    assert between.bring(3, b"3" * 5000)
+    assert between.held() == {3: b"3" * 5000}
+
+
+def test_a_copy_of_what_has_changed_since_it_was_kept_is_no_copy(between, caplog):
+    assert not between.bring(1, b"1" * 5000, known=("another digest",))
+    assert "changed in memory" in caplog.text
+    until(lambda: between.neighbour._books.arriving is None, "it is given up")
+    assert between.held() == {}
+
+
+@pytest.mark.parametrize("dies", ["before it has proved itself", "in the middle", "silently"])
+def test_a_peer_that_fails_in_the_middle_is_told_and_the_next_copy_comes(
+    between, dies, caplog, monkeypatch
+):
+    monkeypatch.setattr(line, "KEEPER_COPY_STALL_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        released = threading.Event()
+
+        def fail():
+            end, _ = listener.accept()
+            with end:
+                if dies == "before it has proved itself":
+                    end.recv(10)
+                    return
+                way = line.answer(end, ABOUT, courier.TO_SENDER)
+                way._end.recv(1000)
+                if dies == "silently":
+                    released.wait(DEADLINE_S)
+                way.close()
+
+        thread = threading.Thread(target=fail)
+        thread.start()
+        assert not between.bring(1, b"1" * 5000, at=f"127.0.0.1:{listener.getsockname()[1]}")
+        released.set()
+        thread.join()
+    assert caplog.text.count("no copy of the snapshot of step 1") == 1
+    assert between.bring(2, b"2" * 5000)
+    assert between.held() == {2: b"2" * 5000}
+
+
+def test_a_sender_that_dies_in_the_middle_leaves_what_was_there(between):
+    assert between.bring(1, b"1" * 5000)
+    offer = Offer("me", "g", Key(0, 1, 0, 2), "00000002", "00000001", 3, (5000,))
+    with contextlib.closing(line.dial(between.at, ABOUT, TO_SENDER)) as one:
+        one.say(offer)
+        one.hear()
+        one.put(memoryview(b"abc"))
+        one.put(memoryview(b"2" * 4000))
+    until(lambda: between.neighbour._books.arriving is None, "it is given up")
+    assert between.held() == {1: b"1" * 5000}
+
+
+def test_a_copy_stays_though_its_sender_does_not_hear_that_it_came(between):
+    def deaf(offer, way):
+        say = way.say
+
+        def unheard(message):
+            if isinstance(message, Stored):
+                raise ConnectionResetError("it is gone")
+            say(message)
+
+        way.say = unheard
+        take(offer, way)
+
+    take, between.door._take = between.door._take, deaf
+    data = os.urandom(70_000)
+    assert not between.bring(1, data)
+    assert between.held() == {1: data}
+    between.door._take = take
+    assert between.bring(2, data, safe="00000001")
+    assert between.held() == {1: data, 2: data}
+
+
+def test_the_secret_may_change_while_both_count(between, monkeypatch):
+    new = Neighbours("job", (b"new" * 11, *ABOUT.secrets), "127.0.0.1")
+    between.door.about = new
+    assert between.bring(1, b"1" * 100), "by the old one"
+    monkeypatch.setattr(between.courier, "_neighbours", lambda: new)
+    assert between.bring(2, b"2" * 100)
+    between.door.about = ABOUT
+    assert not between.bring(3, b"3" * 100)
+
+
+def test_with_tls_both_keepers_verify_each_other(between, tmp_path):
+    papers = make_papers(tmp_path)
+
+    def about(own, authority):
+        names = f"{own}.pem", f"{own}.key", f"{authority}.pem"
+        return Neighbours("job", ABOUT.secrets, "", tuple(str(papers / name) for name in names))
+
+    between.door.about = good = about("node", "ca")
+    for stranger in (ABOUT, about("other", "ca"), about("node", "other")):
+        between.courier._neighbours = lambda about=stranger: about
+        assert not between.bring(1, b"1" * 100)
+    between.courier._neighbours = lambda: good
+    data = os.urandom(20_000_000)
+    assert between.bring(2, data)
+    assert between.held() == {2: data}
+    between.door.about = ABOUT
+    assert not between.bring(3, b"3" * 100)
+
+
+def test_cycles_of_copies_leave_nothing_behind(between):
+    def open_now():
+        return len(os.listdir("/proc/self/fd"))
+
+    def cycle(step):
+        assert between.bring(step, os.urandom(50_000), safe=f"{step - 1:08x}")
+        between.held()
+
+    for step in range(1, 6):
+        cycle(step)
+    before = open_now()
+    for step in range(6, 60):
+        cycle(step)
+    until(lambda: open_now() <= before, "descriptors")
+    between.neighbour.over()
+    until(lambda: open_now() <= before - 2, "the copies' own")

@@ -1,0 +1,178 @@
+"""How keepers end, and what they write before that: the last gasp of nodes and of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from keeper_support import SLOT_BYTES, Node, Worker, persist_to, published
+from process_harness import DEADLINE_S, until, worker_environment
+from supervise import alive
+
+from elastane.core.checkpoints import Key
+
+
+@pytest.fixture
+def node(tmp_path):
+    with Node(tmp_path) as one:
+        yield one
+
+
+def test_groups_share_a_keeper_and_nothing_else(node, tmp_path):
+    stores = {group: tmp_path / group for group in ("model", "ema")}
+    workers = {group: Worker(group=group) for group in stores}
+    assert len({worker.keeper.id for worker in workers.values()}) == 1
+    for number, (group, worker) in enumerate(workers.items()):
+        worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(stores[group]))
+        for step in range(1, 5):
+            worker.save(10 * number + step, layout="L")
+    assert {group: worker.steps() for group, worker in workers.items()} == {
+        "model": [4, 3],
+        "ema": [14, 13],
+    }
+    for worker in workers.values():
+        worker.keeper.close()
+    node.leave()
+    assert [published(store) for store in stores.values()] == [
+        [(4, "last gasp")],
+        [(14, "last gasp")],
+    ]
+
+
+def test_a_killed_agent_leaves_a_keeper_that_writes_and_goes(node, tmp_path):
+    store = tmp_path / "store"
+    worker = Worker()
+    worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store))
+    worker.save(7, layout="L")
+    pid = node.keeper
+    node.kill()
+    worker.keeper.close()
+    until(lambda: not alive(pid), "the keeper ends")
+    assert published(store) == [(7, "last gasp")]
+    until(lambda: not node.path.exists(), "the socket is gone")
+
+
+def test_an_agent_that_leaves_waits_for_what_is_not_durable(node, tmp_path):
+    store = tmp_path / "store"
+    worker = Worker()
+    worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store))
+    worker.save(1, persist_to(store), layout="L")
+    worker.keeper.wait(Key(0, 1, 0, 1), DEADLINE_S)
+    worker.save(2, layout="L")
+    worker.keeper.close()
+    node.leave()
+    assert published(store) == [(2, "last gasp"), (1, "step")]
+
+
+def test_what_is_durable_is_not_written_again_at_the_end(node, tmp_path):
+    store = tmp_path / "store"
+    worker = Worker()
+    worker.save(1, persist_to(store))
+    worker.keeper.close()
+    node.leave()
+    assert published(store) == [(1, "step")]
+
+
+def test_workers_that_do_not_come_back_are_written_for(node, tmp_path):
+    store = tmp_path / "store"
+    worker = Worker()
+    worker.save(1, persist_to(store))
+    worker.keeper.wait(Key(0, 1, 0, 1), DEADLINE_S)
+    worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store))
+    worker.save(2, layout="L")
+    worker.keeper.close()
+    until(lambda: len(published(store)) == 2, "the last gasp")
+    assert published(store)[0] == (2, "last gasp")
+    assert Worker().steps() == [2, 1], "and what it holds is held on"
+
+
+def test_keepers_of_two_nodes_publish_one_checkpoint_and_one_last_gasp(tmp_path):
+    store, half = tmp_path / "store", SLOT_BYTES
+    folders = [tmp_path / "a", tmp_path / "b"]
+    workers, nodes = [], []
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            folder.mkdir()
+            nodes.append(stack.enter_context(Node(folder)))
+            workers.append(Worker(slot_bytes=2 * half))
+        for part, worker in enumerate(workers):
+            ranges = ((f"__{part}_0.distcp", part * half, (part + 1) * half),)
+            share = persist_to(store, ranges=ranges, part=part, parts=2, small=part == 0)
+            whole = persist_to(store, 2 * half)
+            worker.keeper.layout("L", {"layout.json": b"{}"}, whole)
+            worker.save(1, share, layout="L")
+        for worker in workers:
+            worker.keeper.wait(Key(0, 1, 0, 1), DEADLINE_S)
+        assert published(store) == [(1, "step")]
+        for worker in workers:
+            worker.save(2, layout="L")
+            worker.keeper.close()
+        for node in nodes:
+            node.agent.stdin.write(b"leave\n")
+            node.agent.stdin.flush()
+        assert [node.agent.wait(DEADLINE_S) for node in nodes] == [0, 0]
+        assert published(store) == [(2, "last gasp"), (1, "step")]
+
+
+@pytest.mark.soak
+def test_keepers_of_a_sharded_state_end_with_what_is_whole_on_all_nodes(tmp_path):
+    """Twenty seconds: so long is the newest waited for, which only one of them has."""
+    store, half = tmp_path / "store", SLOT_BYTES
+    with contextlib.ExitStack() as stack:
+        nodes = []
+        for part, steps in enumerate([(1, 2), (1,)]):
+            folder = tmp_path / str(part)
+            folder.mkdir()
+            nodes.append(stack.enter_context(Node(folder)))
+            worker = Worker()
+            at = {"first": part * half, "end": (part + 1) * half, "image_bytes": 2 * half}
+            ranges = ((f"__{part}_0.distcp", at["first"], at["end"]),)
+            share = persist_to(store, ranges=ranges, part=part, parts=2, small=part == 0)
+            worker.keeper.layout("L", {"layout.json": b"{}"}, share)
+            for step in steps:
+                worker.save(step, layout="L", replicated=False, **at)
+            worker.keeper.close()
+        for node in nodes:
+            node.agent.stdin.write(b"leave\n")
+            node.agent.stdin.flush()
+        assert [node.agent.wait(4 * DEADLINE_S) for node in nodes] == [0, 0]
+        assert published(store) == [(1, "last gasp")]
+
+
+def test_a_worker_without_an_agent_has_a_keeper_that_outlives_it_and_then_goes(tmp_path):
+    store = tmp_path / "store"
+    code = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from keeper_support import Worker, persist_to, keepers\n"
+        "w = Worker(); assert not w.keeper.survives\n"
+        "w.keeper.layout('L', {'layout.json': b''}, persist_to(sys.argv[2]))\n"
+        "w.save(1, persist_to(sys.argv[2]), layout='L'); w.save(2, layout='L')\n"
+        "print(w.keeper.id, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    here = os.path.dirname(__file__)
+    done = subprocess.run(
+        [sys.executable, "-c", code, here, str(store)],
+        env=worker_environment(PROBE=str(tmp_path)),
+        stdout=subprocess.PIPE,  # Not held open by the keeper.
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    mine = f"PROBE={tmp_path}".encode()
+    until(lambda: not carrying(mine), "the keeper ends")
+    assert published(store) == [(2, "last gasp"), (1, "step")]
+
+
+def carrying(words):
+    """Return the processes that were started with this in their environment."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if words in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(int(pid))
+    return found

@@ -1,0 +1,275 @@
+"""A keeper's shelf with a storage that hangs, fails or is slow: no worker waits for it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+
+import pytest
+from keeper_support import SLOT_BYTES, persist_to, snapshot
+from process_harness import DEADLINE_S, until
+
+from elastane.core.checkpoints import Key
+from elastane.core.snapshots import Name
+from elastane.errors import CheckpointError
+from elastane.keeper import scribe, shelf
+from elastane.keeper.messages import Layout, Replica, Slots
+from elastane.keeper.shelf import Shelf
+from elastane.keeper.writing import Failure
+
+WORKER = 1
+
+
+class Storage:
+    """In the place of a Writer: each writing waits until it is let go, or fails."""
+
+    def __init__(self):
+        self.orders, self.gasps, self.pruned = [], [], []
+        self.go = threading.Semaphore(0)
+        self.failure = None
+
+    def write(self, order):
+        self.orders.append(order)
+        assert self.go.acquire(timeout=DEADLINE_S)
+        if self.failure is not None:
+            raise self.failure
+        return 123
+
+    def gasp(self, order):
+        self.gasps.append(order)
+        return self.write(order)
+
+    def prune(self, persist):
+        self.pruned.append(persist)
+
+
+class One:
+    """A shelf with one worker and a storage of ours."""
+
+    def __init__(self):
+        self.storage = Storage()
+        self.shelf = Shelf(lambda: None)
+        self.shelf._scribe._writer = self.storage
+        self.shelf.open()
+        self.begin(WORKER)
+
+    def begin(self, worker):
+        self.shelf.came(worker)
+        numbers, fds = self.shelf.slots(worker, Slots(3, SLOT_BYTES))
+        self.slots = {n: mmap.mmap(fd, SLOT_BYTES) for n, fd in zip(numbers, fds, strict=True)}
+        for fd in fds:
+            os.close(fd)
+
+    def save(self, step, persist=False, worker=WORKER, **more):
+        slot = self.shelf.grant(worker, overdue=False)
+        assert slot is not None, f"step {step} waits"
+        self.slots[slot][:] = bytes([step]) * SLOT_BYTES
+        wish = persist_to("/nowhere") if persist else None
+        self.shelf.keep(worker, slot, snapshot(step, SLOT_BYTES, wish, **more))
+
+    def held(self, worker=WORKER):
+        words, fds = self.shelf.read(worker)
+        for held, fd in zip(words, fds, strict=True):
+            assert os.pread(fd, SLOT_BYTES, 0) == bytes([held.key.step]) * SLOT_BYTES
+            os.close(fd)
+            self.shelf.release(worker, Name(held.key, held.nonce))
+        return [(held.key.step, held.verified) for held in words]
+
+    def let_go(self):
+        self.storage.go.release()
+        until(lambda: self.shelf.is_idle, "the writing ends")
+
+
+@pytest.fixture
+def one():
+    one = One()
+    yield one
+    one.shelf.stop()
+    one.storage.go.release(100)
+
+
+def test_a_storage_that_hangs_makes_no_worker_wait(one):
+    one.save(1, persist=True)
+    for step in range(2, 30):
+        one.save(step)
+    progress = one.shelf.progress()
+    assert progress.writing == Key(0, 1, 0, 1)
+    assert progress.busy
+    assert [step for step, _ in one.held()] == [29, 28, 1], "what is written stays as it was"
+    one.let_go()
+    assert one.shelf.progress().published == Key(0, 1, 0, 1)
+    assert one.shelf.progress().last_write_bytes == 123
+    assert one.storage.pruned
+
+
+def test_what_waits_for_storage_gives_way_to_what_is_newer(one):
+    for step in (1, 2, 3):
+        one.save(step, persist=True)
+    progress = one.shelf.progress()
+    assert (progress.writing.step, progress.waiting.step) == (1, 3)
+    assert [(f.key.step, f.slug) for f in progress.failures] == [(2, "checkpoint-busy")]
+    one.storage.go.release(2)
+    until(lambda: one.shelf.is_idle, "both are written")
+    assert one.shelf.progress().published.step == 3
+    assert one.shelf.progress().failure_of(Key(0, 1, 0, 2)) is None, "a newer one is durable"
+
+
+def test_a_failure_is_told_and_the_next_save_tries_anew(one, caplog):
+    one.storage.failure = Failure("No space left on device", slug="checkpoint-write")
+    for step in (1, 2):
+        one.save(step, persist=True)
+        one.let_go()
+    assert one.shelf.progress().failed.reason == "No space left on device"
+    assert one.shelf.progress().failure_of(Key(0, 1, 0, 2)) is not None
+    assert caplog.text.count("No space left") == 1, "said once"
+    one.storage.failure = None
+    one.save(3, persist=True)
+    one.let_go()
+    assert one.shelf.progress().published.step == 3
+
+
+def test_an_error_of_another_kind_is_a_failure_too(one):
+    one.storage.failure = RuntimeError("what nobody thought of")
+    one.save(1, persist=True)
+    one.let_go()
+    assert "what nobody thought of" in one.shelf.progress().failed.reason
+
+
+def test_memory_that_is_short_is_not_kept_for_copies(one, monkeypatch):
+    one.save(1)
+    (name,) = one.shelf._books.whole()
+    one.shelf._courier.books.whole(name, "", [name], "peer")
+    one.shelf._courier.books.ended(name, arrived=True)
+    one.shelf._books.pin(frozenset({name}))
+    for step in (2, 3, 4):
+        one.save(step, replica=Replica("", "g", ""))
+    assert [step for step, _ in one.held()] == [4, 3, 1]
+    make, times = shelf.make_slots, iter([True])
+
+    def short(count, size_bytes):
+        if next(times, False):
+            raise OSError(errno.ENOMEM, "no memory")
+        return make(count, size_bytes)
+
+    monkeypatch.setattr(shelf, "make_slots", short)
+    one.begin(2)
+    assert [step for step, _ in one.held(2)] == [4, 3], "what was pinned made room"
+
+
+def test_workers_that_wish_for_different_things_are_told(one):
+    one.begin(2)
+    slot = one.shelf.grant(2, overdue=False)
+    other = persist_to("/elsewhere")
+    shares = {"locals": 2, "image_bytes": 2 * SLOT_BYTES}
+    more = {**shares, "local": 1, "first": SLOT_BYTES, "end": 2 * SLOT_BYTES}
+    one.shelf.keep(2, slot, snapshot(1, SLOT_BYTES, other, **more))
+    one.begin(3)
+    slot = one.shelf.grant(3, overdue=False)
+    one.shelf.keep(3, slot, snapshot(1, SLOT_BYTES, persist_to("/nowhere"), **shares))
+    assert "different checkpoints" in one.shelf.progress().failed.reason
+    assert one.shelf.is_idle
+
+
+def test_a_snapshot_is_checked_against_its_digest_before_it_is_given_out(one):
+    for step in (1, 2):
+        one.save(step)
+        until(lambda: len(one.shelf._digests) == step, "its digest")  # noqa: B023
+    assert one.held() == [(2, True), (1, False)]
+    one.shelf.gone(WORKER)
+    newest = one.shelf._books.slots_of(one.shelf._newest)[0]
+    one.slots[newest][12345] = 77  # What a worker may do in its last moment.
+    one.shelf.came(2)
+    assert one.held(2) == [(1, True)]
+
+
+def test_a_snapshot_that_changed_is_no_last_gasp(one):
+    one.shelf.layout(Layout("L", {}, persist_to("/nowhere")))
+    one.save(1, layout="L")
+    until(lambda: one.shelf._digests, "its digest")
+    slot = one.shelf._books.slots_of(one.shelf._newest)[0]
+    one.slots[slot][1] = 77
+    one.shelf.gone(WORKER)
+    one.shelf.leave()
+    until(lambda: one.shelf.is_idle, "it is over")
+    assert not one.storage.orders
+    assert one.shelf.progress().failed.slug == "snapshot-changed"
+
+
+def test_the_last_gasp_is_what_the_layout_says_and_once(one):
+    wish = persist_to("/nowhere", reason="none of its own", wait_s=500.0)
+    one.shelf.layout(Layout("L", {"layout.json": b"{}"}, wish))
+    one.save(1, layout="L", streams=b"s")
+    one.shelf.gone(WORKER)
+    one.shelf.leave()
+    one.let_go()
+    (order,) = one.storage.gasps
+    assert order.persist.reason == "last gasp"
+    assert order.persist.wait_s < 500
+    assert dict(order.files) == {"layout.json": b"{}", "state.msgpack": b"1"}
+    one.shelf.leave()
+    assert one.shelf.is_idle
+    assert len(one.storage.gasps) == 1
+
+
+def test_without_a_place_there_is_no_last_gasp(one):
+    one.save(1)
+    one.shelf.gone(WORKER)
+    one.shelf.leave()
+    assert one.shelf.is_idle
+    assert one.shelf.progress().failures == ()
+
+
+def test_what_was_asked_for_of_one_writer_is_a_last_gasp_as_well(one):
+    one.storage.failure = Failure("away", slug="checkpoint-write")
+    one.save(1, persist=True)
+    one.let_go()
+    one.storage.failure = None
+    one.shelf.gone(WORKER)
+    one.shelf.leave()
+    one.let_go()
+    assert one.shelf.progress().published.step == 1
+
+
+def test_where_others_lack_the_newest_the_one_before_is_tried(one):
+    error = CheckpointError("1 of 2 writers", slug="checkpoint-incomplete")
+    one.storage.failure = Failure(error.what, error.slug)
+    one.shelf.layout(Layout("L", {}, persist_to("/nowhere", parts=2)))
+    for step in (1, 2, 3):
+        one.save(step, layout="L")
+    one.shelf.gone(WORKER)
+    one.shelf.leave()
+    one.storage.go.release(2)
+    until(lambda: one.shelf.is_idle, "it is over")
+    assert [order.name.key.step for order in one.storage.gasps] == [3, 2]
+
+
+def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, monkeypatch):
+    monkeypatch.setattr(scribe, "KEEPER_HURRY_S", 0.0)
+    one.save(1, persist=True)
+    until(lambda: one.storage.orders, "it is being written")
+    (order,) = one.storage.orders
+    assert not order.hurry()
+    one.save(2)
+    assert not order.hurry(), "the same round: they may be slow"
+    one.save(3, key=Key(0, 2, 0, 3))
+    assert order.hurry()
+    assert not order.stop()
+    one.shelf.stop()
+    assert order.stop()
+
+
+def test_groups_of_slots_of_another_size_go_when_nothing_needs_them(one):
+    one.save(1)
+    numbers, fds = one.shelf.slots(WORKER, Slots(2, 2 * SLOT_BYTES))
+    assert len(numbers) == 2
+    assert [step for step, _ in one.held()] == [1], "it stays until there is a newer one"
+    one.slots = {n: mmap.mmap(fd, 2 * SLOT_BYTES) for n, fd in zip(numbers, fds, strict=True)}
+    for fd in fds:
+        os.close(fd)
+    for step in (2, 3):
+        slot = one.shelf.grant(WORKER, overdue=False)
+        more = {"end": 2 * SLOT_BYTES, "image_bytes": 2 * SLOT_BYTES}
+        one.shelf.keep(WORKER, slot, snapshot(step, SLOT_BYTES, None, **more))
+    assert {*one.shelf._memory} == {*numbers}

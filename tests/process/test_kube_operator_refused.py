@@ -1,0 +1,59 @@
+"""What the API server refuses the operator for good is told, and not tried without end."""
+
+from kube_operators import GROUP_OF_JOBS, job, operator_over, play, pods, status
+
+from elastane.kubernetes.reconcile import reconcile
+from elastane.kubernetes.reconcile.bounds import REFUSED_MAX_S
+
+
+def soon(seen, now_s):
+    """As it will be decided later, so that nothing that is put off is waited for."""
+    return reconcile(seen, now_s + REFUSED_MAX_S if degraded_in(seen.job.status) else now_s)
+
+
+def degraded_in(status):
+    found = (status or {}).get("conditions", [])
+    return next((c for c in found if c["type"] == "Degraded" and c["status"] == "True"), None)
+
+
+def degraded(kube):
+    return degraded_in(status(kube))
+
+
+def test_a_missing_right_is_a_condition_until_there_is_the_right():
+    async def scenario(kube):
+        message = 'pods "x-worker-1" is forbidden: User "o" cannot delete resource "pods"'
+        fault = kube.inject("DELETE", "/pods/", status=403, reason="Forbidden", message=message)
+        kube.create("elasticjobs", job(minReplicas=1), group=GROUP_OF_JOBS)
+        async with operator_over(kube, decide=soon) as running:
+            await kube.wait(lambda: len(pods(kube)) == 2)
+            worker = {"replicaSpecs": {"Worker": {"replicas": 1}}}
+            kube.patch("elasticjobs", "x", {"spec": worker}, group=GROUP_OF_JOBS)
+            told = await kube.wait(lambda: degraded(kube))
+            assert told["reason"] == "Forbidden" and message in told["message"]
+            await kube.wait(lambda: len(pods(kube)) == 1)
+            assert fault.times == 0, "it was tried again"
+            running.operator.session.queue.add("default/x")
+            await kube.wait(lambda: not degraded(kube))
+
+    play(scenario)
+
+
+def test_a_status_that_is_refused_is_told_once_and_tried_when_the_job_changes():
+    async def scenario(kube):
+        path, message = "/elasticjobs/x/status", "spec.replicas: Invalid value"
+        kube.inject("PATCH", path, status=422, reason="Invalid", message=message, times=99)
+        kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
+        async with operator_over(kube, decide=reconcile) as running:
+            events = await kube.wait(lambda: kube.all("events"))
+            assert (events[0]["reason"], events[0]["message"]) == ("StatusRefused", message)
+            value = running.operator.metrics.value
+            assert value("elastane_reconciles_total", result="refused") == 1
+            assert not running.operator.session.queue._failures, "it is not tried again"
+            assert not pods(kube), "nothing is done that is not accounted for"
+            kube.faults.clear()
+            change = {"metadata": {"labels": {"touched": "yes"}}}
+            kube.patch("elasticjobs", "x", change, group=GROUP_OF_JOBS)
+            await kube.wait(lambda: len(pods(kube)) == 2)
+
+    play(scenario)

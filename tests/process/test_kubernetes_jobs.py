@@ -1,0 +1,239 @@
+"""Jobs whose coordinator is elected through a real Kubernetes API server, which stops and dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from jobs import Job, newest, trains_on, until
+from kube_bed import ControlPlane, shared_control_plane
+
+from elastane.core.notes import EventKind
+from elastane.stores.kubernetes.names import lease_of, secrets_of
+
+# docs/rdzv-conf.md shows the same.
+RULES = [
+    {
+        "apiGroups": ["", "coordination.k8s.io"],
+        "resources": ["secrets", "leases"],
+        "verbs": ["get", "list", "watch", "create", "update", "delete"],
+    }
+]
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+
+
+@pytest.fixture(scope="module")
+def plane() -> ControlPlane:
+    return shared_control_plane()
+
+
+def account(plane: ControlPlane, rules: list[dict] | None = None) -> tuple[str, str]:
+    """A namespace with a service account that has these rules, and its kubeconfig."""
+    space = plane.namespace()
+    meta = {"name": "trainer", "namespace": space}
+    plane.ask("POST", f"/api/v1/namespaces/{space}/serviceaccounts", {"metadata": meta})
+    if rules:
+        where = f"{RBAC}/namespaces/{space}"
+        plane.ask("POST", f"{where}/roles", {"metadata": meta, "rules": rules})
+        who = {"kind": "ServiceAccount", "name": "trainer", "namespace": space}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "trainer"}
+        binding = {"metadata": meta, "roleRef": role, "subjects": [who]}
+        plane.ask("POST", f"{where}/rolebindings", binding)
+    return space, str(plane.account("trainer", space))
+
+
+def job_in(plane: ControlPlane, folder: Path, **more: object) -> Job:
+    space, kubeconfig = account(plane, RULES)
+    return Job(
+        folder,
+        **{"nnodes": "1:2", **more},
+        backend="kubernetes",
+        endpoint=space,
+        conf=f"kubeconfig={kubeconfig}",
+        options=("--max-restarts", "1"),
+    )
+
+
+def objects(plane: ControlPlane, job: Job) -> list[str]:
+    names = "secrets,leases.coordination.k8s.io"
+    label = f"elastane.dev/rdzv-id={job.name}"
+    return sorted(
+        plane.kubectl("get", names, "-l", label, "-o", "name", namespace=job.endpoint).split()
+    )
+
+
+def test_the_host_of_the_coordinator_dies_and_the_other_takes_over(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    with job_in(plane, tmp_path) as job:
+        lone = job.start_coordinator()
+        job.wait_event(EventKind.COORDINATOR_STARTED)
+        job.start("a"), job.start("b")
+        job.wait_step(world=2)
+        lone.send(signal.SIGKILL)
+        job.wait_event(EventKind.ROUND_RESUMED)
+        trains_on(job)
+        holder = plane.kubectl(
+            *("get", "lease", f"elastane-{job.name}.seat"),
+            *("-o", "jsonpath={.spec.holderIdentity} {.spec.leaseTransitions}"),
+            namespace=job.endpoint,
+        )
+        assert holder[:2] in ("a_", "b_") and holder.endswith(" 2"), holder
+
+
+def test_an_api_server_that_is_away_stops_nobody_who_trains(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    with job_in(plane, tmp_path) as job:
+        job.start("a"), job.start("b")
+        job.wait_step(world=2)
+        plane.pause("kube-apiserver")
+        # Longer than the coordinator's lease.
+        gone_s = time.monotonic()
+        until(lambda: time.monotonic() - gone_s > 6.0, "time passes", 10.0)
+        trains_on(job)
+        plane.resume("kube-apiserver")
+        trains_on(job)
+        plane["kube-apiserver"].kill()
+        plane.start_part("kube-apiserver")
+        trains_on(job)
+        os.kill(newest(job.seen())[-1].pid, signal.SIGKILL)
+        again = job.wait_step(world=2, fence=(1, 0))
+        assert (again.round, again.attempt, again.restarts) == (1, 1, 1), "decisions are made again"
+
+
+def test_a_job_that_ended_leaves_only_its_outcome_and_who_comes_late_is_told(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    with job_in(plane, tmp_path, nnodes="2", steps=3) as job:
+        agents = [job.start(node) for node in "ab"]
+        assert [agent.wait() for agent in agents] == [0, 0]
+        until(
+            lambda: objects(plane, job) == [f"secret/elastane-{job.name}.record"],
+            "nothing but the outcome is left",
+        )
+        late = job.start("late")
+        assert late.wait() == 78 and "has ended" in late.box
+
+
+def test_who_may_not_is_told_the_verb_the_kind_the_namespace_and_the_role(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    space, kubeconfig = account(plane)
+    conf = f"kubeconfig={kubeconfig}"
+    with Job(tmp_path, backend="kubernetes", endpoint=space, conf=conf) as job:
+        refused = job.start("a", "--no-zygote")
+        assert refused.wait() == 78
+        assert "[kube-forbidden]" in refused.words
+        assert f"get secrets/elastane-{job.name}.record in namespace {space}" in refused.box
+        assert f"kubectl -n {space} create role elastane" in refused.box
+
+
+def test_a_namespace_that_does_not_exist_is_named(plane: ControlPlane, tmp_path: Path) -> None:
+    conf = f"kubeconfig={plane.admin}"
+    with Job(tmp_path, backend="kubernetes", endpoint="nowhere", conf=conf) as job:
+        refused = job.start("a", "--no-zygote")
+        assert refused.wait() == 78
+        assert "kubectl create namespace nowhere" in refused.box
+
+
+def own_rules(job: str, run: str) -> list[dict]:
+    """What the operator's Role allows the pods of one ElasticJob."""
+    own = ["get", "list", "watch", "update", "patch", "delete"]
+    secrets, leases = ("", "secrets"), ("coordination.k8s.io", "leases")
+    named = [(*secrets, list(secrets_of(run))), (*leases, [lease_of(run)])]
+    maps = [f"{job}-directive", f"{job}-report"]
+    return [
+        *({"apiGroups": [g], "resources": [r], "verbs": ["create"]} for g, r in (secrets, leases)),
+        *(
+            {"apiGroups": [g], "resources": [r], "verbs": own, "resourceNames": names}
+            for g, r, names in [*named, ("", "configmaps", maps)]
+        ),
+    ]
+
+
+class Owned:
+    """A job as its operator sees it: by a directive, and a report."""
+
+    def __init__(self, plane: ControlPlane, space: str, name: str) -> None:
+        self.plane, self.where = plane, f"/api/v1/namespaces/{space}/configmaps"
+        self.name = name
+        for which in ("directive", "report"):
+            plane.ask("POST", self.where, {"metadata": {"name": f"{name}-{which}"}})
+
+    def direct(self, **data: str) -> None:
+        path = f"{self.where}/{self.name}-directive"
+        self.plane.ask("PATCH", path, {"data": data}, kind="merge-patch+json")
+
+    def report(self) -> dict:
+        found = self.plane.ask("GET", f"{self.where}/{self.name}-report")
+        return json.loads(found.get("data", {}).get("report", "{}"))
+
+    def members(self) -> dict[str, str]:
+        return {one["pod"]: one["state"] for one in self.report().get("members", [])}
+
+
+def test_a_pod_that_the_operator_fences_is_cut_and_stays_out_and_the_report_says_so(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    name = f"run-{secrets.token_hex(4)}"
+    space, kubeconfig = account(plane, own_rules("mnist", name))
+    owned = Owned(plane, space, "mnist")
+    conf = f"kubeconfig={kubeconfig}"
+
+    def pod(uid: str) -> dict[str, str]:
+        return {"ELASTANE_ELASTICJOB": "mnist", "ELASTANE_POD_UID": uid}
+
+    with Job(
+        tmp_path, nnodes="1:2", backend="kubernetes", endpoint=space, conf=conf, name=name
+    ) as job:
+        seat = job.start("a", env=pod("uid-a"))
+        job.wait_event(EventKind.COORDINATOR_STARTED)
+        zombie = job.start("b", env=pod("uid-b"))
+        job.wait_step(world=2)
+        until(
+            lambda: owned.members() == {"uid-a": "joined", "uid-b": "joined"},
+            "the report names both",
+        )
+        owned.direct(fenced="uid-b")
+        assert zombie.wait() == 75 and "[node-fenced]" in zombie.words
+        job.wait_step(world=1)
+        until(lambda: owned.members().get("uid-b") == "departed", "the report says that it is gone")
+        report = owned.report()
+        assert report["worldSize"] == 1 and "node b departed: it is fenced" in report["incident"]
+        again = job.start("b", "--no-zygote", env=pod("uid-b"))
+        assert again.wait() == 75 and "[node-fenced]" in again.words
+        job.start("b", env=pod("uid-c"))
+        job.wait_step(world=2)
+        # The seat itself: its agent goes, and the other takes over, and knows who is fenced.
+        owned.direct(fenced="uid-b uid-a")
+        assert seat.wait() == 75 and "[node-fenced]" in seat.words
+        job.wait_step(world=1)
+        until(lambda: owned.members().get("uid-c") == "joined", "the new seat reports")
+        late = job.start("a", "--no-zygote", env=pod("uid-a"))
+        assert late.wait() == 75 and "[node-fenced]" in late.words
+
+
+def test_what_a_job_keeps_belongs_to_the_elasticjob_whose_pods_it_runs_in(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    name = f"run-{secrets.token_hex(4)}"
+    space, kubeconfig = account(plane, own_rules("mnist", name))
+    owned = Owned(plane, space, "mnist")
+    pod = {"ELASTANE_ELASTICJOB": "mnist", "ELASTANE_POD_UID": "uid-a"}
+    conf = f"kubeconfig={kubeconfig}"
+    with Job(
+        tmp_path, nnodes="1", backend="kubernetes", endpoint=space, conf=conf, name=name
+    ) as job:
+        job.start("a", env=pod)
+        job.wait_step(world=1)
+        assert len(objects(plane, job)) == 4
+        until(lambda: owned.report().get("round") == 1, "the round is reported")
+    # As when the ElasticJob is deleted: the garbage collector takes along what belonged to it.
+    plane.ask("DELETE", f"{owned.where}/mnist-report")
+    until(lambda: objects(plane, job) == [], "nothing is left")

@@ -1,0 +1,48 @@
+"""An agent holds no more after many lost workers than after a few: its job may lose thousands."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from test_recovery_in_place import InPlace
+from test_spares_in_place import spares
+
+FEW, MANY = 3, 12
+# A worker that was a spare holds two descriptors and a thread more. One leaked a death is nine.
+SLACK = 4
+
+
+def held(job):
+    """How many descriptors and threads the agent has, in peace."""
+    pid = job.cluster.nodes[0].process.pid
+    if job.spares:
+        job.cluster.wait(lambda: spares(job), "a spare waits")
+    counts = []
+    for _ in range(2):
+        job.wait_steps(2, 2)
+        counts.append([len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task")])
+    return [min(pair) for pair in zip(*counts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"redirects": "3"}, {"spares_per_node": 1}],
+    ids=["shown", "redirected", "with-a-spare"],
+)
+def test_descriptors_and_threads_of_an_agent_stay_flat_whatever_dies(tmp_path, options):
+    conf = {"crash_loop": 0}
+    job = InPlace(tmp_path, nnodes="1", nproc_per_node=2, min_workers=1, rdzv_conf=conf, **options)
+    job.spares = "spares_per_node" in options
+    with job.cluster:
+        node = job.cluster.start("a")
+        job.wait_steps(2, 2)
+        counted = {}
+        for number in range(1, MANY + 1):
+            node.kill_worker(number % 2)
+            job.wait_steps(2, 2)
+            if number in (FEW, MANY):
+                counted[number] = held(job)
+        few, many = counted.values()
+        assert all(b <= a + SLACK for a, b in zip(few, many, strict=True)), counted
+        job.ends_exact()

@@ -1,0 +1,194 @@
+"""Sharded state (fully_shard) of jobs that recover in place: replicas heal it, else a save does.
+
+Each job ends with the weights and moments of plain torch that nothing happened to, to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from elastane.testing import LocalCluster
+from elastane.testing.cluster import LocalNode
+
+SCRIPT = Path(__file__).parent / "scripts" / "sharded_in_place.py"
+STEP_S = 0.03
+# The step in which those who make the update first are cut off from one that is behind.
+CUT = 4
+
+
+class Sharding:
+    """A local cluster with sharded state, and what its workers have said."""
+
+    def __init__(
+        self, folder: Path, shard: int, *more: object, where: str = "", **options: object
+    ) -> None:
+        self.folder = folder
+        self.said_folder = folder / "said"
+        self.said_folder.mkdir()
+        words = [str(word) for word in (SCRIPT, self.said_folder, shard, STEP_S, where, *more)]
+        options = {"nnodes": "1", "nproc_per_node": 4, "max_restarts": 30, **options}
+        self.workers = int(options["nproc_per_node"])
+        options |= {"preload": "torch,torch.distributed,torch.optim,torch.distributed.fsdp"}
+        options |= {"rdzv_conf": {"crash_loop": 0}}
+        self.cluster = LocalCluster(words, folder=folder / "c", **options)
+
+    def said(self, what: str = "committed") -> dict[int, list[dict]]:
+        """What each process said, in its order."""
+        found = {}
+        for path in self.said_folder.glob("*.jsonl"):
+            whole = path.read_text().rpartition("\n")[0]  # the last may be half written
+            lines = [json.loads(line) for line in whole.splitlines()]
+            found[int(path.stem)] = [line for line in lines if line["what"] == what]
+        return found
+
+    def steps(self, pid: int, what: str = "committed") -> list[int]:
+        return [line["step"] for line in self.said(what)[pid]]
+
+    def wait_steps(self, count: int, world: int = 0) -> set[int]:
+        """Wait until all workers have each made so many more steps; returns their pids."""
+        world = world or self.workers
+        begun = {pid: len(lines) for pid, lines in self.said().items()}
+
+        def there() -> bool:
+            now, pids = self.said(), self.alive()
+            far = [pid for pid in pids if len(now.get(pid, ())) >= begun.get(pid, 0) + count]
+            return len(pids) == len(far) == world
+
+        self.cluster.wait(there, f"{count} steps of a world of {world}")
+        return self.alive()
+
+    def alive(self) -> set[int]:
+        return {pid for node in self.cluster.nodes if node.is_alive for pid in node.workers()}
+
+    def ends_exact(self, world: int = 0) -> None:
+        """Let it end, and compare with plain training."""
+        (self.said_folder / "enough").touch()
+        nodes = self.cluster.nodes
+        self.cluster.wait(lambda: not any(node.is_alive for node in nodes), "all agents end")
+        assert self.cluster.events("job-ended")[-1].data["ok"] is True
+        finals = [json.loads(path.read_text()) for path in self.said_folder.glob("*.final")]
+        assert len(finals) == (world or self.workers)
+        assert {final["found"] for final in finals} == {finals[0]["plain"]}, finals
+
+
+def heals(job: Sharding, node: LocalNode, before: set[int], *victims: int) -> set[int]:
+    """Kill these workers at once; returns the pids of the next world."""
+    dead = {node.kill_worker(victim) for victim in victims}
+    after = job.wait_steps(3)
+    assert after & before == before - dead, "the survivors keep their processes"
+    return after
+
+
+def made_once(job: Sharding) -> None:
+    """Assert that every step was made, by no process twice."""
+    made = [job.steps(pid) for pid in job.said()]
+    assert all(steps == sorted(set(steps)) for steps in made)
+    everything = {step for steps in made for step in steps}
+    assert everything == set(range(len(everything)))
+
+
+@pytest.mark.timeout(200)
+def test_replicas_heal_lost_shards_also_where_only_the_dead_had_made_the_step(tmp_path):
+    job = Sharding(tmp_path, 2, CUT)
+    with job.cluster:
+        node = job.cluster.start("a")
+        job.cluster.wait((job.said_folder / "cut").exists, "the cut")
+        after = job.wait_steps(3)
+        begun = job.said("restored").items()
+        before = {pid for pid, lines in begun if lines and lines[0]["round"] == 1}
+        assert len(after & before) == 3
+        heals(job, node, after, 0, 3)
+        job.ends_exact()
+        assert not job.cluster.events("restored")
+    made_once(job)
+    (behind,) = (p for p in after & before if CUT not in job.steps(p))
+    bodies = job.steps(behind, "body")
+    assert bodies.count(CUT) == 1, "the step is not dealt again"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_killed_workers_shard_comes_from_its_replica_whichever_it_is_and_whenever(tmp_path):
+    job, rng = Sharding(tmp_path, 2), random.Random(5)
+    with job.cluster:
+        node = job.cluster.start("a")
+        pids = job.wait_steps(3)
+        for victim in (0, 1, 2, 3) * 4:
+            until = time.monotonic() + rng.random() * 2 * STEP_S
+            job.cluster.wait(lambda until=until: time.monotonic() > until, "some instant")
+            pids = heals(job, node, pids, victim)
+        job.ends_exact()
+        assert not job.cluster.events("restored")
+    made_once(job)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_lost_nodes_replica_is_made_again_on_another_node(tmp_path):
+    job = Sharding(tmp_path, 2, nnodes="2", nproc_per_node=2)
+    with job.cluster:
+        nodes = {name: job.cluster.start(name) for name in "ab"}
+        pids = job.wait_steps(3, world=4)
+        for lost, new in (("b", "c"), ("a", "d")):  # a has the coordinator
+            dead = {*nodes[lost].workers()}
+            nodes[lost].kill()
+            nodes[new] = job.cluster.start(new)
+            after = job.wait_steps(3, world=4)
+            assert after & pids == pids - dead
+            pids = after
+        job.ends_exact(4)
+        assert not job.cluster.events("restored")
+    made_once(job)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
+def test_where_all_replicas_of_a_shard_are_lost_all_start_again_from_memory_and_say_so(tmp_path):
+    job = Sharding(tmp_path, 2, where=str(tmp_path / "ck"))
+    with job.cluster:
+        node = job.cluster.start("a")
+        before = heals(job, node, job.wait_steps(3), 0)  # now its successor has the last rank
+        for victim in (1, 3):
+            node.kill_worker(victim)
+        after = job.wait_steps(3)
+        assert not after & before
+        job.ends_exact()
+        assert "all 2 workers that held shard 1 are lost" in node.output
+        assert job.cluster.events("restored")[0].data["place"] == "memory"
+
+
+@pytest.mark.timeout(200)
+def test_without_replicas_all_start_again_from_memory_and_say_so(tmp_path):
+    job = Sharding(tmp_path, 2, where=str(tmp_path / "ck"), nproc_per_node=2)
+    with job.cluster:
+        node = job.cluster.start("a")
+        before = job.wait_steps(5)
+        node.kill_worker(1)
+        after = job.wait_steps(3)
+        assert not after & before
+        job.ends_exact()
+        (told,) = {event.reason for event in job.cluster.events("restored")}
+        assert "from memory: sharded state has no replica" in told
+        assert "when a worker is lost, all start again" in node.output
+        assert [e.data["used"] for e in job.cluster.events("restart")] == [1]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
+def test_without_replicas_a_leave_saves_first_and_no_step_is_made_again(tmp_path):
+    job = Sharding(tmp_path, 0, where=str(tmp_path / "ck"), nnodes="1:2", nproc_per_node=1)
+    with job.cluster:
+        nodes = [job.cluster.start(name) for name in "ab"]
+        job.wait_steps(4, world=2)
+        nodes[1].stop()
+        job.wait_steps(4, world=1)
+    steps = sorted({line["step"] for lines in job.said().values() for line in lines})
+    assert steps == list(range(len(steps)))
+    made = [line["step"] for lines in job.said().values() for line in lines if line["world"] == 2]
+    (restored,) = {line["step"] for ls in job.said("restored").values() for line in ls} - {0}
+    assert restored == max(made) + 1

@@ -1,0 +1,97 @@
+"""Local workers that snapshot back to back, die one after the other and are followed by others.
+
+What several have kept is whole, whatever the order in which their ends are seen, and nobody waits
+for ever for the piece of one that is dead. Each history follows from its seed.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elastane.core.checkpoints import Key
+from elastane.core.snapshots import Name, Piece, Snapshots
+
+SLOTS = 3
+# A worker that asked so often in vain, while all others did too, waits for ever.
+PATIENCE = 300
+
+
+class Worker:
+    def __init__(self, number, local, step):
+        self.number, self.local, self.step = number, local, step
+        self.slot, self.has_slots, self.waited = None, False, 0
+
+
+class History:
+    def __init__(self, seed, locals_):
+        self.chance = random.Random(seed)
+        self.books = Snapshots()
+        self.locals = locals_
+        self.life = self.workers = self.slots = 0
+        self.unseen = []  # dead, and the books do not know it yet
+
+    def live(self, start):
+        """One set of workers, from their start to the death of the last; what all had kept."""
+        self.life += 1
+        crew = [self.worker(local, start) for local in range(self.locals)]
+        enough = start + self.chance.randint(2, 6)
+        while min(worker.step for worker in crew) < enough:
+            self.happen(crew)
+            assert self.unseen or min(worker.waited for worker in crew) < PATIENCE, "all wait"
+        left = [*crew]
+        while left:
+            self.chance.shuffle(left)
+            self.unseen.append(left.pop())
+            for _ in range(self.chance.randint(0, 12) if left else 0):
+                self.happen(left)
+        return min(worker.step for worker in crew)
+
+    def worker(self, local, start):
+        self.workers += 1
+        return Worker(self.workers, local, start)
+
+    def happen(self, crew):
+        """Something happens: an end is seen, or a worker does what it does next."""
+        if self.unseen and self.chance.random() < 0.3:
+            self.books.gone(self.unseen.pop(self.chance.randrange(len(self.unseen))).number)
+            return
+        worker = self.chance.choice(crew)
+        if not worker.has_slots:
+            self.books.came(worker.number)
+            mine, _ = self.books.own(worker.number, 1)
+            new = range(self.slots, self.slots + max(0, SLOTS - len(mine)))
+            self.slots = new.stop
+            self.books.add(worker.number, 1, new)
+            worker.has_slots = True
+        elif worker.slot is None:
+            worker.slot, _ = self.books.grant(worker.number)
+            worker.waited = worker.waited + 1 if worker.slot is None else 0
+        else:
+            worker.step += 1
+            name = Name(Key(0, self.life, 0, worker.step), "n")
+            piece = Piece(name, worker.local, self.locals, persist=False)
+            self.books.keep(worker.number, worker.slot, piece)
+            worker.slot = None
+
+
+def check(seed, locals_):
+    history, start = History(seed, locals_), 0
+    for _ in range(6):
+        kept = history.live(start)
+        newest = history.books.whole()[0].key.step
+        assert newest >= kept, f"seed {seed}, {locals_} workers: {newest} is left of {kept}"
+        start = newest
+
+
+@pytest.mark.parametrize("locals_", [1, 2, 3])
+def test_what_all_workers_kept_survives_them_and_nobody_waits_for_the_dead(locals_):
+    for seed in range(150):
+        check(seed, locals_)
+
+
+@pytest.mark.soak
+def test_nobody_waits_for_the_dead_in_many_histories():
+    for seed in range(30_000):
+        check(seed, 1 + seed % 4)

@@ -1,0 +1,358 @@
+"""Whatever happens to a cluster, in whatever order, and however much of it the operator misses.
+
+A failure prints the rules that led to it; `--hypothesis-seed` and the printed blob replay it.
+"""
+
+import copy
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kube_cluster import Cluster, spec_of
+
+from elastane.kubernetes.model import CreatePod, DeletePod, FreeSeat, as_wire, merge_patch
+from elastane.kubernetes.reconcile import reconcile
+
+SOME = st.integers(0, 11)
+CODES = st.sampled_from([0, 0, 1, 69, 75, 137, 137, 139, 143, 255])
+EDITS = (
+    st.fixed_dictionaries({"replicas": st.integers(0, 7)})
+    | st.fixed_dictionaries({"replicas": st.integers(0, 7)})
+    | st.fixed_dictionaries({"minReplicas": st.integers(1, 3), "maxReplicas": st.integers(2, 6)})
+    | st.just({"minReplicas": 1, "maxReplicas": 4})
+    | st.fixed_dictionaries({"suspend": st.booleans()})
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a spec asks for, read once more, without the code that is tested."""
+
+    most: int
+    desired: int
+    is_suspended: bool
+    is_sliced: bool
+
+
+def asked_by(job):
+    """What a job's spec asks for; None where its bounds contradict each other."""
+    spec = job.spec
+    least, most = spec["minReplicas"], spec["maxReplicas"]
+    if least > most:
+        return None
+    replicas = spec["replicaSpecs"]["Worker"]["replicas"]
+    return Asked(
+        most=most,
+        desired=sorted((least, replicas, most))[1],
+        is_suspended=spec.get("suspend", False),
+        is_sliced=spec["scaleDownPolicy"] == "HighestIndex",
+    )
+
+
+class ClusterMachine(RuleBasedStateMachine):
+    """Rules are what may happen; invariants and `settle` say what must hold."""
+
+    @initialize(
+        replicas=st.integers(1, 4),
+        policy=st.sampled_from(["ExitCode", "OnFailure", "ExitCode", "Never"]),
+        scale_down=st.sampled_from(["HighestIndex", "PendingFirst"]),
+        limit=st.none() | st.integers(0, 3),
+        clean=st.sampled_from([None, "All", "Running"]),
+        is_running=st.sampled_from([True, True, False]),
+    )
+    def begin(self, replicas, policy, scale_down, limit, clean, is_running):
+        more = {"scaleDownPolicy": scale_down, "nodeQuarantine": {"failures": 2}}
+        if limit is not None:
+            more["backoffLimit"] = limit
+        if clean is not None:
+            more["runPolicy"] = {"cleanPodPolicy": clean}
+        self.cluster = Cluster(spec=spec_of(replicas, policy=policy, **more))
+        self.ever_counted = set()
+        self.ended = None
+        if is_running:
+            self.all_settles()
+
+    def pod(self, some, wanted=lambda pod: True):
+        pods = [pod for _, pod in sorted(self.cluster.pods.items()) if wanted(pod)]
+        return pods[some % len(pods)] if pods else None
+
+    def node(self, some):
+        names = sorted(self.cluster.nodes)
+        return names[some % len(names)]
+
+    # What happens to pods and nodes.
+
+    @rule(some=SOME, node=SOME)
+    def a_pod_starts(self, some, node):
+        pod = self.pod(some, lambda pod: pod.phase == "Pending")
+        if pod:
+            self.cluster.start(pod, self.node(node))
+
+    @rule(shift=SOME)
+    def all_pods_start(self, shift):
+        for pod in list(self.cluster.pods.values()):
+            self.cluster.start(pod, self.node(pod.index + shift))
+
+    @rule(some=SOME, code=CODES, is_seen=st.booleans())
+    def a_pod_ends(self, some, code, is_seen):
+        pod = self.pod(some, lambda pod: pod.phase == "Running")
+        if pod and self.cluster.job:
+            self.cluster.exit(pod, code)
+            if is_seen:
+                self.cluster.deliver(pod.uid)
+
+    @rule(some=SOME)
+    def a_pod_is_evicted(self, some):
+        pod = self.pod(some, lambda pod: pod.phase == "Running")
+        if pod and self.cluster.job:
+            self.cluster.exit(pod, 137, "Evicted")
+
+    @rule(some=SOME)
+    def somebody_deletes_a_pod(self, some):
+        pod = self.pod(some)
+        if pod:
+            self.cluster.ask(pod, 30)
+
+    @rule()
+    def kubelets_end_what_was_deleted(self):
+        self.cluster.end_deleted()
+
+    @rule(some=SOME, seconds=st.sampled_from([0.0, 5.0, 12.0, 60.0]))
+    def a_node_is_lost(self, some, seconds):
+        self.cluster.lose(self.node(some))
+        self.cluster.now_s += seconds
+
+    @rule(some=SOME, is_back=st.booleans())
+    def a_node_comes_back_or_is_removed(self, some, is_back):
+        if is_back:
+            self.cluster.heal(self.node(some))
+        else:
+            self.cluster.remove_node(self.node(some))
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 12.0, 45.0, 700.0]))
+    def time_passes(self, seconds):
+        self.cluster.now_s += seconds
+
+    # What people do to the job.
+
+    @rule(edit=EDITS, is_seen=st.booleans())
+    def somebody_edits(self, edit, is_seen):
+        if self.cluster.job is None:
+            return
+        spec = copy.deepcopy(self.cluster.job["spec"])
+        for key, value in edit.items():
+            place = spec["replicaSpecs"]["Worker"] if key == "replicas" else spec
+            place[key] = value
+        self.cluster.edit(spec)
+        if is_seen:
+            self.cluster.deliver_job()
+
+    @rule(name=st.sampled_from(["j-directive", "j-directive", "j"]), is_seen=st.booleans())
+    def somebody_removes_an_object(self, name, is_seen):
+        _ = self.cluster.fenced  # The job has read it before.
+        for key in [key for key in self.cluster.objects if key[1] == name]:
+            del self.cluster.objects[key]
+            if is_seen:
+                self.cluster.seen_objects.pop(key, None)
+
+    @precondition(lambda self: self.cluster.job is not None)
+    @rule(surely=st.integers(0, 9))
+    def somebody_deletes_the_job(self, surely):
+        if surely == 0 and "deletionTimestamp" not in self.cluster.job["metadata"]:
+            self.cluster.delete_job()
+
+    # What the operator gets to know, and does.
+
+    @rule(some=SOME, of_the_job=st.booleans())
+    def news_arrive(self, some, of_the_job):
+        uids = sorted({*self.cluster.pods, *self.cluster.seen_pods})
+        if uids and not of_the_job:
+            self.cluster.deliver(uids[some % len(uids)])
+        else:
+            self.cluster.deliver_job()
+
+    @rule()
+    def all_is_read_anew(self):
+        self.cluster.relist()
+
+    @rule(writes=st.integers(0, 6), order=SOME)
+    def the_operator_is_killed_in_the_midst(self, writes, order):
+        self.operate(writes, order)
+
+    @rule(order=SOME, is_anew=st.booleans())
+    def the_operator_decides(self, order, is_anew):
+        if is_anew:
+            self.cluster.relist()
+        self.operate(10_000, order)
+
+    @rule(order=SOME)
+    def what_was_decided_is_done_twice(self, order):
+        self.cluster.relist()
+        decision = self.operate(10_000, order)
+        before = copy.deepcopy((self.cluster.job, sorted(self.cluster.pods), self.cluster.objects))
+        for action in decision.actions if decision else ():
+            self.cluster.do(action)
+        after = (self.cluster.job, sorted(self.cluster.pods), self.cluster.objects)
+        assert after == before
+
+    def operate(self, writes, order):
+        cluster = self.cluster
+        if cluster.seen_job is None:
+            return None
+        seen, now_s = cluster.observed(), cluster.now_s
+        assert reconcile(seen, now_s) == reconcile(seen, now_s)
+        known = copy.deepcopy(cluster.seen_pods)
+        asked = asked_by(seen.job)
+        before, done_before = cluster.job and cluster.status, len(cluster.actions)
+        decision, is_done = cluster.operate(writes, order)
+        self.check_counts(before, known, is_done)
+        for action in cluster.actions[done_before:]:
+            self.check_deletion(action, known, seen.job.metadata.is_leaving)
+            if isinstance(action, CreatePod):
+                self.check_creation()
+            if isinstance(action, FreeSeat):
+                processes = {**cluster.pods, **cluster.zombies}
+                assert not [uid for uid in action.pods if uid in processes and processes[uid].alive]
+        if is_done and asked is not None and cluster.job is not None:
+            self.check_number(asked)
+        return decision if is_done else None
+
+    def check_counts(self, before, known, is_done):
+        """A failure adds one to `failures`, once; what is counted was not counted before."""
+        if before is None or self.cluster.job is None:
+            return
+        after = self.cluster.status
+        new = set(after.counted) - set(before.counted)
+        assert not new & self.ever_counted
+        self.ever_counted |= new
+        assert len(set(after.counted)) == len(after.counted)
+        in_place = sum(
+            one.restarts - {old.uid: old.restarts for old in before.in_place}.get(one.uid, 0)
+            for one in after.in_place
+        )
+        gone = {one.uid for one in before.in_place} - {one.uid for one in after.in_place}
+        assert not gone & known.keys()
+        failed = {
+            uid
+            for uid in new
+            if uid in known
+            and known[uid].failed_by_itself
+            and uid not in after.fenced
+            # 143: it was asked to leave.
+            and known[uid].code != 143
+        }
+        assert after.failures - before.failures == len(failed) + in_place
+        assert after.restarts >= before.restarts
+        assert after.disruptions >= before.disruptions
+
+    def check_deletion(self, action, known, job_is_leaving):
+        """Nothing is deleted before its end is accounted for; by force only what is fenced."""
+        if not isinstance(action, DeletePod) or job_is_leaving or self.cluster.job is None:
+            return
+        # Of a write that was refused nothing was done.
+        if action.uid in self.cluster.pods and self.cluster.pods[action.uid].asked_s is None:
+            return
+        assert action.uid in self.cluster.status.counted
+        if action.grace_s == 0:
+            assert action.uid in self.cluster.fenced
+
+    def check_creation(self):
+        """No pod is made for a job that ended, ended well, or is suspended."""
+        if self.cluster.job is not None:
+            status = self.cluster.status
+            assert status.ended_well_time is None
+            assert status.phase not in ("Succeeded", "Failed", "Suspended")
+
+    def check_number(self, asked):
+        staying = [
+            pod
+            for pod in self.cluster.pods.values()
+            if not pod.is_over and pod.asked_s is None and pod.uid not in self.cluster.fenced
+        ]
+        # Those of a job that ended well are let finish, whatever is wanted by then.
+        if self.cluster.status.ended_well_time is None:
+            assert len(staying) <= asked.most
+            assert len(staying) <= asked.desired or asked.is_suspended
+        if asked.is_suspended or self.cluster.status.phase in ("Succeeded", "Failed"):
+            assert not [pod for pod in staying if pod.uid in self.cluster.seen_pods]
+
+    # What must hold.
+
+    @invariant()
+    def no_two_pods_of_one_index_live_unless_one_is_fenced(self):
+        cluster = self.cluster
+        living = [pod for pod in cluster.pods.values() if not pod.is_over]
+        living += [pod for pod in cluster.zombies.values() if pod.alive]
+        indices = [pod.index for pod in living if pod.uid not in cluster.fenced]
+        assert cluster.job is None or len(indices) == len(set(indices))
+
+    @invariant()
+    def an_end_is_final(self):
+        if self.cluster.job is None:
+            return
+        status = self.cluster.status
+        ended = [kind for kind in ("Succeeded", "Failed") if status.is_(kind)]
+        assert len(ended) <= 1
+        reason = ended and status.condition(ended[0]).reason
+        if self.ended and self.ended[1] not in ("InvalidSpec", "InvalidTemplate"):
+            assert [ended, reason] == [[self.ended[0]], self.ended[1]]
+        self.ended = (ended[0], reason) if ended else None
+
+    @rule()
+    def all_settles(self):
+        """Once nothing more happens, the cluster becomes what was asked for, and stays so."""
+        cluster = self.cluster
+        for name in cluster.nodes:
+            cluster.heal(name)
+        if cluster.job is None:
+            return
+        before = cluster.status
+        decision = cluster.settle()
+        if cluster.job is None:
+            assert not cluster.pods
+            return
+        self.ever_counted |= set(cluster.status.counted)
+        assert cluster.status.failures >= before.failures
+        cluster.relist()
+        again = reconcile(cluster.observed(), cluster.now_s)
+        assert not again.actions
+        assert merge_patch(cluster.job["status"], as_wire(again.status)) is None
+        asked = asked_by(cluster.observed().job)
+        if asked is not None and decision is not None:
+            self.check_settled(asked)
+
+    def check_settled(self, asked):
+        cluster = self.cluster
+        running = [pod for pod in cluster.pods.values() if pod.phase == "Running"]
+        status = cluster.status
+        if asked.is_suspended or status.phase in ("Succeeded", "Failed"):
+            assert not running
+            return
+        if status.ended_well_time is not None:
+            return
+        assert len(running) == asked.desired
+        assert len(cluster.pods) == asked.desired
+        if asked.is_sliced:
+            assert {pod.index for pod in running} == set(range(asked.desired))
+        assert status.phase == "Running"
+        assert status.is_("Running")
+        assert not status.is_("Degraded")
+        assert not status.is_("Restarting")
+        assert status.ready_replicas == status.replicas == asked.desired
+
+    def teardown(self):
+        if hasattr(self, "cluster"):
+            self.all_settles()
+
+
+ClusterMachine.TestCase.settings = settings(
+    max_examples=300,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+class TestAnyOrderOfAnything(ClusterMachine.TestCase):
+    """The state machine above."""

@@ -1,0 +1,61 @@
+"""What ranks tell each other before a save: who is at another step is told, by all ranks alike."""
+
+import pytest
+import torch
+
+from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.plan import Order
+from elastane.checkpoint.saving import Saver
+from elastane.errors import CheckpointError
+from elastane.keeper.messages import Progress
+from elastane.keeper.writing import _is_gone
+from elastane.storage import Repository, open_storage
+
+
+class Known:
+    known = "place"
+
+    def look(self):
+        return True
+
+
+class Idle:
+    id, survives, door = "keeper", True, ""
+
+    def progress(self):
+        return Progress()
+
+
+class Two:
+    """Two ranks, of which the other says the same but for its step."""
+
+    rank, size = 0, 2
+
+    def __init__(self, others_step):
+        self.others_step = others_step
+
+    def members(self):
+        return self
+
+    def numbers(self, said):
+        return [list(said), [self.others_step, *list(said)[1:]]]
+
+
+@pytest.mark.parametrize("other", [7, 8])
+def test_ranks_that_save_different_steps_are_told_so(other):
+    saver = Saver(Two(other), Idle(), "/nowhere", Known())
+    captured = Captured({"x": torch.ones(2)})
+    if other == 7:
+        assert len(saver.agree(captured, Order(7, "asked", 3, ""), 1)) == 2
+        return
+    with pytest.raises(CheckpointError, match="different steps: 7, 8, by rank"):
+        saver.agree(captured, Order(7, "asked", 3, ""), 1)
+
+
+def test_a_save_that_another_writer_has_given_up_is_seen_to_be_gone(tmp_path):
+    repository = Repository(open_storage(str(tmp_path)))
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "part").write_text("mine")
+    assert not _is_gone(repository, "save/part")
+    (tmp_path / "save" / "part").unlink()
+    assert _is_gone(repository, "save/part")

@@ -1,0 +1,114 @@
+"""All ranks restore the newest state that can be had, from whoever has it."""
+
+import random
+
+import pytest
+
+from elastane.checkpoint.choosing import Inventory, Part, Save, choose, first_of_each_place
+from elastane.checkpoint.looking import without
+from elastane.core.checkpoints import Key
+
+
+def save(step, era=0, number=1, attempt=0, nonce="00000000"):
+    return Save(Key(era, number, attempt, step), nonce)
+
+
+def test_a_later_round_is_newer_than_a_later_step():
+    old, new = save(900, number=3), save(7, number=4)
+    choice = choose([Inventory("k", "p", stored=(new, old))])
+    assert choice.save == new
+    assert not choice.memory
+
+
+def test_memory_is_preferred_to_the_same_in_storage_and_storage_to_what_is_older():
+    a, b = save(5), save(6)
+    assert choose([Inventory("k", "p", held=(b,), stored=(b, a))]).memory
+    assert not choose([Inventory("k", "p", held=(a,), stored=(b, a))]).memory
+
+
+def test_a_last_gasp_of_what_is_in_memory_still_is_no_newer():
+    kept, gasp = save(5, nonce="00000001"), save(5, nonce="ffffffff")
+    choice = choose([Inventory("k", "p", held=(kept,), stored=(gasp,))])
+    assert (choice.save, choice.memory) == (kept, True)
+    part = Part(kept, 4, ((0, 4),))
+    assert choose([Inventory("k", "p", parts=(part,), stored=(gasp,))]).memory
+
+
+def test_who_has_it_gives_it_to_those_who_have_not():
+    a = save(5)
+    heard = [Inventory("k1", "p"), Inventory("k2", "p", held=(a,)), Inventory("k1", "p")]
+    choice = choose(heard)
+    assert (choice.givers, choice.lacking) == ((1,), (0, 2))
+    heard = [Inventory("k1", "p1", stored=(a,)), Inventory("k1", "p1"), Inventory("k2", "p2")]
+    choice = choose(heard)
+    assert (choice.givers, choice.lacking) == ((0, 1), (2,))
+
+
+def test_parts_of_sharded_state_count_where_the_keepers_have_the_whole_together():
+    a, b = save(5), save(6)
+    one = Inventory("k1", "p", parts=(Part(b, 10, ((0, 6),)),), stored=(a,))
+    rest = Inventory("k2", "p", parts=(Part(b, 10, ((6, 10),)),))
+    choice = choose([one, rest])
+    assert (choice.save, choice.memory, choice.lacking) == (b, True, ())
+    assert choice.spans == (((0, 6),), ((6, 10),))
+    for others in ([], [Inventory("k2", "p", parts=(Part(b, 10, ((7, 10),)),))]):
+        assert choose([one, *others, Inventory("k3", "p")]).save == a, "bytes 6 to 7 are lost"
+
+
+def test_a_copy_of_a_lost_nodes_part_makes_the_state_whole_for_who_has_nothing():
+    a, b = save(5), save(6)
+    first = Inventory("k1", "p", parts=(Part(b, 9, ((0, 3),)), Part(a, 9, ((0, 3),))))
+    second = Inventory("k2", "p", parts=(Part(b, 9, ((6, 9),)), Part(a, 9, ((3, 6), (6, 9)))))
+    choice = choose([first, Inventory("new", "p"), second])
+    assert (choice.save, choice.givers, choice.lacking) == (a, (0, 2), (1,))
+    assert choice.spans == (((0, 3),), (), ((3, 6), (6, 9)))
+    assert choose([first, Inventory("new", "p"), second], {(a, True)}) is None
+
+
+def test_what_failed_is_not_chosen_again_and_nothing_is_none():
+    a, b = save(5), save(6)
+    heard = [Inventory("k", "p", held=(b,), stored=(b, a))]
+    assert choose(heard, {(b, True)}) == choose(heard, {(b, True)})
+    assert not choose(heard, {(b, True)}).memory
+    assert choose(heard, {(b, True), (b, False)}).save == a
+    assert choose(heard, {(b, True), (b, False), (a, False)}) is None
+    assert choose([Inventory("k", "p")]) is None
+
+
+def test_a_copy_that_is_damaged_in_one_place_is_brought_there_from_another():
+    a = save(5)
+    heard = [Inventory("k1", "p1", stored=(a,)), Inventory("k2", "p2", stored=(a,))]
+    choice = choose(without(heard, a, {0: "damaged"}))
+    assert (choice.givers, choice.lacking) == ((1,), (0,))
+
+
+def test_one_rank_speaks_for_each_place():
+    assert first_of_each_place(["p", "q", "p", "q", "r"]) == [0, 1, 4]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_choice_is_the_greatest_that_somebody_has_and_reaches_all(seed):
+    rng = random.Random(seed)
+    saves = [save(rng.randint(1, 5), number=rng.randint(1, 2), nonce=f"{n:08x}") for n in range(6)]
+    heard = [
+        Inventory(
+            f"k{rng.randint(0, 2)}",
+            f"p{rng.randint(0, 1)}",
+            held=tuple(rng.sample(saves, rng.randint(0, 2))),
+            stored=tuple(rng.sample(saves, rng.randint(0, 2))),
+        )
+        for _ in range(rng.randint(1, 5))
+    ]
+    there = {s for each in heard for s in (*each.held, *each.stored)}
+    choice = choose(heard)
+    assert (choice is None) == (not there)
+    if choice is not None:
+        assert choice.save.key == max(there).key
+        assert sorted((*choice.givers, *choice.lacking)) == list(range(len(heard)))
+        giver = heard[choice.givers[0]]
+        same = [
+            e
+            for e in heard
+            if (e.keeper == giver.keeper if choice.memory else e.place == giver.place)
+        ]
+        assert any(choice.save in (e.held if choice.memory else e.stored) for e in same)

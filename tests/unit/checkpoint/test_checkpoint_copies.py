@@ -1,0 +1,97 @@
+"""Who gets whose copies, where it is found, and which save is safe."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastane.checkpoint.doors import door_of, without_copies
+from elastane.checkpoint.layout import Chunk, Tensor, lay_out
+from elastane.checkpoint.saving import Agreed, Saver
+from elastane.checkpoint.shares import Standing, ring, shares
+
+
+def standing(keeper, door=True):
+    return Standing(keeper, True, "p", f"{keeper}:1" if door else "", f"group of {keeper}")
+
+
+def sharded(ranks):
+    held = [[Chunk(0, (n, 0), (1, 2))] for n in range(ranks)]
+    return lay_out([Tensor("x", "float32", (ranks, 2))], held)
+
+
+def test_each_keeper_has_the_next_one_as_its_peer_and_the_last_the_first():
+    members = [standing(keeper) for keeper in ("a", "a", "b", "c", "c")]
+    found = shares(sharded(5), members)
+    assert [share.door for share in found] == ["b:1", "b:1", "c:1", "a:1", "a:1"]
+    assert [share.group for share in found][::2] == ["group of b", "group of c", "group of a"]
+
+
+def test_what_every_node_has_is_not_copied_nor_what_has_nowhere_to_go():
+    replicated = lay_out([Tensor("x", "float32", (2, 2))], [[Chunk(0, (0, 0), (2, 2))]] * 2)
+    assert {share.door for share in shares(replicated, [standing("a"), standing("b")])} == {""}
+    assert {share.door for share in shares(sharded(2), [standing("a"), standing("a")])} == {""}
+    assert ring([standing("a"), standing("b", door=False)]) == {}
+
+
+def test_nodes_without_the_option_are_left_out_of_the_ring():
+    members = [standing("a"), standing("b", door=False), standing("c")]
+    assert [share.door for share in shares(sharded(3), members)] == ["c:1", "", "a:1"]
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ([standing("a", door=False), standing("b", door=False)], None),
+        ([standing("a"), standing("b")], None),
+        ([standing("a"), standing("a")], "all workers are on one node"),
+        ([standing("a"), standing("b", door=False)], "1 of 2 nodes have none"),
+    ],
+)
+def test_the_user_is_told_where_copies_are_wished_and_cannot_be(members, words):
+    said = without_copies(members)
+    assert (words in said) if words else not said
+
+
+class Kept:
+    def __init__(self, door):
+        self.door = door
+
+
+@pytest.mark.parametrize(
+    ("door", "master", "node_rank", "found"),
+    [
+        ("", "127.0.0.1", "0", ""),
+        (":7", "10.9.8.7", "0", "10.9.8.7:7"),
+        (":7", "fe80::1", "0", "[fe80::1]:7"),
+        (":7", "127.0.0.1", "3", "127.0.0.1:7"),
+        (":7", "", "", "127.0.0.1:7"),
+        (":7", "no such host.invalid", "1", ""),
+        ("here:7", "10.9.8.7", "1", "here:7"),
+        ("[::1]:7", "10.9.8.7", "1", "[::1]:7"),
+    ],
+)
+def test_a_node_is_found_where_it_reaches_the_first_one_from(
+    door, master, node_rank, found, monkeypatch
+):
+    monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.setenv("GROUP_RANK", node_rank)
+    assert door_of(Kept(door)) == found
+
+
+def heard(*rows):
+    base = {"step": 1, "identity": 0, "standing": 0, "planned": 0, "busy": 0, "copying": 0}
+    base |= {"nonce": 0, "word": 0}
+    return [
+        Agreed(**base, copies=copies, copied=copied, copied_before=before)
+        for copies, copied, before in rows
+    ]
+
+
+def test_the_safe_save_is_the_last_that_all_nodes_have_copied():
+    saver = Saver(None, Kept("x:1"), "/nowhere", None)
+    assert saver._safe(heard((1, 0, 0), (1, 0, 0))) == ""
+    assert saver._safe(heard((1, 5, 0), (1, 0, 0))) == ""
+    assert saver._safe(heard((1, 5, 0), (1, 5, 0), (0, 0, 0))) == "00000005"
+    assert saver._safe(heard((1, 9, 5), (1, 5, 0))) == "00000005", "9 came from one of them only"
+    assert saver._safe(heard((1, 9, 5), (1, 9, 5))) == "00000009"
+    assert saver._safe(heard((1, 12, 9), (1, 11, 0))) == "00000009", "it is what was safe last"

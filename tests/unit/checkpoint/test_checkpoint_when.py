@@ -1,0 +1,91 @@
+"""When a save is due: by steps alike on all ranks, by time as rank 0's clock says."""
+
+import itertools
+import random
+
+import pytest
+
+from elastane.checkpoint.cadence import Cadence
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def drive(clock, ranks, steps, step_s):
+    """Play steps; returns at which steps all ranks saved."""
+    saved = []
+    for step in range(1, steps + 1):
+        clock.now_s += step_s() if callable(step_s) else step_s
+        reasons = [rank.is_due(step) for rank in ranks]
+        assert len(set(reasons)) == 1, "ranks do not agree that there is something to ask"
+        if reasons[0]:
+            word = ranks[0].word(step, reasons[0])
+            heard = [rank.hear(word, step) for rank in ranks]
+            assert len(set(heard)) == 1
+            if heard[0]:
+                saved.append(step)
+    return saved
+
+
+def test_each_so_many_steps():
+    clock = Clock()
+    assert drive(clock, [Cadence(4, None, clock)], 13, 1.0) == [4, 8, 12]
+
+
+def test_nothing_is_due_where_nothing_was_asked_for():
+    clock = Clock()
+    assert drive(clock, [Cadence(None, None, clock)], 50, 1.0) == []
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.05, 1.0, 20.0])
+def test_each_so_many_seconds_within_a_sixteenth_and_looked_for_seldom(step_s):
+    clock = Clock()
+    ranks = [Cadence(None, 60.0, clock), Cadence(None, 60.0, Clock())]
+    steps = int(700 / step_s)
+    saved = drive(clock, ranks, steps, step_s)
+    gaps = [(b - a) * step_s for a, b in itertools.pairwise(saved)]
+    assert gaps
+    assert all(60.0 <= gap <= max(60.0 * 1.13, 60.0 + 2 * step_s) for gap in gaps), gaps
+    if step_s < 1:
+        assert ranks[0].stride > 1
+        assert ranks[0].stride == ranks[1].stride
+
+
+def test_a_rank_that_came_later_asks_at_the_same_steps():
+    clock = Clock()
+    old = Cadence(None, 30.0, clock)
+    drive(clock, [old], 500, 0.1)
+    new = Cadence(None, 30.0, Clock())
+    new.go_on(old.lived_s, old.failures, old.stride)
+    assert [s for s in range(501, 900) if old.is_due(s)] == [
+        s for s in range(501, 900) if new.is_due(s)
+    ]
+
+
+def test_auto_saves_more_often_where_saves_are_cheap_and_failures_frequent():
+    clock = Clock()
+    cheap, dear, failing = (Cadence(None, "auto", clock) for _ in range(3))
+    clock.now_s += 3600
+    cheap.cost(0.05, 1.0)
+    dear.cost(5.0, 1.0)
+    failing.cost(5.0, 1.0)
+    failing.failures = 20
+    assert cheap.interval_s() < dear.interval_s()
+    assert failing.interval_s() < dear.interval_s()
+
+
+def test_auto_says_once_how_often_and_why(caplog):
+    caplog.set_level("INFO", "elastane.checkpoint")
+    clock, rng = Clock(), random.Random(3)
+    cadence = Cadence(None, "auto", clock)
+    cadence.cost(0.2, 1.0)
+    drive(clock, [cadence], 2000, lambda: rng.uniform(0.5, 1.5))
+    told = [record.message for record in caplog.records]
+    assert len(told) == 1
+    assert "a checkpoint each" in told[0]
+    assert "fails every" in told[0]

@@ -1,0 +1,115 @@
+"""Agents that the job's owner has given up."""
+
+from core_driver import Driver, job_spec
+
+from elastane.core import contact
+from elastane.core.events import Fenced
+from elastane.core.messages import Assign, Refused, Stop
+from elastane.core.notes import EventKind
+from elastane.errors import ExitCode
+
+
+def pods(low=1, high=3):
+    """Three nodes in training, each an agent of a pod."""
+    job = Driver(job_spec(low, high), store_backed=True)
+    for name in "abc":
+        job.join(name, f"uid-{name}.1")
+    assert job.ranks() == ["a", "b", "c"]
+    return job
+
+
+def test_a_member_that_is_fenced_is_told_so_cut_and_replaced_by_a_world_without_it():
+    job = pods()
+    job.handle(Fenced(("uid-c",)))
+    [refused] = job.got("c", Refused)
+    assert refused.slug == "node-fenced" and "uid-c.1" in refused.what
+    assert contact.refused(refused).exit_code == ExitCode.TRY_AGAIN, "it did nothing wrong"
+    assert "c" in job.hangups
+    assert job.got("a", Stop) and not job.got("c", Stop)
+    job.stops("a", "b")
+    job.passes(0.5, alive="ab")
+    assert job.ranks() == ["a", "b"]
+    assert job.machine.report().restarts_used == 0, "the loss of a pod is no failure"
+
+
+def test_what_is_fenced_is_turned_away_and_another_pod_of_its_name_is_not():
+    job = pods()
+    job.handle(Fenced(("uid-c",)))
+    job.stops("a", "b")
+    job.join("c", "uid-c.2")
+    assert len(job.got("c", Refused)) == 2, "another agent of the same pod"
+    job.join("c", "uid-d.1")
+    job.passes(2.0, alive="abc")
+    assert len(job.got("c", Refused)) == 2
+
+
+def test_a_fence_is_of_the_whole_name_of_a_pod():
+    job = pods()
+    job.handle(Fenced(("uid", "uid-", "")))
+    assert not job.hangups
+    job.join("d", "uid.1")
+    assert job.got("d", Refused)
+
+
+def test_who_was_fenced_before_it_came_gets_no_further_than_the_door():
+    job = Driver(job_spec(1, 2), store_backed=True)
+    job.handle(Fenced(("old",)))
+    job.join("a", "old.1")
+    assert job.got("a", Refused)
+    job.join("a", "new.1")
+    job.passes(4.0, alive="a")
+    assert job.got("a", Assign)
+
+
+def test_a_fence_holds_while_the_coordinator_has_no_authority():
+    job = pods()
+    job.authority(False)
+    job.handle(Fenced(("uid-b",)))
+    assert job.got("b", Refused) and "b" in job.hangups
+    assert not job.got("a", Stop), "what follows of it is decided later"
+    job.authority(True)
+    assert job.got("a", Stop)
+
+
+def test_the_same_word_twice_changes_nothing():
+    job = pods()
+    for _ in range(3):
+        job.handle(Fenced(("uid-c",)))
+    departed = [note for note in job.notes if note.kind is EventKind.NODE_DEPARTED]
+    assert len(departed) == len(job.hangups) == 1
+
+
+def test_the_roll_tells_who_is_here_and_who_of_the_world_is_not():
+    job = pods()
+    assert [tuple(one) for one in job.machine.roll()] == [
+        ("uid-a.1", "joined", 0),
+        ("uid-b.1", "joined", 1),
+        ("uid-c.1", "joined", 2),
+    ]
+    job.breaks("c")
+    states = {one.incarnation: one.state for one in job.machine.roll()}
+    assert states["uid-c.1"] == "away"
+    job.passes(0.3, alive="ab")
+    states = {one.incarnation: one.state for one in job.machine.roll()}
+    assert states == {"uid-a.1": "joined", "uid-b.1": "joined", "uid-c.1": "departed"}
+
+
+def test_nobody_has_departed_while_a_new_coordinator_waits_for_the_last_world():
+    record = pods().persisted[-1]
+    job = Driver(job_spec(1, 3), record, store_backed=True)
+    assert job.phase == "recovering" and job.machine.roll() == []
+    job.join("a", "uid-a.1")
+    assert [one.state for one in job.machine.roll()] == ["joined"]
+
+
+def test_a_member_whose_connection_is_cut_is_counted_out_though_it_cannot_be_told():
+    job = pods()
+    job.breaks("c")
+    job.handle(Fenced(("uid-c",)))
+    assert not job.got("c", Refused)
+    assert job.got("a", Stop)
+    job.stops("a", "b")
+    job.passes(0.5, alive="ab")
+    assert job.ranks() == ["a", "b"]
+    job.join("c", "uid-c.1")
+    assert job.got("c", Refused)

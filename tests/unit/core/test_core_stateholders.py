@@ -1,0 +1,221 @@
+"""Who holds the state of the job out of sight, or beside the world in force: nobody begins anew
+from a checkpoint while they may train, and nobody stops them while they are needed."""
+
+import msgspec
+import pytest
+from core_driver import Driver, job_spec
+from test_core_regroup import able, dies, in_place, kinds, regrouped
+
+from elastane.core.events import Resized
+from elastane.core.limits import FENCE_WAIT_S
+from elastane.core.messages import Assign, DrainTarget, Heartbeat, Holding, Stop, Stopped
+from elastane.core.model import Failure, Fence, Offer
+from elastane.core.notes import EventKind
+from elastane.core.rendezvous import Phase
+
+
+def steps(job, *node_ids, progress=5):
+    for node_id in node_ids:
+        job.says(node_id, Heartbeat(fence=job.assigned[node_id].fence, progress=progress))
+
+
+def trains_on(job, seconds, *node_ids):
+    """Let time pass in which these nodes make steps, and are heard."""
+    end_s = job.now_s + seconds
+    while job.now_s < end_s:
+        job.passes(0.5)
+        steps(job, *node_ids)
+
+
+def settled(job):
+    return [note.fence for note in job.notes if note.kind is EventKind.ROUND_SETTLED]
+
+
+def unheard(store_backed=True):
+    """a and b made steps; b fell silent, c has its place, and a fell silent before it was heard."""
+    job = Driver(job_spec(2, 2), store_backed=store_backed)
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    able(job, "a", "b")
+    steps(job, "a", "b")
+    job.join("c")
+    able(job, "c")
+    job.passes(2.9, alive="ac")
+    job.passes(0.3, alive="c")  # a is heard no more, and b is counted out
+    assert regrouped(job, "c") == (Fence(2, 0), 2, (0, 1), 4)
+    job.inbox.clear()
+    job.passes(3.5, alive="c")
+    assert "a" not in job.machine._state.nodes
+    return job
+
+
+def test_newcomers_wait_while_those_with_the_state_may_train_where_nobody_sees_them():
+    job = unheard()
+    job.join("d")
+    able(job, "d")
+    job.passes(FENCE_WAIT_S - 20.0, alive="cd")
+    assert job.machine.phase is Phase.REGROUPING
+    assert Assign not in kinds(job, "c") and Assign not in kinds(job, "d")
+    waits = [n.reason for n in job.notes if n.kind is EventKind.WAITING]
+    assert any("train where this coordinator cannot see it" in reason for reason in waits)
+    job.passes(25.0, alive="cd")  # By now those out of sight have stopped themselves.
+    assert regrouped(job, "c")[0] == regrouped(job, "d")[0] == Fence(3, 0)
+
+
+def test_without_a_store_nobody_waits_since_no_other_coordinator_is_promised():
+    job = unheard(store_backed=False)
+    job.join("d")
+    able(job, "d")
+    job.passes(10.0, alive="cd")
+    assert regrouped(job, "c")[0] == regrouped(job, "d")[0] == Fence(3, 0)
+
+
+def test_one_of_them_that_comes_back_brings_the_state_and_the_wait_is_over():
+    job = unheard()
+    from_before = job.assigned["a"]  # It was never told of round 2.
+    first = job.persisted[0].world.fence
+    holding = holding_of(from_before, first)
+    job.join("a", holding=holding)
+    job.says("a", Heartbeat(fence=first, progress=5))
+    job.passes(0.5, alive="c")
+    assert regrouped(job, "a") == (Fence(3, 0), 0, (0, 1), 4)
+    assert regrouped(job, "c") == (Fence(3, 0), 2, (0, 1), 4)
+
+
+def holding_of(assignment, fence):
+    old = msgspec.structs.replace(assignment, fence=fence, in_place=False, workers=())
+    return Holding(assignment=old, state="running", able=(0, 1))
+
+
+def test_one_that_is_heard_in_the_world_in_force_answers_for_all_that_went_before():
+    """Else the loss of everybody, hours later, would be followed by a wait for nobody."""
+    job = in_place(low=1, high=2, nodes="ab")
+    steps(job, "a", "b")
+    trains_on(job, 4.0, "a")
+    assert settled(job)[-1] == Fence(2, 0)
+    assert job.machine._state.unseen == {}
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "its connection ended"])
+def test_the_certain_end_of_one_that_held_the_state_ends_all_worlds_that_it_was_in(how):
+    job = Driver(job_spec(1, 2), store_backed=True)
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    able(job, "a", "b")
+    steps(job, "a", "b")
+    job.machine._state.unseen["b"] = job.now_s
+    if how == "killed":
+        dies(job, "a", local_rank=0)
+    elif how == "stopped":
+        job.says("a", Stopped(job.assigned["a"].fence, Offer(9000, True)))
+    else:
+        job.breaks("a")
+        job.passes(0.2, alive="b")
+    assert job.machine._state.unseen == {}
+
+
+def narrowed():
+    """a, b and c made steps; the owner wants one node, and round 2 has a alone."""
+    job = in_place(low=1, high=3, nodes="abc")
+    steps(job, "a", "b", "c")
+    job.handle(Resized(min_nodes=1, max_nodes=1))
+    trains_on(job, 6.0, "a", "b", "c")
+    for node_id in "abc":
+        job.marks(node_id, 10)
+    assert [m.calls for m in job.inbox["a"] if isinstance(m, DrainTarget)] == [11]
+    for node_id in "abc":
+        job.drains(node_id)
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 2)
+    job.inbox.clear()
+    return job
+
+
+def test_those_who_gave_way_go_on_where_the_next_world_is_lost_before_it_was_heard():
+    job = narrowed()
+    job.breaks("a")
+    job.passes(0.2, alive="bc")
+    assert Stop not in kinds(job, "b") + kinds(job, "c")
+    assert regrouped(job, "b") == (Fence(3, 0), 0, (0, 1), 2)
+    assert job.assigned["c"].fence == Fence(1, 0)  # One node at most.
+
+
+def test_once_the_next_world_was_heard_what_they_hold_is_old_and_nobody_goes_on_from_it():
+    job = narrowed()
+    steps(job, "a", progress=11)
+    job.breaks("a")
+    job.passes(0.2, alive="bc")
+    assert Stop in kinds(job, "b") and Stop in kinds(job, "c")
+
+
+def test_who_comes_back_in_its_grace_is_not_missed_for_a_moment():
+    """Nobody is taken in in the place of one whose connection broke just now."""
+    job = narrowed()
+    job.breaks("a")
+    job.passes(0.05, alive="bc")
+    assert job.machine.phase is Phase.RUNNING
+
+
+def test_a_node_that_left_and_went_without_a_word_from_here_is_released_not_departed():
+    job = Driver(job_spec(1, 3))
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    job.join("c")
+    job.leaves("a")
+    job.authority(False)  # It cannot be let go now, and leaves alone.
+    job.stops("a")
+    job.breaks("a")
+    job.passes(0.2, alive="bc")
+    said = [note.kind for note in job.notes if note.node_id == "a"]
+    assert EventKind.NODE_RELEASED in said and EventKind.NODE_DEPARTED not in said
+
+
+def test_nobody_waits_for_one_that_fell_silent_before_the_first_step():
+    """No step can be made without the others, and no world stands before the first."""
+    job = Driver(job_spec(1, 2), store_backed=True)
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    able(job, "a", "b")
+    job.passes(4.0, alive="a")
+    assert regrouped(job, "a")[0] == Fence(2, 0)
+
+
+def test_they_stand_in_under_another_coordinator_too():
+    """That of the last one may have been the node that they gave way to."""
+    job = narrowed()
+    assert job.persisted[-1].kept == ("b", "c")
+    after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="a")
+    for node_id in "bc":
+        first = msgspec.structs.replace(job.assigned[node_id], in_place=False)
+        held = Holding(assignment=first, state="running", able=(0, 1), draining=True, halted="x")
+        after.join(node_id, holding=held)
+        after.assigned[node_id] = first
+    after.passes(20.0, alive="bc")
+    assert Stop not in kinds(after, "b") + kinds(after, "c")
+    after.passes(FENCE_WAIT_S, alive="bc")  # The node that they gave way to may go on till then.
+    assert regrouped(after, "b") == (Fence(3, 0), 0, (0, 1), 2)
+
+
+def test_once_the_next_world_was_heard_the_record_names_nobody():
+    job = narrowed()
+    steps(job, "a", progress=11)
+    assert job.persisted[-1].kept == ()
+    count = len(job.persisted)
+    steps(job, "a", progress=12)
+    assert len(job.persisted) == count
+
+
+def test_a_script_that_is_started_anew_does_not_wait_for_a_coordinator_that_died():
+    """Its other worker died of the same loss: nothing is left that could make a step."""
+    job = Driver(job_spec(1, 2), store_backed=True)
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="a")
+    failed = Failure(local_rank=0, rank=2, pid=7, exit_code=1, message="reset by peer")
+    others = msgspec.structs.replace(failed, local_rank=1, rank=3, pid=8)
+    held = Holding(assignment=job.assigned["b"], state="failed", failures=(failed, others))
+    after.join("b", holding=held)
+    after.assigned["b"] = job.assigned["b"]
+    after.passes(after.spec.timing.reregister_s + 1.0, alive="b")
+    after.stops("b")
+    after.passes(5.0, alive="b")
+    assert after.assigned["b"].fence == Fence(2, 0)

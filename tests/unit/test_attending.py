@@ -1,0 +1,213 @@
+"""What the seat reports to an ElasticJob's operator, and what it reads of its directive."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from elastane.core.messages import NodeStatus, Report
+from elastane.core.model import Fence
+from elastane.core.rendezvous.status import Called
+from elastane.errors import StoreError
+from elastane.kubeapi.errors import unreachable
+from elastane.launcher import attending
+from elastane.launcher.attending import Attending, Summary, is_news
+from elastane.stores.kubernetes.correspondence import read_directive
+from elastane.stores.kubernetes.letters import Directive, JobReport
+
+
+def known(steps=(3, 4), *, round_=1, incident="", **more):
+    nodes = tuple(
+        NodeStatus(
+            node_id=f"n{i}",
+            host="h",
+            state="running",
+            node_rank=i,
+            local_world_size=1,
+            heard_s=0.1,
+            progress=step,
+        )
+        for i, step in enumerate(steps)
+    )
+    return Report(
+        job="j",
+        phase="running",
+        reason="r",
+        fence=Fence(round=round_, attempt=0),
+        min_nodes=1,
+        max_nodes=2,
+        world_size=len(steps),
+        restarts_used=1,
+        max_restarts=3,
+        uptime_s=1.0,
+        nodes=nodes,
+        last_incident=incident,
+        **more,
+    )
+
+
+def rolled(**states):
+    return [Called(f"{pod}.1", state, rank) for rank, (pod, state) in enumerate(states.items())]
+
+
+def test_a_report_says_round_world_step_and_who_is_in_it():
+    found = Summary(None).take(known(), rolled(a="joined", b="joined"), 1000.0)
+    assert (found.round, found.world_size, found.nodes, found.step) == (1, 2, 2, 3)
+    assert (found.phase, found.restarts, found.incident) == ("running", 1, "")
+    assert [(m.pod, m.state, m.rank) for m in found.members] == [
+        ("a", "joined", 0),
+        ("b", "joined", 1),
+    ]
+    wire = msgspec.to_builtins(found)
+    assert {"atS", "worldSize", "stepsPerS", "incidentAtS", "members"} <= wire.keys()
+
+
+def test_the_pace_is_that_of_a_while_within_one_round():
+    summary = Summary(None)
+    paces = [summary.take(known((10 * i,)), [], 1000.0 + i).steps_per_s for i in range(5)]
+    assert paces == [0.0, 0.0, 10.0, 10.0, 10.0]
+    assert summary.take(known((60,), round_=2), [], 1005.0).steps_per_s == 0.0
+    assert summary.take(known((70,), round_=2), [], 1010.0).steps_per_s == 2.0
+    assert summary.take(known((0,), round_=2), [], 1012.0).steps_per_s == 0.0, "steps begin anew"
+
+
+def test_an_incident_keeps_its_time_and_outlives_its_coordinator():
+    summary = Summary(None)
+    first = summary.take(known(incident="node b departed"), [], 1000.0)
+    again = summary.take(known(incident="node b departed"), [], 1010.0)
+    assert first.incident_at_s == again.incident_at_s == 1000.0
+    heir = Summary(again).take(known(), [], 1020.0)
+    assert (heir.incident, heir.incident_at_s) == ("node b departed", 1000.0)
+    assert Summary(again).take(known(incident="other"), [], 1030.0).incident_at_s == 1030.0
+
+
+def test_a_pod_that_was_here_and_is_not_has_departed_until_it_comes_back():
+    summary = Summary(None)
+    summary.take(known(), rolled(a="joined", b="joined"), 1000.0)
+    states = lambda report: {m.pod: m.state for m in report.members}  # noqa: E731
+    gone = summary.take(known((3,)), rolled(a="joined"), 1002.0)
+    assert states(gone) == {"a": "joined", "b": "departed"}
+    kept = summary.take(known((3,)), rolled(a="joined"), 1004.0)
+    assert states(kept) == {"a": "joined", "b": "departed"}
+    back = summary.take(known(), rolled(a="joined", b="joined"), 1006.0)
+    assert states(back) == {"a": "joined", "b": "joined"}
+    for turn in range(200):
+        last = summary.take(known(), rolled(**{f"p{turn}": "joined"}), 1100.0 + turn)
+    assert len(last.members) == 1 + attending.DEPARTED_MAX
+
+
+def test_what_is_news_is_told_at_once_and_steps_now_and_then():
+    told = Summary(None).take(known((3,)), [], 1000.0)
+    later = Summary(None).take(known((9,)), [], 1002.0)
+    assert not is_news(told, later)
+    assert is_news(told, msgspec.structs.replace(later, at_s=1000.0 + attending.REFRESH_S))
+    assert is_news(told, msgspec.structs.replace(later, world_size=4))
+    assert is_news(told, msgspec.structs.replace(later, at_s=900.0)), "a clock that was set back"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({}, Directive()),
+        ({"min": "1", "max": "4", "replicas": "2", "fenced": ""}, Directive((1, 4))),
+        ({"fenced": "u1  u2\nu3"}, Directive(None, ("u1", "u2", "u3"))),
+        ({"min": "0", "max": "4"}, Directive()),
+        ({"min": "5", "max": "4"}, Directive()),
+        ({"min": "x", "max": "4", "fenced": "u"}, Directive(None, ("u",))),
+        ({"min": "1", "max": "9" * 400}, Directive()),
+    ],
+)
+def test_a_directive_is_read_as_far_as_it_makes_sense(data, expected):
+    assert read_directive(data) == expected
+
+
+class Letters:
+    """A correspondence of which the test decides what happens."""
+
+    def __init__(self, *said: Directive | Exception | None) -> None:
+        self.said = list(said)
+        self.told: list[JobReport] = []
+        self.read_and_told = asyncio.Event()
+
+    async def directives(self):
+        while self.said:
+            word = self.said.pop(0)
+            if isinstance(word, Exception):
+                raise word
+            yield word
+        self._look()
+        await asyncio.Event().wait()
+
+    async def last_report(self):
+        return None
+
+    async def tell(self, report):
+        self.told.append(report)
+        self._look()
+
+    def _look(self):
+        if self.told and not self.said:
+            self.read_and_told.set()
+
+
+class Heard:
+    """A coordinator that remembers what it heard."""
+
+    def __init__(self) -> None:
+        self.words: list[object] = []
+
+    def fence(self, incarnations):
+        self.words.append(incarnations)
+
+    def resize(self, low, high):
+        self.words.append((low, high))
+
+    def report(self):
+        return known()
+
+    def roll(self):
+        return rolled(a="joined")
+
+
+def attended(*said, limit_s=5.0):
+    """Let a seat attend until the directives are read; what it heard, and whether it had begun."""
+
+    async def run() -> tuple[Heard, Letters]:
+        letters, heard, begun = Letters(*said), Heard(), asyncio.Event()
+        task = asyncio.create_task(Attending(letters).run(heard, heard, begun))
+        async with asyncio.timeout(limit_s):
+            await begun.wait()
+            await letters.read_and_told.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return heard, letters
+
+    return asyncio.run(run())
+
+
+def test_a_directive_is_handed_on_once_and_the_seat_begins():
+    one, two = Directive((1, 2), ("u",)), Directive(None, ("u", "v"))
+    heard, letters = attended(one, one, two, None)
+    assert heard.words == [("u",), (1, 2), ("u", "v")]
+    assert letters.told[0].members[0].pod == "a"
+
+
+def test_without_a_directive_the_seat_begins_all_the_same():
+    heard, _ = attended(None)
+    assert heard.words == []
+
+
+def test_an_api_server_that_is_away_holds_the_seat_up_for_a_moment_only(monkeypatch):
+    monkeypatch.setattr(attending, "FIRST_LOOK_S", 0.2)
+    monkeypatch.setattr(attending, "RETRY_S", 0.3)
+    away = unreachable("get configmaps/x", "refused", where="here", sent=False)
+    heard, _ = attended(away, Directive((1, 2)))
+    assert heard.words == [(), (1, 2)], "and it hears of it once that is back"
+
+
+def test_a_seat_that_may_not_read_the_directive_does_not_wait_for_it(monkeypatch):
+    monkeypatch.setattr(attending, "FIRST_LOOK_S", 60.0)
+    heard, _ = attended(StoreError("forbidden", slug="store-refused"))
+    assert heard.words == []

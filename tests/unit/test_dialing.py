@@ -1,0 +1,116 @@
+"""How an agent proves itself to a coordinator, also while the job's secret is being changed."""
+
+import asyncio
+
+import pytest
+
+from elastane.errors import RendezvousError, RendezvousRefusedError
+from elastane.launcher import dialing
+from elastane.launcher.dialing import Dialer
+from elastane.runtime.rpc import Access
+
+NEW, OLD = b"new", b"old"
+
+
+class Coordinator:
+    """Takes these secrets, or refuses all by another reason."""
+
+    def __init__(self, takes, otherwise="wrong-token"):
+        self.takes, self.otherwise = takes, otherwise
+        self.tried = []
+
+    async def connect(self, host, port, *, job, secret, tls, timeout_s):
+        self.tried.append(secret)
+        if secret in self.takes:
+            return (host, port, secret)
+        raise RendezvousRefusedError("no", slug=self.otherwise)
+
+
+class Registry:
+    def __init__(self, error=None):
+        self.error = error
+        self.there = None
+
+    def write(self, entry):
+        if self.error is not None:
+            raise self.error
+        self.there = entry
+
+    def remove(self, entry):
+        assert entry is self.there
+        self.there = None
+
+
+@pytest.fixture
+def dial(monkeypatch):
+    """Make a dialer of an agent that has these secrets, before this coordinator."""
+
+    def make(coordinator, secrets=(NEW, OLD), registry=None, token=lambda: "token"):
+        monkeypatch.setattr(dialing.rpc, "connect", coordinator.connect)
+        access = Access("job", secrets[0], changing=lambda: secrets)
+        return Dialer(access, token, "host-a", registry)
+
+    return make
+
+
+def reach(dialer):
+    return asyncio.run(dialer("10.0.0.1", 29400))
+
+
+def test_a_coordinator_that_has_the_new_secret_is_not_shown_the_old_one(dial):
+    coordinator = Coordinator({NEW, OLD})
+    assert reach(dial(coordinator)) == ("10.0.0.1", 29400, NEW)
+    assert coordinator.tried == [NEW]
+
+
+def test_a_coordinator_that_has_not_heard_of_the_new_secret_gets_the_old_one(dial):
+    coordinator = Coordinator({OLD})
+    assert reach(dial(coordinator)) == ("10.0.0.1", 29400, OLD)
+    assert coordinator.tried == [NEW, OLD]
+
+
+def test_where_no_secret_opens_the_refusal_is_told(dial):
+    coordinator = Coordinator(set())
+    with pytest.raises(RendezvousRefusedError) as caught:
+        reach(dial(coordinator))
+    assert caught.value.slug == "wrong-token"
+    assert coordinator.tried == [NEW, OLD]
+
+
+def test_a_refusal_for_another_reason_is_not_answered_by_another_secret(dial):
+    coordinator = Coordinator(set(), otherwise="wrong-job")
+    with pytest.raises(RendezvousError) as caught:
+        reach(dial(coordinator))
+    assert caught.value.slug == "wrong-job"
+    assert coordinator.tried == [NEW]
+
+
+def test_status_finds_the_coordinator_that_was_reached_last_and_none_after_the_end(dial):
+    registry = Registry()
+    dialer = dial(Coordinator({NEW}), registry=registry)
+    dialer.close()
+    reach(dialer)
+    entry = registry.there
+    assert (entry.job, entry.node, entry.endpoint) == ("job", "host-a", "10.0.0.1:29400")
+    dialer.close()
+    assert registry.there is None
+
+
+def test_a_secret_that_changes_is_noted_for_status_at_the_same_place(dial):
+    registry, token = Registry(), ["before"]
+    dialer = dial(Coordinator({NEW}), registry=registry, token=lambda: token[0])
+    dialer.token_changed()
+    assert registry.there is None, "no coordinator was reached yet"
+    reach(dialer)
+    token[0] = "after"
+    dialer.token_changed()
+    assert (registry.there.endpoint, registry.there.token) == ("10.0.0.1:29400", "after")
+
+
+def test_a_session_is_there_whether_or_not_it_can_be_noted(dial, monkeypatch):
+    said = []
+    monkeypatch.setattr(dialing._log, "warning", lambda *words: said.append(words[0]))
+    dialer = dial(Coordinator({NEW}), registry=Registry(OSError(28, "No space left on device")))
+    assert reach(dialer) == ("10.0.0.1", 29400, NEW)
+    assert said == ["status will not find this job: %s"]
+    assert reach(dial(Coordinator({NEW}))) == ("10.0.0.1", 29400, NEW)

@@ -1,0 +1,235 @@
+"""`elastane explain`: the story that a job's events tell, from logs made up here."""
+
+import json
+
+import pytest
+
+from elastane.cli.explain import story_lines
+from elastane.cli.main import main
+from elastane.core.notes import EventKind
+from elastane.observe.records import LoggedEvent, encode_line, iso_time
+from elastane.observe.story import story_of
+
+START_S = 1_700_000_000
+
+
+def at(seconds):
+    return iso_time(int((START_S + seconds) * 1e9))
+
+
+def event(seconds, kind, reason="", *, node="a", fence=(0, 0), **data):
+    return LoggedEvent(
+        time=at(seconds),
+        time_s=START_S + seconds,
+        mono_s=seconds,
+        seq=int(seconds * 1000),
+        job="training",
+        kind=kind,
+        reason=reason,
+        node=node,
+        host=node,
+        pid=1,
+        round=fence and fence[0],
+        attempt=fence and fence[1],
+        data=data,
+    )
+
+
+def settled(seconds, fence=(0, 0), **data):
+    data = {"world_size": 4, "nodes": 2, "members": "a b"} | data
+    return event(seconds, EventKind.ROUND_SETTLED, "2 of 2 nodes joined", fence=fence, **data)
+
+
+def exited(seconds, rank, reason="exit code 1", *, fence=(0, 0), **data):
+    data = {"rank": rank, "local_rank": rank % 2, "pid": 100 + rank, "exit_code": 1} | data
+    return event(
+        seconds, EventKind.WORKER_EXITED, reason, node="ab"[rank // 2], fence=fence, **data
+    )
+
+
+def restarted(seconds, node, rank, **data):
+    cause = {"cause": "ValueError: bad", "cause_node": node, "cause_rank": rank, "used": 1}
+    return event(seconds, EventKind.RESTART, "1 of 3 restarts used", **cause | data)
+
+
+def told(*events):
+    return story_lines(story_of("folder", "/logs/training", events))
+
+
+def succeeded(seconds, rank, fence):
+    data = {"rank": rank, "local_rank": rank % 2, "pid": 200 + rank}
+    return event(seconds, EventKind.WORKER_EXITED, "succeeded", fence=fence, **data)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a job that failed once and then succeeded, with the logs of two hosts."""
+    place = tmp_path / "training"
+    place.mkdir()
+    message = "Traceback\n\tline\nValueError: bad\n"
+    events = [
+        settled(0),
+        exited(5, 2, message=message, age_s=1.5, log_file="/l/stderr.log"),
+        exited(5.5, 0, "SIGABRT", error_file="/l/error.json"),
+        exited(5.6, 1, "SIGTERM", stopped=True),
+        restarted(6, "b", 2, consequences=1),
+        settled(8, (0, 1)),
+        *(succeeded(30, rank, (0, 1)) for rank in range(4)),
+        event(31, EventKind.JOB_ENDED, "all workers succeeded", fence=(0, 1), ok=True, exit_code=0),
+    ]
+    for one in events:
+        with (place / f"events.{one.host}.jsonl").open("ab") as file:
+            file.write(encode_line(one))
+    return place
+
+
+def test_each_attempt_is_told_with_its_root_cause_first(folder, capsys):
+    assert main(["explain", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"job training: succeeded at {at(31)}: all workers succeeded",
+        "restarts used: 1",
+        "",
+        "round 0 attempt 0, 2 nodes, 4 workers",
+        f"  began      {at(0)}: 2 of 2 nodes joined",
+        "  nodes      a b",
+        f"  ended      {at(6)} (after 6 s): 1 of 3 restarts used",
+        "  root cause ValueError: bad",
+        f"  cause      rank 2 on node b (local rank 0, pid 102) at {at(3.5)}: exit code 1",
+        "    | Traceback",
+        "    |   line",
+        "    | ValueError: bad",
+        "    its log: /l/stderr.log",
+        f"  failure    rank 0 on node a (local rank 0, pid 100) at {at(5.5)}: SIGABRT",
+        "    error file: /l/error.json",
+        "  others     1 workers were stopped",
+        "",
+        "round 0 attempt 1, 2 nodes, 4 workers",
+        f"  began      {at(8)}: 2 of 2 nodes joined",
+        "  nodes      a b",
+        f"  ended      {at(31)} (after 23 s): all workers succeeded",
+        "  others     4 succeeded",
+        "",
+        f"logs: {folder}",
+        f"output: elastane logs {folder}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "fences"),
+    [
+        ([], [(0, 0), (0, 1)]),
+        (["--attempt", "1"], [(0, 1)]),
+        (["--round", "0"], [(0, 0), (0, 1)]),
+        (["--round", "1"], []),
+    ],
+)
+def test_json_has_the_attempts_that_were_asked_for_and_all_of_the_job(
+    folder, capsys, words, fences
+):
+    assert main(["explain", str(folder), "--json", *words]) == 0
+    story = json.loads(capsys.readouterr().out)
+    assert [(one["round"], one["attempt"]) for one in story["attempts"]] == fences
+    assert (story["job"], story["ok"], story["restarts_used"]) == ("training", True, 1)
+    if (0, 0) in fences:
+        first = story["attempts"][0]
+        assert (first["root_node"], first["root_rank"], first["consequences"]) == ("b", 2, 1)
+        assert [one["stopped"] for one in first["failures"]] == [False, False, True]
+
+
+def test_a_workers_text_cannot_steer_the_terminal(folder, capsys):
+    with (folder / "events.a.jsonl").open("ab") as file:
+        file.write(encode_line(exited(5.7, 3, message="\x1b[2Jgone\x07")))
+    main(["explain", str(folder)])
+    out = capsys.readouterr().out
+    assert "gone" in out
+    assert not {"\x1b", "\x07"} & set(out)
+
+
+def test_a_failed_job_is_told_with_its_exit_code():
+    lines = told(settled(0), event(9, EventKind.JOB_ENDED, "no restart left", exit_code=3))
+    assert lines[0] == f"job training: failed with exit code 3 at {at(9)}: no restart left"
+
+
+def test_a_job_without_an_end_may_run_or_have_lost_all_its_agents():
+    lines = told(settled(0))
+    assert lines[0] == (
+        "job training: no end is on file: it runs, or all its agents were killed; last:"
+        f" {at(0)} round-settled: 2 of 2 nodes joined"
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "verdict"),
+    [
+        ([], "job folder: no attempt is on file"),
+        (
+            [event(1, EventKind.NODE_JOINED, "a came", fence=None)],
+            f"job training: no attempt is on file; last: {at(1)} node-joined: a came",
+        ),
+    ],
+)
+def test_a_job_that_never_trained_is_told_by_what_was_last_heard(events, verdict):
+    assert told(*events)[0] == verdict
+
+
+def test_of_many_failures_the_cause_and_some_others_are_shown_and_the_rest_counted():
+    ends = [exited(5 + rank / 10, rank % 4, node_pid=rank) for rank in range(20)]
+    lines = told(settled(0), *ends, restarted(9, "b", 3))
+    shown = [line.split()[0] for line in lines if " rank " in line]
+    assert len(shown) == 8
+    causes = shown.count("cause")
+    assert shown == ["cause"] * causes + ["failure"] * (8 - causes)
+    assert "  others     12 more failures (--json has all)" in lines
+
+
+def test_of_a_long_message_its_end_is_shown():
+    message = "\n".join(f"frame {n}" for n in range(50))
+    lines = told(settled(0), exited(1, 0, message=message))
+    assert [line for line in lines if "frame" in line] == [
+        f"    | frame {n}" for n in range(38, 50)
+    ]
+
+
+def test_departures_and_replicas_that_differ_are_told():
+    lines = told(
+        settled(0),
+        event(3, EventKind.REPLICA_DIFFERED, "rank 1 has other weights"),
+        event(4, EventKind.NODE_DEPARTED, "no heartbeat for 10 s", node="b"),
+    )
+    assert f"  replica    {at(3)}: rank 1 has other weights" in lines
+    where = lines.index("nodes that departed:")
+    assert lines[where + 1] == f"  {at(4)} b: no heartbeat for 10 s"
+
+
+def test_the_first_reason_for_an_attempts_end_is_the_reason():
+    lines = told(
+        settled(0),
+        event(2, EventKind.INCIDENT, "node b is gone"),
+        restarted(3, "b", 2),
+    )
+    assert f"  ended      {at(2)} (after 2 s): node b is gone" in lines
+
+
+def test_an_attempt_whose_beginning_is_not_on_file_has_no_length():
+    lines = told(event(2, EventKind.DRAIN_STARTED, "preemption"))
+    assert "round 0 attempt 0" in lines
+    assert f"  ended      {at(2)}: preemption" in lines
+
+
+def test_figures_that_are_none_are_told_as_nothing():
+    wrong = {"rank": "two", "pid": "x", "age_s": "later", "exit_code": 1}
+    events = [
+        settled(0, world_size="many"),
+        event(1, EventKind.WORKER_EXITED, "exit code 1", **wrong),
+    ]
+    [attempt] = story_of("folder", "/logs", events).attempts
+    [failure] = attempt.failures
+    assert (attempt.world_size, failure.rank, failure.pid) == (0, 0, 0)
+    assert failure.time == at(1)
+
+
+def test_a_time_that_no_calendar_has_is_the_calendars_end():
+    [attempt] = story_of("folder", "/logs", [exited(1, 0, age_s=-1e30)]).attempts
+    assert attempt.failures[0].time.startswith("9999-12-31T23:59:")
+    [attempt] = story_of("folder", "/logs", [exited(1, 0, age_s=1e30)]).attempts
+    assert attempt.failures[0].time.startswith("1970-01-01T00:00:00")

@@ -1,0 +1,22 @@
+"""A keeper imports what storage needs when it first needs it, in whichever thread that is."""
+
+import ast
+from pathlib import Path
+
+import elastane.keeper
+
+FOLDER = Path(elastane.keeper.__file__).parent
+
+
+def test_threads_that_need_storage_at_the_same_time_import_it_from_above():
+    """One that begins with a part of a package may wait for one that begins with the package."""
+    functions = [
+        (path.name, node)
+        for path in FOLDER.glob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+    ]
+    found = [(n, node.module) for n, node in functions if isinstance(node, ast.ImportFrom)]
+    assert ("writing.py", "elastane.storage") in found
+    assert not [each for each in found if each[1].startswith("elastane.storage.")]

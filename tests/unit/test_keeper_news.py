@@ -1,0 +1,91 @@
+"""What a keeper tells its agent: nothing is lost that counts, and nobody waits."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from elastane.agent.news import note_of
+from elastane.core.checkpoints import Key
+from elastane.core.notes import EventKind
+from elastane.keeper import news
+from elastane.keeper.news import NEWS, Failed, Reporter, Restored, Saved
+
+
+def saved(step):
+    return Saved(Key(0, 1, 0, step), "/ck", "step", 1000, 0.5)
+
+
+@pytest.fixture
+def line():
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with mine, its:
+        mine.setblocking(False)
+        yield mine, its
+
+
+def heard(mine):
+    found = []
+    while True:
+        try:
+            found.append(NEWS.decode(mine.recv(65536)))
+        except BlockingIOError:
+            return found
+
+
+def test_of_checkpoints_that_follow_closely_the_first_and_the_last_are_told(line, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr(news.time, "monotonic", lambda: now_s[0])
+    mine, its = line
+    reporter = Reporter(its)
+    assert reporter.left_s() is None
+    for step in range(1, 6):
+        reporter.tell(saved(step))
+    assert [(each.key.step, each.saves) for each in heard(mine)] == [(1, 1)]
+    assert reporter.left_s() == news.KEEPER_NEWS_S
+    now_s[0] += news.KEEPER_NEWS_S
+    reporter.flush()
+    assert [(each.key.step, each.saves) for each in heard(mine)] == [(5, 4)]
+    reporter.tell(saved(6))
+    reporter.flush()
+    assert heard(mine) == []
+    reporter.flush(last=True)
+    assert [each.key.step for each in heard(mine)] == [6]
+
+
+def test_failures_and_restores_are_told_at_once(line):
+    mine, its = line
+    reporter = Reporter(its)
+    failed, restored = Failed(Key(0, 1, 0, 3), "/ck", "full", "s"), Restored(Key(0, 1, 0, 3), "x")
+    reporter.tell(failed)
+    reporter.tell(restored)
+    assert heard(mine) == [failed, restored]
+
+
+def test_an_agent_that_does_not_read_or_is_gone_holds_up_nobody(line):
+    mine, its = line
+    reporter = Reporter(its)
+    for _ in range(10_000):
+        reporter.tell(Restored(Key(0, 1, 0, 3), "x" * 4000))
+    assert heard(mine)
+    mine.close()
+    reporter.tell(Restored(Key(0, 1, 0, 3), "x"))
+    Reporter(None).tell(saved(1))
+
+
+def test_each_becomes_an_event_with_step_and_place():
+    notes = [
+        note_of(each, "n")
+        for each in (
+            saved(7),
+            Failed(Key(0, 1, 0, 7), "/ck", "No space left", "checkpoint-write"),
+            Restored(Key(0, 1, 0, 7), "memory"),
+        )
+    ]
+    kinds = [EventKind.CHECKPOINT_SAVED, EventKind.CHECKPOINT_FAILED, EventKind.RESTORED]
+    assert [note.kind for note in notes] == kinds
+    assert [note.data["step"] for note in notes] == [7, 7, 7]
+    assert [note.data["place"] for note in notes] == ["/ck", "/ck", "memory"]
+    assert notes[1].reason == "step 7: No space left"
+    assert notes[1].data["slug"] == "checkpoint-write"

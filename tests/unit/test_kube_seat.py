@@ -1,0 +1,100 @@
+"""The Lease of a coordinator whose pod is dead is given back for it, and that of no other."""
+
+import pytest
+from kube_cluster import Cluster, spec_of
+
+from elastane.kubernetes.model import FreeSeat
+from elastane.stores.kubernetes.names import lease_of
+
+
+def ran(policy="ExitCode", **more):
+    cluster = Cluster(spec=spec_of(2, 1, 2, policy, **more))
+    cluster.settle()
+    return cluster
+
+
+def freed(cluster):
+    """What the next decisions give back, until nothing changes any more."""
+    done_before = len(cluster.actions)
+    cluster.settle()
+    return [one for one in cluster.actions[done_before:] if isinstance(one, FreeSeat)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [("ExitCode", ""), ("Never", ""), ("ExitCode", "NodeShutdown"), ("OnFailure", "Evicted")],
+)
+def test_a_pod_whose_container_was_seen_to_end_holds_nothing_any_more(policy, reason):
+    cluster = ran(policy)
+    pod = cluster.by_name("j-worker-1")
+    cluster.exit(pod, 137, reason)
+    once = FreeSeat(lease=lease_of("j-job00000"), pods={pod.uid: "j-worker-1"})
+    assert freed(cluster) == [once]
+
+
+def test_of_many_that_end_at_once_one_look_finds_the_holder():
+    cluster = ran()
+    for name in ("j-worker-0", "j-worker-1"):
+        cluster.exit(cluster.by_name(name), 137)
+    (once,) = freed(cluster)
+    assert sorted(once.pods.values()) == ["j-worker-0", "j-worker-1"]
+
+
+def by_the_control_plane(cluster, pod):
+    """The garbage collector of pods says that one has failed; no kubelet says anything."""
+    cluster.exit(pod, 137, "NodeLost")
+    pod.code = None
+
+
+def unseen(cluster, pod):
+    pod.ended_as = "ContainerStatusUnknown"
+    cluster.exit(pod, 137)
+
+
+def partitioned(cluster, pod):
+    cluster.lose(pod.node)
+
+
+def unplugged(cluster, pod):
+    cluster.remove_node(pod.node)
+
+
+def deleted(cluster, pod):
+    cluster.ask(pod, 30)
+
+
+def by_force(cluster, pod):
+    cluster.ask(pod, 0)
+
+
+@pytest.mark.parametrize(
+    "fate", [by_the_control_plane, unseen, partitioned, unplugged, deleted, by_force]
+)
+def test_a_pod_that_may_live_keeps_its_seat_until_that_runs_out(fate):
+    cluster = ran()
+    fate(cluster, cluster.by_name("j-worker-1"))
+    cluster.now_s += 60
+    assert freed(cluster) == []
+
+
+def test_one_that_its_kubelet_starts_again_may_hold_the_seat_anew():
+    cluster = ran("OnFailure")
+    cluster.exit(cluster.by_name("j-worker-1"), 137)
+    assert freed(cluster) == []
+
+
+@pytest.mark.parametrize("more", [{"launcher": "torchrun"}, {"rdzvEndpoint": "etcd:2379"}])
+def test_a_job_without_a_seat_in_the_api_has_none_to_give_back(more):
+    cluster = ran(**more)
+    cluster.exit(cluster.by_name("j-worker-1"), 137)
+    assert freed(cluster) == []
+
+
+def test_the_lease_is_that_of_the_rendezvous_which_the_users_arguments_name():
+    spec = spec_of(2, 1, 2)
+    worker = spec["replicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    worker["args"] = ["--rdzv-id=mine", "train.py"]
+    cluster = Cluster(spec=spec)
+    cluster.settle()
+    cluster.exit(cluster.by_name("j-worker-1"), 137)
+    assert [one.lease for one in freed(cluster)] == ["elastane-mine.seat"]

@@ -1,0 +1,124 @@
+"""Who holds which shard, who gives it to whom, and what a worker's part of a state is."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from elastane.comms.mesh import NO_SEAT, MeshGroups, seated
+from elastane.core.recovery import Handover
+from elastane.core.shardplan import Claim, plan
+from elastane.errors import JobError
+
+
+def claim(shard: int, committed: int = 5, *, holds=True, torn=False, ready=False) -> Claim:
+    return Claim(committed, holds, torn, ready, shard, machine=1)
+
+
+NEW = {"committed": 0, "holds": False, "torn": True}
+FRESH = {"committed": 0, "holds": False}
+
+
+def test_who_has_a_seat_keeps_it_and_who_comes_takes_a_free_one():
+    assert seated([NO_SEAT] * 4) == [0, 1, 2, 3]
+    assert seated([1, 2, 3, NO_SEAT]) == [1, 2, 3, 0]
+    assert seated([3, NO_SEAT, 0, NO_SEAT]) == [3, 1, 0, 2]
+
+
+@pytest.mark.parametrize("claims", [[0, 0, NO_SEAT, 3], [0, 1, 4, NO_SEAT], [-2, 0, 1, 2]])
+def test_two_workers_of_one_seat_or_of_none_are_refused(claims):
+    with pytest.raises(JobError) as caught:
+        seated(claims)
+    assert caught.value.slug == "job-mesh"
+
+
+def test_the_groups_of_a_seat_are_its_row_and_its_column_by_the_ranks_of_the_world():
+    from elastane.comms.construction import Wiring
+
+    mesh = MeshGroups(2)
+    mesh.settle([1, 2, 3, 0], 2)  # ranks 0 to 3 sit at 1, 2, 3, 0
+    world = Wiring(2, 4, "host", 1, "7.0", serves=True)
+    replicate, shard = mesh.wirings(world)
+    assert (replicate.members, replicate.rank) == ((0, 2), 1)
+    assert (shard.members, shard.rank) == ((1, 2), 1)
+    assert replicate.fence != shard.fence
+    assert not (replicate.serves or shard.serves)
+
+
+def test_where_nobody_lacks_anything_nothing_is_given():
+    found = plan([claim(0), claim(1), claim(0), claim(1)])
+    assert (found.handovers, found.advancing, found.lost) == ((), (), ())
+
+
+def test_who_holds_nothing_gets_its_shard_from_one_that_holds_the_same():
+    found = plan([claim(0), claim(1), claim(0, **NEW), claim(1)])
+    assert found.handovers == (Handover(2, (0,), near=True),)
+    assert not found.advancing
+
+
+def test_who_is_ready_makes_the_update_that_others_have_made_and_then_gives():
+    one_behind = {"committed": 4, "ready": True}
+    found = plan([claim(0), claim(1, **one_behind), claim(0), claim(1, **NEW)])
+    assert found.committed == 5 and found.leader == 0
+    assert found.advancing == (1,)
+    assert found.handovers == (Handover(3, (1,), near=True),)
+
+
+def test_where_nobody_that_lives_has_made_the_update_it_is_dealt_again():
+    found = plan([claim(shard, ready=True) for shard in (0, 1, 0)] + [claim(1, **NEW)])
+    assert found.committed == 5 and not found.advancing
+
+
+def test_half_a_shard_is_not_one():
+    found = plan([claim(0), claim(1, holds=False, torn=True), claim(0), claim(1, **NEW)])
+    assert found.lost == (1,)
+
+
+def test_before_the_first_step_what_each_has_built_is_right():
+    found = plan([claim(shard, **FRESH) for shard in (0, 1, 0, 1)])
+    assert not (found.lost or found.advancing or found.handovers)
+    some = plan([claim(0, committed=0), claim(0, **FRESH), claim(1, **FRESH), claim(1, **NEW)])
+    assert not some.lost
+
+
+def test_workers_that_all_came_later_do_not_begin_anew():
+    assert plan([claim(shard, **NEW) for shard in (0, 1, 0, 1)]).lost == (0, 1)
+
+
+def test_in_every_world_of_four_each_shard_comes_from_its_own_holders_or_is_lost():
+    kinds = [{}, NEW, {"committed": 4, "ready": True}, {"committed": 5, "holds": False}]
+    for chosen in itertools.product(kinds, repeat=4):
+        claims = [claim(rank % 2, **kind) for rank, kind in enumerate(chosen)]
+        found = plan(claims)
+        assert not {each % 2 for each in found.advancing} & set(found.lost)
+        has = {r for r, c in enumerate(claims) if c.holds and c.committed == found.committed}
+        has |= {*found.advancing}
+        for handover in found.handovers:
+            assert {*handover.givers} <= has or not found.committed
+            assert handover.receiver not in has
+            assert {each % 2 for each in handover.givers} == {handover.receiver % 2}
+            has.add(handover.receiver)
+        if found.committed:
+            assert has == {rank for rank in range(4) if rank % 2 not in found.lost}
+
+
+def test_a_state_goes_by_its_parts_and_comes_into_their_places():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from elastane.job.shards import local, placed
+
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    own = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)], run_check=False)
+    state = {"net": {"weight": own, "count": torch.zeros(())}, "groups": [{"lr": 0.1}]}
+    sent = local(state)
+    sent["net"]["weight"].fill_(7)  # as what is received is written, where it lies
+    got = placed(state, {**sent, "groups": [{"lr": 0.2}]})
+    assert got["net"]["weight"] is own and own.to_local().eq(7).all()
+    assert got["groups"] == [{"lr": 0.2}]
+    placed(state, {"net": {"weight": torch.full((3, 2), 8.0)}})
+    assert own.to_local().eq(8).all()
+    with pytest.raises(JobError, match="has no place"):
+        placed(state, {"net": {"moment": torch.zeros(3, 2)}})

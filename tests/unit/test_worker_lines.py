@@ -1,0 +1,80 @@
+"""What an agent makes of a worker's line that ends: mostly its process has, and is told next."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from elastane.agent import lines as of_lines
+from elastane.agent.lines import Lines
+from elastane.runtime.workerline import Able, Finished, encode
+
+
+class Heard:
+    """What is told of who is able, each time that it changes."""
+
+    def __init__(self) -> None:
+        self.lines = Lines(self._changed, lambda fence, reason: None)
+        self.told: list[set[int]] = []
+        self._news = asyncio.Event()
+
+    def _changed(self) -> None:
+        self.told.append({*self.lines.not_known_unable})
+        self._news.set()
+
+    async def wait(self, count: int) -> list[set[int]]:
+        async with asyncio.timeout(30):
+            while len(self.told) < count:
+                self._news.clear()
+                await self._news.wait()
+        return self.told
+
+    async def wait_closed(self, local_rank: int) -> None:
+        async with asyncio.timeout(30):
+            while local_rank in self.lines._ends:  # noqa: ASYNC110 - nothing is told of it
+                await asyncio.sleep(0)
+
+
+def test_who_has_hung_up_counts_as_able_until_its_end_is_told():
+    async def scenario():
+        heard = Heard()
+        with heard.lines.open(0) as worker:
+            worker.send(encode(Able()))
+            assert await heard.wait(1) == [{0}]
+        await heard.wait_closed(0)
+        assert heard.told == [{0}] and not heard.lines.able
+        heard.lines.explained(0)
+        heard.lines.explained(0)
+        assert heard.told == [{0}, set()]
+
+    asyncio.run(scenario())
+
+
+def test_who_has_hung_up_and_lives_on_has_left_its_steps_after_a_while(monkeypatch):
+    monkeypatch.setattr(of_lines, "_END_S", 0.01)
+
+    async def scenario():
+        heard = Heard()
+        with heard.lines.open(0) as worker:
+            worker.send(encode(Able()))
+            await heard.wait(1)
+        assert await heard.wait(2) == [{0}, set()]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("says", [[Able(), Finished()], []])
+def test_who_was_not_able_when_it_hung_up_is_not_waited_for(says):
+    async def scenario():
+        heard = Heard()
+        with heard.lines.open(0) as worker:
+            for word in says:
+                worker.send(encode(word))
+            await heard.wait(len(says))
+        await heard.wait_closed(0)
+        assert not heard.lines.not_known_unable
+        with heard.lines.open(0):
+            assert heard.told == [{0}, set()][: len(says)]
+
+    asyncio.run(scenario())
