@@ -85,7 +85,10 @@ def test_a_job_lives_and_ends_with_the_rights_that_install_gives(control_plane, 
     assert "train-directive" in owned and "train-report" in owned
     end(plane, namespace)
     for part in (operator, successor):
-        assert "forbidden" not in part.tail(200), part.tail(200)
+        lines = part.tail(200).splitlines()
+        # Of another test's namespace it may have seen the end, in which nobody may create.
+        lacking = [x for x in lines if "forbidden" in x and "being terminated" not in x]
+        assert not lacking, lacking
         assert "Traceback" not in part.tail(200), part.tail(200)
 
 

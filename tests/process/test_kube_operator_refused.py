@@ -39,6 +39,25 @@ def test_a_missing_right_is_a_condition_until_there_is_the_right():
     play(scenario)
 
 
+def test_a_namespace_that_is_being_deleted_is_no_fault_of_the_rights(caplog):
+    async def scenario(kube):
+        details = {"causes": [{"reason": "NamespaceTerminating", "message": "it is"}]}
+        refused = {"status": 403, "reason": "Forbidden", "details": details, "times": 99}
+        kube.inject("POST", "/pods$", **refused)
+        fault = kube.inject("POST", "/events$", **refused)
+        kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)
+        async with operator_over(kube, decide=reconcile) as running:
+            value = running.operator.metrics.value
+            await kube.wait(lambda: value("elastane_reconciles_total", result="failed") >= 2)
+            assert not degraded(kube)
+            assert fault.times == 99, "a namespace that goes takes no event"
+
+    caplog.set_level("INFO")
+    play(scenario)
+    assert "its namespace is being deleted" in caplog.text
+    assert "forbidden" not in caplog.text.lower()
+
+
 def test_a_status_that_is_refused_is_told_once_and_tried_when_the_job_changes():
     async def scenario(kube):
         path, message = "/elasticjobs/x/status", "spec.replicas: Invalid value"

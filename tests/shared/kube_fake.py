@@ -40,6 +40,7 @@ class Fault:
     status: int = 0
     reason: str = ""
     message: str = ""
+    details: dict | None = None
     headers: dict = field(default_factory=dict)
     before: bool = False
     after: bool = False
@@ -209,7 +210,8 @@ class FakeKube:
             return
         try:
             if fault.status:
-                raise RefusedError(fault.status, fault.reason or "Injected", fault.message)
+                reason = fault.reason or "Injected"
+                raise RefusedError(fault.status, reason, fault.message, fault.details)
             if request.is_watch:
                 await self._watch(request, writer)
                 return

@@ -1,8 +1,8 @@
 """What an API server says no with, as types.
 
 Owns the classes and which answer becomes which. `status` is the HTTP status (0: no answer),
-`reason` Kubernetes' own word (`AlreadyExists`, `Expired`), `message` the server's sentence. Who
-asks decides by the class; only a person reads the text.
+`reason` Kubernetes' own word (`AlreadyExists`, `Expired`), `causes` those of its details, `message`
+the server's sentence. Who asks decides by the class and those words; only a person reads the text.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class ApiError(ElastaneError):
         self.status = 0
         self.reason = ""
         self.message = ""
+        self.causes: frozenset[str] = frozenset()  # Kubernetes' words of the details
         # Seconds after which the server wants to be asked again; None where it said nothing.
         self.retry_after_s: float | None = None
 
@@ -73,6 +74,11 @@ class ApiForbiddenError(ApiError):
 
     exit_code = ExitCode.CONFIGURATION
     slug = "kube-forbidden"
+
+    @property
+    def namespace_ends(self) -> bool:
+        """Whether that is so because the namespace is being deleted: no right would help."""
+        return "NamespaceTerminating" in self.causes
 
 
 class ApiUnauthorizedError(ApiError):
@@ -108,12 +114,25 @@ class ApiUnreachableError(ApiError):
     sent: bool = False
 
 
+class Cause(msgspec.Struct):
+    """One of the details of a failure."""
+
+    reason: str = ""
+
+
+class Details(msgspec.Struct):
+    """More on a failure, for programs."""
+
+    causes: list[Cause] | None = None
+
+
 class Status(msgspec.Struct):
     """Kubernetes' own account of a failure, as far as we read it."""
 
     message: str = ""
     reason: str = ""
     code: int = 0
+    details: Details | None = None
 
 
 _KINDS: dict[int, type[ApiError]] = {
@@ -155,6 +174,8 @@ def refusal(
         next_step=_NEXT_STEPS.get(kind, ""),
     )
     error.status, error.reason, error.message = status, told.reason, message
+    if told.details is not None:
+        error.causes = frozenset(cause.reason for cause in told.details.causes or ())
     error.retry_after_s = retry_after_s
     return error
 

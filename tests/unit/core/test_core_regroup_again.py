@@ -336,3 +336,35 @@ def test_a_node_that_came_with_stale_workers_has_a_place_later():
         job.marks(node_id, 3)
     job.drains("a"), job.drains("b")
     assert regrouped(job, "c") == (Fence(2, 0), 4, (0, 1), 6)
+
+
+def test_a_node_that_stops_its_workers_as_it_comes_back_does_not_have_the_others_stopped():
+    """SIGTERM came while no coordinator was there: it did not wait for one."""
+    before = in_place(nodes="abc", low=1)
+    job = successor(before)
+    for node_id in "ab":
+        job.join(node_id, holding=holding(before, node_id))
+    job.join("c", holding=holding(before, "c", state="stopping", able=()))
+    job.leaves("c")
+    assert job.machine._state.in_place
+    for node_id in "abc":
+        job.marks(node_id, 3)
+        job.drains(node_id)
+    job.stops("c")
+    job.passes(1.0, alive="ab")
+    assert Release in kinds(job, "c")
+    for node_id, base in (("a", 0), ("b", 2)):
+        assert Stop not in kinds(job, node_id)
+        assert regrouped(job, node_id) == (Fence(2, 0), base, (0, 1), 4)
+
+
+def test_a_node_that_stops_its_workers_has_finished_none_of_them():
+    job = in_place(nodes="ab", low=2, high=2)
+    after = successor(job)
+    after.join("a", holding=holding(job, "a"))
+    after.join("b", holding=holding(job, "b", state="stopping", able=()))
+    after.stops("b")
+    able(after, "b")
+    after.passes(2.0, alive="ab")
+    assert Stop not in kinds(after, "a")
+    assert regrouped(after, "a") == (Fence(2, 0), 0, (0, 1), 4)

@@ -60,8 +60,9 @@ def _take_workers(state: State, node: Node, holding: Holding | None, ends: dict[
         return
     if holding.state == "succeeded":
         node.state = "succeeded"
-    else:
-        _bring(state, node, holding)
+        return
+    node.parting = holding.state == "stopping"
+    _bring(state, node, holding)
 
 
 def untold(state: State, node: Node, holding: Holding | None) -> Member | None:

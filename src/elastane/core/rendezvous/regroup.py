@@ -115,13 +115,12 @@ def is_ending(state: State) -> bool:
 def may_return(state: State) -> bool:
     """Whether workers that have finished a loop of steps live on: another loop may follow."""
     return any(
-        _finished(node) and node.state == "running" and not (node.leaving or node.parting)
-        for node in state.members()
+        _finished(node) and node.state == "running" and not node.leaving for node in state.members()
     )
 
 
 def _finished(node: Node) -> set[int]:
-    return {*node.workers} - node.able - node.lost
+    return set() if node.parting else {*node.workers} - node.able - node.lost
 
 
 def part_with(state: State) -> None:

@@ -65,7 +65,7 @@ class Node:
     waiting: bool = False  # they have no place in a world yet
     untold: bool = False  # they have one, and their agent has not heard of it
     halted: str = ""  # why they make no step in it any more
-    parting: bool = False  # it leaves, and was told to stop them
+    parting: bool = False  # it is stopping them: it leaves, or could not stay
     workers: tuple[int, ...] = ()  # local ranks of those that have one
     able: set[int] = field(default_factory=set)  # local ranks that can enter another world
     holds: set[int] = field(default_factory=set)  # local ranks that have made steps, and hold them
@@ -316,7 +316,10 @@ class State:
             (self.succeeded, member and node.state == "succeeded"),
             (self.unmarked, member and not node.marked),
             (self.undrained, member and not node.drained),
-            (self.unable, member and not node.able.issuperset({*node.workers} - gone)),
+            (
+                self.unable,
+                member and not (node.parting or node.able.issuperset({*node.workers} - gone)),
+            ),
             (self.joinable, present and not node.leaving and bool(node.able - places)),
             (self.waiters, member and node.all_wait),
         )

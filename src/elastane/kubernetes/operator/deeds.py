@@ -157,7 +157,7 @@ class Doer:
                 raise
             return await self._occupied(key, job, kind, action.name, error)
         except (ApiInvalidError, ApiForbiddenError, ApiNotFoundError) as error:
-            if "being terminated" in error.message:  # the namespace is
+            if isinstance(error, ApiForbiddenError) and error.namespace_ends:
                 raise
             self._refuse(key, kind, action.name, error)
             return True

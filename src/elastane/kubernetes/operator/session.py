@@ -156,9 +156,12 @@ class Session:
             return
         self._count("failed")
         wait_s = self.queue.retry(key, error.retry_after_s or 0.0)
-        _log.warning("job %s: %s (again in %.1f s)", key, error, wait_s)
         if isinstance(error, ApiForbiddenError):
+            if error.namespace_ends:  # and the job with it
+                _log.info("job %s: its namespace is being deleted: nothing can be created", key)
+                return
             self._recorder.tell(_about(job), "Warning", "Forbidden", error.message)
+        _log.warning("job %s: %s (again in %.1f s)", key, error, wait_s)
 
     def _count(self, result: str) -> None:
         self._metrics.count("elastane_reconciles_total", result=result)
