@@ -94,9 +94,9 @@ class Household:
 
     @property
     def passed(self) -> int:
-        """The last boundary that one of them has gone on from; -1 where all stand at the first."""
+        """The last boundary that one of them has gone on from; 0 where all stand at the first."""
         stands = ("meeting", "healing", "boundary", "parked")
-        return max((w.calls - (w.stage in stands) for w in self.inside()), default=-1)
+        return max((w.calls + (w.stage not in stands) for w in self.inside()), default=0)
 
     @property
     def furthest(self) -> int | None:

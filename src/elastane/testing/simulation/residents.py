@@ -137,11 +137,14 @@ class Residents:
         """Gate the workers, and tell the boundary to which the furthest has come."""
         group.gated, fence = True, group.fence
         calls = group.furthest
+        if calls is not None:
+            calls += 1  # As pages have it: the boundary before the first step is number 1.
         self._clock.after(0.003, lambda: group.feed(GroupMarked(fence, calls)))
 
     def aim(self, group: Household, calls: int | None) -> None:
-        """Let all workers park at boundary `calls`."""
-        group.target, group.aimed_s = calls, self._clock.now_s
+        """Let all workers park at boundary `calls`, counted from 1."""
+        group.target = None if calls is None else calls - 1
+        group.aimed_s = self._clock.now_s
         self._mind_drain(group)
 
     def left_out(self) -> str:
