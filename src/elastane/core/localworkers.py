@@ -129,13 +129,18 @@ class LocalWorkers:
         if leaving or self.group is not None:
             # Told twice, or after it was told to go: the coordinator learns what is held.
             return
-        if not self._may_act():
-            # It waited in a buffer while this host stood still; others have gone on since.
+        if not self._may_act() or self._has_other_port(assignment):
+            # It waited in a buffer while this host stood still; others have gone on since. Or it
+            # crossed with news of this agent, which has closed the port by now.
             self._outbox.add(Decline(assignment.fence))
             return
         self.group, self.seen = Group(assignment, assignment.fence), assignment
         self._tell(EventKind.WORKERS_STARTING, assignment.reason)
         self._outbox.add(StartGroup(assignment))
+
+    def _has_other_port(self, assignment: Assignment) -> bool:
+        """Whether all are to meet at a port of this node that it does not keep for them."""
+        return assignment.node_rank == 0 and assignment.master_port != self.offer.port
 
     def _may_act(self) -> bool:
         """Whether the coordinator that decided had authority not too long ago."""

@@ -1,5 +1,6 @@
 """The agent: it says what it holds, keeps healthy workers, and knows when to stop them."""
 
+import msgspec
 import pytest
 from core_driver import job_spec, node_spec
 
@@ -62,7 +63,7 @@ class Agent:
     def __init__(self, *, self_fencing=True, linked=True):
         self.now_s = 0.0
         self.core = AgentCore(
-            job_spec(), node_spec("a"), Offer(5, True), 0.0, self_fencing=self_fencing
+            job_spec(), node_spec("a"), Offer(1, True), 0.0, self_fencing=self_fencing
         )
         if linked:
             self.does(Linked())
@@ -155,6 +156,17 @@ def test_answers_that_waited_in_a_buffer_prove_no_authority():
     agent.now_s += 2 * ISOLATION_LIMIT_S  # The host stood still.
     agent.told(Alive(True))
     assert agent.effect(StopGroup)
+
+
+def test_a_world_is_not_started_that_is_to_meet_at_a_port_which_was_closed_since():
+    """It was decided before the coordinator heard of the next port, and crossed with that news."""
+    agent = Agent()
+    stale = msgspec.structs.replace(assignment(), master_port=9)
+    agent.told(Assign(stale))
+    assert agent.effect(StartGroup) is None
+    assert agent.effect(Decline).fence == FENCE
+    agent.told(Assign(msgspec.structs.replace(stale, node_rank=1)))
+    assert agent.effect(StartGroup), "the port of another node is not its own to know"
 
 
 def test_an_assignment_that_waited_in_a_buffer_is_not_started():

@@ -219,3 +219,19 @@ def test_a_script_that_is_started_anew_does_not_wait_for_a_coordinator_that_died
     after.stops("b")
     after.passes(5.0, alive="b")
     assert after.assigned["b"].fence == Fence(2, 0)
+
+
+def test_the_last_that_held_a_forgotten_world_may_end_as_it_is_recovered():
+    """Nobody is left of the world that its endpoint learnt of from this node alone."""
+    job = Driver(job_spec(1, 2))
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    after = Driver(job.spec)
+    after.join("b", holding=Holding(assignment=job.assigned["b"], state="running"))
+    after.join("c")
+    after.passes(after.spec.timing.reregister_s - 0.05, alive="bc")
+    after.breaks("b")
+    after.passes(0.06, alive="c")
+    assert after.phase == "forming" and "b" in after.machine._state.nodes
+    after.passes(5.0, alive="c")
+    assert after.assigned["c"].fence == Fence(2, 0)

@@ -108,4 +108,4 @@ def _follows(state: State) -> bool:
 
     Only such a world says which workers of a node have places in it; all its members do.
     """
-    return state.world is not None and bool(state.world.members[0].workers)
+    return state.world is not None and any(member.workers for member in state.world.members)
