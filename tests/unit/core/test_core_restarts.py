@@ -1,7 +1,7 @@
 """Restarts: the budget, its pause, the verdict, the root cause, and how a drain goes."""
 
 import pytest
-from core_driver import job_spec
+from core_driver import Driver, job_spec
 
 from elastane.core import limits
 from elastane.core.budget import RestartBudget
@@ -256,3 +256,21 @@ def test_bounds_that_contradict_one_another_are_named():
     assert any("lease_ttl_s = 0 s: must be positive" in fault for fault in faults)
     assert any("shutdown_timeout_s = -1 s: must not be negative" in fault for fault in faults)
     assert limits.check(limits.Timing()) == []
+
+
+def test_workers_of_an_older_world_whose_node_leaves_are_not_charged_as_they_fail():
+    job = Driver(job_spec(1, 2))
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    older = job.holding("a")
+    job.breaks("a")
+    job.passes(0.2, alive="b")
+    job.stops("b")
+    job.passes(4.0, alive="b")
+    job.join("a", holding=older)
+    job.leaves("a")
+    job.passes(0.1, alive="ab")
+    job.fails("a")
+    job.passes(4.0, alive="ab")
+    assert job.persisted[-1].restarts_used == 0
+    assert job.assigned["b"].fence.round == 2 and job.assigned["b"].restarts_used == 0

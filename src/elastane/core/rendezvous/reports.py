@@ -42,7 +42,7 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             _ready(state, node)
         case Leave() | Conclude():
             _wish(state, node, message)
-        case Failed(fence=fence, failures=failures) if fence == node.fence:
+        case Failed(fence=fence, failures=failures) if fence == node.fence and not node.stray:
             failed(state, node, failures)
         case Succeeded(fence=fence) if fence == node.fence and node.state == "running":
             node.state = "succeeded"
