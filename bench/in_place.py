@@ -138,22 +138,33 @@ def _pause_s(job: Trainers, pids: Collection[int], since_s: float) -> float:
 
 
 def step_times(setting: Setting) -> dict[str, Result]:
-    """Measure steps of two workers, with the library and with plain DDP by turns in one run.
+    """Measure steps of two workers, with the library and with plain DDP."""
+    return _over("plain DDP", setting, workers=2, shard=0)
 
-    Told is each block of the library's over the blocks of plain DDP before and after it. What
+
+def sharded_step_times(setting: Setting) -> dict[str, Result]:
+    """Measure steps of two replicas of two workers, over a mesh of the job's and of torch's."""
+    return _over("plain fully_shard()", setting, workers=4, shard=2)
+
+
+def _over(peer: str, setting: Setting, *, workers: int, shard: int) -> dict[str, Result]:
+    """Measure steps with the library and without by turns in one run.
+
+    Told is each block of the library's over the blocks without it before and after. What
     differs from run to run, as where memory lies, or from minute to minute, is the same for both.
     """
     with tempfile.TemporaryDirectory() as name:
-        words = ["run", "--standalone", "--nproc-per-node", "2", "--log-dir", f"{name}/logs"]
+        size = ["--nproc-per-node", str(workers)]
+        words = ["run", "--standalone", *size, "--log-dir", f"{name}/logs"]
         script = [str(SCRIPTS / "in_place_train.py"), name, "paired", str(setting.steps)]
-        command = [sys.executable, "-m", "elastane", *words, *script]
+        command = [sys.executable, "-m", "elastane", *words, *script, str(shard)]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
         blocks = json.loads((Path(name) / "blocks").read_text())
     plain, library = blocks["plain"][WARM_UP_BLOCKS:], blocks["library"][WARM_UP_BLOCKS:]
     around = [(before + after) / 2 for before, after in itertools.pairwise(plain)]
     note = f"a step of {1000 * statistics.median(plain):.2f} ms"
     over = [Sample(own / other, note=note) for own, other in zip(library, around, strict=False)]
-    return {"plain DDP": Result([Sample(1.0)]), "elastane": Result(over)}
+    return {peer: Result([Sample(1.0)]), "elastane": Result(over)}
 
 
 def torchrun_kill(setting: Setting, victim: int) -> Result:
@@ -252,6 +263,13 @@ ROWS = (
         "time of a step of two workers, by turns in one run: over plain DDP",
         "within 1%",
         step_times,
+        unit="ratio",
+    ),
+    Row(
+        "sharded-step",
+        "the same with fully_shard(), two replicas of two workers: over a mesh of torch's",
+        "within 1%",
+        sharded_step_times,
         unit="ratio",
     ),
     Row(

@@ -1,12 +1,13 @@
 """A small model under DDP, with elastane's steps; or with those and in a plain loop, in turn.
 
     in_place_train.py FOLDER library|exact [STEPS [STEP_S]]
-    in_place_train.py FOLDER paired STEPS
+    in_place_train.py FOLDER paired STEPS [SHARD]
 
 With STEPS 0 it goes on until FOLDER/enough is there (`exact`; else for ever), and each committed
 step is a line in FOLDER/PID.jsonl. STEP_S is a pause in the body, for the work of a device that
 needs no CPU. `exact` is deterministic: rank 0 leaves steps and the hash of the weights in
-FOLDER/final. `paired`: rank 0 leaves the seconds of each block of steps in FOLDER/blocks.
+FOLDER/final. `paired`: rank 0 leaves the seconds of each block of steps in FOLDER/blocks; with SHARD, of a model
+that fully_shard() lays over so many workers a replica.
 """
 
 import hashlib
@@ -86,12 +87,21 @@ def fingerprint(net: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for _, value in state)).hexdigest()
 
 
-def library_steps(job: object, steps: int) -> Iterator[None]:
+def sharded(mesh: object) -> torch.nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    net = model()
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh)
+    return net
+
+
+def library_steps(job: object, steps: int, shard: int) -> Iterator[None]:
     """Steps of the library, one for each `next`."""
     import elastane
 
-    net = model()
-    ddp = DistributedDataParallel(net, process_group=job.process_group)
+    net = sharded(job.device_mesh(shard=shard)) if shard else model()
+    ddp = net if shard else DistributedDataParallel(net, process_group=job.process_group)
     optimizer = torch.optim.AdamW(net.parameters())
     loader = loader_of(elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0))
     job.track(net=net, optimizer=optimizer)
@@ -104,12 +114,17 @@ def library_steps(job: object, steps: int) -> Iterator[None]:
         yield
 
 
-def plain_steps(group: torch.distributed.ProcessGroup) -> Iterator[None]:
-    """Steps of plain DDP over a group of torch's, one for each `next`."""
+def plain_steps(group: torch.distributed.ProcessGroup, shard: int) -> Iterator[None]:
+    """Steps of plain DDP, or fully_shard(), over a group of torch's, one for each `next`."""
     import elastane
 
-    net = model()
-    ddp = DistributedDataParallel(net, process_group=group)
+    if shard:
+        shape, names = (group.size() // shard, shard), ("replicate", "shard")
+        mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        net = ddp = sharded(mesh)
+    else:
+        net = model()
+        ddp = DistributedDataParallel(net, process_group=group)
     optimizer = torch.optim.AdamW(net.parameters())
     batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0)
     batches.bind(group.rank(), group.size())
@@ -123,7 +138,7 @@ def plain_steps(group: torch.distributed.ProcessGroup) -> Iterator[None]:
             yield
 
 
-def paired(folder: Path, steps: int) -> None:
+def paired(folder: Path, steps: int, shard: int) -> None:
     """Blocks of steps of both kinds, by turns: what happens to the machine happens to both."""
     import torch.distributed as dist
 
@@ -132,7 +147,10 @@ def paired(folder: Path, steps: int) -> None:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     with elastane.init() as job:
-        kinds = {"plain": plain_steps(group), "library": library_steps(job, steps)}
+        kinds = {
+            "plain": plain_steps(group, shard),
+            "library": library_steps(job, steps, shard),
+        }
         blocks: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(steps // BLOCK // len(kinds)):
             for kind, makes in kinds.items():
@@ -151,11 +169,11 @@ def paired(folder: Path, steps: int) -> None:
 def main() -> None:
     folder, mode = Path(sys.argv[1]), sys.argv[2]
     steps = int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    step_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
+    last = sys.argv[4] if len(sys.argv) > 4 else "0"
     if mode == "paired":
-        paired(folder, steps)
+        paired(folder, steps, shard=int(last))
     else:
-        with_library(folder, steps, step_s, exact=mode == "exact")
+        with_library(folder, steps, step_s=float(last), exact=mode == "exact")
 
 
 if __name__ == "__main__":
