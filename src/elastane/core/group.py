@@ -37,6 +37,7 @@ class Group:
     aimed: bool = False
     target: int | None = None
     drained: bool = False
+    unasked: bool = False  # they are being stopped, and not because the coordinator said so
     stop_by_s: float | None = None
     stop_from_s: float | None = None
 

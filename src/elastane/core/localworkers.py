@@ -114,13 +114,14 @@ class LocalWorkers:
             case _:
                 pass  # Of a group that is no more.
 
-    def stop(self, group: Group, grace_s: float, reason: str) -> None:
+    def stop(self, group: Group, grace_s: float, reason: str, *, asked: bool = False) -> None:
         """Stop the workers; what comes later may shorten the grace, and nothing lengthens it."""
         by_s = self.now_s + grace_s
         if group.stop_by_s is not None and by_s >= group.stop_by_s:
             return
         group.stop_by_s = by_s
         group.stop_from_s = self.now_s if group.stop_from_s is None else group.stop_from_s
+        group.unasked = group.unasked or (group.phase != "stopping" and not asked)
         group.phase = "stopping"
         self._tell(EventKind.WORKERS_STOPPING, reason, grace_s=grace_s)
         self._outbox.add(StopGroup(group.born, grace_s, reason))
@@ -205,7 +206,7 @@ class LocalWorkers:
             self._outbox.send(Stopped(message.fence, self.offer))
         elif group.fence <= message.fence:  # It may not have heard of its last world.
             group.move(message.fence)
-            self.stop(group, message.grace_s, message.reason)
+            self.stop(group, message.grace_s, message.reason, asked=True)
 
     def _drain(self, fence: Fence) -> None:
         group = self.group
@@ -266,12 +267,13 @@ class LocalWorkers:
         self._tell(EventKind.REPLICA_DIFFERED, event.reason, **data)
 
     def _gone(self, fence: Fence, offer: Offer) -> None:
-        self.offer = offer
+        self.offer, unasked = offer, False
         if self.group is not None:
+            unasked = self.group.unasked
             fence, self.group = self.group.fence, None
             text = "no process of the group is left"
             self._tell(EventKind.WORKERS_STOPPED, text, at=str(fence))
-        self._outbox.send(Stopped(fence, offer))
+        self._outbox.send(Stopped(fence, offer, unasked))
 
     def _tell(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
         self._outbox.fence = self.group.fence if self.group else None

@@ -138,10 +138,14 @@ class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """No process of `fence` is left on this node; and where the next store would be."""
+    """No process of `fence` is left on this node; and where the next store would be.
+
+    `unasked`: the agent began to stop them before the coordinator told it to.
+    """
 
     fence: Fence
     offer: Offer
+    unasked: bool = False
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

@@ -225,6 +225,17 @@ def test_a_stop_is_answered_when_nothing_is_left():
     assert not agent.sent(Failed)  # It died of being stopped.
     agent.does(GroupGone(FENCE, Offer(6, True)))
     assert agent.sent(Stopped)[0].offer.port == 6
+    assert not agent.sent(Stopped)[0].unasked
+
+
+def test_one_that_stopped_by_itself_says_so_though_it_is_told_to_meanwhile():
+    agent = Agent().running()
+    agent.does(Unlinked("reset"))
+    agent.does(Signalled("SIGTERM"))
+    agent.does(Linked())
+    agent.told(Stop(fence=FENCE, grace_s=0.5, reason="a peer failed"))
+    agent.does(GroupGone(FENCE, Offer(6, True)))
+    assert agent.sent(Stopped)[0].unasked
 
 
 def test_told_twice_it_starts_once():

@@ -6,8 +6,8 @@ from core_driver import Driver, job_spec
 from elastane.core import limits
 from elastane.core.budget import RestartBudget
 from elastane.core.diagnosis import Sighting, exit_text, headline, is_lost_peer, root_cause
-from elastane.core.messages import Close, Drain, DrainTarget, Stop
-from elastane.core.model import Failure, Fence
+from elastane.core.messages import Close, Drain, DrainTarget, Stop, Stopped
+from elastane.core.model import Failure, Fence, Offer
 
 
 def failure(rank, message="", exit_code=1, age_s=0.0):
@@ -274,3 +274,14 @@ def test_workers_of_an_older_world_whose_node_leaves_are_not_charged_as_they_fai
     job.passes(4.0, alive="ab")
     assert job.persisted[-1].restarts_used == 0
     assert job.assigned["b"].fence.round == 2 and job.assigned["b"].restarts_used == 0
+
+
+@pytest.mark.parametrize("unasked", [False, True])
+def test_a_node_that_had_stopped_by_itself_is_why_the_others_failed(pair, unasked):
+    """Its word came late: till then nobody knew what those who lost it had died of."""
+    pair.fails("b", "RuntimeError: Connection reset by peer")
+    assert pair.phase == "stopping"
+    pair.says("a", Stopped(pair.assigned["a"].fence, Offer(9000, True), unasked))
+    pair.stops("b")
+    pair.passes(3.0, alive="ab")
+    assert pair.persisted[-1].restarts_used == (0 if unasked else 1)

@@ -20,7 +20,7 @@ from elastane.core.messages import (
     Succeeded,
     ToCoordinator,
 )
-from elastane.core.model import Failure, Fence
+from elastane.core.model import Failure
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import ending, presence, regroup, stateholders
 from elastane.core.rendezvous.state import Node, Phase, State
@@ -50,9 +50,9 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             _drained(node, message)
         case Able() | Lost():
             _in_place(state, node, message)
-        case Stopped(fence=fence, offer=offer):
-            _stopped(state, node, fence)
-            node.offer, node.spent = offer, False
+        case Stopped():
+            _stopped(state, node, message)
+            node.offer, node.spent = message.offer, False
         case _:
             return False
     state.refile(node)
@@ -170,15 +170,16 @@ def _failed_in_drain(state: State, node: Node, failures: tuple[Failure, ...]) ->
     node.marked = node.drained = True
 
 
-def _stopped(state: State, node: Node, fence: Fence) -> None:
-    if node.fence != fence:
+def _stopped(state: State, node: Node, message: Stopped) -> None:
+    if node.fence != message.fence:
         return
     if state.is_member(node):
         state.intact = False
         stateholders.ended(state, node, {*node.workers})
     in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
-    if state.phase in in_force and state.is_member(node):
-        # Nobody told it to stop: it had no authority for too long, or its user stopped it.
+    before_it_was_told = message.unasked and state.phase is Phase.STOPPING
+    if (state.phase in in_force or before_it_was_told) and state.is_member(node):
+        # It had no authority for too long, or its user stopped it: what others saw came of that.
         presence.fault(state, f"node {node.id} stopped its workers by itself").departed.append(
             node.id
         )
