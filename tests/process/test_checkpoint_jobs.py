@@ -230,7 +230,10 @@ def test_sharded_state_is_restored_in_worlds_of_other_sizes(tmp_path):
             job.wait_steps(2)
             sums.append(job.ends())
         restored = job.said("restored")
-        assert restored[0]["step"] == (sums[number - 1]["steps"] if number else 0)
+        assert len(restored) == world
+        if number:
+            was = (sums[number - 1]["steps"], sums[number - 1]["weights"])
+            assert {(each["step"], each["weights"]) for each in restored} == {was}
     steps = [each["steps"] for each in sums]
     assert steps == sorted(set(steps))
 

@@ -69,7 +69,13 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
     checkpointer = elastane.Checkpointer(where, every_steps=1)
     restored = checkpointer.restore({"model": net, "optimizer": optimizer})
     step = restored.step if restored else 0
-    told("restored", step=step, where=restored.where if restored else "", rank=rank)
+
+    def weights() -> str:
+        whole = [p.full_tensor() if sharded else p for p in net.parameters()] + [*net.buffers()]
+        return fingerprint(whole)
+
+    where = restored.where if restored else ""
+    told("restored", step=step, where=where, rank=rank, weights=weights())
     enough = torch.zeros(1)
     while not enough:
         generator = torch.Generator().manual_seed(step * 100 + rank)
@@ -88,9 +94,9 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
         checkpointer.save(step)
     checkpointer.wait()
     checkpointer.close()
-    whole = [p.full_tensor() if sharded else p for p in net.parameters()] + [*net.buffers()]
+    last = weights()
     if rank == 0:
-        leave(folder, step, fingerprint(whole))
+        leave(folder, step, last)
     dist.barrier()
     dist.destroy_process_group()
 

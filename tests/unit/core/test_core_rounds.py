@@ -278,6 +278,16 @@ def test_half_a_world_that_comes_back_is_stopped_and_gets_another_round(pair, dr
     assert new.ranks() == ["b", "c"] and new.assigned["b"].fence == Fence(2, 0)
 
 
+def test_half_a_world_that_goes_on_alone_gets_another_round_too(elastic, driver):
+    new = driver(elastic.spec)
+    new.join("b", holding=elastic.holding("b"), welcomed=True)
+    new.passes(2.1, alive="b")
+    assert new.got("b", Stop)
+    new.assigned["b"] = elastic.assigned["b"]
+    new.stops("b")
+    assert new.ranks() == ["b"] and new.assigned["b"].fence == Fence(2, 0)
+
+
 def test_fences_and_budget_go_on_where_nobody_has_workers(driver):
     new = driver()
     new.join("a", welcomed=True, seen=Fence(4, 2), restarts_seen=2)
