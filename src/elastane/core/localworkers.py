@@ -155,7 +155,9 @@ class LocalWorkers:
             if not leaving:
                 self._outbox.add(Decline(assignment.fence))  # They are gone since.
             return
-        if group.phase in ("stopping", "succeeded") or not self._may_act():
+        # Of those that all succeeded one may have a successor, which has come too late for them.
+        over = group.phase == "succeeded" and not {*assignment.workers} & {*group.able}
+        if over or group.phase == "stopping" or not self._may_act():
             self._stay_out(group, assignment.fence)
             return
         group.enter(assignment)
@@ -171,7 +173,7 @@ class LocalWorkers:
     def _stay_out(self, group: Group, fence: Fence) -> None:
         """Be of a world that the workers do not enter: what is told of them is for it."""
         group.move(fence)
-        if group.phase == "succeeded":
+        if group.phase == "succeeded" and not group.able:
             self._outbox.send(Succeeded(fence))
         elif group.phase != "stopping":
             # It waited in a buffer while this host stood still; it is to be decided anew.

@@ -297,6 +297,21 @@ def test_where_some_are_done_and_too_few_are_left_all_start_anew():
     assert kinds(job, "a")[-1] is Stop and Close not in kinds(job, "a")
 
 
+def test_a_successor_has_its_place_though_all_others_of_its_node_are_done_by_then():
+    agent = Agent()
+    agent.fails(0)
+    agent.does(Told(Prepare(assignment=FIRST)))
+    alone = msgspec.structs.replace(NEXT, workers=(1,))
+    agent.does(Told(Assign(alone)), WorkerSucceeded(Fence(1, 0), 1))
+    assert agent.sent(Succeeded) == [Succeeded(Fence(2, 0))]
+    agent.does(GroupAble(Fence(1, 0), (0,), Offer(7103, True)))
+    place = msgspec.structs.replace(NEXT, fence=Fence(3, 0), workers=(0,))
+    agent.does(Told(Assign(place)))
+    assert RegroupWorkers(Fence(1, 0), place) in agent.effects
+    agent.does(WorkerSucceeded(Fence(1, 0), 0))
+    assert agent.sent(Succeeded)[-1] == Succeeded(Fence(3, 0))
+
+
 def test_where_those_who_are_done_do_not_exit_all_start_anew_after_a_while():
     job = in_place(low=2, high=2)
     able(job, "a", workers=())
