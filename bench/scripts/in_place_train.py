@@ -6,8 +6,8 @@
 With STEPS 0 it goes on until FOLDER/enough is there (`exact`; else for ever), and each committed
 step is a line in FOLDER/PID.jsonl. STEP_S is a pause in the body, for the work of a device that
 needs no CPU. `exact` is deterministic: rank 0 leaves steps and the hash of the weights in
-FOLDER/final. `paired`: rank 0 leaves the seconds of each block of steps in FOLDER/blocks; with SHARD, of a model
-that fully_shard() lays over so many workers a replica.
+FOLDER/final. `paired`: rank 0 leaves the seconds of each block of steps in FOLDER/blocks; with
+SHARD, of a model that fully_shard() lays over so many workers a replica.
 """
 
 import hashlib

@@ -115,6 +115,9 @@ class Crew:
             code = self._processes[index].exitcode
             raise AssertionError(f"worker {index - 1} ended with {code}") from None
 
+    def is_silent(self, worker, for_s):
+        return not self._pipes[worker + 1].poll(for_s)
+
     def hear_all(self, *workers):
         return [self.hear(each) for each in workers or range(len(self._pipes) - 1)]
 

@@ -35,6 +35,8 @@ def test_a_transfer_that_was_cut_short_gives_no_state(how, what, number):
         victim = 2 if what == "giver" else 0
         assert crew.hear(victim) == "hit"
         crew.kill(victim, number)
+        if what == "giver" and number == signal.SIGSTOP:
+            assert crew.is_silent(0, 1.0), "it believed a giver that had not come to an end"
         others = {0, 1, 2} - {victim}
         for each in others:
             crew.say(each)

@@ -103,7 +103,7 @@ def test_rank_0_killed_a_node_killed_an_arrival_and_a_leave_change_no_bit(tmp_pa
     job = Changing(tmp_path)
     with job.cluster:
         job.start("a", "b", "c")
-        by_rank = {lines[-1]["rank"]: int(pid) for pid, lines in job._said().items()}
+        by_rank = {ls[-1]["rank"]: int(pid) for pid, ls in job._said().items() if ls}
         nodes = job.cluster.nodes
         next(node for node in nodes if by_rank[0] in node.workers()).kill_worker()
         job.settle()

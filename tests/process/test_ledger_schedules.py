@@ -31,7 +31,8 @@ def played(folder: Path, plan: FaultPlan, seed: int, epochs: int, nodes: int) ->
     with LocalCluster(script, folder=folder / "c", **options) as cluster:
         for number in range(nodes):
             cluster.start(f"node-{number}")
-        cluster.wait((said / "step").exists, "a first step")
+        world = said / "world"
+        cluster.wait(lambda: world.exists() and world.read_text() == str(nodes), "a step of all")
         told = plan.run(cluster)
         ended = cluster.wait_event("job-ended", deadline_s=90.0)
         assert ended.data["ok"] is True, cluster.story()
@@ -51,5 +52,6 @@ def test_a_schedule_of_faults_loses_and_doubles_no_sample(tmp_path, seed):
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_100_schedules_of_kills_hangs_leaves_and_arrivals_lose_and_double_no_sample(tmp_path, seed):
+    """Training takes longer than the faults."""
     plan = FaultPlan.random(seed, 12.0, 1.0, (*KINDS, *HANGS), back_s=0.5)
-    played(tmp_path, plan, seed, epochs=2, nodes=random.Random(seed).randint(1, 3))
+    played(tmp_path, plan, seed, epochs=12, nodes=random.Random(seed).randint(1, 3))

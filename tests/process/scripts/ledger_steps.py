@@ -45,6 +45,7 @@ def main() -> None:
                 optimizer.step()
             if step.committed and job.rank == 0:
                 (folder / "step").write_text(str(step.number))
+                (folder / "world").write_text(str(job.world_size))
         found = {"missing": int((net.seen == 0).sum()), "doubled": int((net.seen > 1).sum())}
         (folder / f"{os.getpid()}.counts").write_text(json.dumps(found))
 
