@@ -1,5 +1,6 @@
 """The wire codec: what is proved by the handshake, and what each refusal says."""
 
+import msgspec
 import pytest
 
 from elastane.core import wire
@@ -42,6 +43,16 @@ def test_both_sides_that_know_the_secret_can_talk_both_ways():
     assert theirs.next() is None
     ours.feed(theirs.encode(Alive(authority=True)))
     assert ours.next() == Alive(authority=True)
+
+
+def test_a_session_of_other_messages_begins_with_the_same_handshake():
+    agent, coordinator = client(), server()
+    shake(agent, coordinator)
+    decoder = msgspec.msgpack.Decoder(Leave)
+    ours, theirs = agent.codec_of(decoder), coordinator.codec_of(decoder)
+    theirs.feed(ours.encode(Leave("one way")))
+    ours.feed(theirs.encode(Leave("and the other")))
+    assert (theirs.next(), ours.next()) == (Leave("one way"), Leave("and the other"))
 
 
 def test_a_handshake_works_when_it_comes_byte_by_byte():

@@ -5,6 +5,7 @@ import pytest
 from core_driver import VERSIONS, job_spec
 
 from elastane.core.events import Received
+from elastane.core.limits import ROUND_MAX
 from elastane.core.messages import (
     Alive,
     Assign,
@@ -17,6 +18,7 @@ from elastane.core.messages import (
     Report,
     Welcome,
 )
+from elastane.core.model import Fence
 
 
 def refused(driver, key):
@@ -53,6 +55,23 @@ def test_another_configuration_is_refused_with_both_values(pair):
 def test_a_node_id_that_cannot_be_used_is_refused(pair, name):
     pair.join(name, key="odd")
     assert refused(pair, "odd").slug == "bad-node-id"
+
+
+@pytest.mark.parametrize("given", [{"role": "a/b"}, {"role": "r" * 201}, {"local_addr": "a\nb"}])
+def test_a_role_or_an_address_that_cannot_be_used_is_refused(pair, given):
+    pair.join("c", **given)
+    message = refused(pair, "c")
+    assert message.slug == "bad-name"
+    assert next(iter(given)).replace("_", "-") in message.what
+
+
+def test_a_round_that_no_job_reaches_is_refused_before_anybody_has_to_surpass_it(pair):
+    pair.join("c", seen=Fence(ROUND_MAX + 1, 0))
+    assert refused(pair, "c").slug == "bad-fence"
+    held = pair.holding("a")
+    beyond = msgspec.structs.replace(held.assignment, fence=Fence(ROUND_MAX + 1, 0))
+    pair.join("d", holding=msgspec.structs.replace(held, assignment=beyond))
+    assert refused(pair, "d").slug == "bad-fence"
 
 
 def test_unequal_workers_are_refused_only_where_they_were_declared_identical(driver):

@@ -13,11 +13,13 @@ from elastane.core.messages import (
     DrainTarget,
     Failed,
     Heartbeat,
+    Holding,
     Interrupt,
     Lost,
     Prepare,
     Release,
     Stop,
+    Stopped,
 )
 from elastane.core.model import Failure, Fence, Offer
 from elastane.core.notes import EventKind
@@ -330,3 +332,20 @@ def test_a_step_between_two_stalls_begins_the_count_anew():
         able(job, "a", "b")
         beats(job, "a", "b", progress=step + 1)
     assert job.assigned["a"].fence == Fence(3 * STALLS_MAX + 1, 0)
+
+
+def test_who_waits_for_a_place_in_a_world_of_which_nobody_comes_back_starts_anew():
+    job = in_place(low=1, high=3, nodes="ab")
+    job.join("c")
+    job.warms("c")
+    job.passes(1.2, alive="abc")
+    beside = job.got("c", Prepare)[-1].assignment
+    after = Driver(job.spec, job.persisted[-1])
+    after.join("c", holding=Holding(assignment=beside, state="running", able=(0, 1)))
+    after.passes(after.spec.timing.reregister_s - 0.2, alive="c")
+    assert Stop not in kinds(after, "c")
+    after.passes(0.5, alive="c")
+    assert kinds(after, "c")[-1] is Stop
+    after.says("c", Stopped(beside.fence, Offer(9000, True)))
+    after.passes(5.0, alive="c")
+    assert after.assigned["c"].nodes == 1 and not after.assigned["c"].in_place
