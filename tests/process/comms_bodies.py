@@ -220,8 +220,9 @@ def rebuilds(worker, count):
         if number in (count // 4, count - 1):
             elastic.close()
             world = None
-            seen(TIMEOUT_S, lambda: len(held()[1]) == 1)
-            marks.append((*held(), resident()))
+            looks = []  # the last of them is the mark: what ends a world may yet begin a thread
+            seen(TIMEOUT_S, lambda: looks.append(held()) or len(looks[-1][1]) == 1)
+            marks.append((*looks[-1], resident()))
     worker.say(marks)
 
 
