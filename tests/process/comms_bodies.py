@@ -220,10 +220,15 @@ def rebuilds(worker, count):
         if number in (count // 4, count - 1):
             elastic.close()
             world = None
-            looks = []  # the last of them is the mark: what ends a world may yet begin a thread
-            seen(TIMEOUT_S, lambda: looks.append(held()) or len(looks[-1][1]) == 1)
-            marks.append((*looks[-1], resident()))
+            marks.append((*held_by_one_thread(), resident()))
     worker.say(marks)
+
+
+def held_by_one_thread():
+    """What is held as only one thread is there: what ends a world may yet begin another."""
+    looks = []
+    seen(TIMEOUT_S, lambda: looks.append(held()) or len(looks[-1][1]) == 1)
+    return looks[-1]
 
 
 def resident():
