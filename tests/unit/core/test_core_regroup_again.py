@@ -383,3 +383,15 @@ def test_a_node_that_stops_its_workers_has_finished_none_of_them():
     after.passes(2.0, alive="ab")
     assert Stop not in kinds(after, "a")
     assert regrouped(after, "a") == (Fence(2, 0), 0, (0, 1), 4)
+
+
+def test_where_all_nodes_stop_their_workers_nobody_is_given_another_place():
+    """They were able when they began to stop; none of them is by now."""
+    job = in_place(nodes="ab", low=2, high=2)
+    after = successor(job)
+    for node_id in "ab":
+        after.join(node_id, holding=holding(job, node_id, state="stopping"))
+    after.stops("a", "b")
+    after.passes(2.0, alive="ab")
+    assert not after.assigned["a"].in_place and not after.assigned["b"].in_place
+    assert after.assigned["a"].fence > job.assigned["a"].fence

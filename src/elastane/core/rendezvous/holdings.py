@@ -61,7 +61,8 @@ def _take_workers(state: State, node: Node, holding: Holding | None, ends: dict[
     if holding.state == "succeeded":
         node.state = "succeeded"
         return
-    node.parting = holding.state == "stopping"
+    if holding.state == "stopping":
+        node.parting, node.able = True, set()
     _bring(state, node, holding)
 
 
