@@ -361,7 +361,9 @@ def cycles(tmp_path: Path, count: int) -> None:
     for number in range(6, 6 + count):
         once(number)
     wait_for(lambda: not keepers_of(str(tmp_path).encode()))
-    assert held() == before
+    # What an earlier test of this process held may have gone meanwhile.
+    after = held()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     assert len(folders(tmp_path / "ck")) == 2
 
 
