@@ -68,7 +68,7 @@ def test_three_hundred_at_once_are_served_and_leave_nothing_behind():
             assert desk.coordinator.statistics()["sessions"] == 0
 
     play(scenario)
-    assert descriptors() == before
+    assert descriptors() <= before  # what an earlier test left may have gone
 
 
 def test_slow_strangers_are_few_at_once_and_honest_agents_get_past_them(monkeypatch):
@@ -92,7 +92,7 @@ def test_slow_strangers_are_few_at_once_and_honest_agents_get_past_them(monkeypa
             assert len(desk.refusals()) <= 10
 
     play(scenario)
-    assert descriptors() == before
+    assert descriptors() <= before  # what an earlier test left may have gone
 
 
 def test_a_stranger_that_sends_a_byte_now_and_then_is_out_in_time(monkeypatch):

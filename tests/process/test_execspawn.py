@@ -72,7 +72,7 @@ def test_what_cannot_run_is_said(
     with pytest.raises(ConfigurationError, match=why) as caught:
         runner.run(spawner.spawn(command("exec", target, cwd=Path(cwd))))
     assert caught.value.slug == "worker-start"
-    assert descriptors() == before
+    assert descriptors() <= before  # what an earlier test left may have gone
 
 
 def test_signals_reach_the_worker_its_group_and_nobody_when_it_is_gone(
@@ -182,5 +182,6 @@ def test_fifty_spawns_leave_nothing(runner: asyncio.Runner, spawner: ExecSpawner
     runner.run(scenario())
     before = descriptors(), threading.active_count()
     runner.run(scenario())
-    assert (descriptors(), threading.active_count()) == before
+    after = descriptors(), threading.active_count()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     assert reap_orphans() == []

@@ -75,7 +75,7 @@ def test_descriptors_that_were_announced_and_do_not_come_are_a_fault(ends):
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConnectionResetError, match="1 of 2 descriptors"):
         ends[1].receive_descriptors(2)
-    assert len(os.listdir("/proc/self/fd")) == before, "what came is closed again"
+    assert len(os.listdir("/proc/self/fd")) <= before, "what came is closed again"
 
 
 def test_what_a_process_sent_before_its_death_is_heard_first():
