@@ -86,6 +86,10 @@ class Group:
         places = self.assignment.workers or range(local_world_size)
         return not self.assignment.waiting and self.done.issuperset(places)
 
+    def is_over(self, workers: tuple[int, ...]) -> bool:
+        """Whether all have succeeded, and none of `workers` is a successor that came after them."""
+        return self.phase == "succeeded" and not {*workers} & {*self.able}
+
     def has_place(self, local_rank: int) -> bool:
         """Whether the worker is of the world that the group is in."""
         places = self.assignment.workers

@@ -155,10 +155,9 @@ class LocalWorkers:
             if not leaving:
                 self._outbox.add(Decline(assignment.fence))  # They are gone since.
             return
-        # Of those that all succeeded one may have a successor, which has come too late for them.
-        over = group.phase == "succeeded" and not {*assignment.workers} & {*group.able}
+        over = group.is_over(assignment.workers)
         if over or group.phase == "stopping" or not self._may_act():
-            self._stay_out(group, assignment.fence)
+            self._stay_out(group, assignment.fence, over=over)
             return
         group.enter(assignment)
         self.seen = assignment
@@ -170,10 +169,10 @@ class LocalWorkers:
             failures = tuple(f for f in group.aged_failures(self.now_s) if f.local_rank in dead)
             self._outbox.send(Failed(fence=group.fence, failures=failures))
 
-    def _stay_out(self, group: Group, fence: Fence) -> None:
+    def _stay_out(self, group: Group, fence: Fence, *, over: bool) -> None:
         """Be of a world that the workers do not enter: what is told of them is for it."""
         group.move(fence)
-        if group.phase == "succeeded" and not group.able:
+        if over:
             self._outbox.send(Succeeded(fence))
         elif group.phase != "stopping":
             # It waited in a buffer while this host stood still; it is to be decided anew.
