@@ -158,7 +158,7 @@ def test_those_who_gave_way_and_are_stopped_though_they_are_needed_are_found(mon
 
 
 def test_a_place_that_is_dropped_without_a_word_is_found(monkeypatch):
-    def silently(self, group, fence):
+    def silently(self, group, fence, *, over):
         group.move(fence)
 
     monkeypatch.setattr(LocalWorkers, "_stay_out", silently)

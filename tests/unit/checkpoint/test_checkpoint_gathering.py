@@ -55,8 +55,6 @@ def together(room, each):
             each(rank)
         except Exception as error:
             raised[rank] = error
-            if not isinstance(error, CheckpointError):
-                room.barrier.abort()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(room.size)]
     for thread in threads:
