@@ -6,6 +6,8 @@ Each job ends with the weights of one that nothing happened to, to the last bit.
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from elastane.runtime.page import PAGE_BYTES, Page
 from elastane.testing import Fault, FaultPlan, LocalCluster
 from elastane.testing.cluster import LocalNode
 
@@ -132,6 +135,28 @@ def test_an_arrival_and_a_leave_come_at_a_boundary_and_no_step_is_dealt_again(jo
         numbers = [body["step"] for body in bodies]
         again = [body for body in bodies if numbers.count(body["step"]) > 1]
         assert not again, (pid, again)
+
+
+def rounds_met(job: InPlace) -> set[int]:
+    """What the workers that train say on their pages: of which round they met the members."""
+    return {page.round for pid in _alive(job) for page in _pages_of(pid)}
+
+
+def _pages_of(pid: int) -> Iterator[Page]:
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        if "elastane-page" in os.readlink(path):
+            with path.open("r+b") as file:
+                yield Page(-1, mmap.mmap(file.fileno(), PAGE_BYTES))
+
+
+def test_a_page_says_in_which_world_its_worker_last_met_the_others(job):
+    a = starts(job, "ab")[0]
+    settled = job.cluster.events("round-settled")[-1]
+    assert rounds_met(job) == {settled.round}
+    a.kill_worker()
+    job.wait_steps(5, 2)
+    settled = job.cluster.events("round-settled")[-1]
+    assert settled.round > 1 and rounds_met(job) == {settled.round}
 
 
 def test_a_failure_is_told_by_the_rank_that_its_worker_had_last(job):

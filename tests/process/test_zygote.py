@@ -368,7 +368,7 @@ def test_fifty_forks_leave_nothing(
     after = counts()  # of this process, what an earlier test left may have gone
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     assert reap_orphans() == []
-    assert children_of(os.getpid()) == children
+    assert {*children_of(os.getpid())} <= {*children}
     assert zygote.pid is not None and children_of(zygote.pid) == []
 
 

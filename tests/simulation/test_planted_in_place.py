@@ -9,6 +9,7 @@ from elastane.core.rendezvous import forming, holdings, phases, regroup, stateho
 from elastane.core.rendezvous.regroup import Contingent
 from elastane.core.rendezvous.state import Node, Phase
 from elastane.testing.simulation import HistoryFailedError, residents, run_seed
+from elastane.testing.simulation.places import Household
 
 
 def first_failure(seeds, *, store_backed=True, first=0):
@@ -163,3 +164,8 @@ def test_a_place_that_is_dropped_without_a_word_is_found(monkeypatch):
 
     monkeypatch.setattr(LocalWorkers, "_stay_out", silently)
     assert "nothing was trained" in first_failure(100, first=43_400, store_backed=False)
+
+
+def test_who_was_out_of_a_world_and_answers_for_it_by_steps_of_before_is_found(monkeypatch):
+    monkeypatch.setattr(Household, "met", property(lambda self: self.fence.round))
+    assert "two sides train" in first_failure(1, first=84_007_299)

@@ -1,6 +1,7 @@
 """A worker that no signal ends: given up after the time that is set, and its node with it."""
 
 import asyncio
+import os
 import signal
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from elastane.agent.shell import AgentShell
 from elastane.core.effects import Exit
 from elastane.core.events import GroupGone, Signalled
 from elastane.core.model import Assignment, Fence, Outcome
+from elastane.runtime.page import Page, WorkerPage
 from elastane.runtime.streams import LogPlan
 
 ASSIGNMENT = Assignment(
@@ -147,8 +149,39 @@ def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outc
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
         shell = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
-        drain, minder = SimpleNamespace(progress=lambda: None), SimpleNamespace(all_wait=False)
+        drain = SimpleNamespace(progress=lambda: None, met=lambda: 0)
+        minder = SimpleNamespace(all_wait=False)
         shell._group = SimpleNamespace(lost=lost, drain=drain, minder=minder)
         return await shell.run()
 
     assert asyncio.run(scenario()).code == code
+
+
+def test_the_core_learns_what_the_pages_say_with_each_event():
+    group = group_of(Unkillable(), Posted(), stuck_s=0.0)
+
+    class Core:
+        wake_s = 0.0
+
+        def handle(self, event, now_s):
+            told.append((self.progress, self.met, self.all_wait))
+            return [Exit(0, "left", None)]
+
+    async def scenario():
+        setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
+        shell = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
+        shell._group = group
+        await shell.run()
+
+    told, page = [], Page.create()
+    theirs = WorkerPage.open(os.dup(page.fd))
+    worker = SimpleNamespace(page=page, local_rank=0, beside=False, is_alive=True)
+    group._workers = [worker]
+    asyncio.run(scenario())
+    theirs.meet(12, 3)
+    asyncio.run(scenario())
+    worker.is_alive = False
+    asyncio.run(scenario())
+    theirs.close()
+    page.close()
+    assert told == [(None, 0, False), (12, 3, False), (None, 0, False)]

@@ -188,7 +188,7 @@ def test_no_descriptor_and_no_thread_is_left():
         pump.add(capture)
     finish(pump)
     until(lambda: "test-left" not in [thread.name for thread in threading.enumerate()])
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # what an earlier test left may have gone
 
 
 def test_a_limit_on_file_sizes_costs_the_memory_and_no_output(sink, monkeypatch):

@@ -54,6 +54,10 @@ class GroupDrain:
         counts = [w.page.calls for w in self._members() if w.is_alive]
         return min(counts) if counts and all(counts) else None
 
+    def met(self) -> int:
+        """Return the least round in which its workers last met those of a whole world."""
+        return min((w.page.round for w in self._members() if w.is_alive), default=0)
+
     async def _drain(self, world: Fence, calls: int | None, members: Sequence[Worker]) -> None:
         for worker in members:
             if calls is not None:

@@ -99,6 +99,7 @@ class AgentShell:
         """Tell the core what is on the pages of the workers."""
         group = self._group
         self._core.progress = group.drain.progress() if group else None
+        self._core.met = group.drain.met() if group else 0
         self._core.all_wait = group.minder.all_wait if group else False
 
     def _with_offer(self, event: AgentEvent) -> AgentEvent:

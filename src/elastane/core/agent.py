@@ -57,6 +57,7 @@ class AgentCore:
         self.contact = Contact(now_s)
         self.outcome: Outcome | None = None
         self.progress: int | None = None
+        self.met = 0
         self.all_wait = False
         self._now_s = now_s
         self.welcomed = False
@@ -231,7 +232,9 @@ class AgentCore:
             fence = self.group.fence if self.group else None
             if self.linked:
                 self.contact.asked(self._now_s)
-            beat = Heartbeat(fence=fence, progress=self.progress, all_wait=self.all_wait)
+            beat = Heartbeat(
+                fence=fence, progress=self.progress, met=self.met, all_wait=self.all_wait
+            )
             self._outbox.send(beat)
         if self._leave_by_s is not None and self._now_s >= self._leave_by_s:
             self._leave_by_s = None

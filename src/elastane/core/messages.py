@@ -78,11 +78,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """The agent lives. `progress` is the least step count of its workers that report one.
 
-    `all_wait`: all its workers in the world of `fence` wait for others, for longer than ever.
+    `met`: the round of the last world in which all those that it has in the world of `fence` had
+    met the others, and had the state; 0: of none. `all_wait`: all of them wait for others, for
+    longer than ever.
     """
 
     fence: Fence | None = None
     progress: Count | None = None
+    met: Count = 0
     all_wait: bool = False
 
 

@@ -286,17 +286,9 @@ class Job:
             self._handles.append(optimizer.register_step_post_hook(self._after_update))
         self._world.begin()
         self._world.pulse.at(Activity.ENTERING)
-        if self._world.waits:
-            self._enter_next()
-            return
         if self._world.restarts:
             self._met = True
-            return
-        try:
-            self._health.compare(self._open_feed.cursor)
-            self._met = True
-        except (ElastaneError, RuntimeError) as error:
-            self._world.lose(error)
+        elif self._world.waits or not self._come_together():
             self._enter_next()
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -341,16 +333,22 @@ class Job:
     def _enter_next(self) -> None:
         """Wait for a place in another world, and go on there with the state that is right."""
         self._saved.settle()
-        while True:
-            try:
-                self._world.enter()
-                self._health.compare(self._open_feed.cursor)
-                break
-            except (ElastaneError, RuntimeError) as error:
-                self._world.lose(error)
-        self._met = True
+        while not self._come_together(in_the_next=True):
+            pass
         self._rewind()
-        self._world.reached(self.committed)
+
+    def _come_together(self, *, in_the_next: bool = False) -> bool:
+        """Meet the members of a world, and be of their state; False where it came apart."""
+        try:
+            if in_the_next:
+                self._world.enter()
+            self._health.compare(self._open_feed.cursor)
+        except (ElastaneError, RuntimeError) as error:
+            self._world.lose(error)
+            return False
+        self._met = True
+        self._world.met(self.committed)
+        return True
 
     def _meet_at_the_end(self) -> None:
         """Leave the steps together: who leaves knows that all others hold the last one.

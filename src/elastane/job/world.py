@@ -148,10 +148,13 @@ class Worlds:
         page.park(False)
         self.pulse.at(Activity.BETWEEN)
 
-    def reached(self, number: int) -> None:
-        """Count steps that others have committed as if this worker had made them."""
+    def met(self, number: int) -> None:
+        """Show that all members are in this world, and hold the state of `number` steps.
+
+        Steps that others have committed count as if this worker had made them.
+        """
         if self._page is not None:
-            self._page.reach(number)
+            self._page.meet(number, self.fence.round)
 
     def enter(self) -> None:
         """Wait for a place in another world, and meet its members; raises PeerLostError."""

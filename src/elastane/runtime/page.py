@@ -24,12 +24,12 @@ from elastane.runtime.kernel import accept_barriers, impose_barrier
 PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
 PAGE_BYTES = 4096
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 2
+VERSION = 3
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION = 0, 1  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
 _GATE, _TARGET = 16, 17  # line 2: the agent
-_MARK, _STEPS = 24, 25  # line 3: the worker
+_MARK, _STEPS, _ROUND = 24, 25, 26  # line 3: the worker
 # A mark is a count of signs of progress over the kind of work in hand, which takes these bits.
 _ACTIVITY_BITS = 8
 _MARK_MAX = 1 << 63
@@ -89,6 +89,11 @@ class Page(_Words):
         """How many steps this process says that it has made."""
         return min(int(self._words[_STEPS]), COUNT_MAX - 1)
 
+    @property
+    def round(self) -> int:
+        """The round of the last world whose members this worker has met; 0: of none."""
+        return min(int(self._words[_ROUND]), COUNT_MAX - 1)
+
     def gate(self) -> None:
         """Have the worker wait in its next call; once this returns, `calls` may be read."""
         self._words[_TARGET] = 0
@@ -140,6 +145,10 @@ class WorkerPage(_Words):
         words = self._words
         words[_CALLS] = number
         return words[_GATE]
+
+    def meet(self, number: int, of_round: int) -> None:
+        """Have met the members of the world of this round, after that many boundaries."""
+        self._words[_CALLS], self._words[_ROUND] = number, of_round
 
     def be_at(self, activity: int) -> None:
         """Show progress, and what the worker is at from now on."""

@@ -14,9 +14,12 @@ from elastane.core.notes import EventKind
 from elastane.core.rendezvous import Phase
 
 
-def steps(job, *node_ids, progress=5):
+def steps(job, *node_ids, progress=5, met=None):
+    """These nodes tell of steps; of the world that they are in, if not of round `met`."""
     for node_id in node_ids:
-        job.says(node_id, Heartbeat(fence=job.assigned[node_id].fence, progress=progress))
+        fence = job.assigned[node_id].fence
+        met_in = fence.round if met is None else met
+        job.says(node_id, Heartbeat(fence=fence, progress=progress, met=met_in))
 
 
 def trains_on(job, seconds, *node_ids):
@@ -76,7 +79,7 @@ def test_one_of_them_that_comes_back_brings_the_state_and_the_wait_is_over():
     first = job.persisted[0].world.fence
     holding = holding_of(from_before, first)
     job.join("a", holding=holding)
-    job.says("a", Heartbeat(fence=first, progress=5))
+    job.says("a", Heartbeat(fence=first, progress=5, met=1))
     job.passes(0.5, alive="c")
     assert regrouped(job, "a") == (Fence(3, 0), 0, (0, 1), 4)
     assert regrouped(job, "c") == (Fence(3, 0), 2, (0, 1), 4)
@@ -145,6 +148,76 @@ def test_once_the_next_world_was_heard_what_they_hold_is_old_and_nobody_goes_on_
     job.breaks("a")
     job.passes(0.2, alive="bc")
     assert Stop in kinds(job, "b") and Stop in kinds(job, "c")
+
+
+def test_they_are_kept_as_long_as_the_next_world_tells_of_steps_of_before():
+    job = narrowed()
+    steps(job, "a", met=1)
+    job.breaks("a")
+    job.passes(0.2, alive="bc")
+    assert regrouped(job, "b") == (Fence(3, 0), 0, (0, 1), 2)
+
+
+def cut_off():
+    """a, b, c and d made steps; c and d gave way; then a and b fell silent, one after the other."""
+    job = Driver(job_spec(1, 4), store_backed=True)
+    for node_id in "abcd":
+        job.join(node_id)
+    job.passes(4.0, alive="abcd")
+    able(job, "a", "b", "c", "d")
+    steps(job, "a", "b", "c", "d")
+    job.handle(Resized(min_nodes=1, max_nodes=2))
+    trains_on(job, 6.0, "a", "b", "c", "d")
+    for node_id in "abcd":
+        job.marks(node_id, 10)
+    for node_id in "abcd":
+        job.drains(node_id)
+    trains_on(job, 8.0, "a", "b", "c", "d")  # Ports are told of meanwhile.
+    assert settled(job)[-1] == job.assigned["b"].fence == Fence(2, 0)
+    trains_on(job, 1.0, "b", "c", "d")
+    while job.assigned["c"].fence == Fence(1, 0):  # Until a is counted out.
+        job.passes(0.5)
+        steps(job, "c", "d", met=1)
+    assert settled(job)[-1] == Fence(3, 0)
+    return job
+
+
+def test_who_gave_way_does_not_answer_for_the_world_that_it_was_not_in():
+    """a and b may train in round 2, which needs nobody else; c was in rounds 1 and 3."""
+    job = cut_off()
+    for _ in range(40):
+        job.passes(0.5, alive="d")
+        steps(job, "c", met=1)  # Round 3 does not meet without b.
+    assert "b" not in job.machine._state.nodes
+    assert settled(job)[-1] == Fence(3, 0)
+    assert job.machine.phase is Phase.REGROUPING
+    for _ in range(int(2 * FENCE_WAIT_S)):
+        job.passes(0.5, alive="d")
+        steps(job, "c", met=1)
+    assert settled(job)[-1] == Fence(4, 0)  # By now a and b have stopped themselves.
+
+
+def test_who_met_in_a_world_since_answers_for_those_before_it():
+    """Round 3 began with the state of b, which has left round 2 for it."""
+    job = cut_off()
+    for _ in range(20):
+        job.passes(0.5, alive="d")
+        steps(job, "c", met=3)
+    assert "b" not in job.machine._state.nodes
+    assert settled(job)[-1] == Fence(4, 0)
+
+
+@pytest.mark.parametrize("met, waits", [(2, False), (1, True)])
+def test_another_coordinator_trusts_who_met_in_the_last_world_but_one(met, waits):
+    """The host of the last one died with it before round 3 met; round 2 has lost c to round 3."""
+    job = cut_off()
+    after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="b")
+    after.join("c", holding=Holding(assignment=job.assigned["c"], state="running", able=(0, 1)))
+    after.assigned["c"] = job.assigned["c"]
+    for _ in range(60):
+        after.passes(0.5)
+        steps(after, "c", met=met)
+    assert after.assigned["c"].fence == Fence(3 if waits else 4, 0)
 
 
 def test_who_comes_back_in_its_grace_is_not_missed_for_a_moment():

@@ -21,17 +21,24 @@ from elastane.core.rendezvous.state import Node, State
 
 
 def heard(state: State, node: Node, message: Heartbeat) -> bool:
-    """Take note that workers of `node` have begun to make steps; return whether that is news."""
-    if not message.progress or node.stray or node.waiting or node.fence is None:
+    """Take note that workers of `node` hold the state; return whether that is news.
+
+    They do where they met in the world in force, or in that before it: of all others that might
+    still stand, the one that they met in had left some for each.
+    """
+    if not state.is_member(node) or message.fence is None or state.world is None:
         return False
-    if message.fence != node.fence and not node.untold:
+    in_it = message.fence == node.fence
+    if not (in_it or node.untold) or message.met + 1 < state.world.fence.round:
         return False
-    news = not node.holds.issuperset(node.workers)
-    node.holds.update(i for i in node.workers if i not in node.lost)
-    if message.fence == node.fence and state.is_member(node):
+    here = {i for i in node.workers if i not in node.lost}
+    news = not node.holds.issuperset(here)
+    node.holds |= here
+    if in_it:
         news = news or bool(state.unseen or state.kept)
         accounted(state)
-        state.kept = {}
+        if message.met == state.world.fence.round:
+            state.kept = {}
     return news
 
 
@@ -88,7 +95,9 @@ def left_out(state: State, before: World, after: World) -> None:
     """Keep in mind who holds the state that the world in force begins with, and has no place."""
     inside = {member.node_id for member in after.members}
     names = [member.node_id for member in before.members] + [*state.kept]
-    outside = (i for i in names if i not in inside and i in state.nodes)
+    outside = [i for i in names if i not in inside and i in state.nodes]
+    for node_id in outside:
+        state.nodes[node_id].holds.clear()  # In this world others may make steps without it.
     state.kept = {node_id: rank for rank, node_id in enumerate(dict.fromkeys(outside))}
     state.kept_is_recorded = bool(state.kept)
 

@@ -34,6 +34,7 @@ class Worker:
     begun: bool = False  # it has come to a boundary, and so it had the state
     moved_s: float = 0.0
     gave_way: bool = False  # it has no place, since there were too many, and is not counted on
+    met: int = 0  # the round of the last world in which it had the state
     places: int = 0  # how many worlds it was to be in
     last: tuple[Fence, int] | None = None  # its place in the last world that began with it
 
@@ -91,6 +92,11 @@ class Household:
         placed = self.placed()
         begun = [w.calls + 1 for w in placed if w.begun]
         return min(begun) if begun and len(begun) == len(placed) else None
+
+    @property
+    def met(self) -> int:
+        """The least round in which its workers that have a place last were a whole world."""
+        return min((w.met for w in self.placed() if w.alive), default=0)
 
     @property
     def passed(self) -> int:

@@ -310,6 +310,7 @@ class Residents:
             return  # Its donor has gone; it hangs until somebody tells.
         worker.committed = worker.calls = world.base
         worker.stage, worker.begun, worker.moved_s = "boundary", True, self._clock.now_s
+        worker.met = world.fence.round
         self._declare(worker)
         self._call(worker, world)
 
