@@ -28,6 +28,7 @@ class Group:
     assignment: Assignment
     born: Fence
     able: tuple[int, ...] = ()
+    in_place: bool = False  # all that have a place were able at one time, and recover in place
     renewed: set[int] = field(default_factory=set)  # failed, with a successor that was started
     phase: GroupState = "running"
     halted: str = ""  # why its workers wait for another world
@@ -54,9 +55,16 @@ class Group:
             failures=self.aged_failures(now_s),
             draining=self.draining,
             able=self.able,
+            in_place=self.in_place,
             halted=self.halted,
             renewed=tuple(sorted(self.renewed)),
         )
+
+    def be_able(self, workers: tuple[int, ...], local_world_size: int) -> None:
+        """These can enter another world; who has finished its steps is none of them any more."""
+        self.able = workers
+        places = self.assignment.workers or range(local_world_size)
+        self.in_place = self.in_place or {*workers}.issuperset(places)
 
     def move(self, fence: Fence) -> None:
         """Be of the world of `fence`, of which the workers make no step any more."""
@@ -65,6 +73,7 @@ class Group:
     def enter(self, assignment: Assignment) -> None:
         """Be in another world from now on; failures of others than its workers are history."""
         self.assignment, self.phase, self.halted = assignment, "running", ""
+        self.in_place = True
         self.draining = self.aimed = self.drained = False
         self.target = None
         dead = {*assignment.workers} - {*self.able}

@@ -95,7 +95,8 @@ class LocalWorkers:
             case GroupAble(fence=fence, workers=workers, offer=offer) if (
                 group and fence == group.born
             ):
-                group.able, self.offer = workers, offer
+                group.be_able(workers, self.node.local_world_size)
+                self.offer = offer
                 self._outbox.send(Able(workers=workers, offer=offer, fence=group.fence))
             case WorkerLost(fence=fence, world=world, reason=reason) if (
                 group and fence == group.born and world == group.fence

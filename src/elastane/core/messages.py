@@ -44,6 +44,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     # Its workers were asked to checkpoint; they will not go on by themselves.
     draining: bool = False
     able: tuple[LocalRank, ...] = ()
+    in_place: bool = False  # they recover in place, those too that have finished their steps
     # Why its workers make no step in their world any more, and wait for another one.
     halted: Text = ""
     renewed: tuple[LocalRank, ...] = ()  # of the failed: those with successors that were paid for

@@ -15,6 +15,7 @@ from elastane.core.effects import (
     Transmit,
 )
 from elastane.core.events import (
+    GroupAble,
     GroupDrained,
     GroupGone,
     GroupMarked,
@@ -117,6 +118,19 @@ def test_it_registers_with_what_it_holds_and_what_it_has_seen():
     assert join.holding.assignment.fence == FENCE and join.holding.state == "failed"
     assert join.holding.failures[0].age_s == 2.0
     assert join.welcomed and join.seen == FENCE and join.restarts_seen == 2
+
+
+@pytest.mark.parametrize("able, in_place", [((0, 1), True), ((1,), False)])
+def test_workers_that_were_all_able_recover_in_place_though_they_have_finished_since(
+    able, in_place
+):
+    agent = Agent().running()
+    for workers in (able, ()):
+        agent.does(GroupAble(FENCE, workers, Offer(2, True)))
+    agent.does(Unlinked("gone"))
+    agent.does(Linked())
+    held = agent.sent(Join)[-1].holding
+    assert (held.able, held.in_place) == ((), in_place)
 
 
 def test_while_the_coordinator_is_away_healthy_workers_go_on():

@@ -230,6 +230,20 @@ def test_a_drain_is_gone_on_with_by_a_new_coordinator(elastic, driver):
     assert new.phase == "draining" and new.got("a", Drain) and new.got("b", Drain)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_who_had_finished_all_steps_as_a_coordinator_died_in_a_drain_does_not_begin_anew(
+    elastic, driver, in_place
+):
+    """Of a script that is started anew it is not known: it may have exited to be started again."""
+    new = driver(elastic.spec, record=elastic.persisted[-1], store_backed=True)
+    new.assigned = elastic.assigned
+    for name in "ab":
+        held = elastic.holding(name, "succeeded", draining=True, in_place=in_place)
+        new.join(name, holding=held)
+    assert bool(new.persisted[-1].outcome) == in_place
+    assert new.phase == ("closing" if in_place else "draining")
+
+
 def test_the_job_succeeds_when_all_nodes_have(pair):
     pair.succeeds("a")
     assert pair.phase == "running"

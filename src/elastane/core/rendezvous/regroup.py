@@ -48,8 +48,8 @@ def able(state: State, node: Node, workers: tuple[int, ...]) -> None:
 
 
 def is_in_place(state: State) -> bool:
-    """Whether workers that came back recover in place; of those that have ended nobody knows."""
-    return not state.unable and any(node.able for node in state.nodes.values())
+    """Whether workers that came back recover in place; of those that were lost nobody knows."""
+    return not state.unable and any(node.able or node.in_place for node in state.nodes.values())
 
 
 def lost_peer(state: State, node: Node, fence: Fence, reason: str) -> None:

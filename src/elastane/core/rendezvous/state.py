@@ -68,6 +68,7 @@ class Node:
     parting: bool = False  # it is stopping them: it leaves, or could not stay
     workers: tuple[int, ...] = ()  # local ranks of those that have one
     able: set[int] = field(default_factory=set)  # local ranks that can enter another world
+    in_place: bool = False  # brought along: they recover in place, whoever has finished its steps
     holds: set[int] = field(default_factory=set)  # local ranks that have made steps, and hold them
     lost: set[int] = field(default_factory=set)  # local ranks whose processes ended since
     prepared: set[int] = field(default_factory=set)  # of those, whose successors were asked for
@@ -121,6 +122,7 @@ class Node:
         """It has no workers any more."""
         self.workers, self.waiting, self.state = (), False, "running"
         self.stray, self.untold, self.parting, self.halted = False, False, False, ""
+        self.in_place = False
         self.able, self.holds, self.lost, self.prepared = set(), set(), set(), set()
         self.ends = {}
 
@@ -318,7 +320,10 @@ class State:
             (self.undrained, member and not node.drained),
             (
                 self.unable,
-                member and not (node.parting or node.able.issuperset({*node.workers} - gone)),
+                member
+                and not (
+                    node.parting or node.in_place or node.able.issuperset({*node.workers} - gone)
+                ),
             ),
             (self.joinable, present and not node.leaving and bool(node.able - places)),
             (self.waiters, member and node.all_wait),
