@@ -87,6 +87,8 @@ def test_every_kind_of_fault_is_drawn_and_told():
     for what in (
         "crashes silently",
         "owner wants",
+        "the job's owner gives agent",
+        "is fenced",
         "give way",
         "stands still",
         "is suspended",
@@ -107,7 +109,7 @@ def test_every_kind_of_fault_is_drawn_and_told():
         "SIGTERM",
     ):
         assert what in stories, what
-    assert len(kinds) == 27
+    assert len(kinds) == 28
 
 
 def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from elastane.core.effects import RegroupWorkers
 from elastane.core.group import Group
 from elastane.core.localworkers import LocalWorkers
-from elastane.core.rendezvous import forming, holdings, phases, regroup, stateholders
+from elastane.core.rendezvous import fencing, forming, holdings, phases, regroup, stateholders
 from elastane.core.rendezvous.regroup import Contingent
 from elastane.core.rendezvous.state import Node, Phase
 from elastane.testing.simulation import HistoryFailedError, residents, run_seed
@@ -169,3 +169,16 @@ def test_a_place_that_is_dropped_without_a_word_is_found(monkeypatch):
 def test_who_was_out_of_a_world_and_answers_for_it_by_steps_of_before_is_found(monkeypatch):
     monkeypatch.setattr(Household, "met", property(lambda self: self.fence.round))
     assert "two sides train" in first_failure(1, first=84_007_299)
+
+
+def test_an_agent_that_was_given_up_and_is_let_in_again_is_found(monkeypatch):
+    monkeypatch.setattr(fencing, "refusal", lambda state, node: None)
+    assert "whom the owner gave up" in first_failure(100, first=130_000_000)
+
+
+def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
+    def at_the_door_alone(state, incarnations):
+        state.fenced = frozenset(incarnations)
+
+    monkeypatch.setattr(fencing, "take", at_the_door_alone)
+    assert "whom the owner gave up" in first_failure(100, first=130_000_000)

@@ -156,6 +156,8 @@ class Checks:
                 given.fence in self._durable, f"{given.fence} was assigned before it was durable"
             )
             self._ranked(given)
+            out = seat.fenced.intersection(m.incarnation for m in self._durable[given.fence])
+            self._require(not out, f"{given.fence} has a place for {out}, whom the owner gave up")
         if isinstance(message, Close) and seat.election is not None:
             self._require(
                 self.outcome == message.outcome, "agents were told of an end that is not durable"
@@ -252,6 +254,10 @@ class Checks:
         elif exit_.outcome is not None and exit_.outcome.slug == "job-closed":
             self._require(not node.welcomed, f"{node.name} was in the job, and was refused")
             allowed.add(ExitCode.CONFIGURATION)
+        elif exit_.outcome is not None and exit_.outcome.slug == "node-fenced":
+            given_up = node.incarnation in self._cluster.given_up
+            self._require(given_up, f"{node.name} was turned away as if it were given up")
+            allowed.add(ExitCode.TRY_AGAIN)
         elif exit_.outcome is not None:
             known = ("", "worker-failed", "rdzv-timeout")
             self._require(

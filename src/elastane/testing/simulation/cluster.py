@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from elastane.core.effects import Exit
-from elastane.core.events import Resized, Signalled
+from elastane.core.events import Fenced, Resized, Signalled
 from elastane.core.messages import ToAgent, ToCoordinator
 from elastane.core.model import JobSpec
 from elastane.core.notes import Note
@@ -37,6 +37,8 @@ class Cluster:
         self.in_place = script.in_place
         # How many nodes the job's owner wants, as each coordinator is told.
         self.wanted: Resized | None = None
+        # The incarnations of agents that the owner has given up, as each coordinator is told.
+        self.given_up: tuple[str, ...] = ()
         self.clock = VirtualClock()
         self.story = Story(self.clock)
         self.network = Network(self.clock, rng)
@@ -79,6 +81,15 @@ class Cluster:
         self.wanted = Resized(min_nodes=min_nodes, max_nodes=max_nodes)
         for seat in [*self.seats.values()]:
             seat.take(self.wanted)
+
+    def give_up(self, name: str) -> None:
+        """The job's owner takes the agent of a host for lost: nobody is to let it in again."""
+        incarnation = self.nodes[name].incarnation
+        if incarnation and incarnation not in self.given_up:
+            self.story.tell(f"FAULT the job's owner gives agent {incarnation} up")
+            self.given_up += (incarnation,)
+            for seat in [*self.seats.values()]:
+                seat.take(Fenced(self.given_up))
 
     def add(self, size: int, node_rank: int | None = None) -> SimulatedNode:
         """Return a new host, with nothing on it yet."""

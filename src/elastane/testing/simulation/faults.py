@@ -304,6 +304,28 @@ class Faults:
         if self._comes_back(name):
             self._back(name, 14.0)
 
+    def _give_up(self) -> None:
+        """A host is lost to its cluster, and seldom dead: another agent takes the place of its."""
+        name, how = self._some(), self._rng.random()
+        if how < 0.5:
+            self._cut_off(name, store=self._rng.random() < 0.5)
+            self._later(self._rng.choice((8.0, 20.0, 160.0)), self._heal)
+        elif how < 0.7:
+            self._stand_still(name, self._rng.choice((2.0, 9.0, 140.0)))
+        delay_s = self._rng.choice((0.0, 1.0, 4.0, 9.0))
+        self._later(delay_s, lambda: self._cluster.give_up(name))
+        if self._rng.random() < 0.8:
+            self._later(delay_s + self._rng.random() * 3.0, self._arrival)
+
+    def _cut_off(self, name: str, *, store: bool) -> None:
+        self._tell(f"{name} reaches nobody" + ", nor the store" * store)
+        for other in self._cluster.nodes:
+            if other != name:
+                self._cluster.network.cut(name, other)
+                self._cluster.network.cut(other, name)
+        if store:
+            self._cluster.store.cut_off.add(name)
+
     def _arrive(self) -> None:
         for _ in range(self._rng.choice((1, 1, 2, 3))):
             self._later(self._rng.random() * 1.5, self._arrival)

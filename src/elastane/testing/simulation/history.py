@@ -158,6 +158,7 @@ def trains(cluster: Cluster) -> bool:
 def stuck(cluster: Cluster) -> str:
     """Return what is broken where all had the time to recover: nobody trains, or nobody knows."""
     alive = [node for node in cluster.nodes.values() if node.alive and not node.signalled]
+    may_train = [node for node in alive if node.incarnation not in cluster.given_up]
     if cluster.checks.outcome is not None:
         # Without a store, an endpoint that nobody could reach ends nothing for those who train.
         late = [
@@ -167,10 +168,10 @@ def stuck(cluster: Cluster) -> str:
         ]
         return f"the job has ended, but the agents of {', '.join(late)} have not" if late else ""
     served = cluster.store_backed or cluster.endpoint in cluster.seats
-    if len(alive) < cluster.fewest or not served or trains(cluster):
+    if len(may_train) < cluster.fewest or not served or trains(cluster):
         return ""
     return (
-        f"{len(alive)} nodes of at least {cluster.fewest} are here, and nothing was"
+        f"{len(may_train)} nodes of at least {cluster.fewest} are here, and nothing was"
         f" trained for {cluster.clock.now_s - cluster.checks.step_s:.0f} s"
         + (f", and {out} have no place" if (out := cluster.residents.left_out()) else "")
     )

@@ -49,6 +49,7 @@ class SimulatedNode:
         self.alive = False
         self.paused = False
         self.life = 0
+        self.incarnation = ""  # of the agent that is or was the last here
         self.exit: Exit | None = None
         self.session: Session | None = None
         self.group: LocalGroup | None = None
@@ -70,9 +71,10 @@ class SimulatedNode:
         self.alive, self.paused, self.exit, self.signalled = True, False, None, False
         self.welcomed, self.signals = False, 0
         self.life += 1
+        self.incarnation = f"{self.name}.{self.life}"
         spec = NodeSpec(
             node_id=self.name,
-            incarnation=f"{self.name}.{self.life}",
+            incarnation=self.incarnation,
             local_world_size=self.size,
             node_rank=self.node_rank,
             versions=VERSIONS,

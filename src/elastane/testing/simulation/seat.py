@@ -12,7 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elastane.core.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
-from elastane.core.events import AuthorityChanged, Broken, Received, RendezvousEvent, Tick
+from elastane.core.events import (
+    AuthorityChanged,
+    Broken,
+    Fenced,
+    Received,
+    RendezvousEvent,
+    Tick,
+)
 from elastane.core.messages import Leave, ToCoordinator
 from elastane.core.model import Record
 from elastane.core.rendezvous import Phase, Rendezvous
@@ -57,6 +64,10 @@ class Seat:
             election.publish()
             election.keep()
         cluster.coordinators += 1
+        # Nobody is let in before it is read who is not to be.
+        self.fenced = frozenset[str]()
+        if cluster.given_up:
+            self.take(Fenced(cluster.given_up))
         # What the owner wants is to be read first.
         cluster.clock.after(0.05, lambda: self.take(cluster.wanted) if cluster.wanted else None)
         self._schedule()
@@ -135,6 +146,8 @@ class Seat:
     def _handle(self, event: RendezvousEvent) -> None:
         if isinstance(event, Received) and isinstance(event.message, Leave):
             self.leaving.add(event.session)
+        if isinstance(event, Fenced):
+            self.fenced = frozenset(event.incarnations)
         self._carry_out(deque(self.machine.handle(event, self.now_s)), None)
 
     def _carry_out(self, effects: deque[RendezvousEffect], done: RendezvousEffect | None) -> None:

@@ -23,8 +23,10 @@ TIMING = Timing(
 )
 # The virtual second of the first fault at the earliest, and of the last at the latest.
 FIRST_S, LAST_S = 1.0, 40.0
-# Changes of the job's range are numbered from here on, after all faults.
+# What the job's owner does is numbered from here on, after all faults: changes of its range, and
+# then agents that are given up.
 FAULTS_MAX = 100
+GIVEN_UP_FIRST = 2 * FAULTS_MAX
 # How often each kind of fault is drawn, relative to the others.
 WEIGHTS = {
     "crash": 4,
@@ -145,7 +147,11 @@ def setting_of(seed: int, *, store_backed: bool, in_place: bool = False) -> Sett
         sizes=sizes + spares,
         # A quartz is wrong by less than 0.01 %; the bounds bear 3 %.
         drifts=rng.choice(((1.0,), (0.9999, 1.0001), (0.97, 1.0, 1.03))),
-        plan=_plan(rng, store_backed=store_backed, in_place=in_place) + _resizes(seed),
+        plan=(
+            *_plan(rng, store_backed=store_backed, in_place=in_place),
+            *_resizes(seed),
+            *(_given_up(seed) if store_backed else ()),
+        ),
         in_place=in_place,
     )
 
@@ -177,3 +183,12 @@ def _resizes(seed: int) -> tuple[Planned, ...]:
         return ()
     times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 2, 4)))]
     return tuple(Planned(FAULTS_MAX + n, at_s, "resize") for n, at_s in enumerate(times))
+
+
+def _given_up(seed: int) -> tuple[Planned, ...]:
+    """Draw when the job's owner gives agents up: in some histories, beside their faults."""
+    rng = random.Random(f"given up {seed}")
+    if rng.random() > 0.1:
+        return ()
+    times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 1, 3)))]
+    return tuple(Planned(GIVEN_UP_FIRST + n, at_s, "give_up") for n, at_s in enumerate(times))
