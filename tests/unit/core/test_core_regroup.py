@@ -147,6 +147,33 @@ def test_an_arriving_node_gets_ready_beside_the_others_and_then_has_a_place():
     assert regrouped(job, "c") == (Fence(2, 0), 4, (0, 1), 6)
 
 
+def test_workers_of_a_node_that_arrives_are_taken_in_together():
+    job = in_place(nodes="ab")
+    job.join("c")
+    able(job, "c", workers=(1,))
+    job.inbox.clear()
+    job.passes(4.0, alive="abc")
+    assert kinds(job, "a") == [] and kinds(job, "b") == []
+    able(job, "c")
+    job.passes(1.2, alive="abc")
+    assert kinds(job, "a") == kinds(job, "b") == [Drain]
+
+
+@pytest.mark.parametrize("why", ["late", "lost, and nobody follows it"])
+def test_they_do_not_wait_for_ever_for_one_of_them(why):
+    job = in_place(nodes="ab", restarts=3 if why == "late" else 0)
+    job.join("c")
+    able(job, "c", workers=(1,))
+    job.assigned["c"] = job.assigned["a"]
+    if why != "late":
+        dies(job, "c", local_rank=0)
+    job.inbox.clear()
+    job.passes(4.5 if why == "late" else 0.5, alive="abc")
+    assert kinds(job, "a") == []
+    job.passes(1.0, alive="abc")
+    assert kinds(job, "a") == [Drain]
+
+
 def test_a_joiner_that_dies_disturbs_nobody_and_the_budget_pays_for_the_next():
     job = in_place(nodes="ab")
     job.join("c")

@@ -216,7 +216,7 @@ def joiners_due(state: State) -> list[str]:
     """Return who has workers that are to be taken in now; empty: nobody, or not yet."""
     if state.away or not state.joinable or not anybody_able(state):
         return []  # Workers that have finished their steps take nobody in.
-    due_s = state.gathered_s()
+    due_s = state.gathered_s(incomplete=_is_incomplete(state))
     if state.now_s < due_s and _more_may_come(state):
         state.wait_until(due_s)
         return []
@@ -229,6 +229,16 @@ def _more_may_come(state: State) -> bool:
     if not all(state.is_member(node) for node in joining):
         return True
     return any(node.prepared - node.able for node in state.members())
+
+
+def _is_incomplete(state: State) -> bool:
+    """Whether others of a node that has workers for the next world are still getting ready."""
+    for node in (state.nodes[i] for i in state.joinable):
+        arriving = {*range(node.spec.local_world_size)} - node.lost
+        coming = node.prepared if state.is_member(node) else node.prepared | arriving
+        if coming - node.able:
+            return True
+    return False
 
 
 def joiner_failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:

@@ -367,11 +367,15 @@ class State:
             self.first_arrival_s = self.now_s
         self.last_arrival_s = self.now_s
 
-    def gathered_s(self) -> float:
-        """Return when those who come to a running job have been waited for long enough."""
+    def gathered_s(self, *, incomplete: bool = False) -> float:
+        """Return when those who come to a running job have been waited for long enough.
+
+        `incomplete`: others are known to be on their way, however long ago the latest came.
+        """
         first_s = self.now_s if self.first_arrival_s is None else self.first_arrival_s
         timing = self.spec.timing
-        return min(self.last_arrival_s + timing.gather_s, first_s + timing.gather_max_s)
+        last_s = first_s + timing.gather_max_s
+        return last_s if incomplete else min(self.last_arrival_s + timing.gather_s, last_s)
 
     def is_of_world(self, node_id: str) -> bool:
         """Whether the world in force has a place for this node, whatever that node holds."""
