@@ -50,6 +50,28 @@ class Step(StrEnum):
     AFTER_REPORT = "it is reported"
 
 
+_BEFORE: dict[type, Step] = {
+    StartGroup: Step.BEFORE_START,
+    Decline: Step.BEFORE_START,
+    StopGroup: Step.BEFORE_STOP,
+    StartWorkers: Step.BEFORE_START,
+    RegroupWorkers: Step.BEFORE_START,
+    InterruptGroup: Step.BEFORE_STOP,
+    MarkGroup: Step.BEFORE_DRAIN,
+    AimGroup: Step.BEFORE_DRAIN,
+    Transmit: Step.BEFORE_REPORT,
+    Exit: Step.BEFORE_END,
+}
+_AFTER: dict[type, Step] = {
+    StartGroup: Step.AFTER_START,
+    StartWorkers: Step.AFTER_START,
+    RegroupWorkers: Step.AFTER_START,
+    InterruptGroup: Step.AFTER_STOP,
+    StopGroup: Step.AFTER_STOP,
+    Transmit: Step.AFTER_REPORT,
+}
+
+
 def coordinator_step(done: RendezvousEffect | None, due: RendezvousEffect | None) -> Step:
     """Return the place after `done` and before `due`; None: the begin or the end of the list."""
     if isinstance(due, Persist):
@@ -67,26 +89,6 @@ def coordinator_step(done: RendezvousEffect | None, due: RendezvousEffect | None
 
 def agent_step(done: AgentEffect | None, due: AgentEffect | None) -> Step:
     """Return the place after `done` and before `due`; None: the begin or the end of the list."""
-    before: dict[type, Step] = {
-        StartGroup: Step.BEFORE_START,
-        Decline: Step.BEFORE_START,
-        StopGroup: Step.BEFORE_STOP,
-        StartWorkers: Step.BEFORE_START,
-        RegroupWorkers: Step.BEFORE_START,
-        InterruptGroup: Step.BEFORE_STOP,
-        MarkGroup: Step.BEFORE_DRAIN,
-        AimGroup: Step.BEFORE_DRAIN,
-        Transmit: Step.BEFORE_REPORT,
-        Exit: Step.BEFORE_END,
-    }
-    after: dict[type, Step] = {
-        StartGroup: Step.AFTER_START,
-        StartWorkers: Step.AFTER_START,
-        RegroupWorkers: Step.AFTER_START,
-        InterruptGroup: Step.AFTER_STOP,
-        StopGroup: Step.AFTER_STOP,
-        Transmit: Step.AFTER_REPORT,
-    }
     if due is not None and not isinstance(due, Tell):
-        return before[type(due)]
-    return after.get(type(done), Step.NONE)
+        return _BEFORE[type(due)]
+    return _AFTER.get(type(done), Step.NONE)

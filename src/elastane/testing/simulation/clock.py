@@ -48,6 +48,11 @@ class VirtualClock:
         heapq.heappush(self._queue, (self.now_s + delay_s, self._asked, timer))
         return timer
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self._queue)
+
     def step(self) -> bool:
         """Go to the next thing that is due and do it; False where nothing is."""
         while self._queue:
