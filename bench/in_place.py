@@ -162,7 +162,8 @@ def _over(peer: str, setting: Setting, *, workers: int, shard: int) -> dict[str,
         blocks = json.loads((Path(name) / "blocks").read_text())
     plain, library = blocks["plain"][WARM_UP_BLOCKS:], blocks["library"][WARM_UP_BLOCKS:]
     around = [(before + after) / 2 for before, after in itertools.pairwise(plain)]
-    note = f"a step of {1000 * statistics.median(plain):.2f} ms"
+    more = statistics.median(own - other for own, other in zip(library, around, strict=False))
+    note = f"{1000 * more:.2f} ms of {1000 * statistics.median(plain):.2f} ms"
     over = [Sample(own / other, note=note) for own, other in zip(library, around, strict=False)]
     return {peer: Result([Sample(1.0)]), "elastane": Result(over)}
 

@@ -164,7 +164,7 @@ class RandomStreams:
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
     def packed(self) -> bytes:
-        """Return them as bytes, for `unpack_streams`."""
+        """Return them as bytes, for `restore_streams`."""
         version, words, gauss = self._python
         numpy = None
         if self._numpy is not None:
