@@ -46,6 +46,10 @@ def summed(group, rank):
     return value[0].item()
 
 
+def of_all(group):
+    return torch.ones(1000 * group.size())
+
+
 OPERATIONS = {
     "all_reduce": lambda g: dist.all_reduce(torch.ones(500_000), group=g),
     "all_reduce_small": lambda g: dist.all_reduce(torch.ones(1), group=g),
@@ -53,12 +57,9 @@ OPERATIONS = {
     "recv": lambda g: dist.recv(torch.ones(8), g.size() - 1, group=g),
     "send": lambda g: dist.send(torch.ones(20_000_000), g.size() - 1, group=g),
     "broadcast": lambda g: dist.broadcast(torch.ones(1000), g.size() - 1, group=g),
-    "all_to_all": lambda g: dist.all_to_all_single(
-        torch.ones(g.size() * 1000), torch.ones(g.size() * 1000), group=g
-    ),
-    "reduce_scatter": lambda g: dist.reduce_scatter_single(
-        torch.ones(1000), torch.ones(1000 * g.size()), group=g
-    ),
+    "all_to_all": lambda g: dist.all_to_all_single(of_all(g), of_all(g), group=g),
+    "all_gather": lambda g: dist.all_gather_single(of_all(g), torch.ones(1000), group=g),
+    "reduce_scatter": lambda g: dist.reduce_scatter_single(torch.ones(1000), of_all(g), group=g),
     "exchange": lambda g: g.exchange(
         [(torch.ones(8), g.size() - 1, 9)], [(torch.ones(20_000_000), g.size() - 1, 9)]
     ).wait(),

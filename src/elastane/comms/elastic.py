@@ -37,7 +37,12 @@ _COLLECTIVES = (
     "_end_coalescing",
 )
 # A wait for these that is given a time does no harm when that is over (gloo, 2.13).
-_SLICED = frozenset(("allreduce", "broadcast", "allgather", "barrier", "reduce", "alltoall_base"))
+_SLICED = frozenset(
+    (
+        *("allreduce", "broadcast", "allgather", "barrier", "reduce", "alltoall_base"),
+        *("all_gather_single", "_allgather_base"),
+    )
+)
 # Never waited for by `check`: a receive may be meant for a later step.
 _MESSAGES = ("send", "recv")
 _QUESTIONS = (

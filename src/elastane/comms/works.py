@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import SimpleQueue
 
 import torch
 from torch.distributed import Work
@@ -69,24 +70,17 @@ class Waited(Work):
         return self._work.wait()
 
     def _wait_aside(self) -> bool:
-        """Wait in another thread: a bounded wait would close the connections of this kind."""
-        outcome: list[RuntimeError | None] = []
-        over = threading.Event()
-
-        def wait() -> None:
-            try:
-                self._work.wait()
-                outcome.append(None)
-            except RuntimeError as error:
-                outcome.append(error)
-            over.set()
-
-        threading.Thread(target=wait, name="elastane-wait", daemon=True).start()
-        while not over.wait(_SLICE.total_seconds()):
+        """Wait in another thread: this kind takes no time limit, or would close its connections."""
+        waiter = self._ledger.take_waiter()
+        waiter.ask(self._work)
+        while not waiter.over.wait(_SLICE.total_seconds()):
             if self._ledger.released.is_set():
+                waiter.end()
                 raise RuntimeError(_ENDED)
-        if outcome[0] is not None:
-            raise outcome[0]
+        error = waiter.error
+        self._ledger.give_back(waiter)
+        if error is not None:
+            raise error
         return True
 
     def is_completed(self) -> bool:
@@ -143,6 +137,38 @@ class Together(Work):
         return False
 
 
+class Waiter:
+    """A thread that waits for works in another's place, one after the other.
+
+    To start a thread for each costs a sharded model some hundred microseconds for each layer.
+    """
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.error: RuntimeError | None = None
+        self._asked: SimpleQueue[Work | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="elastane-wait", daemon=True).start()
+
+    def ask(self, work: Work) -> None:
+        """Wait for this one; `over` is set when it has ended, and `error` is how."""
+        self.over.clear()
+        self._asked.put(work)
+
+    def end(self) -> None:
+        """Wait for no other, once what is in hand has ended."""
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        while (work := self._asked.get()) is not None:
+            try:
+                work.wait()
+                self.error = None
+            except RuntimeError as error:
+                self.error = error
+            del work  # Its tensors are nobody's any more.
+            self.over.set()
+
+
 class Ledger:
     """The works that nobody has seen the end of, and the first failure; for any thread."""
 
@@ -154,6 +180,7 @@ class Ledger:
         self.released = threading.Event()
         self.failure: BaseException | None = None
         self._waiting = 0
+        self._idle: list[Waiter] = []
 
     def clear(self) -> None:
         """Forget everything: another world begins."""
@@ -161,7 +188,21 @@ class Ledger:
             self._open = []
             self._promised.clear()
             self.failure = None
+            idle, self._idle = self._idle, []
+        for waiter in idle:
+            waiter.end()
         self.released = threading.Event()
+
+    def take_waiter(self) -> Waiter:
+        """Return one that nobody uses."""
+        with self.lock:
+            return self._idle.pop() if self._idle else Waiter()
+
+    def give_back(self, waiter: Waiter) -> None:
+        """Let others use it."""
+        waiter.error = None
+        with self.lock:
+            self._idle.append(waiter)
 
     def add(self, work: Work) -> None:
         """Remember a work until its end was seen."""

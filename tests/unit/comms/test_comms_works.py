@@ -1,0 +1,85 @@
+"""Works that take no time limit are waited for in a thread that is used again, and given up."""
+
+import threading
+
+import pytest
+from torch.distributed import Work
+
+from elastane.comms.works import Ledger, Waited
+
+
+class Step(Work):
+    """A work that ends as it is told; it takes no notice of a time limit."""
+
+    def __init__(self, error=None, over=True):
+        super().__init__()
+        self.error, self.over = error, threading.Event()
+        if over:
+            self.over.set()
+
+    def wait(self, timeout=None):
+        self.over.wait(30)
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+
+def waiters():
+    return [thread for thread in threading.enumerate() if thread.name == "elastane-wait"]
+
+
+def end_of(ledger, threads):
+    ledger.clear()
+    for thread in threads:
+        thread.join(30)
+    assert not {*threads} & {*waiters()}
+
+
+def test_a_hundred_waits_take_one_thread_which_ends_with_the_world():
+    ledger, before = Ledger(), waiters()
+    for _ in range(100):
+        assert Waited(Step(), ledger, [], sliced=False).wait()
+    own = [thread for thread in waiters() if thread not in before]
+    assert len(own) == 1
+    end_of(ledger, own)
+
+
+def test_waits_at_once_take_a_thread_each():
+    ledger, before = Ledger(), waiters()
+    works = [Step(over=False) for _ in range(3)]
+    callers = [
+        threading.Thread(target=Waited(work, ledger, [], sliced=False).wait) for work in works
+    ]
+    for caller in callers:
+        caller.start()
+    while len(own := [thread for thread in waiters() if thread not in before]) < 3:
+        assert any(caller.is_alive() for caller in callers)
+    for work in works:
+        work.over.set()
+    for caller in callers:
+        caller.join(30)
+    end_of(ledger, own)
+
+
+def test_what_failed_is_told_once_and_the_next_wait_is_well():
+    ledger, before = Ledger(), waiters()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        Waited(Step("connection closed"), ledger, [], sliced=False).wait()
+    assert str(ledger.failure) == "connection closed"
+    assert Waited(Step(), ledger, [], sliced=False).wait()
+    end_of(ledger, [thread for thread in waiters() if thread not in before])
+
+
+def test_a_wait_that_never_ends_is_given_up_with_its_world_and_its_thread_is_not_used_again():
+    ledger, before = Ledger(), waiters()
+    stuck = Step(over=False)
+    threading.Timer(0.05, ledger.released.set).start()
+    with pytest.raises(RuntimeError, match="the world was ended"):
+        Waited(stuck, ledger, [], sliced=False).wait()
+    (left,) = [thread for thread in waiters() if thread not in before]
+    ledger.clear()
+    assert Waited(Step(), ledger, [], sliced=False).wait()
+    stuck.over.set()
+    left.join(30)
+    assert not left.is_alive()
+    end_of(ledger, [thread for thread in waiters() if thread not in before])
