@@ -220,6 +220,33 @@ def test_another_coordinator_trusts_who_met_in_the_last_world_but_one(met, waits
     assert after.assigned["c"].fence == Fence(3 if waits else 4, 0)
 
 
+@pytest.mark.parametrize("b_is", ["heard", "silent", "back with a"])
+def test_a_job_whose_budget_is_used_up_ends_only_if_the_others_do_not_train_unseen(b_is):
+    job = Driver(job_spec(1, 2, 1, min_workers=2), store_backed=True)
+    job.join("a"), job.join("b", size=1)
+    job.passes(4.0, alive="ab")
+    able(job, "a"), able(job, "b", workers=(0,))
+    steps(job, "a", "b")
+    dies(job, "a")
+    trains_on(job, 1.0, "a", "b")
+    dies(job, "a", pid=99)  # Its successor; nobody follows it.
+    trains_on(job, 1.0, "b")
+    job.passes(2.5)
+    assert "a" not in job.machine._state.nodes and job.phase == "regrouping"
+    if b_is == "heard":  # Round 2 makes no step without it.
+        steps(job, "b")
+    elif b_is == "silent":
+        job.passes(FENCE_WAIT_S - 3.0)
+    else:
+        held = Holding(assignment=job.assigned["a"], state="running", able=(1,))
+        job.join("a", holding=held)
+        job.passes(1.0, alive="ab")
+    outcome = job.persisted[-1].outcome
+    assert (outcome is not None) == (b_is == "heard")
+    if outcome is not None:
+        assert "its budget pays for no other" in outcome.reason
+
+
 def test_who_comes_back_in_its_grace_is_not_missed_for_a_moment():
     """Nobody is taken in in the place of one whose connection broke just now."""
     job = narrowed()

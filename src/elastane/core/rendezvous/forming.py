@@ -154,6 +154,7 @@ def put_in_force(state: State, world: World, why: str) -> None:
     state.world = world
     state.floor = world.fence
     state.intact, state.was_in_place = True, False
+    state.exhausted = None
     state.running_s, state.first_arrival_s, state.lost_s = state.now_s, None, None
     state.persist()
     for node, member, assignment in zip(members, world.members, given, strict=True):

@@ -309,7 +309,8 @@ def _contingents(state: State) -> list[Contingent]:
 
 def _wait(state: State, workers: int, needed: int) -> bool:
     limit_s = state.spec.timing.join_timeout_s
-    if state.exhausted is not None:
+    # Who is out of sight may come back, and there are enough; or train on while the job ends.
+    if state.exhausted is not None and state.now_s >= stateholders.unseen_until_s(state):
         return ending.failure(state, state.exhausted, "its budget pays for no other")
     if state.now_s >= state.phase_s + limit_s:
         return ending.too_few(state, len(_contingents(state)))
@@ -331,7 +332,6 @@ def _settle(state: State, world: World, why: str) -> None:
     before = state.members()
     stateholders.left_out(state, state.world, world)
     state.end_incident(why)
-    state.exhausted = None
     forming.put_in_force(state, world, why)
     for node in before:
         if node.fence == world.fence or node.fence is None:

@@ -71,13 +71,18 @@ def in_sight(state: State, node: Node) -> None:
     state.unseen.pop(node.id, None)
 
 
-def in_doubt_until_s(state: State) -> float:
-    """Return until when the state may be with workers out of sight alone; 0: it is not."""
+def unseen_until_s(state: State) -> float:
+    """Return until when workers may go on where nobody sees them; 0: none do."""
     if not (state.store_backed and state.unseen):
         return 0.0
+    return max(state.unseen.values()) + FENCE_WAIT_S
+
+
+def in_doubt_until_s(state: State) -> float:
+    """Return until when the state may be with workers out of sight alone; 0: it is not."""
     if any(_witnesses(state, node) for node in state.members()):
         return 0.0
-    return max(state.unseen.values()) + FENCE_WAIT_S
+    return unseen_until_s(state)
 
 
 def in_doubt(state: State) -> bool:
