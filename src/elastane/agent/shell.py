@@ -36,6 +36,7 @@ from elastane.core.events import AgentEvent, GroupGone, Linked, Signalled, Tick,
 from elastane.core.model import Offer
 from elastane.core.notes import Note
 from elastane.errors import ExitCode
+from elastane.runtime.kernel import suspended_s
 from elastane.runtime.process import reap_orphans
 
 _log = logging.getLogger("elastane.agent")
@@ -96,10 +97,11 @@ class AgentShell:
                 self._timer.cancel()
 
     def _look_at_group(self) -> None:
-        """Tell the core what is on the pages of the workers."""
+        """Tell the core what is on the pages of the workers, and whether this host slept."""
         group = self._group
         self._core.progress = group.drain.progress() if group else None
         self._core.met = group.drain.met() if group else 0
+        self._core.slept_s = suspended_s()
         self._core.all_wait = group.minder.all_wait if group else False
 
     def _with_offer(self, event: AgentEvent) -> AgentEvent:

@@ -58,6 +58,7 @@ class AgentCore:
         self.outcome: Outcome | None = None
         self.progress: int | None = None
         self.met = 0
+        self.slept_s = 0.0  # for how long this host was suspended: no time of its monotonic clock
         self.all_wait = False
         self._now_s = now_s
         self.welcomed = False
@@ -73,6 +74,7 @@ class AgentCore:
     def handle(self, event: AgentEvent, now_s: float) -> list[AgentEffect]:
         """Take in `event` at `now_s` (monotonic seconds) and return what is to be done."""
         self._now_s = self._workers.now_s = now_s
+        self.contact.slept(self.slept_s)
         match event:
             case Linked(offer=offer):
                 self._link(offer)

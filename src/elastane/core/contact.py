@@ -24,6 +24,20 @@ class Contact:
         self.authority_s = now_s
         self._asked_s: deque[float] = deque()
         self._sent_s = now_s
+        self._slept_s: float | None = None
+
+    def slept(self, total_s: float) -> None:
+        """This host was suspended for so long in all, in which its monotonic clock stood still.
+
+        For all others time went by: what was proved before is older than that clock says.
+        """
+        before_s = total_s if self._slept_s is None else self._slept_s
+        self._slept_s = max(before_s, total_s)
+        for_s = self._slept_s - before_s
+        if for_s:
+            self.authority_s -= for_s
+            self._sent_s -= for_s
+            self._asked_s = deque(asked_s - for_s for asked_s in self._asked_s)
 
     def begin(self, now_s: float) -> None:
         """A session stands; all that comes over it is sent from now on."""

@@ -57,6 +57,7 @@ from elastane.observe import logging as say
 from elastane.runtime import rpc
 from elastane.runtime.endpoint import STANDALONE, Endpoint
 from elastane.runtime.environment import snapshot
+from elastane.runtime.kernel import suspended_s
 from elastane.runtime.tls import TlsConfig
 from elastane.stores.jobs import JobKeys
 from elastane.stores.protocol import Store
@@ -296,6 +297,7 @@ class Member:
             event = await self._queue.get()
             if isinstance(event, Linked) and core.group is None:
                 event = Linked(self._new_port())
+            core.slept_s = suspended_s()
             for effect in core.handle(event, time.monotonic()):
                 if core.outcome is not None:
                     self._tell_outcome(core.outcome)

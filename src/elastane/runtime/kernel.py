@@ -127,3 +127,10 @@ def set_command_line(argv: Iterable[str]) -> None:
     # One string whose area does not end in NUL: the kernel shows it up to its own NUL, where
     # a list would show all the NULs that pad it (get_mm_proctitle of fs/proc/base.c).
     ctypes.memmove(start, text[: room - 2].ljust(room - 1, b"\0") + b"\1", room)
+
+
+def suspended_s() -> float:
+    """Return for how long this host was suspended since its boot, as CLOCK_MONOTONIC leaves out."""
+    # In this order: what passes between the two makes it less, and nobody takes it for sleep.
+    boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return boot_s - time.monotonic()

@@ -158,6 +158,26 @@ def test_without_authority_for_too_long_it_stops_its_workers():
     assert agent.effect(StopGroup).grace_s == ISOLATION_GRACE_S
 
 
+def test_time_in_which_its_host_was_suspended_counts():
+    """Its own clock stood still; those who wait for it to stop were not suspended."""
+    agent = Agent().running()
+    agent.passes(10.0, answer=True)
+    agent.core.slept_s = 30.0
+    agent.passes(ISOLATION_LIMIT_S - 32.0)
+    assert not agent.effect(StopGroup)
+    agent.passes(3.0)
+    assert agent.effect(StopGroup)
+
+
+def test_an_answer_to_what_was_asked_before_a_sleep_proves_no_more_than_then():
+    agent = Agent().running()
+    agent.passes(1.0)
+    assert agent.sent(Heartbeat)
+    agent.core.slept_s = ISOLATION_LIMIT_S
+    agent.told(Alive(True))
+    assert agent.effect(StopGroup)
+
+
 def test_authority_keeps_them_running():
     agent = Agent().running()
     agent.passes(5 * ISOLATION_LIMIT_S, answer=True)

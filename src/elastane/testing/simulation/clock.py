@@ -92,6 +92,11 @@ class HostClock:
         at_s = self.boot_s if self._asleep_s is None else self._asleep_s
         return at_s - self._slept_s
 
+    @property
+    def slept_s(self) -> float:
+        """Seconds in which this host was suspended until it was woken last."""
+        return self._slept_s
+
     def after(self, delay_s: float, act: Callable[[], None]) -> Timer:
         """Do `act` in `delay_s` seconds of this host."""
         return self._clock.after(delay_s / self.rate, act)

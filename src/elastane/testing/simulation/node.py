@@ -110,6 +110,7 @@ class SimulatedNode:
         assert self.core is not None
         self.core.progress = self.household.progress if self.household is not None else None
         self.core.met = self.household.met if self.household is not None else 0
+        self.core.slept_s = self.clock.slept_s
         life, done = self.life, None
         for due in self.core.handle(event, self.clock.now_s):
             if self.cluster.dies_at(self.name, agent_step(done, due)):
