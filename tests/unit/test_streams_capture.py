@@ -5,6 +5,7 @@ import os
 import pty
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,6 +117,24 @@ def test_lines_of_two_workers_do_not_tear_each_other(sink, monkeypatch):
     lines = b"".join(got).splitlines()
     assert sorted(set(lines)) == [b"a" * 60, b"b" * 60]
     assert len(lines) == 6000
+
+
+def test_the_beginning_of_a_line_waits_for_its_end_however_long_nothing_came_before_it():
+    shown = []
+    console = SimpleNamespace(spare_bytes=PIPE_BYTES, offer=lambda data: shown.append(data) or True)
+    capture = Capture(console)
+    write = capture.open()
+    os.write(write, b"half of ")
+    capture.take(1000.0)
+    capture.flush(1000.01)
+    os.write(write, b"a line\nand the next ")
+    capture.take(1000.02)
+    capture.flush(1000.03)
+    assert shown == [b"half of a line\n"]
+    capture.flush(1001.0)
+    assert shown[1:] == [b"and the next "]
+    os.close(write)
+    capture.close()
 
 
 def test_a_console_that_is_full_holds_the_worker_up_and_loses_nothing(sink):

@@ -87,6 +87,8 @@ class Capture:
             taken_bytes += len(data)
             self._tail.write(data)
             if self.console is not None:
+                if not self._unsent:
+                    self._unsent_since_s = now_s
                 self._unsent += data
                 self._send_lines(now_s)
             settling = settling and taken_bytes < SETTLE_BYTES_MAX
