@@ -221,9 +221,8 @@ def rebuilds(worker, count):
         if number in (count // 4, count - 1):
             elastic.close()
             world = None
-            while len((own := held())[1]) > 1:  # what ends a world may yet begin a thread
-                time.sleep(0.002)
-            marks.append((*own, resident()))
+            seen(30, lambda: len(held()[1]) == 1)  # What ends a world may yet begin a thread.
+            marks.append((*held(), resident()))
     worker.say(marks)
 
 

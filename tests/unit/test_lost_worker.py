@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastane.agent import workers
+from elastane.agent import shell, workers
 from elastane.agent.environment import RunFacts
 from elastane.agent.groupsetup import GroupSetup
 from elastane.agent.offers import OfferedPort
@@ -148,30 +148,31 @@ def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outc
 
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
-        shell = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
+        agent = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
         drain = SimpleNamespace(progress=lambda: None, met=lambda: 0)
         minder = SimpleNamespace(all_wait=False)
-        shell._group = SimpleNamespace(lost=lost, drain=drain, minder=minder)
-        return await shell.run()
+        agent._group = SimpleNamespace(lost=lost, drain=drain, minder=minder)
+        return await agent.run()
 
     assert asyncio.run(scenario()).code == code
 
 
-def test_the_core_learns_what_the_pages_say_with_each_event():
+def test_the_core_learns_what_the_pages_and_the_clocks_say_with_each_event(monkeypatch):
+    monkeypatch.setattr(shell, "suspended_s", lambda: 7.5)
     group = group_of(Unkillable(), Posted(), stuck_s=0.0)
 
     class Core:
         wake_s = 0.0
 
         def handle(self, event, now_s):
-            told.append((self.progress, self.met, self.all_wait))
+            told.append((self.progress, self.met, self.all_wait, self.slept_s))
             return [Exit(0, "left", None)]
 
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
-        shell = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
-        shell._group = group
-        await shell.run()
+        agent = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
+        agent._group = group
+        await agent.run()
 
     told, page = [], Page.create()
     theirs = WorkerPage.open(os.dup(page.fd))
@@ -184,4 +185,4 @@ def test_the_core_learns_what_the_pages_say_with_each_event():
     asyncio.run(scenario())
     theirs.close()
     page.close()
-    assert told == [(None, 0, False), (12, 3, False), (None, 0, False)]
+    assert told == [(None, 0, False, 7.5), (12, 3, False, 7.5), (None, 0, False, 7.5)]

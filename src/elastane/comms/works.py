@@ -72,11 +72,14 @@ class Waited(Work):
     def _wait_aside(self) -> bool:
         """Wait in another thread: this kind takes no time limit, or would close its connections."""
         waiter = self._ledger.take_waiter()
-        waiter.ask(self._work)
-        while not waiter.over.wait(_SLICE.total_seconds()):
-            if self._ledger.released.is_set():
-                waiter.end()
-                raise RuntimeError(_ENDED)
+        try:
+            waiter.ask(self._work)
+            while not waiter.over.wait(_SLICE.total_seconds()):
+                if self._ledger.released.is_set():
+                    raise RuntimeError(_ENDED)
+        except BaseException:  # A signal's too: its answer is nobody's by now.
+            waiter.end()
+            raise
         error = waiter.error
         self._ledger.give_back(waiter)
         if error is not None:
@@ -140,7 +143,7 @@ class Together(Work):
 class Waiter:
     """A thread that waits for works in another's place, one after the other.
 
-    To start a thread for each costs a sharded model some hundred microseconds for each layer.
+    A thread for each wait was most of what a sharded step cost (`bench in-place`, sharded-step).
     """
 
     def __init__(self) -> None:
