@@ -21,12 +21,14 @@ RENAME_EXCHANGE = 2
 class Saving:
     """A local cluster whose workers save, and what they have said."""
 
-    def __init__(self, folder: Path, way: str, where: str = "", **options: object) -> None:
+    def __init__(
+        self, folder: Path, way: str, where: str = "", every: int = 1, **options: object
+    ) -> None:
         self.folder, self.way = folder, way
         self.where = where or str(folder / "ck")
         self.said_folder = folder / "said"
         self.said_folder.mkdir(parents=True)
-        script = [str(SCRIPT), str(self.said_folder), self.where, way, str(STEP_S)]
+        script = [str(SCRIPT), str(self.said_folder), self.where, way, str(STEP_S), str(every)]
         options = {"nnodes": "1", "nproc_per_node": 2, "max_restarts": 1000, **options}
         options |= {
             "preload": "torch,torch.distributed,torch.optim",
@@ -217,6 +219,34 @@ def test_a_job_that_loses_all_its_agents_goes_on_from_storage_in_a_new_run(tmp_p
     assert again.said("restored")[0]["step"] >= int(kept[-1][5:17])
     assert published(tmp_path / "ck")[-1] > kept[-1]
     exact(again, final)
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [False, pytest.param(True, marks=pytest.mark.soak)],
+    ids=["together", "one-by-one"],
+)
+def test_a_job_in_place_whose_nodes_all_leave_saves_the_step_that_it_leaves_at(tmp_path, apart):
+    job = Saving(tmp_path, "job", every=10**6, nnodes="1:2", nproc_per_node=1)
+    with job.cluster:
+        nodes = [job.cluster.start(name) for name in "ab"]
+        job.cluster.wait(lambda: len({line["pid"] for line in job.said("step")}) == 2, "both")
+        job.wait_steps(3)
+        for node in nodes:
+            node.stop()
+            if apart:
+                job.cluster.wait(lambda node=node: not node.is_alive, "its end")
+        job.cluster.wait(lambda: not any(node.is_alive for node in nodes), "the end of both")
+    made = max(line["step"] for line in job.said("step"))
+    (kept,) = published(tmp_path / "ck")
+    assert int(kept[5:17]) == made
+    again = Saving(tmp_path / "again", "job", str(tmp_path / "ck"), nproc_per_node=1)
+    with again.cluster:
+        again.cluster.start("a")
+        again.wait_steps(3)
+        again.ends()
+    assert [line["step"] for line in again.said("restored")] == [made]
+    assert min(line["step"] for line in again.said("step")) == made + 1
 
 
 def test_sharded_state_is_restored_in_worlds_of_other_sizes(tmp_path):

@@ -182,3 +182,13 @@ def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
 
     monkeypatch.setattr(fencing, "take", at_the_door_alone)
     assert "whom the owner gave up" in first_failure(100, first=130_000_000)
+
+
+def test_workers_that_are_stopped_with_steps_that_nobody_else_has_are_found(monkeypatch):
+    monkeypatch.setattr(phases, "_all_stop", lambda state: not state.in_place)
+    assert "leaves with step" in first_failure(200)
+
+
+def test_the_last_that_leave_during_a_drain_and_do_not_save_are_found(monkeypatch):
+    monkeypatch.setattr(phases, "_save_instead", lambda state: None)
+    assert "leaves with step" in first_failure(100, first=1300)

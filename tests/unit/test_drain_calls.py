@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastane.job import drain
+from elastane.job import drain, world
 from elastane.runtime.page import MAGIC, PAGE_BYTES, PAGE_FD_VARIABLE, Page
 
 
@@ -158,3 +158,39 @@ def test_a_job_whose_steps_count_takes_the_page_and_calls_count_no_more(page, be
     assert calls(3) == [False] * 3
     assert page.calls == 40
     assert drain.take_page() is None
+
+
+@pytest.fixture
+def worlds(page, monkeypatch, clock):
+    monkeypatch.setattr(world, "time", clock)
+    worlds = world.Worlds(None)
+    worlds._page = drain.take_page()
+    return worlds
+
+
+def test_a_worker_in_place_waits_at_the_target_and_saves_nothing(page, clock, worlds):
+    page.gate()
+    page.aim(3, stops=False)
+    saved = []
+    worlds.reach(2, lambda: saved.append(2))  # It lies behind this one.
+    assert clock.now_s == 100.0
+    clock.after(0.5, lambda: told.append((page.is_parked, page.has_saved)))
+    clock.after(1.0, page.release)
+    told = []
+    worlds.restarts = "no replica"  # Else it waits for news, which nobody brings here.
+    worlds.reach(3, lambda: saved.append(3))
+    assert told == [(True, False)] and not saved
+
+
+def test_it_saves_once_where_all_are_stopped_also_when_that_turns_out_later(page, clock, worlds):
+    worlds.restarts = "no replica"
+    page.gate()
+    page.aim(3, stops=False)
+    saved, told = [], []
+    clock.after(0.5, lambda: told.append(page.has_saved))
+    clock.after(0.6, lambda: page.aim(3, stops=True))
+    clock.after(0.9, lambda: told.append(page.has_saved))
+    clock.after(1.0, page.release)
+    worlds.reach(3, lambda: saved.append(clock.now_s))
+    assert len(saved) == 1 and told == [False, True]
+    assert not page.is_parked

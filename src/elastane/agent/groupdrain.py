@@ -40,9 +40,13 @@ class GroupDrain:
         calls = max((w.page.calls for w in members if w.is_alive), default=0)
         self._post(GroupMarked(world, calls or None))
 
-    def aim(self, world: Fence, calls: int | None) -> None:
-        """Have all workers checkpoint: at call number `calls`, or on SIGTERM if they catch it."""
-        self._task = self._spawn(self._drain(world, calls, self._members()))
+    def aim(self, world: Fence, calls: int | None, *, stops: bool) -> None:
+        """Have all workers checkpoint: at call number `calls`, or on SIGTERM if they catch it.
+
+        Those that recover in place checkpoint only where it `stops` them all.
+        """
+        self.cancel()
+        self._task = self._spawn(self._drain(world, calls, self._members(), stops=stops))
 
     def cancel(self) -> None:
         """Post nothing more: the workers are stopped, or in another world."""
@@ -58,19 +62,23 @@ class GroupDrain:
         """Return the least round in which its workers last met those of a whole world."""
         return min((w.page.round for w in self._members() if w.is_alive), default=0)
 
-    async def _drain(self, world: Fence, calls: int | None, members: Sequence[Worker]) -> None:
+    async def _drain(
+        self, world: Fence, calls: int | None, members: Sequence[Worker], *, stops: bool
+    ) -> None:
         for worker in members:
             if calls is not None:
-                worker.page.aim(calls)
+                worker.page.aim(calls, stops=stops)
             elif worker.process is not None and worker.process.catches(signal.SIGTERM):
                 worker.termed = True
                 worker.process.send_signal(signal.SIGTERM)
         # A page of memory has no event that could be waited for.
-        while any(self._is_busy(worker, calls) for worker in members):  # noqa: ASYNC110
+        while any(self._is_busy(w, calls, stops=stops) for w in members):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-        self._post(GroupDrained(world))
+        self._post(GroupDrained(world, stops))
 
-    def _is_busy(self, worker: Worker, calls: int | None) -> bool:
+    def _is_busy(self, worker: Worker, calls: int | None, *, stops: bool) -> bool:
         if not worker.is_alive or worker.local_rank in self._lines.finished:
             return False
-        return worker.termed if calls is None else not worker.page.is_parked
+        if calls is None:
+            return worker.termed
+        return not (worker.page.has_saved if stops else worker.page.is_parked)

@@ -161,8 +161,8 @@ class AgentShell:
                 group.stop(grace_s)
             case MarkGroup(fence=fence):
                 group.drain.mark(fence)
-            case AimGroup(fence=fence, calls=calls):
-                group.drain.aim(fence, calls)
+            case AimGroup(fence=fence, calls=calls, stops=stops):
+                group.drain.aim(fence, calls, stops=stops)
             case StartWorkers(local_ranks=local_ranks, assignment=assignment, delay_s=delay_s):
                 group.start_more(local_ranks, assignment, delay_s)
             case InterruptGroup(reason=reason):

@@ -125,11 +125,13 @@ class AimGroup(msgspec.Struct, frozen=True):
     """Set the call at which should_checkpoint() is true; SIGTERM to others that catch it.
 
     Obligation: `GroupDrained` follows, once every worker has checkpointed, exited, or is one
-    that cannot be asked.
+    that cannot be asked. Workers that recover in place checkpoint where it `stops` them all, and
+    wait there where it does not; it may come again for those, with `stops`.
     """
 
     fence: Fence
     calls: int | None
+    stops: bool = False
 
 
 class Exit(msgspec.Struct, frozen=True):

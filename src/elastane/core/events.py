@@ -151,9 +151,10 @@ class GroupMarked(msgspec.Struct, frozen=True):
 
 
 class GroupDrained(msgspec.Struct, frozen=True):
-    """Answer to AimGroup."""
+    """Answer to AimGroup, with its `stops`."""
 
     fence: Fence
+    stops: bool = False
 
 
 class Signalled(msgspec.Struct, frozen=True):

@@ -37,6 +37,7 @@ class Group:
     draining: bool = False
     aimed: bool = False
     target: int | None = None
+    stops: bool = False  # the drain ends with all workers of the job being stopped
     drained: bool = False
     unasked: bool = False  # they are being stopped, and not because the coordinator said so
     stop_by_s: float | None = None
@@ -74,7 +75,7 @@ class Group:
         """Be in another world from now on; failures of others than its workers are history."""
         self.assignment, self.phase, self.halted = assignment, "running", ""
         self.in_place = True
-        self.draining = self.aimed = self.drained = False
+        self.draining = self.aimed = self.stops = self.drained = False
         self.target = None
         dead = {*assignment.workers} - {*self.able}
         self.failures = {

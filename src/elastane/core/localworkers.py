@@ -80,7 +80,7 @@ class LocalWorkers:
             case Drain(fence=fence):
                 self._drain(fence)
             case _:
-                self._aim(message.fence, message.calls)
+                self._aim(message)
 
     def happened(self, event: AgentEvent) -> None:
         """Take in what became of the group, or of a worker of it."""
@@ -107,9 +107,8 @@ class LocalWorkers:
                 self._differed(event)
             case GroupMarked(fence=fence, calls=calls) if group and self._is_draining(fence):
                 self._outbox.send(Marked(fence=group.fence, calls=calls))
-            case GroupDrained(fence=fence) if group and self._is_draining(fence):
-                group.drained = True
-                self._outbox.send(Drained(group.fence))
+            case GroupDrained(fence=fence, stops=stops) if group and self._is_draining(fence):
+                self._drained(group, stops=stops)
             case GroupGone(fence=fence, offer=offer) if group is None or fence == group.born:
                 self._gone(fence, offer)
             case _:
@@ -227,15 +226,24 @@ class LocalWorkers:
         self._tell(EventKind.WORKERS_DRAINING, "asked to checkpoint before a planned change")
         self._outbox.add(MarkGroup(fence))
 
-    def _aim(self, fence: Fence, calls: int | None) -> None:
-        group = self.group
-        if group is None or not self._is_draining(fence):
+    def _aim(self, message: DrainTarget) -> None:
+        group, calls = self.group, message.calls
+        if group is None or not self._is_draining(message.fence):
             return
+        if not group.aimed:
+            group.aimed, group.target, group.stops = True, calls, message.stops
+        elif message.stops and not group.stops and group.target == calls is not None:
+            group.stops, group.drained = True, False
+        else:
+            if group.drained:
+                self._outbox.send(Drained(group.fence))
+            return
+        self._outbox.add(AimGroup(group.fence, calls, group.stops))
+
+    def _drained(self, group: Group, *, stops: bool) -> None:
+        group.drained = stops or not group.stops
         if group.drained:
-            self._outbox.send(Drained(fence))
-        elif not group.aimed:
-            group.aimed, group.target = True, calls
-            self._outbox.add(AimGroup(fence, calls))
+            self._outbox.send(Drained(group.fence))
 
     def _is_draining(self, fence: Fence) -> bool:
         group = self.group

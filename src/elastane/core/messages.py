@@ -231,10 +231,15 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
 
 
 class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True):
-    """should_checkpoint() is to be true at its call number `calls`, on every worker."""
+    """should_checkpoint() is to be true at its call number `calls`, on every worker.
+
+    `stops`: they are all going to be stopped, those too that recover in place. It may come again,
+    when that turns out later.
+    """
 
     fence: Fence
     calls: Count | None
+    stops: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):

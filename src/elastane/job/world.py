@@ -127,23 +127,23 @@ class Worlds:
     def reach(self, number: int, before_stop: Callable[[], None]) -> None:
         """Come to the boundary before step `number`, counted from 1; wait where one is agreed on.
 
-        `before_stop` is called, on all workers, at a boundary where they are going to be stopped.
-        The gate is no longer there a moment before the news is; a step in between would be begun
-        in the old world.
+        `before_stop` is called, on all workers, at a boundary where they are all going to be
+        stopped, which may turn out as they wait there. The gate is no longer there a moment before
+        the news is; a step in between would be begun in the old world.
         """
         page = self._page
         if page is None or not page.reach(number):
             return
         self.pulse.at(Activity.ENTERING)
-        is_saved = not self.restarts
+        is_saved = False
         while not self.has_news and (page.gated or not self.restarts):
             target = page.target  # once: it may be set at any moment
             if target > number:
                 break
-            if target and not is_saved:
+            if target and page.stops and not is_saved:
                 before_stop()
                 is_saved = True
-            page.park(target > 0)
+            page.park(target > 0, saved=is_saved)
             time.sleep(_POLL_S)
         page.park(False)
         self.pulse.at(Activity.BETWEEN)

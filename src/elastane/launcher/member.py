@@ -323,8 +323,8 @@ class Member:
                 self._gone(fence)
             case MarkGroup(fence=fence):
                 self.post(GroupMarked(fence, None))  # Nobody here can be asked to checkpoint.
-            case AimGroup(fence=fence):
-                self.post(GroupDrained(fence))
+            case AimGroup(fence=fence, stops=stops):
+                self.post(GroupDrained(fence, stops))
             case Tell(note=note):
                 say.tell(note)
             case Exit():

@@ -24,12 +24,14 @@ from elastane.runtime.kernel import accept_barriers, impose_barrier
 PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
 PAGE_BYTES = 4096
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 3
+VERSION = 4
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION = 0, 1  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
-_GATE, _TARGET = 16, 17  # line 2: the agent
+_GATE, _TARGET, _STOPS = 16, 17, 18  # line 2: the agent
 _MARK, _STEPS, _ROUND = 24, 25, 26  # line 3: the worker
+# What a worker that waits behind the target says.
+_WAITS, _HAS_SAVED = 1, 2
 # A mark is a count of signs of progress over the kind of work in hand, which takes these bits.
 _ACTIVITY_BITS = 8
 _MARK_MAX = 1 << 63
@@ -71,8 +73,13 @@ class Page(_Words):
 
     @property
     def is_parked(self) -> bool:
-        """Whether the worker asked again after the target, and now waits to be stopped."""
+        """Whether the worker is at the target, or behind it, and waits there."""
         return bool(self._words[_PARKED])
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether it is parked, and has checkpointed: it may be stopped."""
+        return bool(self._words[_PARKED] == _HAS_SAVED)
 
     @property
     def mark(self) -> int:
@@ -96,19 +103,23 @@ class Page(_Words):
 
     def gate(self) -> None:
         """Have the worker wait in its next call; once this returns, `calls` may be read."""
-        self._words[_TARGET] = 0
+        self._words[_TARGET] = self._words[_STOPS] = 0
         self._words[_GATE] = 1
         impose_barrier()
 
-    def aim(self, calls: int) -> None:
-        """Set the call at which the worker is to checkpoint; those before it go on."""
+    def aim(self, calls: int, *, stops: bool = True) -> None:
+        """Set the call at which the worker is to checkpoint; those before it go on.
+
+        `stops`: it is going to be stopped. One that recovers in place else only waits there.
+        """
         assert calls > 0, "the target is past a call that was counted"
+        self._words[_STOPS] = stops
         self._words[_TARGET] = calls
 
     def release(self) -> None:
         """Take gate and target back: the worker goes on as before."""
         self._words[_GATE] = 0
-        self._words[_TARGET] = 0
+        self._words[_TARGET] = self._words[_STOPS] = 0
 
 
 class WorkerPage(_Words):
@@ -175,6 +186,11 @@ class WorkerPage(_Words):
         """The call at which to checkpoint, 0 while none is set."""
         return int(self._words[_TARGET])
 
-    def park(self, parked: bool) -> None:
-        """Say whether the worker waits to be stopped."""
-        self._words[_PARKED] = parked
+    @property
+    def stops(self) -> bool:
+        """Whether all workers are going to be stopped at the target."""
+        return bool(self._words[_STOPS])
+
+    def park(self, parked: bool, *, saved: bool = True) -> None:
+        """Say whether the worker waits behind the target, and whether it has checkpointed."""
+        self._words[_PARKED] = (_HAS_SAVED if saved else _WAITS) if parked else 0

@@ -1,11 +1,12 @@
 """Trains and saves after each step, in one of three ways, till FOLDER/enough is there.
 
-    checkpointed.py FOLDER WHERE objects|sharded|job [STEP_S]
+    checkpointed.py FOLDER WHERE objects|sharded|job [STEP_S [EVERY]]
 
 `{node}` in WHERE is this node's id. Each process appends to FOLDER/PID.jsonl what it restored and
 each step; with FOLDER/enough, all end at one step, and rank 0 leaves FOLDER/final: steps and
 weights (those of other ranks are the same, or parts of them). Of `objects` and `sharded` the
-weights depend on the steps and the world's size alone, of `job` on the steps alone.
+weights depend on the steps and the world's size alone, of `job` on the steps alone. A `job` saves
+after each EVERY steps.
 """
 
 import hashlib
@@ -101,7 +102,7 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
     dist.destroy_process_group()
 
 
-def in_place(folder: Path, where: str, step_s: float) -> None:
+def in_place(folder: Path, where: str, step_s: float, every: int = 1) -> None:
     """Train as a job that recovers in place."""
     told = Told(folder)
     with elastane.init() as job:
@@ -112,7 +113,7 @@ def in_place(folder: Path, where: str, step_s: float) -> None:
         batches = elastane.ElasticBatchSampler(len(data), 8, seed=0)
         loader = torch.utils.data.DataLoader(data, batch_sampler=batches)
         job.track(model=net, optimizer=optimizer)
-        checkpointer = elastane.Checkpointer(where, every_steps=1)
+        checkpointer = elastane.Checkpointer(where, every_steps=every)
         restored = checkpointer.restore(job)
         told("restored", step=restored.step if restored else 0, where=restored and restored.where)
         enough = torch.zeros(1)
@@ -141,6 +142,6 @@ if __name__ == "__main__":
     pause_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
     place = place.replace("{node}", os.environ.get("ELASTANE_NODE", "none"))
     if way == "job":
-        in_place(said, place, pause_s)
+        in_place(said, place, pause_s, int(sys.argv[5]) if len(sys.argv) > 5 else 1)
     else:
         alone(said, place, pause_s, sharded=way == "sharded")

@@ -304,6 +304,30 @@ def test_a_drain_begun_anew_keeps_its_target():
     assert agent.effect(AimGroup) is None and agent.sent(Drained)
 
 
+def test_a_drain_that_turns_out_to_stop_all_goes_through_the_workers_again():
+    agent = Agent().running()
+    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="b to leave"))
+    agent.told(DrainTarget(fence=FENCE, calls=6))
+    agent.told(DrainTarget(fence=FENCE, calls=6, stops=True))
+    assert agent.effect(AimGroup).stops
+    agent.does(GroupDrained(FENCE))  # They wait; they have not saved.
+    assert not agent.sent(Drained)
+    agent.told(DrainTarget(fence=FENCE, calls=6, stops=True))
+    assert agent.effect(AimGroup) is None and not agent.sent(Drained)
+    agent.does(GroupDrained(FENCE, stops=True))
+    assert agent.sent(Drained)
+
+
+@pytest.mark.parametrize("calls", [None, 7])
+def test_only_workers_that_wait_at_the_target_are_asked_again(calls):
+    agent = Agent().running()
+    agent.told(Drain(fence=FENCE, timeout_s=30.0, reason="b to leave"))
+    agent.told(DrainTarget(fence=FENCE, calls=None if calls is None else 6))
+    agent.does(GroupDrained(FENCE))
+    agent.told(DrainTarget(fence=FENCE, calls=calls, stops=True))
+    assert agent.effect(AimGroup) is None and agent.sent(Drained)
+
+
 def test_a_signal_asks_to_leave_and_a_second_one_hurries():
     agent = Agent().running()
     agent.does(Signalled("SIGTERM"))

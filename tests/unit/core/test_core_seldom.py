@@ -2,13 +2,24 @@
 
 import msgspec
 from core_driver import Driver, job_spec
+from test_core_regroup import in_place
 from test_core_regroup_again import FIRST, NEXT, Agent
 
 from elastane.core.diagnosis import Sighting, told
 from elastane.core.effects import Decline, InterruptGroup, StartGroup, StartWorkers
 from elastane.core.events import GroupGone, Signalled, Tick, Told
 from elastane.core.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_WHOLE
-from elastane.core.messages import Assign, Drain, Drained, Holding, Interrupt, Marked, Prepare, Stop
+from elastane.core.messages import (
+    Assign,
+    Drain,
+    Drained,
+    DrainTarget,
+    Holding,
+    Interrupt,
+    Marked,
+    Prepare,
+    Stop,
+)
 from elastane.core.model import Failure, Fence, Offer
 
 
@@ -23,6 +34,43 @@ def test_of_many_failures_the_first_are_told_whole_and_the_others_by_their_ends(
     ]
     lengths = [len(one.failure.message) for one in told(seen, 100.0)]
     assert lengths == [2001] * FAILURES_TOLD_WHOLE + [FAILURE_TOLD_CHARS_MAX] * 2
+
+
+def aims(job, node_id):
+    return [(m.calls, m.stops) for m in job.got(node_id, DrainTarget)]
+
+
+def test_workers_in_place_checkpoint_where_the_last_of_them_leave():
+    job = in_place(nodes="a")
+    job.leaves("a"), job.marks("a", 4)
+    assert aims(job, "a") == [(5, True)]
+    job.drains("a")
+    assert job.got("a", Stop) and not job.got("a", Interrupt)
+
+
+def test_where_others_go_on_nobody_checkpoints():
+    job = in_place(nodes="ab")
+    job.leaves("b"), job.marks("a", 4), job.marks("b", 4)
+    assert aims(job, "a") == aims(job, "b") == [(5, False)]
+
+
+def test_where_the_others_leave_too_all_checkpoint_where_they_wait():
+    job = in_place(nodes="ab")
+    job.leaves("b"), job.marks("a", 4), job.marks("b", 4)
+    job.drains("b"), job.leaves("a"), job.drains("a")
+    assert aims(job, "a") == aims(job, "b") == [(5, False), (5, True)]
+    assert not job.got("a", Stop)
+    job.drains("a")
+    assert not job.got("a", Stop)
+    job.drains("b")
+    assert job.got("a", Stop) and job.got("b", Stop)
+
+
+def test_workers_that_have_begun_no_step_are_not_asked_twice():
+    job = in_place(nodes="ab")
+    job.leaves("b"), job.marks("a", None), job.marks("b", None)
+    job.leaves("a"), job.drains("a")
+    assert aims(job, "a") == [(None, False)]
 
 
 def gone():

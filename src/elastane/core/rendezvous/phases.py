@@ -178,7 +178,7 @@ def _running(state: State) -> bool:
 
 def _drain_world(state: State, reason: str) -> bool:
     state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
-    state.aimed, state.asked, state.target = False, False, None
+    state.aimed, state.asked, state.target, state.stops = False, False, None, False
     state.enter(Phase.DRAINING, reason)
     state.tell(EventKind.DRAIN_STARTED, reason)
     for node in state.members():
@@ -193,7 +193,7 @@ def ask_to_drain(state: State, node: Node) -> None:
     assert state.world is not None
     fence, timeout_s = state.world.fence, state.spec.timing.drain_timeout_s
     if state.aimed and not node.drained:
-        state.send(node, DrainTarget(fence=fence, calls=state.target))
+        state.send(node, DrainTarget(fence=fence, calls=state.target, stops=state.stops))
     elif not node.marked:
         state.send(node, Drain(fence=fence, timeout_s=timeout_s, reason=state.phase_reason))
 
@@ -210,6 +210,8 @@ def _draining(state: State) -> bool:
         return _call_off(state)
     if not state.aimed and not state.unmarked:
         _aim(state)
+    elif state.aimed and state.target is not None and _all_stop(state) and not state.stops:
+        _save_instead(state)
     if state.aimed and not state.undrained:
         took_s = state.now_s - state.phase_s
         state.tell(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
@@ -237,8 +239,22 @@ def _aim(state: State) -> None:
     state.aimed = True
     nodes = state.members()
     furthest = max((node.calls or 0 for node in nodes), default=0)
-    state.target = furthest + 1 if furthest else None
+    state.target, state.stops = furthest + 1 if furthest else None, _all_stop(state)
     for node in nodes:
+        ask_to_drain(state, node)
+
+
+def _all_stop(state: State) -> bool:
+    """Whether nobody goes on with what the workers hold: they have to checkpoint it."""
+    return not (state.in_place and regroup.has_survivors(state))
+
+
+def _save_instead(state: State) -> None:
+    """The last that were to go on leave as well: all checkpoint where they wait."""
+    state.stops = True
+    for node in state.members():
+        node.drained = False
+        state.refile(node)
         ask_to_drain(state, node)
 
 

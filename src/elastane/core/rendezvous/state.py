@@ -243,6 +243,7 @@ class State:
     aimed: bool = False
     asked: bool = False  # by another coordinator, perhaps
     target: int | None = None
+    stops: bool = False  # nobody goes on behind the target
     follow_up: bool = False
     not_before_s: float = 0.0
     first_arrival_s: float | None = None

@@ -158,10 +158,22 @@ class Line:
         ]
         if group.phase != "running" or not held or not self.is_strict or self._ended:
             return
-        if node.signalled or self._cluster.checks.outcome is not None:
-            return
         furthest = max(held, key=lambda w: w.committed or 0)
+        if node.signalled or self._cluster.checks.outcome is not None:
+            self._is_kept(furthest)
+            return
         self._stopped = max(self._stopped, (furthest.committed or 0, furthest.name))
+
+    def _is_kept(self, worker: Worker) -> None:
+        """Steps of a node that leaves are held by others, or saved: it parked until they were."""
+        world, steps = worker.world, worker.committed or 0
+        if world is None or not world.all_are("parked") or not worker.group.drained:
+            return
+        held = any(self._must_be_in(w) and w.held >= steps for w in world.workers.values())
+        self._require(
+            held or self._cluster.saved_step >= steps,
+            f"{worker.name} leaves with step {steps}, and only {self._cluster.saved_step} is saved",
+        )
 
     def exits(self) -> None:
         """A worker has done all steps."""

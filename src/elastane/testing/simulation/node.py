@@ -268,10 +268,10 @@ class SimulatedNode:
             case StopGroup(grace_s=grace_s):
                 residents.stop(group, grace_s)
             case MarkGroup():
-                residents.mark(group)
-            case AimGroup(calls=calls):
+                residents.drains.mark(group)
+            case AimGroup(calls=calls, stops=stops):
                 checks.aims(self, group, calls)
-                residents.aim(group, calls)
+                residents.drains.aim(group, calls, stops=stops)
             case StartWorkers(local_ranks=ranks, delay_s=delay_s):
                 residents.start_workers(group, ranks, delay_s)
             case InterruptGroup():

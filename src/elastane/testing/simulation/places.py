@@ -70,6 +70,7 @@ class Household:
     gated: bool = False
     target: int | None = None
     aimed_s: float | None = None
+    stops: bool = False  # nobody goes on behind the target
     drained: bool = False
     crashed: bool = False  # a worker of it has ended since it entered its world
 

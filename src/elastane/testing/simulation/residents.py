@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 from elastane.core.events import (
     GroupAble,
-    GroupDrained,
     GroupGone,
-    GroupMarked,
     GroupStarted,
     WorkerFailed,
     WorkerLost,
@@ -24,6 +22,7 @@ from elastane.core.events import (
 )
 from elastane.core.model import Assignment, Failure, Fence
 from elastane.testing.simulation.clock import VirtualClock
+from elastane.testing.simulation.drains import Drains
 from elastane.testing.simulation.places import (
     TAKES_PART,
     WAITS_FOR_PEERS,
@@ -61,6 +60,7 @@ class Residents:
         self._pids = 1000
         self.groups: list[Household] = []
         self.saved_step = 0
+        self.drains = Drains(clock, self._save)
         self.slow_start_s = 0.0
 
     # What the shell of an agent does.
@@ -96,7 +96,8 @@ class Residents:
         self.interrupt(group)
         group.assignment, group.crashed = assignment, False
         group.offer = group.new_offer()  # The last one's port is known to others now.
-        group.gated, group.target, group.aimed_s, group.drained = False, None, None, False
+        group.gated, group.target, group.aimed_s = False, None, None
+        group.stops = group.drained = False
         for place, local_rank in enumerate(assignment.workers or range(group.size)):
             worker, rank = group.workers[local_rank], assignment.rank_base + place
             self._checks.line.given(worker)
@@ -132,20 +133,6 @@ class Residents:
         if not lives_s:
             self.interrupt(group)
         self._clock.after(lives_s + 0.01, lambda: self._gone(group))
-
-    def mark(self, group: Household) -> None:
-        """Gate the workers, and tell the boundary to which the furthest has come."""
-        group.gated, fence = True, group.fence
-        calls = group.furthest
-        if calls is not None:
-            calls += 1  # As pages have it: the boundary before the first step is number 1.
-        self._clock.after(0.003, lambda: group.feed(GroupMarked(fence, calls)))
-
-    def aim(self, group: Household, calls: int | None) -> None:
-        """Let all workers park at boundary `calls`, counted from 1."""
-        group.target = None if calls is None else calls - 1
-        group.aimed_s = self._clock.now_s
-        self._mind_drain(group)
 
     def left_out(self) -> str:
         """Return who waits in the nodes of the newest world for a place in it; there is room."""
@@ -212,9 +199,10 @@ class Residents:
         """The process is no more; some of those that wait for it notice."""
         world, worker.world, worker.stage = worker.world, None, stage
         worker.committed, worker.able = None, False
-        self._mind_drain(worker.group)
+        self.drains.mind(worker.group)
         if world is None:
             return
+        self.drains.mind_all(world)
         for peer in world.workers.values():
             waits = peer.world is world and peer.stage in WAITS_FOR_PEERS
             if waits and self._rng.random() < 0.5:
@@ -239,7 +227,9 @@ class Residents:
             self._apply(worker, world)
         self._checks.line.breaks_off(worker)
         worker.world, worker.stage = None, "waiting" if worker.alive else worker.stage
-        self._mind_drain(worker.group)
+        self.drains.mind(worker.group)
+        if world is not None:
+            self.drains.mind_all(world)
 
     def _gone(self, group: Household) -> None:
         if group.phase == "gone":
@@ -347,7 +337,7 @@ class Residents:
         worker.moved_s = self._clock.now_s
         self._checks.line.commits(worker, world)
         if worker.rank == 0 and worker.committed % self.script.checkpoint_every == 0:
-            self.saved_step = max(self.saved_step, worker.committed)
+            self._save(worker.committed)
 
     def _call(self, worker: Worker, world: Gathering) -> None:
         """One boundary; a gated worker waits there until it is told the target."""
@@ -364,19 +354,13 @@ class Residents:
         worker.calls = worker.committed
         if worker.calls == group.target:
             worker.stage = "parked"
-            self._mind_drain(group)
+            self.drains.mind(group)
             return
         worker.stage, worker.moved_s = "computing", self._clock.now_s
         self._go_on(world)
 
-    def _mind_drain(self, group: Household) -> None:
-        """Tell once nobody here goes on: all are parked, or cannot be asked."""
-        if group.aimed_s is None or group.drained or group.phase != "running":
-            return
-        if group.target is not None and any(w.stage != "parked" for w in group.placed()):
-            return
-        group.drained, fence = True, group.fence
-        self._clock.after(0.002, lambda: group.feed(GroupDrained(fence)))
+    def _save(self, steps: int) -> None:
+        self.saved_step = max(self.saved_step, steps)
 
     def _finish(self, world: Gathering) -> None:
         """All have the last step: each exits in its own moment, if it is not broken off."""
@@ -385,7 +369,7 @@ class Residents:
             return
         if not world.finished and len(world.workers) == world.size:
             world.finished = True
-            self.saved_step = max(self.saved_step, steps)
+            self._save(steps)
             for worker in world.workers.values():
                 delay_s = self._rng.random() * 0.05
                 self._clock.after(delay_s, lambda w=worker: self._exit(w, world))  # type: ignore[misc]
@@ -396,4 +380,4 @@ class Residents:
             self._checks.line.exits()
             self._tell_able(worker.group)
             worker.group.feed(WorkerSucceeded(worker.group.born, worker.local_rank))
-            self._mind_drain(worker.group)
+            self.drains.mind(worker.group)

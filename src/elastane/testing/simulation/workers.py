@@ -194,7 +194,9 @@ class Training:
         if group.saved or group.phase in ("done", "broken", "gone") or calls is None:
             if calls is None and self.script.leaves_on_sigterm and group.computes:
                 self._clock.after(_CHECKPOINT_S, lambda: self._leave(run, group))
-            self._clock.after(_CHECKPOINT_S, lambda: group.feed(GroupDrained(group.fence)))
+            self._clock.after(
+                _CHECKPOINT_S, lambda: group.feed(GroupDrained(group.fence, stops=True))
+            )
             return
         group.target = run.target = calls
         self._go_on(run)
@@ -268,7 +270,7 @@ class Training:
         group.saved = True
         if all(g.saved for g in run.groups.values()) and group.target is not None:
             self.saved_step = max(self.saved_step, run.base + group.target)
-        group.feed(GroupDrained(group.fence))
+        group.feed(GroupDrained(group.fence, stops=True))
 
     def _finish(self, run: Run) -> None:
         self.saved_step = max(self.saved_step, self.script.steps)
