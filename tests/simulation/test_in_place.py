@@ -42,11 +42,11 @@ run 3
 """
 
 
-def holds(tally):
+def holds(tally, **drawn):
     """Fail with the smallest story of the first history that failed."""
     if tally.failed is not None:
         seed, store_backed = tally.failed
-        setting = setting_of(seed, store_backed=store_backed, in_place=True)
+        setting = setting_of(seed, store_backed=store_backed, in_place=True, **drawn)
         with pytest.raises(HistoryFailedError) as failure:
             History(setting).run()
         pytest.fail(str(shrunk(setting, Cut(), failure.value)))
@@ -57,6 +57,11 @@ def holds(tally):
 def test_no_step_is_lost_or_made_twice_in_any_history(chunk, store_backed):
     seeds = range(chunk * CHUNK, (chunk + 1) * CHUNK)
     holds(play(seeds, [store_backed], in_place=True))
+
+
+@MODES
+def test_nor_where_workers_take_part_by_whole_nodes(store_backed):
+    holds(play(range(2 * CHUNK), [store_backed], in_place=True, whole_nodes=True), whole_nodes=True)
 
 
 @pytest.mark.soak

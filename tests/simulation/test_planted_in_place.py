@@ -12,10 +12,10 @@ from elastane.testing.simulation import HistoryFailedError, residents, run_seed
 from elastane.testing.simulation.places import Household
 
 
-def first_failure(seeds, *, store_backed=True, first=0):
+def first_failure(seeds, *, store_backed=True, first=0, **drawn):
     for seed in range(first, first + seeds):
         try:
-            run_seed(seed, store_backed=store_backed, in_place=True)
+            run_seed(seed, store_backed=store_backed, in_place=True, **drawn)
         except HistoryFailedError as fault:
             return str(fault).splitlines()[-2]
     pytest.fail(f"{seeds} seeds did not find the bug")
@@ -192,3 +192,20 @@ def test_workers_that_are_stopped_with_steps_that_nobody_else_has_are_found(monk
 def test_the_last_that_leave_during_a_drain_and_do_not_save_are_found(monkeypatch):
     monkeypatch.setattr(phases, "_save_instead", lambda state: None)
     assert "leaves with step" in first_failure(100, first=1300)
+
+
+def test_a_node_that_takes_part_with_some_of_its_workers_is_found(monkeypatch):
+    least = regroup._needed
+    monkeypatch.setattr(regroup, "_needed", lambda state, found: least(state, []))
+    assert "has a part of the workers of" in first_failure(50, whole_nodes=True)
+
+
+def test_a_coordinator_that_forgets_that_nodes_are_whole_is_found(monkeypatch):
+    take = holdings.take
+
+    def forgets(state, node, holding):
+        take(state, node, holding)
+        node.whole = False
+
+    monkeypatch.setattr(holdings, "take", forgets)
+    assert "has a part of the workers of" in first_failure(100, whole_nodes=True)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from elastane.comms.mesh import NO_SEAT, MeshGroups, seated
+from elastane.comms.mesh import MeshGroups
 from elastane.core.recovery import Handover
 from elastane.core.shardplan import Claim, plan
 from elastane.errors import JobError
@@ -19,19 +19,6 @@ def claim(shard: int, committed: int = 5, *, holds=True, torn=False, ready=False
 
 NEW = {"committed": 0, "holds": False, "torn": True}
 FRESH = {"committed": 0, "holds": False}
-
-
-def test_who_has_a_seat_keeps_it_and_who_comes_takes_a_free_one():
-    assert seated([NO_SEAT] * 4) == [0, 1, 2, 3]
-    assert seated([1, 2, 3, NO_SEAT]) == [1, 2, 3, 0]
-    assert seated([3, NO_SEAT, 0, NO_SEAT]) == [3, 1, 0, 2]
-
-
-@pytest.mark.parametrize("claims", [[0, 0, NO_SEAT, 3], [0, 1, 4, NO_SEAT], [-2, 0, 1, 2]])
-def test_two_workers_of_one_seat_or_of_none_are_refused(claims):
-    with pytest.raises(JobError) as caught:
-        seated(claims)
-    assert caught.value.slug == "job-mesh"
 
 
 def test_the_groups_of_a_seat_are_its_row_and_its_column_by_the_ranks_of_the_world():

@@ -41,6 +41,7 @@ class Lines:
 
     def __init__(self, changed: Callable[[], None], lost: Callable[[Fence, str], None]) -> None:
         self.able: set[int] = set()
+        self.whole = False  # they enter a world all together, or not at all
         self.ready: set[int] = set()  # spares that wait in init(); their numbers are negative
         self.finished: set[int] = set()
         # Were able, and have hung up: most have ended, and are soon told as failed.
@@ -138,8 +139,9 @@ class Lines:
         match message:
             case Ready():
                 self.ready.add(local_rank)
-            case Able() if local_rank >= 0:
+            case Able(whole=whole) if local_rank >= 0:
                 self.able.add(local_rank)
+                self.whole = self.whole or whole
                 self.finished.discard(local_rank)
                 self._changed()
             case Finished():

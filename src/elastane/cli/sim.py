@@ -26,6 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seeds", metavar="N", type=int, default=1, help="how many seeds (default: 1)")
     add("--mode", choices=[*_MODES], default="both", help="jobs with a store, without, or both")
     add("--in-place", action="store_true", help="jobs whose workers recover in place")
+    add("--whole-nodes", action="store_true", help="of these, such as take part by whole nodes")
     add("--story", action="store_true", help="tell what happened, also where all held")
     add("--jobs", metavar="N", type=int, default=1, help="processes (default: 1)")
     add("--without", metavar="N,N", default="", help="leave these faults of the plan out")
@@ -53,10 +54,10 @@ def _play(args: argparse.Namespace) -> int:
 
     began_s = time.monotonic()
     seeds = range(args.seed, args.seed + args.seeds)
-    tally = play(seeds, _MODES[args.mode], args.jobs, in_place=args.in_place)
+    tally = play(seeds, _MODES[args.mode], args.jobs, **_drawn(args))
     took_s = time.monotonic() - began_s
     if tally.failed is not None:
-        return _explain(*tally.failed, args.in_place)
+        return _explain(*tally.failed, **_drawn(args))
     sys.stdout.write(
         f"{tally.histories} histories held, in {took_s:.1f} s"
         f" ({tally.histories / max(took_s, 1e-9):.0f} a second): {tally.worlds} worlds,"
@@ -72,7 +73,7 @@ def _tell(args: argparse.Namespace) -> int:
     cut = _cut(args)
     for seed in range(args.seed, args.seed + args.seeds):
         for store_backed in _MODES[args.mode]:
-            setting = setting_of(seed, store_backed=store_backed, in_place=args.in_place)
+            setting = setting_of(seed, store_backed=store_backed, **_drawn(args))
             history = History(setting, cut)
             try:
                 result = history.run()
@@ -83,12 +84,17 @@ def _tell(args: argparse.Namespace) -> int:
     return 0
 
 
-def _explain(seed: int, store_backed: bool, in_place: bool) -> int:
+def _drawn(args: argparse.Namespace) -> dict[str, bool]:
+    """Return what kind of jobs are drawn."""
+    return {"in_place": args.in_place or args.whole_nodes, "whole_nodes": args.whole_nodes}
+
+
+def _explain(seed: int, store_backed: bool, **drawn: bool) -> int:
     """Tell the smallest history found that fails as this one does."""
     from elastane.testing.simulation import Cut, setting_of
     from elastane.testing.simulation.shrink import shrunk
 
-    setting = setting_of(seed, store_backed=store_backed, in_place=in_place)
+    setting = setting_of(seed, store_backed=store_backed, **drawn)
     failure = _failure(setting)
     sys.stdout.write(f"seed {seed} ({setting.mode}) fails; looking for less that fails as well\n\n")
     sys.stdout.flush()

@@ -1,9 +1,10 @@
 """A mesh of replicas and shards whose groups stay when the world changes.
 
-Each place in the mesh is a seat: seat 5 of replicas of 2 is shard 1 of replica 2. A worker keeps
-its seat for as long as it lives, for what it holds is that shard; its rank may change. `MeshGroups`
-owns one group along each dimension and the mesh of torch's over them. It must not know why a world
-changes, nor what is sharded. Fails as the groups do; JobError where two workers claim one seat.
+Each place in the mesh is a seat: seat 5 of replicas of 2 is shard 1 of replica 2. What a worker
+holds is its shard, and that it keeps for as long as it lives; its replica may change where the
+world has another size, its rank in any. `MeshGroups` owns one group along each dimension and the
+mesh of torch's over them. It must not know why a world changes, nor what is sharded. Fails as the
+groups do; JobError where the workers of a world cannot be seated.
 """
 
 from __future__ import annotations
@@ -23,21 +24,35 @@ REPLICATE, SHARD = "replicate", "shard"
 NO_SEAT = -1
 
 
-def seated(claims: Sequence[int]) -> list[int]:
-    """Return the seat of each rank: the one that it has; of others the free ones, in their order.
+def seated(claims: Sequence[int], shards: int) -> list[int]:
+    """Return the seat of each rank in replicas of so many shards; `claims` are those they had.
 
-    The same on all members. JobError where a seat is claimed twice, or is none of this world.
+    Who has a seat keeps its shard, and its replica where nobody before it has that; the others get
+    what is free, in their order. The same on all members. JobError where more workers hold a shard
+    than there are replicas.
     """
-    kept = [seat for seat in claims if seat != NO_SEAT]
-    if len(set(kept)) < len(kept) or any(not 0 <= seat < len(claims) for seat in kept):
-        raise JobError(
-            f"the workers of this world hold these parts of the state, by rank: {list(claims)}",
-            expected=f"each of {len(claims)} parts at most once",
-            next_step="a job with job.device_mesh() has a fixed size: --nnodes N, no --min-workers",
-            slug="job-mesh",
-        )
-    free = iter(sorted(set(range(len(claims))) - set(kept)))
-    return [next(free) if seat == NO_SEAT else seat for seat in claims]
+    seats = [NO_SEAT] * len(claims)
+    free = [*range(len(claims))]
+
+    def take(rank: int, seat: int) -> None:
+        seats[rank] = seat
+        free.remove(seat)
+
+    holders = [rank for rank, claim in enumerate(claims) if claim != NO_SEAT]
+    for rank in holders:
+        if claims[rank] in free:
+            take(rank, claims[rank])
+    for rank in holders:
+        if seats[rank] == NO_SEAT:
+            shard = claims[rank] % shards
+            seat = next((seat for seat in free if seat % shards == shard), None)
+            if seat is None:
+                raise _too_many(claims, shards, shard)
+            take(rank, seat)
+    for rank, claim in enumerate(claims):
+        if claim == NO_SEAT:
+            take(rank, free[0])
+    return seats
 
 
 class MeshGroups:
@@ -45,7 +60,7 @@ class MeshGroups:
 
     def __init__(self, shards: int) -> None:
         self.shards = shards
-        self.size = 0  # of each of its worlds; not known before the first
+        self.size = 0  # of the world in hand
         self.seat = NO_SEAT
         self._ranks: list[int] = []  # by seat
         self.made: DeviceMesh | None = None
@@ -59,7 +74,7 @@ class MeshGroups:
 
     @property
     def replicas(self) -> int:
-        """How many workers hold each shard."""
+        """How many workers of the world in hand hold each shard."""
         return self.size // self.shards
 
     def shard_of(self, seat: int) -> int:
@@ -106,4 +121,16 @@ def _part(world: Wiring, name: str, members: Sequence[int], rank: int) -> Wiring
         fence=f"{world.fence}/{name}",
         serves=False,
         members=tuple(members),
+    )
+
+
+def _too_many(claims: Sequence[int], shards: int, shard: int) -> JobError:
+    ranks = [r for r, claim in enumerate(claims) if claim != NO_SEAT and claim % shards == shard]
+    return JobError(
+        f"shard {shard} is held by ranks {', '.join(map(str, ranks))}, and a world of"
+        f" {len(claims)} workers has {len(claims) // shards} replicas",
+        expected="replicas that are lost and come back whole: each on one node",
+        next_step="job.device_mesh(shard=S) with an S that divides the workers of a node, or a"
+        " fixed size: --nnodes N",
+        slug="job-mesh",
     )

@@ -118,11 +118,15 @@ class GroupGone(msgspec.Struct, frozen=True):
 
 
 class GroupAble(msgspec.Struct, frozen=True):
-    """These local workers can enter another world as they are; and the offer for it."""
+    """These local workers can enter another world as they are; and the offer for it.
+
+    `whole`: all workers of the node together, or none.
+    """
 
     fence: Fence
     workers: tuple[int, ...]
     offer: Offer
+    whole: bool = False
 
 
 class WorkerLost(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ class Group:
     assignment: Assignment
     born: Fence
     able: tuple[int, ...] = ()
+    whole: bool = False  # they enter a world all together, or not at all
     in_place: bool = False  # all that have a place were able at one time, and recover in place
     renewed: set[int] = field(default_factory=set)  # failed, with a successor that was started
     phase: GroupState = "running"
@@ -57,13 +58,14 @@ class Group:
             draining=self.draining,
             able=self.able,
             in_place=self.in_place,
+            whole=self.whole,
             halted=self.halted,
             renewed=tuple(sorted(self.renewed)),
         )
 
-    def be_able(self, workers: tuple[int, ...], local_world_size: int) -> None:
+    def be_able(self, workers: tuple[int, ...], local_world_size: int, *, whole: bool) -> None:
         """These can enter another world; who has finished its steps is none of them any more."""
-        self.able = workers
+        self.able, self.whole = workers, self.whole or whole
         places = self.assignment.workers or range(local_world_size)
         self.in_place = self.in_place or {*workers}.issuperset(places)
 

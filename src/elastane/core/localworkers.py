@@ -92,12 +92,8 @@ class LocalWorkers:
                 self._succeeded(group, rank)
             case WorkerFailed(fence=fence, failure=failure) if group and fence == group.born:
                 self._failed(group, failure)
-            case GroupAble(fence=fence, workers=workers, offer=offer) if (
-                group and fence == group.born
-            ):
-                group.be_able(workers, self.node.local_world_size)
-                self.offer = offer
-                self._outbox.send(Able(workers=workers, offer=offer, fence=group.fence))
+            case GroupAble(fence=fence) if group and fence == group.born:
+                self._able(group, event)
             case WorkerLost(fence=fence, world=world, reason=reason) if (
                 group and fence == group.born and world == group.fence
             ):
@@ -239,6 +235,13 @@ class LocalWorkers:
                 self._outbox.send(Drained(group.fence))
             return
         self._outbox.add(AimGroup(group.fence, calls, group.stops))
+
+    def _able(self, group: Group, event: GroupAble) -> None:
+        workers, self.offer = event.workers, event.offer
+        group.be_able(workers, self.node.local_world_size, whole=event.whole)
+        self._outbox.send(
+            Able(workers=workers, offer=event.offer, fence=group.fence, whole=group.whole)
+        )
 
     def _drained(self, group: Group, *, stops: bool) -> None:
         group.drained = stops or not group.stops

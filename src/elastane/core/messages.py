@@ -45,6 +45,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     able: tuple[LocalRank, ...] = ()
     in_place: bool = False  # they recover in place, those too that have finished their steps
+    whole: bool = False  # and enter a world all together, or not at all
     # Why its workers make no step in their world any more, and wait for another one.
     halted: Text = ""
     renewed: tuple[LocalRank, ...] = ()  # of the failed: those with successors that were paid for
@@ -126,12 +127,14 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
     """These local workers can enter another world as they are; those of the world in force too.
 
     All of them, each time. `offer` is where the next process-group store would be, after that of
-    the world of `fence`, which the agent was told of last.
+    the world of `fence`, which the agent was told of last. `whole`: those of this node enter a
+    world all together, or not at all.
     """
 
     workers: tuple[LocalRank, ...]
     offer: Offer
     fence: Fence | None = None
+    whole: bool = False
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):

@@ -112,9 +112,9 @@ class AgentLine:
             raise _no_agent("it closed the line")
         return place
 
-    def able(self) -> None:
-        """Say that this worker can enter another world as it is."""
-        self._say(Able())
+    def able(self, *, whole: bool) -> None:
+        """Say that this worker can enter another world as it is; `whole`: with all of its node."""
+        self._say(Able(whole))
 
     def finished(self) -> None:
         """Say that all steps are done."""

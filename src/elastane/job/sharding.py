@@ -38,7 +38,8 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
     """Begin the steps of a job whose state is sharded."""
     if verify_every:
         raise _refused("job.steps(verify_every=...)")
-    worlds.restarts = why_restarts(health.tracked, worlds.mesh)
+    # Who came later came to others that heal, though of these one replica may be left.
+    worlds.restarts = "" if worlds.came_later else why_restarts(health.tracked, worlds.mesh)
     if not worlds.restarts and worlds.mesh is not None:
         from elastane.job.shards import Shards  # heavy: torch.distributed.fsdp
 

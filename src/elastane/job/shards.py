@@ -164,7 +164,7 @@ class Shards:
     def _lost(self, found: Plan) -> JobError:
         numbers = ", ".join(map(str, found.lost))
         return JobError(
-            f"all {self._mesh.replicas} workers that held shard {numbers} are lost",
+            f"all workers that held shard {numbers} are lost",
             where=f"rank {self._group.rank()} of {self._group.size()}, step {found.committed}",
             expected="of each shard, one worker that holds it",
             next_step="a Checkpointer in the script: all workers start again, and go on from it",

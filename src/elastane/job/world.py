@@ -10,7 +10,7 @@ caller answers by entering the next; JobError where there is none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -105,7 +105,7 @@ class Worlds:
     def able(self) -> None:
         """Say that this worker can enter another world as it is."""
         if self._line is not None and not self.restarts:
-            self._line.able()
+            self._line.able(whole=self.mesh is not None and self.mesh.shards > 1)
 
     def begin(self) -> None:
         """Go on with the members of the world in hand, where there is a place in it."""
@@ -223,10 +223,13 @@ class Worlds:
     def _take_seat(self, mesh: MeshGroups) -> None:
         """Agree on who sits where, and meet those of the same row and of the same column."""
         rank, size = self.group.rank(), self.group.size()
-        if size % mesh.shards or mesh.size not in (0, size):
-            raise _not_whole(size, mesh)
-        claims = [seat for (seat,) in gathered(self.group, [mesh.seat])]
-        mesh.settle(seated(claims), rank)
+        said = gathered(self.group, [mesh.seat, mesh.shards])
+        shards = [each[1] for each in said]
+        if len(set(shards)) > 1:
+            raise _not_alike(shards)
+        if size % mesh.shards:
+            raise _not_whole(size, mesh.shards)
+        mesh.settle(seated([each[0] for each in said], mesh.shards), rank)
         for group, wiring in zip(mesh.groups, mesh.wirings(self.group.world.wiring), strict=True):
             self._meet(group, wiring)
 
@@ -279,15 +282,20 @@ def _refuse_early(name: str) -> None:
     )
 
 
-def _not_whole(size: int, mesh: MeshGroups) -> JobError:
-    whole = f"the {mesh.size} of its mesh" if mesh.size else "whole replicas"
+def _not_whole(size: int, shards: int) -> JobError:
     return JobError(
-        f"job.device_mesh(shard={mesh.shards}) in a world of {size} workers",
-        expected=f"{whole}, each of {mesh.shards} workers, in each world",
-        next_step=(
-            "a job with job.device_mesh() has a fixed size: --nnodes N, no --min-workers"
-            if mesh.size
-            else f"a multiple of {mesh.shards} workers in all, or another shard="
-        ),
+        f"job.device_mesh(shard={shards}) in a world of {size} workers",
+        expected=f"whole replicas, each of {shards} workers, in each world",
+        next_step="an S of job.device_mesh(shard=S) that divides the workers of each node, or a"
+        " fixed size: --nnodes N, no --min-workers",
+        slug="job-mesh",
+    )
+
+
+def _not_alike(shards: Sequence[int]) -> JobError:
+    return JobError(
+        f"job.device_mesh(shard=...) was called with {', '.join(map(str, shards))}, by rank",
+        expected="the same number on all workers, in whatever world each was started",
+        next_step="a number that is no function of job.world_size",
         slug="job-mesh",
     )

@@ -79,7 +79,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Able(msgspec.Struct, frozen=True, tag="able"):
-    """From a worker: it can enter another world as it is."""
+    """From a worker: it can enter another world as it is; `whole`: with all of its node only."""
+
+    whole: bool = False
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

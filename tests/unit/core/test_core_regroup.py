@@ -25,10 +25,11 @@ from elastane.core.model import Failure, Fence, Offer
 from elastane.core.notes import EventKind
 
 
-def able(job, *node_ids, workers=(0, 1)):
+def able(job, *node_ids, workers=(0, 1), whole=False):
     for node_id in node_ids:
         fence = job.assigned[node_id].fence if node_id in job.assigned else None
-        job.says(node_id, Able(workers=workers, offer=Offer(8000, True), fence=fence))
+        offer = Offer(8000, True)
+        job.says(node_id, Able(workers=workers, offer=offer, fence=fence, whole=whole))
 
 
 def in_place(low=1, high=3, nodes="ab", restarts=3, **more):

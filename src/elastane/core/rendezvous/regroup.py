@@ -187,7 +187,7 @@ def rule(state: State) -> bool:
     _replace_lost(state, incident, 0.0)  # Those that were lost since are paid for as well.
     found = _contingents(state)
     if not _are_enough(state, found):
-        return _wait(state, sum(len(one.workers) for one in found), _needed(state))
+        return _wait(state, sum(len(one.workers) for one in found), _needed(state, found))
     port_due_s = state.running_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
     if found[0].node.spent and state.now_s < port_due_s:
         state.wait_until(port_due_s)  # The last world meets at its port; it tells of another.
@@ -275,12 +275,16 @@ def _replace_lost(state: State, incident: Incident, delay_s: float) -> None:
 
 def _are_enough(state: State, found: list[Contingent]) -> bool:
     workers = sum(len(one.workers) for one in found)
-    return len(found) >= state.spec.min_nodes and workers >= _needed(state)
+    return len(found) >= state.spec.min_nodes and workers >= _needed(state, found)
 
 
-def _needed(state: State) -> int:
+def _needed(state: State, found: list[Contingent]) -> int:
+    """Return how many workers a world of these nodes is to have at least."""
     largest = max((node.spec.local_world_size for node in state.nodes.values()), default=1)
-    return state.spec.min_workers or state.spec.min_nodes * largest
+    least = state.spec.min_workers or state.spec.min_nodes * largest
+    # None is left out: it may be a step ahead, and is the only one that knows.
+    whole = sum(one.node.spec.local_world_size for one in found if one.node.whole)
+    return max(least, whole)
 
 
 def _contingents(state: State) -> list[Contingent]:
@@ -298,6 +302,8 @@ def _contingents(state: State) -> list[Contingent]:
         if not go_on and stateholders.keeps(state, node):
             survivors = tuple(sorted(node.able))
         one = Contingent(node, survivors, tuple(sorted(node.able - set(survivors))))
+        if node.whole and not survivors and len(one.joiners) < node.spec.local_world_size:
+            continue
         (staying if survivors else coming).append(one)
     staying.sort(key=lambda one: order[one.node.id])
     coming.sort(key=lambda one: one.node.order)

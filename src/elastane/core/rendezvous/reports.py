@@ -83,7 +83,7 @@ def _in_place(state: State, node: Node, message: Able | Lost) -> None:
         regroup.lost_peer(state, node, message.fence, message.reason)
         return
     node.spent = node.spent and message.fence != node.fence
-    node.offer = message.offer
+    node.offer, node.whole = message.offer, message.whole
     regroup.able(state, node, message.workers)
 
 

@@ -68,6 +68,7 @@ class Node:
     parting: bool = False  # it is stopping them: it leaves, or could not stay
     workers: tuple[int, ...] = ()  # local ranks of those that have one
     able: set[int] = field(default_factory=set)  # local ranks that can enter another world
+    whole: bool = False  # they enter a world all together, or not at all
     in_place: bool = False  # brought along: they recover in place, whoever has finished its steps
     holds: set[int] = field(default_factory=set)  # local ranks that have made steps, and hold them
     lost: set[int] = field(default_factory=set)  # local ranks whose processes ended since
@@ -122,7 +123,7 @@ class Node:
         """It has no workers any more."""
         self.workers, self.waiting, self.state = (), False, "running"
         self.stray, self.untold, self.parting, self.halted = False, False, False, ""
-        self.in_place = False
+        self.in_place = self.whole = False
         self.able, self.holds, self.lost, self.prepared = set(), set(), set(), set()
         self.ends = {}
 

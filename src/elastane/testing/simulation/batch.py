@@ -8,7 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
 
-from elastane.testing.simulation.history import HistoryFailedError, run_seed
+from elastane.testing.simulation.history import History, HistoryFailedError
+from elastane.testing.simulation.setting import setting_of
 
 # Seeds of one task: about a second.
 _CHUNK = 200
@@ -34,19 +35,28 @@ class Tally(msgspec.Struct, kw_only=True):
         self.failed = self.failed or other.failed
 
 
-def play(seeds: range, modes: Sequence[bool], jobs: int = 1, *, in_place: bool = False) -> Tally:
+def play(
+    seeds: range,
+    modes: Sequence[bool],
+    jobs: int = 1,
+    *,
+    in_place: bool = False,
+    whole_nodes: bool = False,
+) -> Tally:
     """Play each seed with a store (True) or without (False), as `modes` says."""
     total = Tally()
-    for tally in _chunks(seeds, modes, jobs, in_place):
+    for tally in _chunks(seeds, modes, jobs, in_place, whole_nodes):
         total.add(tally)
         if total.failed:
             break
     return total
 
 
-def _chunks(seeds: range, modes: Sequence[bool], jobs: int, in_place: bool) -> Iterator[Tally]:
+def _chunks(
+    seeds: range, modes: Sequence[bool], jobs: int, in_place: bool, whole_nodes: bool
+) -> Iterator[Tally]:
     tasks = [
-        (seeds[at : at + _CHUNK], store_backed, in_place)
+        (seeds[at : at + _CHUNK], store_backed, in_place, whole_nodes)
         for at in range(0, len(seeds), _CHUNK)
         for store_backed in modes
     ]
@@ -56,16 +66,19 @@ def _chunks(seeds: range, modes: Sequence[bool], jobs: int, in_place: bool) -> I
     # Each process is a new interpreter: nothing is forked that may hold a lock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        act: Callable[[range, bool, bool], Tally] = _play_chunk
+        act: Callable[[range, bool, bool, bool], Tally] = _play_chunk
         yield from pool.map(act, *zip(*tasks, strict=True))
 
 
-def _play_chunk(seeds: range, store_backed: bool, in_place: bool) -> Tally:
+def _play_chunk(seeds: range, store_backed: bool, in_place: bool, whole_nodes: bool) -> Tally:
     tally = Tally()
     for seed in seeds:
         tally.histories += 1
         try:
-            result = run_seed(seed, store_backed=store_backed, in_place=in_place)
+            setting = setting_of(
+                seed, store_backed=store_backed, in_place=in_place, whole_nodes=whole_nodes
+            )
+            result = History(setting).run()
         except HistoryFailedError:
             tally.failed = (seed, store_backed)
             return tally

@@ -184,7 +184,7 @@ def replay(setting: Setting, cut: Cut) -> str:
     """Return the command that plays a history again."""
     words = f"elastane sim --seed {setting.seed} --mode {setting.mode}"
     if setting.in_place:
-        words += " --in-place"
+        words += " --in-place" + " --whole-nodes" * setting.script.whole_nodes
     if cut.without:
         words += " --without " + ",".join(map(str, cut.without))
     if cut.nodes:
@@ -192,6 +192,6 @@ def replay(setting: Setting, cut: Cut) -> str:
     return words + " --story"
 
 
-def run_seed(seed: int, *, store_backed: bool, in_place: bool = False, cut: Cut = WHOLE) -> Result:
-    """Play the history of `seed`; raise HistoryFailedError where something did not hold."""
-    return History(setting_of(seed, store_backed=store_backed, in_place=in_place), cut).run()
+def run_seed(seed: int, *, cut: Cut = WHOLE, **drawn: bool) -> Result:
+    """Play a history of `setting_of`; raise HistoryFailedError where something did not hold."""
+    return History(setting_of(seed, **drawn), cut).run()

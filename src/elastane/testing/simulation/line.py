@@ -6,6 +6,7 @@ worlds train. Each method is told what a simulated worker does, and raises throu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ class Line:
         self.regrouped += world.in_place
         self.healed += sum(w.committed != world.base for w in members) if world.from_state else 0
         self._ordered(world, members)
+        self._whole(world, members)
         self._give_way(world)
         ahead = [f"{w.name} (step {w.committed})" for w in members if w.held > world.base]
         self._require(
@@ -87,6 +89,14 @@ class Line:
             f"{world.fence} goes on from step {world.base}; {name} had {furthest} and was stopped",
         )
         self._forget(world.base)
+
+    def _whole(self, world: Gathering, members: Sequence[Worker]) -> None:
+        """Where nodes take part whole or not at all, no worker of one is left out."""
+        if not self._cluster.residents.script.whole_nodes:
+            return
+        here = Counter(w.group.host for w in members)
+        parts = [w.group.host for w in members if here[w.group.host] < w.group.size]
+        self._require(not parts, f"{world.fence} has a part of the workers of {', '.join(parts)}")
 
     def _give_way(self, world: Gathering) -> None:
         """Take note of who has no place any more, as there were too many: nobody counts on it.

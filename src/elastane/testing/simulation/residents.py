@@ -178,7 +178,7 @@ class Residents:
 
     def _tell_able(self, group: Household) -> None:
         if group.phase == "running":
-            group.feed(GroupAble(group.born, group.able, group.offer))
+            group.feed(GroupAble(group.born, group.able, group.offer, self.script.whole_nodes))
 
     def _die(self, worker: Worker, exit_code: int, message: str) -> None:
         group = worker.group

@@ -1,0 +1,53 @@
+"""Who sits where in a mesh of replicas and shards when the world changes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from elastane.comms.mesh import NO_SEAT, seated
+from elastane.errors import JobError
+
+NEW = NO_SEAT
+
+
+@pytest.mark.parametrize(
+    ("claims", "shards", "expected"),
+    [
+        ([NEW, NEW, NEW, NEW], 2, [0, 1, 2, 3]),
+        ([3, NEW, 0, 1], 2, [3, 2, 0, 1]),  # a successor takes its predecessor's
+        ([2, 3], 2, [0, 1]),  # the replica that is left becomes the first
+        ([4, 5, 2, 3], 2, [0, 1, 2, 3]),
+        ([0, 1, NEW, NEW, NEW, NEW], 2, [0, 1, 2, 3, 4, 5]),
+        ([0, 3], 2, [0, 1]),  # of two replicas, each with one loss
+        ([0, 1, 0, 1], 2, [0, 1, 2, 3]),  # one comes back, whose seats were given away
+        ([5, 5, 5], 1, [0, 1, 2]),
+    ],
+)
+def test_who_holds_a_shard_keeps_it_and_others_get_what_is_free(claims, shards, expected):
+    assert seated(claims, shards) == expected
+
+
+def test_more_holders_of_a_shard_than_replicas_are_refused():
+    with pytest.raises(JobError, match="shard 0 is held by ranks 0, 1, and a world of 2 workers"):
+        seated([0, 2], 2)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_in_every_world_each_seat_is_given_once_or_some_shard_has_too_many_holders(shards):
+    for replicas in (1, 2):
+        size = shards * replicas
+        for claims in itertools.product([NEW, *range(2 * shards + 1)], repeat=min(size, 4)):
+            claimed = [*claims, *[NEW] * (size - len(claims))]
+            held = [claim % shards for claim in claimed if claim != NEW]
+            if any(held.count(shard) > replicas for shard in held):
+                with pytest.raises(JobError, match="is held by ranks"):
+                    seated(claimed, shards)
+                continue
+            seats = seated(claimed, shards)
+            assert sorted(seats) == [*range(size)]
+            for seat, claim in zip(seats, claimed, strict=True):
+                assert claim == NEW or seat % shards == claim % shards
+                if claim != NEW and claim < size and claimed.count(claim) == 1:
+                    assert seat == claim
