@@ -168,6 +168,20 @@ def test_a_job_shrinks_and_grows_by_replicas_and_its_survivors_keep_their_proces
 
 @pytest.mark.soak
 @pytest.mark.timeout(200)
+def test_successors_on_two_nodes_leave_each_node_a_whole_replica(tmp_path):
+    job = Sharding(tmp_path, 2, nnodes="1:2", nproc_per_node=2)
+    with job.cluster:
+        nodes = [job.cluster.start(name) for name in "ab"]
+        pids = job.wait_steps(3, world=4)
+        dead = {nodes[0].kill_worker(1), nodes[1].kill_worker(0)}
+        after = job.wait_steps(3, world=4)
+        assert after & pids == pids - dead
+        changed(job, after, nodes[0].kill)
+        ends_alike(job, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
 def test_in_the_last_replica_a_lost_worker_has_all_start_again_from_memory(tmp_path):
     where = str(tmp_path / "ck")
     job = Sharding(tmp_path, 2, where=where, nnodes="1:2", nproc_per_node=2)

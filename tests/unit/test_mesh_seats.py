@@ -13,25 +13,39 @@ NEW = NO_SEAT
 
 
 @pytest.mark.parametrize(
-    ("claims", "shards", "expected"),
+    ("claims", "nodes", "shards", "expected"),
     [
-        ([NEW, NEW, NEW, NEW], 2, [0, 1, 2, 3]),
-        ([3, NEW, 0, 1], 2, [3, 2, 0, 1]),  # a successor takes its predecessor's
-        ([2, 3], 2, [0, 1]),  # the replica that is left becomes the first
-        ([4, 5, 2, 3], 2, [0, 1, 2, 3]),
-        ([0, 1, NEW, NEW, NEW, NEW], 2, [0, 1, 2, 3, 4, 5]),
-        ([0, 3], 2, [0, 1]),  # of two replicas, each with one loss
-        ([0, 1, 0, 1], 2, [0, 1, 2, 3]),  # one comes back, whose seats were given away
-        ([5, 5, 5], 1, [0, 1, 2]),
+        ([NEW, NEW, NEW, NEW], "aabb", 2, [0, 1, 2, 3]),
+        ([3, NEW, 0, 1], "bbaa", 2, [3, 2, 0, 1]),  # a successor takes its predecessor's
+        ([2, 3], "bb", 2, [0, 1]),  # the replica that is left becomes the first
+        ([4, 5, 2, 3], "ccbb", 2, [0, 1, 2, 3]),
+        ([0, 1, NEW, NEW, NEW, NEW], "aabbcc", 2, [0, 1, 2, 3, 4, 5]),
+        ([0, 3], "ab", 2, [0, 1]),  # of two replicas, each with one loss
+        ([0, 1, 0, 1], "aabb", 2, [0, 1, 2, 3]),  # one comes back, whose seats were given away
+        ([5, 5, 5], "abc", 1, [0, 1, 2]),
     ],
 )
-def test_who_holds_a_shard_keeps_it_and_others_get_what_is_free(claims, shards, expected):
-    assert seated(claims, shards) == expected
+def test_who_holds_a_shard_keeps_it_and_others_get_what_is_free(claims, nodes, shards, expected):
+    assert seated(claims, [*map(ord, nodes)], shards) == expected
+
+
+@pytest.mark.parametrize(
+    ("claims", "nodes", "expected"),
+    [
+        ([3, NEW, 0, NEW], "bbaa", [3, 2, 0, 1]),  # both nodes lost a worker at once
+        ([0, 3, NEW, NEW], "abba", [0, 3, 2, 1]),
+        ([4, 5, NEW, NEW, NEW, NEW], "aabcbc", [4, 5, 0, 2, 1, 3]),
+        ([9, 8, NEW, NEW], "aabb", [1, 0, 2, 3]),  # their replica is not of this world
+        ([0, 8, NEW, NEW], "abba", [0, 2, 3, 1]),
+    ],
+)
+def test_workers_of_a_node_come_into_one_replica(claims, nodes, expected):
+    assert seated(claims, [*map(ord, nodes)], 2) == expected
 
 
 def test_more_holders_of_a_shard_than_replicas_are_refused():
     with pytest.raises(JobError, match="shard 0 is held by ranks 0, 1, and a world of 2 workers"):
-        seated([0, 2], 2)
+        seated([0, 2], [1, 2], 2)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
@@ -43,9 +57,9 @@ def test_in_every_world_each_seat_is_given_once_or_some_shard_has_too_many_holde
             held = [claim % shards for claim in claimed if claim != NEW]
             if any(held.count(shard) > replicas for shard in held):
                 with pytest.raises(JobError, match="is held by ranks"):
-                    seated(claimed, shards)
+                    seated(claimed, [0] * size, shards)
                 continue
-            seats = seated(claimed, shards)
+            seats = seated(claimed, [0] * size, shards)
             assert sorted(seats) == [*range(size)]
             for seat, claim in zip(seats, claimed, strict=True):
                 assert claim == NEW or seat % shards == claim % shards

@@ -10,7 +10,8 @@ groups do; JobError where the workers of a world cannot be seated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,35 +25,55 @@ REPLICATE, SHARD = "replicate", "shard"
 NO_SEAT = -1
 
 
-def seated(claims: Sequence[int], shards: int) -> list[int]:
+def seated(claims: Sequence[int], nodes: Sequence[int], shards: int) -> list[int]:
     """Return the seat of each rank in replicas of so many shards; `claims` are those they had.
 
-    Who has a seat keeps its shard, and its replica where nobody before it has that; the others get
-    what is free, in their order. The same on all members. JobError where more workers hold a shard
-    than there are replicas.
+    Who has a seat keeps its shard, and its replica where nobody before it has that. Others get what
+    is free, by their ranks: beside those of their node, whose number `nodes` has, so that a lost
+    node takes whole replicas along, and not all holders of one shard. The same on all members.
+    JobError where more workers hold a shard than there are replicas.
     """
-    seats = [NO_SEAT] * len(claims)
-    free = [*range(len(claims))]
-
-    def take(rank: int, seat: int) -> None:
-        seats[rank] = seat
-        free.remove(seat)
-
+    mesh = _Seating(nodes, shards)
     holders = [rank for rank, claim in enumerate(claims) if claim != NO_SEAT]
     for rank in holders:
-        if claims[rank] in free:
-            take(rank, claims[rank])
+        if claims[rank] in mesh.free:
+            mesh.take(rank, claims[rank])
     for rank in holders:
-        if seats[rank] == NO_SEAT:
+        if mesh.seats[rank] == NO_SEAT:
             shard = claims[rank] % shards
-            seat = next((seat for seat in free if seat % shards == shard), None)
-            if seat is None:
+            seat = mesh.best(rank, mesh.free.intersection(range(shard, len(claims), shards)))
+            if seat == NO_SEAT:
                 raise _too_many(claims, shards, shard)
-            take(rank, seat)
+            mesh.take(rank, seat)
     for rank, claim in enumerate(claims):
         if claim == NO_SEAT:
-            take(rank, free[0])
-    return seats
+            mesh.take(rank, mesh.best(rank, mesh.free) if holders else rank)
+    return mesh.seats
+
+
+class _Seating:
+    def __init__(self, nodes: Sequence[int], shards: int) -> None:
+        self.seats = [NO_SEAT] * len(nodes)
+        self.free = set(range(len(nodes)))
+        self._nodes, self._shards = nodes, shards
+        self._filled: Counter[int] = Counter()
+        self._mates: Counter[tuple[int, int]] = Counter()
+
+    def take(self, rank: int, seat: int) -> None:
+        replica = seat // self._shards
+        self.seats[rank] = seat
+        self.free.remove(seat)
+        self._filled[replica] += 1
+        self._mates[replica, self._nodes[rank]] += 1
+
+    def best(self, rank: int, among: Iterable[int]) -> int:
+        """Return the seat with most of this node's in its replica, and fewest others."""
+
+        def distance(seat: int) -> tuple[int, int, int]:
+            replica = seat // self._shards
+            return -self._mates[replica, self._nodes[rank]], self._filled[replica], seat
+
+        return min(among, key=distance, default=NO_SEAT)
 
 
 class MeshGroups:

@@ -9,7 +9,9 @@ caller answers by entering the next; JobError where there is none.
 
 from __future__ import annotations
 
+import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -223,13 +225,13 @@ class Worlds:
     def _take_seat(self, mesh: MeshGroups) -> None:
         """Agree on who sits where, and meet those of the same row and of the same column."""
         rank, size = self.group.rank(), self.group.size()
-        said = gathered(self.group, [mesh.seat, mesh.shards])
-        shards = [each[1] for each in said]
+        said = gathered(self.group, [mesh.seat, _node(), mesh.shards])
+        claims, nodes, shards = ([each[part] for each in said] for part in range(3))
         if len(set(shards)) > 1:
             raise _not_alike(shards)
         if size % mesh.shards:
             raise _not_whole(size, mesh.shards)
-        mesh.settle(seated([each[0] for each in said], mesh.shards), rank)
+        mesh.settle(seated(claims, nodes, mesh.shards), rank)
         for group, wiring in zip(mesh.groups, mesh.wirings(self.group.world.wiring), strict=True):
             self._meet(group, wiring)
 
@@ -269,6 +271,11 @@ class Worlds:
             device_type=self.device.type,
             serves=place.rank == 0 and not place.agent_store,
         )
+
+
+def _node() -> int:
+    """Return a number that the workers of this node have alike, and hardly others."""
+    return zlib.crc32(os.environ.get("ELASTANE_NODE", "").encode())
 
 
 def _refuse_early(name: str) -> None:
