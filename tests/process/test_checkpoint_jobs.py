@@ -22,13 +22,14 @@ class Saving:
     """A local cluster whose workers save, and what they have said."""
 
     def __init__(
-        self, folder: Path, way: str, where: str = "", every: int = 1, **options: object
+        self, folder: Path, way: str, where: str = "", *more: object, **options: object
     ) -> None:
         self.folder, self.way = folder, way
         self.where = where or str(folder / "ck")
         self.said_folder = folder / "said"
         self.said_folder.mkdir(parents=True)
-        script = [str(SCRIPT), str(self.said_folder), self.where, way, str(STEP_S), str(every)]
+        words = (SCRIPT, self.said_folder, self.where, way, STEP_S, *more)
+        script = [str(word) for word in words]
         options = {"nnodes": "1", "nproc_per_node": 2, "max_restarts": 1000, **options}
         options |= {
             "preload": "torch,torch.distributed,torch.optim",
@@ -227,7 +228,8 @@ def test_a_job_that_loses_all_its_agents_goes_on_from_storage_in_a_new_run(tmp_p
     ids=["together", "one-by-one"],
 )
 def test_a_job_in_place_whose_nodes_all_leave_saves_the_step_that_it_leaves_at(tmp_path, apart):
-    job = Saving(tmp_path, "job", every=10**6, nnodes="1:2", nproc_per_node=1)
+    more = [10**6] + ["behind"] * (not apart)  # then it is saved in memory, and written at the end
+    job = Saving(tmp_path, "job", "", *more, nnodes="1:2", nproc_per_node=1)
     with job.cluster:
         nodes = [job.cluster.start(name) for name in "ab"]
         job.cluster.wait(lambda: len({line["pid"] for line in job.said("step")}) == 2, "both")

@@ -260,6 +260,18 @@ def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, mo
     assert order.stop()
 
 
+def test_nor_once_a_worker_of_a_later_round_asks_how_the_writing_stands(one, monkeypatch):
+    monkeypatch.setattr(scribe, "KEEPER_HURRY_S", 0.0)
+    one.save(1, persist=True)
+    until(lambda: one.storage.orders, "it is being written")
+    (order,) = one.storage.orders
+    one.shelf.progress((1, 0))
+    assert not order.hurry(), "the same round"
+    one.shelf.progress((1, 1))
+    one.shelf.progress((1, 0))
+    assert order.hurry()
+
+
 def test_groups_of_slots_of_another_size_go_when_nothing_needs_them(one):
     one.save(1)
     numbers, fds = one.shelf.slots(WORKER, Slots(2, 2 * SLOT_BYTES))

@@ -41,7 +41,7 @@ class Captured:
         for number, (tensor, path) in enumerate(zip(self.tensors, parts.paths, strict=True)):
             self._add(number, tensor, local.shards.get(path), path)
         self._state = state
-        self._is_sharded = bool(local.shards)
+        self.is_sharded = bool(local.shards)
         self._kinds = [(tensor.dtype, tensor.shape) for tensor in self.tensors]
         self._identity = b""
         self._named: tuple[list[str], dict[str, tuple[Any, ...]]] | None = None
@@ -51,7 +51,7 @@ class Captured:
 
         In more than its values: in what it is made of.
         """
-        if self._is_sharded or not self._flattening.again(state):
+        if self.is_sharded or not self._flattening.again(state):
             return False
         parts = self._flattening.parts
         if [(tensor.dtype, tensor.shape) for tensor in parts.tensors] != self._kinds:

@@ -119,10 +119,11 @@ class Checkpointer:
     def save_before_stop(self, steps: int) -> None:
         """Save after so many steps, if that was not done; then all workers are going to be stopped.
 
-        What is saved is whole when this returns; that it is written out is the keeper's.
+        What is saved is whole when this returns; that it is written out is the keeper's. So storage
+        that is behind is not waited for, where each node holds all of the state.
         """
         if self._subject is not None and steps and not (self._last and self._last.step == steps):
-            self._save(steps, "asked")
+            self._save(steps, "leave")
         self._settle()
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
@@ -205,11 +206,13 @@ class Checkpointer:
         return began
 
     def _agreed(self, saver: Saver, captured: Captured, order: Order) -> list[Agreed]:
-        """Hear all ranks; where the save was asked for, once no keeper is writing any more."""
+        """Hear all ranks; where a save must not be left out, once no keeper is writing any more."""
         word = self._cadence.word(order.step, order.reason)
+        # What one node holds of a sharded state goes with it, from its memory.
+        insists = order.reason == "asked" or (order.reason == "leave" and captured.is_sharded)
         for _ in range(int(WAIT_S / _PAUSE_S)):
             heard = saver.agree(captured, order, word)
-            if order.reason != "asked" or not any(each.busy for each in heard):
+            if not insists or not any(each.busy for each in heard):
                 break
             time.sleep(_PAUSE_S)
         return heard

@@ -29,7 +29,7 @@ TOGETHER_S = 600.0
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What one save is to be: `reason` is step, time or asked."""
+    """What one save is to be: `reason` is step, time, asked or leave."""
 
     step: int
     reason: str

@@ -109,7 +109,7 @@ class Saver:
     def _is_busy(self) -> bool:
         """Whether the keeper is still writing; one that is lost is followed by another."""
         try:
-            progress = self.keeper.progress()
+            progress = self.keeper.progress(self._world.fence)
             self.write_s = progress.last_write_s
             self.progress = progress
             return progress.busy

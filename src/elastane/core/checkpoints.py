@@ -73,7 +73,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a person asks of a checkpoint. `reason` is step, time, asked or last gasp."""
+    """What a person asks of a checkpoint. `reason` is step, time, asked, leave or last gasp."""
 
     job: Text
     world: Count

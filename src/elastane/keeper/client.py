@@ -157,14 +157,18 @@ class Keeper:
             self._say(messages.Keep(self._slots[slot], snapshot))
             self._owes = True
 
-    def progress(self, *, fresh: bool = True) -> Progress:
-        """Return how the writing stands; unless `fresh`, as of the last `keep` if there was one."""
+    def progress(self, fence: tuple[int, int] = (0, 0), *, fresh: bool = True) -> Progress:
+        """Return how the writing stands; unless `fresh`, as of the last `keep` if there was one.
+
+        `fence` is the round and attempt of the worker: what an older one writes is then waited for
+        no longer than it has to be.
+        """
         if not fresh:
             with self._lock:
                 self._settle()
                 if self._kept is not None:
                     return self._kept.progress
-        return self._ask(messages.Ask(), messages.Stands).progress
+        return self._ask(messages.Ask(fence), messages.Stands).progress
 
     def wait(self, key: Key, timeout_s: float) -> Progress:
         """Return once `key`, or a newer one, is durable, or its writing has failed.

@@ -207,7 +207,9 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """How does the writing stand?"""
+    """How does the writing stand? `fence` is the round and attempt of who asks."""
+
+    fence: tuple[Count, Count] = (0, 0)
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):

@@ -187,8 +187,8 @@ def _done(shelf: Shelf, number: int, request: messages.Request) -> _Answer:
             answer = messages.Kept(shelf.grant(number, spare=True), shelf.progress())
         case messages.Grant(overdue=overdue):
             answer = messages.Granted(shelf.grant(number, overdue=overdue))
-        case messages.Ask():
-            answer = messages.Stands(shelf.progress())
+        case messages.Ask(fence=fence):
+            answer = messages.Stands(shelf.progress(fence))
         case messages.Layout():
             shelf.layout(request)
         case messages.Slots():

@@ -77,6 +77,7 @@ class Shelf:
         self._courier = Courier(origin, neighbours, self._copied)
         self._alone_since_s = time.monotonic()
         self._is_missed = self._is_leaving = False
+        self._seen = (0, 0)  # the latest round and attempt of the workers
 
     def open(self) -> None:
         """Start what works in the background."""
@@ -154,13 +155,14 @@ class Shelf:
             effects = self._books.keep(worker, slot, Piece(name, piece.local, piece.locals, wanted))
             contents.pieces[piece.local] = piece
             self._contents[name] = contents
+            self._seen = max(self._seen, name.key.fence[1:])
             self._carry_out(effects)
         self._let_go()
 
-    def progress(self) -> Progress:
-        """Return how the writing stands."""
+    def progress(self, fence: tuple[int, int] = (0, 0)) -> Progress:
+        """Return how the writing stands, to a worker of this round and attempt."""
         with self._lock:
-            books = self._books
+            books, self._seen = self._books, max(self._seen, fence)
             return Progress(
                 writing=books.writing.key if books.writing else None,
                 waiting=books.waiting.key if books.waiting else None,
@@ -283,11 +285,10 @@ class Shelf:
     def _hurries(self, name: Name) -> bool:
         """Whether there is reason not to wait long for the others; the lock is not held.
 
-        Once a later round has kept a snapshot, who has not done its part of this may be dead.
+        Once there is a later round, who has not done its part of this may be dead.
         """
         with self._lock:
-            newest = self._newest
-            is_past = newest is not None and newest.key.fence > name.key.fence
+            is_past = self._seen > name.key.fence[1:]
             return self._is_leaving or is_past or self._books.waiting is not None
 
     def _durable(self, key: Key) -> None:

@@ -22,7 +22,7 @@ class Known:
 class Idle:
     id, survives, door = "keeper", True, ""
 
-    def progress(self):
+    def progress(self, fence):
         return Progress()
 
 
@@ -30,6 +30,7 @@ class Two:
     """Two ranks, of which the other says the same but for its step."""
 
     rank, size = 0, 2
+    fence = (3, 1)
 
     def __init__(self, others_step):
         self.others_step = others_step
