@@ -77,7 +77,7 @@ def line(what: str, peers: list[str], own: str) -> str:
 def of_size(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[str]:
     """Return the lines of one size."""
     one = rows[f"single {gb:g} GB"] = measured("single", gb, folder, "--nproc-per-node", "1")
-    back = measured("memory", gb, folder, "--nproc-per-node", "1", "--max-restarts", "9")
+    back = measured("memory", gb, folder, "--nproc-per-node", "1", "--max-restarts", "11")
     rows[f"memory {gb:g} GB"] = back
     brought = measured("bring", gb, folder, "--nproc-per-node", "2")
     rows[f"bring {gb:g} GB"] = brought
@@ -105,8 +105,8 @@ def of_size(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[
         ),
         line(
             f"{size}: restored from memory after a worker's death",
-            [f"torch.load: {cell(back, 'torch.load')}"],
-            cell(back, "ours, from memory", "torch.load"),
+            [f"torch.load, into the objects: {cell(back, 'torch.load, into the objects')}"],
+            cell(back, "ours, from memory", "torch.load, into the objects"),
         ),
         line(
             f"{size}: brought to a folder that lacks it, durable",
