@@ -119,7 +119,7 @@ def published(where: Path) -> list[str]:
     return sorted(p.parent.name for p in where.glob("step-*/manifest.json"))
 
 
-@pytest.mark.parametrize("way", ["objects", "sharded"])
+@pytest.mark.parametrize("way", ["objects", pytest.param("sharded", marks=pytest.mark.soak)])
 def test_restarted_workers_go_on_from_memory_and_lose_one_step_at_most(tmp_path, way):
     job, rng = Saving(tmp_path, way), random.Random(7)
     with job.cluster:

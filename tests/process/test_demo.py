@@ -127,7 +127,10 @@ def test_the_demo_restarts_a_script_that_knows_nothing_of_it(tmp_path):
     assert acts[2]["redone_steps"] == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)],
+)
 def test_a_demo_that_is_ended_takes_all_its_processes_along(tmp_path, number):
     folder = tmp_path / "kept"
     with demo("--keep", str(folder)) as (process, marker):

@@ -27,7 +27,11 @@ def held(job):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"redirects": "3"}, {"spares_per_node": 1}],
+    [
+        {},
+        pytest.param({"redirects": "3"}, marks=pytest.mark.soak),
+        pytest.param({"spares_per_node": 1}, marks=pytest.mark.soak),
+    ],
     ids=["shown", "redirected", "with-a-spare"],
 )
 def test_descriptors_and_threads_of_an_agent_stay_flat_whatever_dies(tmp_path, options):

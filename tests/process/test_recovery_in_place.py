@@ -95,7 +95,7 @@ def starts(job: InPlace, names: str) -> list[LocalNode]:
     return nodes
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2))])
 def test_a_killed_worker_of_any_rank_costs_the_others_no_process_and_is_replaced(job, victim):
     nodes = starts(job, "abc")
     by_rank = {lines[-1]["rank"]: pid for pid, lines in job.said().items() if lines}
@@ -107,7 +107,7 @@ def test_a_killed_worker_of_any_rank_costs_the_others_no_process_and_is_replaced
     assert [e.data["used"] for e in job.cluster.events("restart")] == [1]
 
 
-@pytest.mark.parametrize("victim", ["a", "b"])
+@pytest.mark.parametrize("victim", ["a", pytest.param("b", marks=pytest.mark.soak)])
 def test_a_killed_node_is_left_behind_the_coordinators_too(job, victim):
     nodes = {node.name: node for node in starts(job, "abc")}
     before = set(job.said())
@@ -196,7 +196,7 @@ def test_without_a_zygote_the_worker_of_rank_0_serves_the_store_whoever_that_is(
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_faults_in_a_row_lose_no_step_and_do_none_twice(tmp_path, seed):
     """Each fault comes when all train again: the state is never with one alone."""
     job, rng = InPlace(tmp_path), random.Random(seed)

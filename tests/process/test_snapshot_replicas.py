@@ -76,6 +76,7 @@ def test_a_lost_nodes_part_comes_from_its_neighbours_memory(tmp_path):
     exact(job, final, world=3)
 
 
+@pytest.mark.soak
 def test_without_copies_what_only_the_lost_node_held_is_gone_and_storage_is_older(tmp_path):
     job = Apart(tmp_path)
     with job.cluster:
