@@ -313,10 +313,14 @@ def test_a_worker_is_gone_with_its_process_whoever_holds_its_connection(node):
     )
     assert run.stdout.read() == b"ready\n"
     run.wait()
+
+    def are_taken_over() -> bool:
+        # One that asks before it is held to be gone gets slots of its own, and keeps to those.
+        with contextlib.closing(Keeper.connect()) as again:
+            return len(again.slots(1, 65536)) == 3
+
     try:
-        again = Keeper.connect()
-        # Its slots are there to be taken over, where it is held to be gone.
-        until(lambda: len(again.slots(1, 65536)) == 3, "the slots of the dead")
+        until(are_taken_over, "the slots of the dead")
     finally:
         os.killpg(run.pid, signal.SIGKILL)
 
