@@ -182,6 +182,21 @@ def test_successors_on_two_nodes_leave_each_node_a_whole_replica(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(200)
+def test_a_job_that_begins_with_one_replica_grows_by_a_restart_and_saves_first(tmp_path):
+    job = Sharding(tmp_path, 2, where=str(tmp_path / "ck"), nnodes="1:2", nproc_per_node=2)
+    with job.cluster:
+        job.cluster.start("a")
+        alone = job.wait_steps(4, world=2)
+        job.cluster.start("b")
+        assert not alone & job.wait_steps(3, world=4)
+        lines = [line for lines in job.said().values() for line in lines]
+        made = max(line["step"] for line in lines if line["world"] == 2)
+        assert min(line["step"] for line in lines if line["world"] == 4) == made + 1
+        assert not job.cluster.events("restart"), "an arrival costs no restart"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
 def test_in_the_last_replica_a_lost_worker_has_all_start_again_from_memory(tmp_path):
     where = str(tmp_path / "ck")
     job = Sharding(tmp_path, 2, where=where, nnodes="1:2", nproc_per_node=2)
