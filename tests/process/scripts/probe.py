@@ -79,13 +79,19 @@ def status():
     return found | {"SigCgt": f"{caught:x}"}
 
 
+def printed(line):
+    # Closed, not dropped: a Popen that is dropped before its child has ended keeps its pipe open.
+    with os.popen(line) as stream:
+        return stream.read()
+
+
 def process():
     with open("/proc/self/cmdline", "rb") as file:
         line = file.read().rstrip(b"\0").replace(b"\0", b" ")
     return {
         "cmdline": os.fsdecode(line).rstrip(),
         "environ": dict(os.environ),
-        "getenv": os.popen("printenv FROM_TEST").read() if "FROM_TEST" in os.environ else None,
+        "getenv": printed("printenv FROM_TEST") if "FROM_TEST" in os.environ else None,
         "cwd": os.getcwd(),
         "oom": open("/proc/self/oom_score_adj").read(),
         "limits": [resource.getrlimit(number) for number in range(16)],
