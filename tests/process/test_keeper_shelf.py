@@ -140,7 +140,7 @@ def test_an_error_of_another_kind_is_a_failure_too(one):
 def test_memory_that_is_short_is_not_kept_for_copies(one, monkeypatch):
     one.save(1)
     (name,) = one.shelf._books.whole()
-    one.shelf._courier.books.whole(name, "", [name], "peer")
+    one.shelf._courier.books.whole(name, [name], "peer")
     one.shelf._courier.books.ended(name, arrived=True)
     one.shelf._books.pin(frozenset({name}))
     for step in (2, 3, 4):

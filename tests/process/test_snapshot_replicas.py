@@ -93,6 +93,26 @@ def test_without_copies_what_only_the_lost_node_held_is_gone_and_storage_is_olde
 
 
 @pytest.mark.soak
+def test_saves_that_are_cut_short_in_a_row_leave_the_last_that_all_nodes_have(tmp_path):
+    job = Apart(tmp_path, nnodes="2")
+    with job.cluster:
+        for name in "ab":
+            job.cluster.start(name)
+        job.wait_steps(4)
+        job.storage_goes()
+        job.wait_steps(8)
+        (job.said_folder / "torn").write_text("....")
+        for _ in range(4):
+            restored = job.next_world(2)
+            assert {line["where"] for line in restored} == {"memory"}
+        job.storage_comes()
+        assert one_step(restored) > job.kept
+        job.wait_steps(3)
+        final = job.ends()
+    exact(job, final, world=2)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_one_node_after_the_other_may_be_lost_while_storage_is_away(tmp_path, workers):

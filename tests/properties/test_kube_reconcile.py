@@ -6,6 +6,7 @@ A failure prints the rules that led to it; `--hypothesis-seed` and the printed b
 import copy
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -356,3 +357,24 @@ ClusterMachine.TestCase.settings = settings(
 
 class TestAnyOrderOfAnything(ClusterMachine.TestCase):
     """The state machine above."""
+
+
+@pytest.mark.parametrize("replicas", [0, 2, 3])
+def test_a_pod_that_ended_well_before_it_was_deleted_as_asked_is_not_left(replicas):
+    """Found by the machine: the deletion was decided, and another action failed before it."""
+    machine = ClusterMachine()
+    machine.begin(
+        replicas=2,
+        policy="ExitCode",
+        scale_down="HighestIndex",
+        limit=None,
+        clean=None,
+        is_running=True,
+    )
+    machine.somebody_edits(edit={"replicas": 0}, is_seen=True)
+    machine.somebody_removes_an_object(is_seen=False, name="j-directive")
+    machine.the_operator_decides(is_anew=False, order=0)
+    if replicas:
+        machine.somebody_edits(edit={"replicas": replicas}, is_seen=False)
+    machine.a_pod_ends(code=0, is_seen=False, some=1)
+    machine.all_settles()

@@ -244,3 +244,30 @@ def test_a_spare_slot_is_one_for_which_nothing_has_to_go():
     assert desk.books.grant(1, spare=True) == (None, [])
     assert desk.books.whole() == [name(3), name(2), name(1)]
     assert desk.books.grant(1) == (11, [Forget(name(2))])
+
+
+def test_the_last_save_that_all_nodes_have_stays_however_many_were_cut_short():
+    desk = Desk(1)
+    desk.keep(1, name(1))
+    for attempt in (1, 2, 3):  # Each of them is whole here, and not where another worker died.
+        desk.books.together = name(1).nonce if attempt == 1 else desk.books.together
+        desk.keep(1, name(2, f"torn{attempt}", attempt=attempt))
+        assert desk.books.whole()[-1] == name(1)
+    desk.keep(1, name(2, "kept by all", attempt=4))
+    desk.books.together = "kept by all"
+    desk.keep(1, name(3, attempt=4))
+    assert name(1) not in desk.books.whole()
+
+
+def test_the_last_save_that_all_have_goes_last_where_a_slot_is_needed():
+    desk = Desk(1)
+    desk.keep(1, name(1))
+    desk.books.together = name(1).nonce
+    assert Write(name(2, "w"), gasp=False) in desk.keep(1, name(2, "w"), persist=True)
+    desk.keep(1, name(3, "x"))
+    slot, effects = desk.books.grant(1)
+    assert slot is not None and effects == [Forget(name(3, "x"))], "storage has the one before"
+    desk.books.keep(1, slot, Piece(name(4, "y"), 0, 1, False))
+    desk.books.read(1, 1)
+    slot, effects = desk.books.grant(1)
+    assert slot is not None and effects == [Forget(name(1))], "the newest is being read"

@@ -89,6 +89,8 @@ class Checkpointer:
         restorer = Restorer(subject, keeper, repository)
         restored, self._era = restorer.newest(place, strict=self._strict)
         self._cadence.failures += restored is not None  # A run that goes on was cut short.
+        if restored is not None:
+            self._saver.go_on_from(restored.nonce, missed=restored.missed)
         if restored is not None and environment.get("LOCAL_RANK", "0") == "0":
             with contextlib.suppress(ConnectionError):
                 keeper.went_on(restored.key, restored.where, subject.why)

@@ -40,7 +40,8 @@ class Order(msgspec.Struct, frozen=True):
 class Told(msgspec.Struct, frozen=True):
     """What else is said of one save; `durable`: it is to be written out.
 
-    `copied`: other nodes are to hold copies of it. `safe` is the last save of which all do.
+    `copied`: other nodes are to hold copies of it. `safe` is the last save of which all do,
+    `together` the last that all ranks have kept; "" where there is none yet.
     """
 
     nonce: str
@@ -48,6 +49,7 @@ class Told(msgspec.Struct, frozen=True):
     durable: bool
     copied: bool = False
     safe: str = ""
+    together: str = ""
 
 
 class Plan:
@@ -88,6 +90,7 @@ class Plan:
             layout=digest,
             streams=more.streams,
             replicated=self.layout.replicated,
+            together="" if self.layout.replicated else more.together,
             persist=self._persist(order) if more.durable else None,
             replica=self._replica(more),
         )

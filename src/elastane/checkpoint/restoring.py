@@ -54,11 +54,17 @@ _STREAMS = "streams-"
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """What was restored: `where` says from what; `skipped` are newer ones, each with its reason."""
+    """What was restored: `where` says from what; `skipped` are newer ones, each with its reason.
+
+    `nonce` tells a save in memory from others of its step; "" where it was in storage. `missed`: a
+    node had nothing of it, and need not have.
+    """
 
     key: Key
     where: str
     skipped: tuple[str, ...] = ()
+    nonce: str = ""
+    missed: bool = False
 
     @property
     def step(self) -> int:
@@ -124,7 +130,9 @@ class Restorer:
             if not why:
                 where = "memory" if choice.memory else self._repository.storage.where
                 self._tell(f"passed over: {'; '.join(skipped)}" if skipped else "")
-                return Restored(choice.save.key, where, tuple(skipped))
+                nonce = choice.save.nonce if choice.memory else ""
+                missed = bool(choice.lacking)
+                return Restored(choice.save.key, where, tuple(skipped), nonce, missed)
             skipped.append(f"{choice.save.folder}: {why}")
             failed.add((choice.save, choice.memory))
         if skipped:

@@ -56,6 +56,9 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True):
     copies: int  # whether this node has copies of its part made
     copied: int  # the nonces of the saves whose part another node has: the later, the earlier one
     copied_before: int
+    kept: int  # the nonce of the last save that this rank has kept
+    safe: int  # what it takes for the last that all nodes have copied
+    together: int  # and for the last that all ranks have kept
     nonce: int
     word: int
 
@@ -71,9 +74,17 @@ class Saver:
         self._plan: Plan | None = None
         self.copier = Copier()
         self.blocked_s = self.write_s = 0.0
-        self._safe_nonce = ""
+        self._kept = self._safe = self._together = 0
         self.progress = Progress()  # the keeper's, as of the last save
         self._told: set[str] = set()
+
+    def go_on_from(self, nonce: str, *, missed: bool) -> None:
+        """All ranks go on from this save in memory, or from none in memory ("").
+
+        `missed`: a node that has nothing of it may go again. Else the keepers know what is safe.
+        """
+        self._together = int(nonce or "0", 16)
+        self._safe = self._together if missed else 0
 
     def agree(self, captured: Captured, order: Order, word: int) -> list[Agreed]:
         """Return what all ranks say; CheckpointError where they save different steps."""
@@ -92,6 +103,9 @@ class Saver:
             copies=int(bool(self.keeper.door)),
             copied=copied[0],
             copied_before=copied[1],
+            kept=self._kept,
+            safe=self._safe,
+            together=self._together,
             nonce=secrets.randbits(32),
             word=word,
         )
@@ -115,7 +129,7 @@ class Saver:
             return progress.busy
         except ConnectionError as error:
             _log.warning("%s; what it held in memory is lost [keeper-lost]", error)
-        self._plan = None
+        self._plan, self._kept = None, 0
         try:
             self.keeper = Keeper.connect(self._where)
         except OSError as error:
@@ -142,12 +156,15 @@ class Saver:
         if not durable and not self.keeper.survives:
             return key, False
         layout, share = self._share_out(captured, heard)
+        self._look_back(heard)
+        nonce = heard[0].nonce
         told = Told(
-            nonce=f"{heard[0].nonce:08x}",
+            nonce=_word(nonce),
             streams=self._streams(share),
             durable=durable,
             copied=not any(each.copying for each in heard),
-            safe=self._safe(heard),
+            safe=_word(self._safe),
+            together=_word(self._together),
         )
         buffers = self._buffers(captured) if layout.replicated else {}
         # From here on nothing is exchanged: what fails, fails on this rank alone.
@@ -156,26 +173,33 @@ class Saver:
             self._plan = Plan(keeper, self._where, layout, share, len(heard))
         plan = self._plan
         plan.sources.find(captured, self._world.optimizers())
-        slot = keeper.grant(GRANT_S)
         snapshot = plan.snapshot(captured, key, order, told)
+        slot = keeper.grant(GRANT_S, snapshot.together)
         sources = plan.sources
-        self.copier.copy(
-            *(plan.slot(slot).places, sources.with_others(buffers), sources.late),
-            lambda: keeper.keep(slot, snapshot),
-        )
+
+        def keep() -> None:
+            keeper.keep(slot, snapshot)
+            self._kept = nonce
+
+        views = sources.with_others(buffers)
+        self.copier.copy(plan.slot(slot).places, views, sources.late, keep)
         self.blocked_s = time.monotonic() - began_s
         return key, durable
 
-    def _safe(self, heard: list[Agreed]) -> str:
-        """Return the last save of which all nodes have copies, which is to stay."""
+    def _look_back(self, heard: list[Agreed]) -> None:
+        """Find the last save of which all nodes have copies, and the last that all have kept.
+
+        Both are to stay. Where there is none, who has just come takes over what the others know.
+        """
+        kept = {each.kept for each in heard}
+        known = max(each.together for each in heard) if not self._together else self._together
+        self._together = max(kept) if len(kept) == 1 and 0 not in kept else known
         # Also of who has none: a save that not all have kept must not be taken for a safe one.
         several = [(each.copied, each.copied_before) for each in heard if each.copies]
         common = set.intersection(*map(set, several)) - {0} if several else set()
-        if common:
-            # The earlier one is no later on any node.
-            newest = next(nonce for nonce in several[0] if nonce in common)
-            self._safe_nonce = f"{newest:08x}"
-        return self._safe_nonce
+        # The earlier one is no later on any node.
+        newest = next((nonce for nonce in several[0] if nonce in common), 0) if several else 0
+        self._safe = newest or self._safe or max(each.safe for each in heard)
 
     def close(self) -> None:
         """Let go of the keeper, which ends what it is writing."""
@@ -280,6 +304,10 @@ def not_saved(where: str, reason: str, slug: str) -> CheckpointError:
         next_step="mend what is named; the next save tries anew",
         slug=slug,
     )
+
+
+def _word(nonce: int) -> str:
+    return f"{nonce:08x}" if nonce else ""
 
 
 def _hash(data: bytes) -> int:

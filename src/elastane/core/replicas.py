@@ -3,7 +3,8 @@
 Pure. All nodes copy the same saves: a save is copied only where no node is still copying the one
 before, and who saves says which save is `safe`, the last that all nodes have copied. That one stays
 where it is, on its own nodes and in its copies, until a later one has come to all: so there is
-always one save of which the loss of any one node takes nothing.
+always one save of which the loss of any one node takes nothing. Who does not know which it is says
+"", and it stays the same.
 """
 
 from __future__ import annotations
@@ -22,26 +23,31 @@ class Outgoing:
     """What this node's peer gets.
 
     `pinned` are the snapshots that have to stay here for that, `there` are those that the peer has,
-    oldest first.
+    oldest first. `safe` is the nonce of the last save that all nodes have copied.
     """
 
     def __init__(self) -> None:
+        self.safe = ""
         self.copying: Name | None = None
         self.there: tuple[Name, ...] = ()
         self.pinned: frozenset[Name] = frozenset()
         self._peer = ""
         self._is_over = False
 
-    def whole(self, name: Name, safe: str, held: Collection[Name], peer: str) -> bool:
-        """A snapshot is whole that is to be copied to `peer`; returns whether to begin.
+    def hear(self, safe: str) -> None:
+        """Who saves says which save is safe, or ""."""
+        self.safe = safe or self.safe
 
-        `safe` is the nonce of the last save that all nodes have copied, of those that are `held`.
+    def whole(self, name: Name, held: Collection[Name], peer: str) -> bool:
+        """A snapshot is whole that is to be copied to `peer`, of those that are `held`.
+
+        Returns whether to begin.
         """
         self._is_over = False
         if self.copying is not None:
             return False  # Who saves did not know; the next one is copied.
-        self.pinned = frozenset(n for n in held if n.nonce == safe) | {name}
-        self.there = tuple(n for n in self.there if n.nonce == safe and peer == self._peer)
+        self.pinned = frozenset(n for n in held if n.nonce == self.safe) | {name}
+        self.there = tuple(n for n in self.there if n.nonce == self.safe and peer == self._peer)
         self.copying, self._peer = name, peer
         return True
 
@@ -77,6 +83,7 @@ class Incoming:
     def __init__(self) -> None:
         self.held: list[Copy] = []
         self.arriving: Copy | None = None
+        self._safe = ""
 
     def offered(self, copy: Copy, safe: str) -> str:
         """Somebody offers a copy; returns why it is not taken, "" where it is.
@@ -90,7 +97,8 @@ class Incoming:
             return "a later round has copied its snapshots here"
         if self.arriving is not None and self._is_in_turn(self.arriving, copy):
             return "another copy is arriving"
-        kept = sorted((each for each in self.held if each.name.nonce == safe), key=_age)
+        self._safe = safe or self._safe
+        kept = sorted((each for each in self.held if each.name.nonce == self._safe), key=_age)
         self.held = kept[len(kept) - min(len(kept), COPIES_MAX - 1) :]
         self.arriving = copy
         return ""

@@ -8,18 +8,20 @@ A slot that is part of the newest whole snapshot, of one that is being written o
 somebody reads is never granted and never dropped. Three slots a worker are enough for that a
 grant never waits for storage: one is being written, one holds the newest, one is filled. Two more
 are pinned where copies go to other nodes; a fourth slot is enough then: at worst the newest goes.
+So it does where an older one is the last that all nodes together have, of state that is sharded.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elastane.core.checkpoints import Key
 
-# Whole snapshots that are held beside those that are written or read. The one before the newest is
-# there for the case that the newest is not whole on another node, or does not pass its digest.
+# Whole snapshots that are held, beside those that are written or read. The one before the newest is
+# for the case that the newest is not whole on another node, or does not pass its digest.
 WHOLE_MAX = 2
 
 
@@ -91,7 +93,7 @@ class _Snapshot:
     locals: int
     slots: dict[int, int] = field(default_factory=dict)  # by local
     persist: int = 0  # how many of its pieces came with the wish to have it written
-    readers: dict[int, int] = field(default_factory=dict)  # times, by worker
+    readers: Counter[int] = field(default_factory=Counter)  # times, by worker
     spoiled: bool = False
 
     @property
@@ -104,22 +106,24 @@ class _Snapshot:
 
 
 class Snapshots:
-    """The books. `writing` is what is being written out now, `published` the newest durable."""
+    """The books. `writing` is what is being written out now, `published` the newest durable.
+
+    `together`, which others set, is the nonce of the last save that all nodes have kept, where what
+    one of them has is of no use alone.
+    """
 
     def __init__(self) -> None:
+        self.together = ""
         self.writing: Name | None = None
         self.waiting: Name | None = None
         self.published: Key | None = None
         self._slots: dict[int, _Slot] = {}
         self._snapshots: dict[Name, _Snapshot] = {}
         self._workers: dict[int, tuple[int, Key] | None] = {}  # the last local and key of each
-        self._gasps = False
-        self._leaving = False
+        self._gasps = self._leaving = False
         self._gasped: set[Name] = set()
         self._pinned: frozenset[Name] = frozenset()
         self._effects: list[Effect] = []
-
-    # What may be asked.
 
     @property
     def is_idle(self) -> bool:
@@ -153,8 +157,9 @@ class Snapshots:
         """
         mine = self._owned(worker, size_bytes)
         if not mine:
-            left = sorted({s.owner for s in self._orphans() if s.size_bytes == size_bytes})
-            mine = self._owned(left[0], size_bytes) if left else []
+            owners = sorted({slot.owner for slot in self._slots.values()} - {*self._workers})
+            left = (self._owned(owner, size_bytes) for owner in owners)
+            mine = next(filter(None, left), [])
         for number in mine:
             self._slots[number].owner = worker
         for slot in self._slots.values():
@@ -173,9 +178,9 @@ class Snapshots:
     ) -> tuple[int | None, list[Effect]]:
         """Return the slot that a worker is to fill next; None: there is none yet.
 
-        What makes room is the oldest whole snapshot, then one that waits to be written, then one
-        that is not whole yet: at once where a worker that is gone has kept the piece, else when it
-        is `overdue`. `spare`: nothing makes room.
+        What makes room is the oldest whole snapshot, then one that waits to be written, one that is
+        not whole yet (at once where a worker that is gone has kept the piece, else when it is
+        `overdue`), and the newest where an older one is to go on from. `spare`: nothing does.
         """
         mine = [n for n, s in sorted(self._slots.items()) if s.owner == worker and not s.retired]
         granted = next((n for n in mine if self._slots[n].granted), None)
@@ -212,17 +217,14 @@ class Snapshots:
         """A worker reads the newest whole snapshots, all or `count`, until it says otherwise."""
         names = self.whole()[:count]
         for name in names:
-            readers = self._snapshots[name].readers
-            readers[worker] = readers.get(worker, 0) + 1
+            self._snapshots[name].readers[worker] += 1
         return names
 
     def release(self, worker: int, name: Name) -> list[Effect]:
         """A worker has read a snapshot; one that it did not read is nothing."""
         snapshot = self._snapshots.get(name)
-        if snapshot is not None and worker in snapshot.readers:
-            snapshot.readers[worker] -= 1
-            if not snapshot.readers[worker]:
-                del snapshot.readers[worker]
+        if snapshot is not None:
+            snapshot.readers -= Counter([worker])
         self._trim()
         return self._taken()
 
@@ -246,9 +248,7 @@ class Snapshots:
         """A snapshot does not pass its digest: it is given to nobody."""
         if name in self._snapshots:
             self._snapshots[name].spoiled = True
-            if name == self.waiting:
-                self.waiting = None
-                self._effects.append(Superseded(name))
+            self._not_written(name)
         self._trim()
         return self._taken()
 
@@ -294,11 +294,8 @@ class Snapshots:
         return effects
 
     def _owned(self, worker: int, size_bytes: int) -> list[int]:
-        mine = [n for n, s in self._slots.items() if s.owner == worker and not s.retired]
-        return sorted(number for number in mine if self._slots[number].size_bytes == size_bytes)
-
-    def _orphans(self) -> list[_Slot]:
-        return [s for s in self._slots.values() if s.owner not in self._workers and not s.retired]
+        mine = [(n, s) for n, s in self._slots.items() if s.owner == worker and not s.retired]
+        return sorted(number for number, slot in mine if slot.size_bytes == size_bytes)
 
     def _completed(self, name: Name, snapshot: _Snapshot) -> None:
         self._effects.append(Whole(name))
@@ -328,6 +325,11 @@ class Snapshots:
         if name is not None:
             self._effects.append(Write(name, gasp))
 
+    def _not_written(self, name: Name) -> None:
+        if name == self.waiting:
+            self.waiting = None
+            self._effects.append(Superseded(name))
+
     def _is_worth_it(self, name: Name) -> bool:
         is_durable = self.published is not None and name.key <= self.published
         return not is_durable and name not in self._gasped
@@ -336,20 +338,18 @@ class Snapshots:
         """Forget one snapshot of those in these slots, if one may go."""
         held = {name: self._slots[n].filled_by for n in mine if (name := self._slots[n].holds)}
         oldest_first = [name for name in reversed(self.whole()[1:]) if name in held]
-        choices = [name for name in oldest_first if name != self.waiting]
-        choices += [name for name in oldest_first if name == self.waiting]
+        last = [name for name in oldest_first if name.nonce == self.together]
+        choices = sorted({*oldest_first} - {*last}, key=lambda name: (name == self.waiting, name))
         choices += sorted(
             name
             for name, filler in held.items()
             if not self._snapshots[name].is_full and (overdue or filler != worker)
         )
-        if self._pinned & {*oldest_first}:  # One of those is there to go on from.
+        if last or self._pinned & {*oldest_first}:  # One of those is there to go on from.
             choices += [name for name in self.whole()[:1] if name in held]
-        for name in choices:
+        for name in choices + last:
             if self._may_go(name):
-                if name == self.waiting:
-                    self.waiting = None
-                    self._effects.append(Superseded(name))
+                self._not_written(name)
                 self._forget(name)
                 return
 
@@ -368,8 +368,7 @@ class Snapshots:
     def _give_up_without(self, local: int, last: Key) -> None:
         """Forget the snapshots that lack the piece of a worker that is no more.
 
-        Those of another round or attempt may be its successors', who may come before its end is
-        seen.
+        Not those of another round or attempt: successors may come before its end is seen.
         """
         for name, snapshot in [*self._snapshots.items()]:
             is_missing = local < snapshot.locals and local not in snapshot.slots
@@ -380,7 +379,8 @@ class Snapshots:
         """Forget whole snapshots beyond those that are held, and those that are spoiled."""
         held = [*self.whole()[:WHOLE_MAX], self.waiting]
         for name, snapshot in [*self._snapshots.items()]:
-            if snapshot.is_full and name not in held and self._may_go(name):
+            is_held = name in held or (snapshot.is_whole and name.nonce == self.together)
+            if snapshot.is_full and not is_held and self._may_go(name):
                 self._forget(name)
 
     def _forget(self, name: Name) -> None:

@@ -116,11 +116,11 @@ class Keeper:
             self._slots, self._kept = _as(answer, messages.HasSlots).slots, None
         return descriptors
 
-    def grant(self, timeout_s: float) -> int:
+    def grant(self, timeout_s: float, together: str = "") -> int:
         """Return which slot to fill now, by its place in what `slots` returned.
 
-        The same one again until it was kept. TimeoutError where all others are being written,
-        read, or hold the newest.
+        The same one again until it was kept. `together` names the last save that all nodes have
+        kept: it stays. TimeoutError where all others are being written, read, or hold the newest.
         """
         slot = self._granted_with_the_last()
         if slot is not None:
@@ -129,7 +129,7 @@ class Keeper:
         pause_s = _PAUSE_S
         while True:
             overdue = time.monotonic() >= until_s
-            slot = self._ask(messages.Grant(overdue), messages.Granted).slot
+            slot = self._ask(messages.Grant(overdue, together), messages.Granted).slot
             if slot is not None:
                 return self._slots.index(slot)
             if overdue:

@@ -74,9 +74,13 @@ class Courier:
         held: Collection[Name],
         errand: Callable[[Name, Replica], Errand],
     ) -> None:
-        """Bring a copy of a whole snapshot, in a thread of its own; `errand` makes its content."""
+        """Bring a copy of a whole snapshot, in a thread of its own; `errand` makes its content.
+
+        Not where the wish is not to copy this one.
+        """
         about, sources = self._neighbours(), tuple[Source, ...]()
-        if about is None or not self.books.whole(name, replica.safe, held, replica.door):
+        self.books.hear(replica.safe)
+        if about is None or not replica.door or not self.books.whole(name, held, replica.door):
             return
         try:
             made = errand(name, replica)
@@ -116,7 +120,7 @@ class Courier:
             group=errand.replica.group,
             key=errand.name.key,
             nonce=errand.name.nonce,
-            safe=errand.replica.safe,
+            safe=self.books.safe,
             words_bytes=len(words),
             sizes=tuple(source.end - source.first for source in errand.sources),
         )

@@ -70,7 +70,7 @@ class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `door` is where that keeper is (HOST:PORT), "" where this save is not copied: one is still on
     its way. `group` is that of its workers. `safe` is the nonce of the last save that all nodes
-    have copied: it is kept until there is a later one.
+    have copied, which is kept until there is a later one; "": it is the one of before.
     """
 
     door: Door
@@ -84,7 +84,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     This worker is `local` of the `locals` that keep the snapshot on this node. `files` are its
     small files; all workers' are put together. `layout` names the files that `Keeper.layout` was
     given before. `streams` is this worker's alone, and given back as it is. `replicated`: the
-    slots of this node hold the whole image.
+    slots of this node hold the whole image; else `together` is the nonce of the last save that all
+    nodes have kept: it is held until there is a later one.
     """
 
     key: Key
@@ -98,6 +99,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     layout: Label = ""
     streams: bytes = b""
     replicated: bool = True
+    together: Annotated[str, msgspec.Meta(max_length=32)] = ""
     persist: Persist | None = None
     replica: Replica | None = None
 
@@ -186,9 +188,13 @@ class Slots(msgspec.Struct, frozen=True, tag="slots"):
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
-    """Which slot is to be filled next? `overdue`: others' pieces were waited for long enough."""
+    """Which slot is to be filled next? `overdue`: others' pieces were waited for long enough.
+
+    `together` is that of the `Snapshot` that will be in it.
+    """
 
     overdue: bool
+    together: Annotated[str, msgspec.Meta(max_length=32)] = ""
 
 
 class Layout(msgspec.Struct, frozen=True, tag="layout", forbid_unknown_fields=True):

@@ -185,8 +185,8 @@ def _done(shelf: Shelf, number: int, request: messages.Request) -> _Answer:
         case messages.Keep(slot=slot, snapshot=snapshot):
             shelf.keep(number, slot, snapshot)
             answer = messages.Kept(shelf.grant(number, spare=True), shelf.progress())
-        case messages.Grant(overdue=overdue):
-            answer = messages.Granted(shelf.grant(number, overdue=overdue))
+        case messages.Grant(overdue=overdue, together=together):
+            answer = messages.Granted(shelf.grant(number, overdue=overdue, together=together))
         case messages.Ask(fence=fence):
             answer = messages.Stands(shelf.progress(fence))
         case messages.Layout():

@@ -127,9 +127,12 @@ class Shelf:
             self._let_go(now=True)
             return make_slots(count, size_bytes)
 
-    def grant(self, worker: int, *, overdue: bool = False, spare: bool = False) -> int | None:
+    def grant(
+        self, worker: int, *, overdue: bool = False, spare: bool = False, together: str = ""
+    ) -> int | None:
         """Return the slot to fill; None: not yet. `spare`: one for which nothing has to go."""
         with self._lock:
+            self._books.together = together or self._books.together
             slot, effects = self._books.grant(worker, overdue=overdue, spare=spare)
             self._carry_out(effects)
         self._let_go()
@@ -152,9 +155,9 @@ class Shelf:
             if slot not in self._memory or piece.end - piece.first > self._memory[slot][1]:
                 raise ValueError(f"slot {slot} does not hold {piece.end - piece.first} bytes")
             wanted = piece.persist is not None
+            self._books.together = piece.together or self._books.together
             effects = self._books.keep(worker, slot, Piece(name, piece.local, piece.locals, wanted))
-            contents.pieces[piece.local] = piece
-            self._contents[name] = contents
+            contents.pieces[piece.local], self._contents[name] = piece, contents
             self._seen = max(self._seen, name.key.fence[1:])
             self._carry_out(effects)
         self._let_go()
@@ -210,8 +213,7 @@ class Shelf:
         with self._lock:
             if self._books.workers or self._is_missed:
                 return None
-            left_s = self._alone_since_s + KEEPER_RETURN_S - time.monotonic()
-            if left_s > 0:
+            if (left_s := self._alone_since_s + KEEPER_RETURN_S - time.monotonic()) > 0:
                 return left_s
             self._is_missed = True
             self._carry_out(self._books.gasp())
@@ -234,8 +236,7 @@ class Shelf:
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         left = deque(effects)
         while left:
-            effect = left.popleft()
-            match effect:
+            match left.popleft():
                 case Whole(name):
                     self._digester.do(functools.partial(self._digest, name))
                     left.extend(self._copy(name))
@@ -329,7 +330,7 @@ class Shelf:
         if replica is None:
             self._courier.over()
             self.neighbour.over()
-        elif replica.door:
+        else:
             self._courier.begin(name, replica, self._books.whole(), self._errand)
         return self._books.pin(self._courier.books.pinned)
 
@@ -384,8 +385,7 @@ class Shelf:
     def _spoil(self, name: Name) -> None:
         """Give a snapshot to nobody any more; the lock is not held."""
         line = "the snapshot of step %d changed in memory after it was kept: it is not used [%s]"
-        slug = "snapshot-changed"
-        _log.error(line, name.key.step, slug)
+        _log.error(line, name.key.step, "snapshot-changed")
         with self._lock:
             self._carry_out(self._books.spoil(name))
         self._let_go()

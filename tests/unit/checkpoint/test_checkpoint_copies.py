@@ -80,18 +80,54 @@ def test_a_node_is_found_where_it_reaches_the_first_one_from(
 
 def heard(*rows):
     base = {"step": 1, "identity": 0, "standing": 0, "planned": 0, "busy": 0, "copying": 0}
-    base |= {"nonce": 0, "word": 0}
-    return [
-        Agreed(**base, copies=copies, copied=copied, copied_before=before)
-        for copies, copied, before in rows
-    ]
+    base |= {"nonce": 0, "word": 0, "copies": 1, "copied": 0, "copied_before": 0}
+    base |= {"kept": 0, "safe": 0, "together": 0}
+    return [Agreed(**base | row) for row in rows]
+
+
+def copied(*rows):
+    return heard(
+        *(dict(zip(("copies", "copied", "copied_before"), row, strict=True)) for row in rows)
+    )
 
 
 def test_the_safe_save_is_the_last_that_all_nodes_have_copied():
     saver = Saver(None, Kept("x:1"), "/nowhere", None)
-    assert saver._safe(heard((1, 0, 0), (1, 0, 0))) == ""
-    assert saver._safe(heard((1, 5, 0), (1, 0, 0))) == ""
-    assert saver._safe(heard((1, 5, 0), (1, 5, 0), (0, 0, 0))) == "00000005"
-    assert saver._safe(heard((1, 9, 5), (1, 5, 0))) == "00000005", "9 came from one of them only"
-    assert saver._safe(heard((1, 9, 5), (1, 9, 5))) == "00000009"
-    assert saver._safe(heard((1, 12, 9), (1, 11, 0))) == "00000009", "it is what was safe last"
+
+    def safe(*rows):
+        saver._look_back(copied(*rows))
+        return saver._safe
+
+    assert safe((1, 0, 0), (1, 0, 0)) == 0
+    assert safe((1, 5, 0), (1, 0, 0)) == 0
+    assert safe((1, 5, 0), (1, 5, 0), (0, 0, 0)) == 5
+    assert safe((1, 9, 5), (1, 5, 0)) == 5, "9 came from one of them only"
+    assert safe((1, 9, 5), (1, 9, 5)) == 9
+    assert safe((1, 12, 9), (1, 11, 0)) == 9, "it is what was safe last"
+
+
+def test_the_last_save_that_all_have_is_the_last_that_each_has_kept():
+    saver = Saver(None, Kept(""), "/nowhere", None)
+
+    def together(*kept):
+        saver._look_back(heard(*({"kept": each} for each in kept)))
+        return saver._together
+
+    assert together(0, 0) == 0, "nobody has saved yet"
+    assert together(7, 7) == 7
+    assert together(8, 7) == 7, "one of them has lost its keeper, or the save was cut short"
+    assert together(0, 8) == 7, "one has just come"
+    assert together(9, 9) == 9
+
+
+def test_who_has_just_come_hears_from_the_others_what_is_to_stay():
+    saver = Saver(None, Kept("x:1"), "/nowhere", None)
+    saver._look_back(heard({}, {"safe": 5, "together": 6}))
+    assert (saver._safe, saver._together) == (5, 6)
+
+
+@pytest.mark.parametrize(("missed", "safe"), [(True, 255), (False, 0)])
+def test_what_was_restored_is_safe_where_a_node_had_nothing_of_it(missed, safe):
+    saver = Saver(None, Kept("x:1"), "/nowhere", None)
+    saver.go_on_from("000000ff", missed=missed)
+    assert (saver._safe, saver._together) == (safe, 255)

@@ -11,12 +11,13 @@ def name(step):
 
 def test_what_becomes_whole_while_another_is_being_copied_waits_for_its_turn():
     out = Outgoing()
-    assert out.whole(name(1), "", [name(1)], "b")
-    assert not out.whole(name(2), "", [name(1), name(2)], "b")
+    assert out.whole(name(1), [name(1)], "b")
+    assert not out.whole(name(2), [name(1), name(2)], "b")
     assert out.copying == name(1)
     out.ended(name(1), arrived=True)
     assert out.there == (name(1),)
-    assert out.whole(name(3), name(1).nonce, [name(1), name(3)], "b")
+    out.hear(name(1).nonce)
+    assert out.whole(name(3), [name(1), name(3)], "b")
     assert out.pinned == {name(1), name(3)}
 
 
@@ -39,3 +40,18 @@ def test_a_copy_that_fails_makes_room_for_the_next():
     assert here.offered(other, "") == "another copy is arriving"
     here.failed(first)
     assert here.offered(other, "") == ""
+
+
+def test_who_does_not_know_which_save_is_safe_leaves_it_as_it_was():
+    out, here = Outgoing(), Incoming()
+    out.whole(name(1), [name(1)], "b")
+    out.ended(name(1), arrived=True)
+    here.offered(Copy("a", name(1)), "")
+    here.arrived(Copy("a", name(1)))
+    for step, told in ((2, name(1).nonce), (3, "")):
+        out.hear(told)
+        assert out.whole(name(step), [name(1), name(step)], "b")
+        assert out.pinned == {name(1), name(step)}
+        out.ended(name(step), arrived=False)
+        assert here.offered(Copy("a", name(step)), told) == ""
+        assert here.held == [Copy("a", name(1))]

@@ -45,7 +45,8 @@ def _scale_away(draft: Draft, pod: Judged) -> None:
     if pod.lives and not pod.is_leaving:
         text = f"{pod.name} leaves: {draft.settings.desired} pods are wanted"
         draft.tell("Normal", "ScaledDown", text)
-    if pod.state != "succeeded":
+    # One that was asked to leave may have ended well before that was carried out.
+    if pod.state != "succeeded" or pod.uid in draft.counted:
         draft.dismiss(pod, f"{draft.settings.desired} pods are wanted")
 
 
@@ -63,8 +64,8 @@ def _needs_one(draft: Draft, index: int, there: list[Judged]) -> bool:
         return False
     unfenced = [p for p in there if p.uid in draft.fenced and not is_fenced_for_all(draft, p.uid)]
     for pod in own:
-        if pod.state == "failed" and pod.uid in draft.counted:
-            draft.dismiss(pod, "it failed, and is replaced")
+        if pod.state in ("failed", "succeeded") and pod.uid in draft.counted:
+            draft.dismiss(pod, "it has ended, and is replaced")
     return not unfenced
 
 
