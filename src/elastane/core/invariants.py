@@ -5,7 +5,7 @@ Each function returns a sentence that says what is broken, or an empty string.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from elastane.core.model import Assignment, JobSpec, Record, World
 
@@ -29,10 +29,12 @@ def broken_succession(previous: World | None, world: World) -> str:
     return ""
 
 
-def broken_size(spec: JobSpec, previous: World | None, world: World) -> str:
-    """A world has from MIN to MAX nodes, each once; or survivors only, of one that had more."""
+def broken_size(
+    spec: JobSpec, previous: World | None, world: World, holders: Collection[str] = frozenset()
+) -> str:
+    """A world has from MIN to MAX nodes, each once; or only such as hold the state already."""
     count = len(world.members)
-    before = {m.node_id for m in previous.members} if previous else set[str]()
+    before = {m.node_id for m in previous.members} | {*holders} if previous else set[str]()
     survivors = count if all(m.node_id in before for m in world.members) else 0
     if not spec.min_nodes <= count <= max(spec.max_nodes, survivors):
         return f"{world.fence} has {count} nodes, of {spec.min_nodes} to {spec.max_nodes}"

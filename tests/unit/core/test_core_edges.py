@@ -81,6 +81,12 @@ def test_a_broken_size_is_named(now, says):
     assert says in found and bool(found) == bool(says)
 
 
+@pytest.mark.parametrize(("holders", "is_broken"), [({"e"}, False), (set(), True)])
+def test_a_world_is_larger_than_wished_for_where_all_hold_the_state_already(holders, is_broken):
+    found = invariants.broken_size(SPEC, world((1, 0), *"abcd"), world((2, 0), *"abcde"), holders)
+    assert bool(found) == is_broken
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [

@@ -335,3 +335,25 @@ def test_the_last_that_held_a_forgotten_world_may_end_as_it_is_recovered():
     assert after.phase == "forming" and "b" in after.machine._state.nodes
     after.passes(5.0, alive="c")
     assert after.assigned["c"].fence == Fence(2, 0)
+
+
+def test_those_who_gave_way_stand_by_the_one_left_of_a_world_that_may_not_have_made_a_step():
+    """It may be new in it, without the state, or a step ahead: who does not know needs both."""
+    job = in_place(low=1, high=3, nodes="abc", min_workers=1)
+    steps(job, "a", "b", "c")
+    dies(job, "a", local_rank=0)
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (1,), 5)
+    steps(job, "a", "b", "c")
+    job.handle(Resized(min_nodes=1, max_nodes=1))
+    able(job, "a")
+    trains_on(job, 6.0, "a", "b", "c")
+    for node_id in "abc":
+        job.marks(node_id, 10)
+    for node_id in "abc":
+        job.drains(node_id)
+    assert regrouped(job, "a") == (Fence(3, 0), 0, (1, 0), 2)
+    dies(job, "a", local_rank=1, pid=4243)
+    able(job, "a", workers=(0,))  # and where the next world meets
+    assert regrouped(job, "a") == (Fence(4, 0), 0, (0,), 3)
+    assert regrouped(job, "b") == (Fence(4, 0), 1, (0, 1), 3), "one of them is enough"
+    assert job.assigned["c"].fence == Fence(2, 0)

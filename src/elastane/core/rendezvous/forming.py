@@ -7,6 +7,8 @@ could be in it is known.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from elastane.core import invariants
 from elastane.core.limits import FENCE_WAIT_S
 from elastane.core.messages import Assign
@@ -132,11 +134,15 @@ def settle(state: State, why: str) -> bool:
     return True
 
 
-def put_in_force(state: State, world: World, why: str) -> None:
-    """Make the next world durable, and tell each member its assignment."""
-    fault = invariants.broken_succession(state.world, world) or invariants.broken_size(
-        state.spec, state.world, world
-    )
+def put_in_force(
+    state: State, world: World, why: str, holders: Collection[str] = frozenset()
+) -> None:
+    """Make the next world durable, and tell each member its assignment.
+
+    `holders` have no place in the world in force, and hold the state that it began with.
+    """
+    fault = invariants.broken_succession(state.world, world)
+    fault = fault or invariants.broken_size(state.spec, state.world, world, holders)
     assert not fault, fault
     members = [state.nodes[member.node_id] for member in world.members]
     reason = f"{len(members)} nodes, {world.world_size} workers: {why}"

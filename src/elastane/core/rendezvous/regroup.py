@@ -293,13 +293,17 @@ def _contingents(state: State) -> list[Contingent]:
     order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
     order = {**{i: len(order) + rank for i, rank in state.kept.items()}, **order}
     go_on = anybody_able(state)
+    is_sure = go_on
+    if state.incident is not None and not state.incident.planned:
+        # Who is left in the world may have come with it, and made no step yet.
+        is_sure = any(stateholders.witnesses(state, node) for node in state.members())
     staying: list[Contingent] = []
     coming: list[Contingent] = []
     for node in state.nodes.values():
         if node.session is None or node.leaving or node.stray or not node.able:
             continue
         survivors = node.survivors if state.is_member(node) else ()
-        if not go_on and stateholders.keeps(state, node):
+        if not is_sure and stateholders.keeps(state, node):
             survivors = tuple(sorted(node.able))
         one = Contingent(node, survivors, tuple(sorted(node.able - set(survivors))))
         if node.whole and not survivors and len(one.joiners) < node.spec.local_world_size:
@@ -309,7 +313,10 @@ def _contingents(state: State) -> list[Contingent]:
     coming.sort(key=lambda one: one.node.order)
     most = state.spec.max_nodes
     if go_on and (state.incident is None or not state.incident.planned):
-        most = max(most, len(staying))  # Too many give way at a boundary, where all are level.
+        # Too many give way at a boundary, where all are level. Of those beside the world one will
+        # do: they are.
+        inside = sum(state.is_member(one.node) for one in staying)
+        most = max(most, min(inside + 1, len(staying)))
     return (staying + coming)[:most]
 
 
@@ -336,9 +343,10 @@ def _settle(state: State, world: World, why: str) -> None:
     """Put the next world in force, and see to those who have no place in it."""
     assert state.world is not None
     before = state.members()
+    holders = {*state.kept}
     stateholders.left_out(state, state.world, world)
     state.end_incident(why)
-    forming.put_in_force(state, world, why)
+    forming.put_in_force(state, world, why, holders)
     for node in before:
         if node.fence == world.fence or node.fence is None:
             continue

@@ -80,7 +80,7 @@ def unseen_until_s(state: State) -> float:
 
 def in_doubt_until_s(state: State) -> float:
     """Return until when the state may be with workers out of sight alone; 0: it is not."""
-    if any(_witnesses(state, node) for node in state.members()):
+    if any(witnesses(state, node) for node in state.members()):
         return 0.0
     return unseen_until_s(state)
 
@@ -112,7 +112,7 @@ def keeps(state: State, node: Node) -> bool:
     return node.id in state.kept and node.waiting and bool(node.able) and not node.stray
 
 
-def _witnesses(state: State, node: Node) -> bool:
+def witnesses(state: State, node: Node) -> bool:
     """Whether no world but that in force can make a step without a worker of this node."""
     return bool(node.holds.intersection(node.survivors) if _follows(state) else node.survivors)
 
