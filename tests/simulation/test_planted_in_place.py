@@ -73,8 +73,9 @@ def test_a_waiting_node_that_is_taken_for_a_member_is_found(monkeypatch):
 def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
     original = forming.put_in_force
 
-    def not_spent(state, world, why):
-        original(state, world, why)
+    def not_spent(*args):
+        original(*args)
+        state = args[0]
         for node in state.nodes.values():
             node.spent = False
 
