@@ -297,6 +297,7 @@ def test_a_close_outlives_the_coordinator_that_it_was_told(cluster: Cluster) -> 
     cluster.all_of(a.join, b.join)
     hear(host)
     host.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, host.pid, os.WSTOPPED)  # A thread of it might still answer.
     closing = cluster.run(lambda: a.close(False, "its restarts are used up"))
     assert not b.wait_change(0.3)
     host.kill()

@@ -83,6 +83,15 @@ def _interval(folder: Path, rank: int, restart: int) -> tuple[int, int]:
     return before, before + 200_000 if left_by_exit else before + 1_000_000_000
 
 
+def _seen(one: Agent) -> dict[int, list[float]]:
+    """When the agent saw the workers of each rank end, at each restart."""
+    times: dict[int, list[float]] = {}
+    for event in one.events("worker-exited"):
+        if "rank" in event["data"]:  # those of the last attempt end well, and say no rank
+            times.setdefault(event["data"]["rank"], []).append(event["time_s"])
+    return times
+
+
 def run(folder: Path, nodes: int, runs: int, gap_s: float) -> None:
     """Look on until enough pairs of failures had an order: a busy machine stops processes in it."""
     judged = 0
@@ -125,11 +134,15 @@ def one_run(folder: Path, nodes: int, runs: int, gap_s: float) -> int:
         assert [agent.wait(120) for agent in agents] == [0] * nodes, agents[0].err
         until(lambda: sum(len(blamed(a)) for a in agents) == runs, "all restarts are on file")
         found = [rank for agent in agents for rank in blamed(agent)]
+        seen = {rank: times for agent in agents for rank, times in _seen(agent).items()}
     judged, wrong = 0, []
     for restart, (pair, rank) in enumerate(zip(wanted, found, strict=True)):
         first, second = sorted((_interval(folder, one, restart), one) for one in pair)
         if second[0][0] - first[0][1] < gap_s * 0.5e9:
             continue  # They were not that far apart: a process stood still in between.
+        is_told = (folder / f"after.{first[1]}.{restart}").exists()
+        if not is_told and seen[first[1]][restart] > seen[second[1]][restart]:
+            continue  # Of an exit alone nobody knows more than its agent: one stood still.
         judged += 1
         if rank != first[1]:
             wrong.append((restart, first, second, rank))
