@@ -38,25 +38,35 @@ class Plain:
         found = {}
         for name, value in leaves.items():
             before = self._written.get(name)
-            if before is None or type(before[0]) is not type(value) or not _equal(before[0], value):
+            if before is None or not _equal(before[0], value):
                 data = _saved(value)
                 if data is None:
                     continue
-                before = self._written[name] = (value if _is_plain(value) else _Never(), data)
+                before = self._written[name] = (_kept(value), data)
             found[name] = before[1]
         return found
+
+
+_PLAIN = (int, float, str, bytes, bool, type(None))
 
 
 class _Never:
     """Equal to nothing: what it stands for may change unseen."""
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (int, float, str, bytes, bool, type(None)))
+def _kept(value: object) -> object:
+    """Return a copy of plain data that `_equal` can compare with."""
+    if type(value) is list or type(value) is tuple:
+        return type(value)(map(_kept, value))
+    return value if isinstance(value, _PLAIN) else _Never()
 
 
-def _equal(one: object, other: object) -> bool:
-    return _is_plain(one) and one == other
+def _equal(kept: object, value: object) -> bool:
+    if type(kept) is not type(value):
+        return False
+    if isinstance(kept, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(kept) == len(value) and all(map(_equal, kept, value))
+    return kept == value
 
 
 def _saved(value: Any) -> bytes | None:

@@ -213,8 +213,10 @@ class Saver:
         """
         members = self._world.members()
         there = {buffer.data_ptr() for buffer in self._world.buffers() if buffer.numel()}
+        if members.size == 1 or not there:
+            return {}
         numbers = [n for n, t in enumerate(captured.tensors) if t.numel() and t.data_ptr() in there]
-        if members.size == 1 or not numbers:
+        if not numbers:
             return {}
         own = [raw_bytes(captured.tensors[number]).cpu() for number in numbers]
         packed = torch.cat(own)
