@@ -106,7 +106,7 @@ class Saver:
             kept=self._kept,
             safe=self._safe,
             together=self._together,
-            nonce=secrets.randbits(32),
+            nonce=secrets.randbits(32) or 1,
             word=word,
         )
         heard = [Agreed(*said) for said in members.numbers(msgspec.structs.astuple(own))]
