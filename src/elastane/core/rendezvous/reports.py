@@ -20,7 +20,7 @@ from elastane.core.messages import (
     Succeeded,
     ToCoordinator,
 )
-from elastane.core.model import Failure
+from elastane.core.model import Failure, Fence
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import ending, presence, regroup, stateholders
 from elastane.core.rendezvous.state import Node, Phase, State
@@ -42,7 +42,7 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
             _ready(state, node)
         case Leave() | Conclude():
             _wish(state, node, message)
-        case Failed(fence=fence, failures=failures) if fence == node.fence and not node.stray:
+        case Failed(fence=fence, failures=failures) if _is_of(node, fence) and not node.stray:
             failed(state, node, failures)
         case Succeeded(fence=fence) if fence == node.fence and node.state == "running":
             node.state = "succeeded"
@@ -69,6 +69,15 @@ def _beat(state: State, node: Node, message: Heartbeat) -> bool:
     node.all_wait = all_wait
     state.refile(node)
     return news or all_wait
+
+
+def _is_of(node: Node, fence: Fence) -> bool:
+    """Whether what an agent says of `fence` is of the workers that it has now.
+
+    Of a world that it has not heard of, it says what became of them under the one before.
+    """
+    older = node.fence is not None and fence < node.fence
+    return fence == node.fence or (node.untold and older)
 
 
 def _drained(node: Node, message: Marked | Drained) -> None:
@@ -171,7 +180,7 @@ def _failed_in_drain(state: State, node: Node, failures: tuple[Failure, ...]) ->
 
 
 def _stopped(state: State, node: Node, message: Stopped) -> None:
-    if node.fence != message.fence:
+    if not _is_of(node, message.fence):
         return
     if state.is_member(node):
         state.intact = False
