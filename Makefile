@@ -58,7 +58,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e '.[demo,test]'
-	@# Where PYTHONDONTWRITEBYTECODE is set, each of a thousand agents would compile us anew.
+	@# Where PYTHONDONTWRITEBYTECODE is set, each agent that a test starts would compile us anew.
 	@$(BIN)/python -m compileall -q src tests
 	@rm -f $(VENV)/.elastane-*
 	@touch $@

@@ -249,8 +249,8 @@ def test_a_spare_slot_is_one_for_which_nothing_has_to_go():
 def test_the_last_save_that_all_nodes_have_stays_however_many_were_cut_short():
     desk = Desk(1)
     desk.keep(1, name(1))
+    desk.books.together = name(1).nonce
     for attempt in (1, 2, 3):  # Each of them is whole here, and not where another worker died.
-        desk.books.together = name(1).nonce if attempt == 1 else desk.books.together
         desk.keep(1, name(2, f"torn{attempt}", attempt=attempt))
         assert desk.books.whole()[-1] == name(1)
     desk.keep(1, name(2, "kept by all", attempt=4))

@@ -17,6 +17,7 @@ import torch
 from elastane.checkpoint.layout import Layout, dtype_of
 
 METADATA, PLAIN = ".metadata", "plain.distcp"
+_SCALARS = (int, float, str, bytes, bool, type(None))
 
 
 class Range(NamedTuple):
@@ -47,9 +48,6 @@ class Plain:
         return found
 
 
-_PLAIN = (int, float, str, bytes, bool, type(None))
-
-
 class _Never:
     """Equal to nothing: what it stands for may change unseen."""
 
@@ -58,7 +56,7 @@ def _kept(value: object) -> object:
     """Return a copy of plain data that `_equal` can compare with."""
     if type(value) is list or type(value) is tuple:
         return type(value)(map(_kept, value))
-    return value if isinstance(value, _PLAIN) else _Never()
+    return value if isinstance(value, _SCALARS) else _Never()
 
 
 def _equal(kept: object, value: object) -> bool:

@@ -56,8 +56,8 @@ _STREAMS = "streams-"
 class Restored(msgspec.Struct, frozen=True):
     """What was restored: `where` says from what; `skipped` are newer ones, each with its reason.
 
-    `nonce` tells a save in memory from others of its step; "" where it was in storage. `missed`: a
-    node had nothing of it, and need not have.
+    `nonce` tells a save in memory from others of its step; "" where it was in storage. `missed`:
+    there is a node that had nothing of it.
     """
 
     key: Key

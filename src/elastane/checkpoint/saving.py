@@ -192,7 +192,7 @@ class Saver:
         Both are to stay. Where there is none, who has just come takes over what the others know.
         """
         kept = {each.kept for each in heard}
-        known = max(each.together for each in heard) if not self._together else self._together
+        known = self._together or max(each.together for each in heard)
         self._together = max(kept) if len(kept) == 1 and 0 not in kept else known
         # Also of who has none: a save that not all have kept must not be taken for a safe one.
         several = [(each.copied, each.copied_before) for each in heard if each.copies]

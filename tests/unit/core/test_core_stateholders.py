@@ -387,3 +387,16 @@ def test_what_ends_before_its_agent_heard_of_its_world_is_not_forgotten():
     assert Stop not in kinds(after, "a") + kinds(after, "b")
     assert after.assigned["a"].fence > Fence(2, 0) and after.assigned["a"].workers == (1,)
     assert after.assigned["b"].workers == (0,)
+
+
+def test_a_node_that_stopped_its_workers_before_it_heard_of_their_world_has_none():
+    job = in_place(low=1, high=2, nodes="ab", min_workers=1)
+    steps(job, "a", "b")
+    first = {node_id: job.assigned[node_id] for node_id in "ab"}
+    dies(job, "b", local_rank=1)
+    after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="x")
+    after.join("a", holding=Holding(assignment=first["a"], state="running", able=(0, 1)))
+    assert after.machine._state.nodes["a"].workers == (0, 1)
+    after.says("a", Stopped(Fence(1, 0), Offer(9000, True)))
+    node = after.machine._state.nodes["a"]
+    assert node.fence is None and not node.workers and not node.able

@@ -313,8 +313,8 @@ def _contingents(state: State) -> list[Contingent]:
     coming.sort(key=lambda one: one.node.order)
     most = state.spec.max_nodes
     if go_on and (state.incident is None or not state.incident.planned):
-        # Too many give way at a boundary, where all are level. Of those beside the world one will
-        # do: they are.
+        # Too many give way at a boundary, where all are level. So are those beside the world
+        # among themselves: one of them will do.
         inside = sum(state.is_member(one.node) for one in staying)
         most = max(most, min(inside + 1, len(staying)))
     return (staying + coming)[:most]
