@@ -1,0 +1,44 @@
+"""Worlds that were durable when their coordinator died, and that nobody had been told of."""
+
+import msgspec
+from core_driver import Driver
+from test_core_regroup import able, dies, in_place, kinds
+from test_core_stateholders import steps
+
+from elastane.core.messages import Failed, Holding, Stop, Stopped
+from elastane.core.model import Failure, Fence, Offer
+
+
+def test_what_ends_before_its_agent_heard_of_its_world_is_not_forgotten():
+    """The coordinator died when a world was durable and nobody had been told; then a worker did."""
+    job = in_place(low=1, high=2, nodes="ab", min_workers=1)
+    steps(job, "a", "b")
+    first = {node_id: job.assigned[node_id] for node_id in "ab"}
+    dies(job, "b", local_rank=1)
+    assert job.persisted[-1].world.fence == Fence(2, 0)
+    after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="x")
+    gone = Failure(local_rank=1, rank=3, pid=4242, exit_code=-9)
+    after.join("a", holding=Holding(assignment=first["a"], state="running", able=(0, 1)))
+    dead = Failure(local_rank=0, rank=0, pid=7, exit_code=-9)
+    after.says("a", Failed(fence=Fence(1, 0), failures=(dead,)))
+    held = Holding(assignment=first["b"], state="running", able=(0,), failures=(gone,))
+    after.join("b", holding=msgspec.structs.replace(held, renewed=(1,)))
+    after.passes(10.0, alive="ab")
+    able(after, "a", workers=(1,)), able(after, "b", workers=(0,))
+    after.passes(1.0, alive="ab")
+    assert Stop not in kinds(after, "a") + kinds(after, "b")
+    assert after.assigned["a"].fence > Fence(2, 0) and after.assigned["a"].workers == (1,)
+    assert after.assigned["b"].workers == (0,)
+
+
+def test_a_node_that_stopped_its_workers_before_it_heard_of_their_world_has_none():
+    job = in_place(low=1, high=2, nodes="ab", min_workers=1)
+    steps(job, "a", "b")
+    first = {node_id: job.assigned[node_id] for node_id in "ab"}
+    dies(job, "b", local_rank=1)
+    after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="x")
+    after.join("a", holding=Holding(assignment=first["a"], state="running", able=(0, 1)))
+    assert after.machine._state.nodes["a"].workers == (0, 1)
+    after.says("a", Stopped(Fence(1, 0), Offer(9000, True)))
+    node = after.machine._state.nodes["a"]
+    assert node.fence is None and not node.workers and not node.able
