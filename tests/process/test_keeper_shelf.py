@@ -175,10 +175,10 @@ def test_workers_that_wish_for_different_things_are_told(one):
 def test_a_snapshot_is_checked_against_its_digest_before_it_is_given_out(one):
     for step in (1, 2):
         one.save(step)
-        until(lambda: len(one.shelf._digests) == step, "its digest")  # noqa: B023
+        until(lambda: len(one.shelf._digests._known) == step, "its digest")  # noqa: B023
     assert one.held() == [(2, True), (1, False)]
     one.shelf.gone(WORKER)
-    newest = one.shelf._books.slots_of(one.shelf._newest)[0]
+    newest = one.shelf._books.slots_of(one.shelf._digests.newest)[0]
     one.slots[newest][12345] = 77  # What a worker may do in its last moment.
     one.shelf.came(2)
     assert one.held(2) == [(1, True)]
@@ -187,8 +187,8 @@ def test_a_snapshot_is_checked_against_its_digest_before_it_is_given_out(one):
 def test_a_snapshot_that_changed_is_no_last_gasp(one):
     one.shelf.layout(Layout("L", {}, persist_to("/nowhere")))
     one.save(1, layout="L")
-    until(lambda: one.shelf._digests, "its digest")
-    slot = one.shelf._books.slots_of(one.shelf._newest)[0]
+    until(lambda: one.shelf._digests._known, "its digest")
+    slot = one.shelf._books.slots_of(one.shelf._digests.newest)[0]
     one.slots[slot][1] = 77
     one.shelf.gone(WORKER)
     one.shelf.leave()

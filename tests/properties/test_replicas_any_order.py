@@ -87,12 +87,11 @@ class Cluster(RuleBasedStateMachine):
         self.has_been_saved |= len(order) == len(self.nodes)
 
     def keep(self, node, name, durable, is_copied):
-        node.books.together = self.together or node.books.together
-        slot, effects = node.books.grant(node.worker)
+        slot, effects = node.books.grant(node.worker, together=self.together)
         node.seen(effects)
         assert slot is not None, "these slots are enough for that a grant never waits"
         self.kept[node.number] = name.nonce
-        effects = node.books.keep(node.worker, slot, Piece(name, 0, 1, durable))
+        effects = node.books.keep(node.worker, slot, Piece(name, 0, 1, durable, self.together))
         whole = node.seen(effects)
         assert whole == [name]
         door = self.peer(node).origin

@@ -27,10 +27,11 @@ class Desk:
             self.books.add(worker, 1, [10 * worker + n for n in range(3)])
         return mine
 
-    def keep(self, worker, what, local=0, locals_=1, persist=False):
+    def keep(self, worker, what, local=0, locals_=1, persist=False, together=""):
         slot, effects = self.books.grant(worker)
         assert slot is not None
-        return effects + self.books.keep(worker, slot, Piece(what, local, locals_, persist))
+        piece = Piece(what, local, locals_, persist, together)
+        return effects + self.books.keep(worker, slot, piece)
 
 
 def test_a_snapshot_is_whole_once_all_workers_have_kept_their_pieces():
@@ -249,23 +250,22 @@ def test_a_spare_slot_is_one_for_which_nothing_has_to_go():
 def test_the_last_save_that_all_nodes_have_stays_however_many_were_cut_short():
     desk = Desk(1)
     desk.keep(1, name(1))
-    desk.books.together = name(1).nonce
     for attempt in (1, 2, 3):  # Each of them is whole here, and not where another worker died.
-        desk.keep(1, name(2, f"torn{attempt}", attempt=attempt))
+        desk.keep(1, name(2, f"torn{attempt}", attempt=attempt), together=name(1).nonce)
         assert desk.books.whole()[-1] == name(1)
     desk.keep(1, name(2, "kept by all", attempt=4))
-    desk.books.together = "kept by all"
-    desk.keep(1, name(3, attempt=4))
+    desk.keep(1, name(3, attempt=4), together="kept by all")
     assert name(1) not in desk.books.whole()
 
 
 def test_the_last_save_that_all_have_goes_last_where_a_slot_is_needed():
     desk = Desk(1)
     desk.keep(1, name(1))
-    desk.books.together = name(1).nonce
-    assert Write(name(2, "w"), gasp=False) in desk.keep(1, name(2, "w"), persist=True)
+    first = name(1).nonce
+    writes = desk.keep(1, name(2, "w"), persist=True, together=first)
+    assert Write(name(2, "w"), gasp=False) in writes
     desk.keep(1, name(3, "x"))
-    slot, effects = desk.books.grant(1)
+    slot, effects = desk.books.grant(1, together=first)
     assert slot is not None and effects == [Forget(name(3, "x"))], "storage has the one before"
     desk.books.keep(1, slot, Piece(name(4, "y"), 0, 1, False))
     desk.books.read(1, 1)

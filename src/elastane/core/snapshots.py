@@ -70,12 +70,16 @@ Effect = Whole | Write | Superseded | Forget | Drop
 
 
 class Piece(NamedTuple):
-    """What one worker keeps: its share of a snapshot of `locals` workers of this node."""
+    """What one worker keeps: its share of a snapshot of `locals` workers of this node.
+
+    `together`: the last save that all nodes kept, where what one has is of no use alone; else "".
+    """
 
     name: Name
     local: int
     locals: int
     persist: bool
+    together: str = ""
 
 
 @dataclass(slots=True)
@@ -106,14 +110,10 @@ class _Snapshot:
 
 
 class Snapshots:
-    """The books. `writing` is what is being written out now, `published` the newest durable.
-
-    `together`, which others set, is the nonce of the last save that all nodes have kept, where what
-    one of them has is of no use alone.
-    """
+    """The books. `writing` is what is being written out now, `published` the newest durable."""
 
     def __init__(self) -> None:
-        self.together = ""
+        self._together = ""
         self.writing: Name | None = None
         self.waiting: Name | None = None
         self.published: Key | None = None
@@ -155,11 +155,9 @@ class Snapshots:
 
         What has another size, its own or of the dead, goes as soon as nothing needs it.
         """
-        mine = self._owned(worker, size_bytes)
-        if not mine:
-            owners = sorted({slot.owner for slot in self._slots.values()} - {*self._workers})
-            left = (self._owned(owner, size_bytes) for owner in owners)
-            mine = next(filter(None, left), [])
+        owners = sorted({slot.owner for slot in self._slots.values()} - {*self._workers})
+        left = (self._owned(owner, size_bytes) for owner in (worker, *owners))
+        mine = next(filter(None, left), [])
         for number in mine:
             self._slots[number].owner = worker
         for slot in self._slots.values():
@@ -174,7 +172,7 @@ class Snapshots:
             self._slots[number] = _Slot(size_bytes, worker)
 
     def grant(
-        self, worker: int, *, overdue: bool = False, spare: bool = False
+        self, worker: int, *, overdue: bool = False, spare: bool = False, together: str = ""
     ) -> tuple[int | None, list[Effect]]:
         """Return the slot that a worker is to fill next; None: there is none yet.
 
@@ -182,6 +180,7 @@ class Snapshots:
         not whole yet (at once where a worker that is gone has kept the piece, else when it is
         `overdue`), and the newest where an older one is to go on from. `spare`: nothing does.
         """
+        self._together = together or self._together
         mine = [n for n, s in sorted(self._slots.items()) if s.owner == worker and not s.retired]
         granted = next((n for n in mine if self._slots[n].granted), None)
         if granted is not None:
@@ -203,6 +202,7 @@ class Snapshots:
             raise ValueError(f"worker {piece.local} of {piece.locals}, among {snapshot.locals}")
         if piece.local in snapshot.slots:
             raise ValueError(f"worker {piece.local} has kept its piece of this snapshot already")
+        self._together = piece.together or self._together
         self._snapshots[piece.name] = snapshot
         snapshot.slots[piece.local] = slot
         snapshot.persist += piece.persist
@@ -338,7 +338,7 @@ class Snapshots:
         """Forget one snapshot of those in these slots, if one may go."""
         held = {name: self._slots[n].filled_by for n in mine if (name := self._slots[n].holds)}
         oldest_first = [name for name in reversed(self.whole()[1:]) if name in held]
-        last = [name for name in oldest_first if name.nonce == self.together]
+        last = [name for name in oldest_first if name.nonce == self._together]
         choices = sorted({*oldest_first} - {*last}, key=lambda name: (name == self.waiting, name))
         choices += sorted(
             name
@@ -379,7 +379,7 @@ class Snapshots:
         """Forget whole snapshots beyond those that are held, and those that are spoiled."""
         held = [*self.whole()[:WHOLE_MAX], self.waiting]
         for name, snapshot in [*self._snapshots.items()]:
-            is_held = name in held or (snapshot.is_whole and name.nonce == self.together)
+            is_held = name in held or (snapshot.is_whole and name.nonce == self._together)
             if snapshot.is_full and not is_held and self._may_go(name):
                 self._forget(name)
 

@@ -29,11 +29,11 @@ from elastane.core.snapshots import (
     Whole,
     Write,
 )
-from elastane.errors import ElastaneError
 from elastane.keeper.arena import close_all, duplicates, make_slots
-from elastane.keeper.background import Background, digests_of
+from elastane.keeper.background import Background
 from elastane.keeper.contents import Contents, Layouts, check_where, merged
 from elastane.keeper.courier import Courier, Errand
+from elastane.keeper.digests import Digests, taken
 from elastane.keeper.messages import HeldWords, Layout, Progress, Replica, Slots, Snapshot
 from elastane.keeper.neighbour import Neighbour
 from elastane.keeper.news import News
@@ -66,9 +66,7 @@ class Shelf:
         self._layouts = Layouts()
         self._memory: dict[int, tuple[int, int]] = {}  # descriptor and size, by slot
         self._numbered = 0
-        self._newest: Name | None = None
-        self._digests: dict[Name, tuple[str, ...]] = {}
-        self._checked: set[Name] = set()
+        self._digests = Digests()
         self._dropped: list[int] = []
         # A snapshot a step would else have all of them read: half a core for 4 GB.
         self._digester, self._background = Background(_DIGEST_SHARE), Background()
@@ -96,7 +94,7 @@ class Shelf:
         """A worker is no more."""
         with self._lock:
             # It may have written anywhere in its last moments.
-            self._checked.clear()
+            self._digests.ended()
             self._alone_since_s = time.monotonic()
             self._carry_out(self._books.gone(worker))
         self._let_go()
@@ -132,8 +130,9 @@ class Shelf:
     ) -> int | None:
         """Return the slot to fill; None: not yet. `spare`: one for which nothing has to go."""
         with self._lock:
-            self._books.together = together or self._books.together
-            slot, effects = self._books.grant(worker, overdue=overdue, spare=spare)
+            slot, effects = self._books.grant(
+                worker, overdue=overdue, spare=spare, together=together
+            )
             self._carry_out(effects)
         self._let_go()
         return slot
@@ -155,8 +154,8 @@ class Shelf:
             if slot not in self._memory or piece.end - piece.first > self._memory[slot][1]:
                 raise ValueError(f"slot {slot} does not hold {piece.end - piece.first} bytes")
             wanted = piece.persist is not None
-            self._books.together = piece.together or self._books.together
-            effects = self._books.keep(worker, slot, Piece(name, piece.local, piece.locals, wanted))
+            told = Piece(name, piece.local, piece.locals, wanted, piece.together)
+            effects = self._books.keep(worker, slot, told)
             contents.pieces[piece.local], self._contents[name] = piece, contents
             self._seen = max(self._seen, name.key.fence[1:])
             self._carry_out(effects)
@@ -247,11 +246,10 @@ class Shelf:
                     self._scribe.fail(name.key, Failure(reason, slug="checkpoint-busy"))
                 case Forget(name):
                     del self._contents[name]
-                    self._digests.pop(name, None)
-                    self._checked.discard(name)
+                    self._digests.forget(name)
                 case Drop(slot):
                     self._dropped.append(self._memory.pop(slot)[0])
-        self._newest = next(iter(self._books.whole()), None)
+        self._digests.newest = next(iter(self._books.whole()), None)
 
     def _begin(self, name: Name, *, gasp: bool) -> list[Effect]:
         """Start the writing; return what follows where it cannot be started."""
@@ -259,7 +257,7 @@ class Shelf:
         try:
             order = self._order(name, gasp=gasp)
             if order is not None:
-                self._scribe.begin(order, gasp=gasp, known=self._digests.get(name))
+                self._scribe.begin(order, gasp=gasp, known=self._digests.of(name))
                 return []
         except (ValueError, OSError, RuntimeError) as error:
             self._scribe.fail(name.key, Failure(str(error), slug="checkpoint-write"))
@@ -320,7 +318,7 @@ class Shelf:
         )
 
     def _words(self, name: Name) -> HeldWords:
-        return self._contents[name].words(self._layouts, verified=name in self._checked)
+        return self._contents[name].words(self._layouts, verified=self._digests.is_checked(name))
 
     def _copy(self, name: Name) -> list[Effect]:
         """Have a whole snapshot copied to another node, where that is wished."""
@@ -335,7 +333,7 @@ class Shelf:
         return self._books.pin(self._courier.books.pinned)
 
     def _errand(self, name: Name, replica: Replica) -> Errand:
-        words, known = self._words(name), self._digests.get(name)
+        words, known = self._words(name), self._digests.of(name)
         return Errand(name, replica, words, self._sources(name), known)
 
     def _copied(self, name: Name, arrived: bool) -> None:
@@ -348,39 +346,32 @@ class Shelf:
     def _digest(self, name: Name) -> None:
         """Take the digest of a snapshot, while it is the newest; the lock is not held."""
         with self._lock:
-            if name != self._newest:
+            if name != self._digests.newest:
                 return
             sources = self._sources(name)
-        try:
-            digests = digests_of(sources, lambda: name == self._newest)
-        except ElastaneError:
-            return  # xxhash is not there: who writes is told so
-        finally:
-            close_all(source.slot for source in sources)
+        digests = taken(sources, lambda: name == self._digests.newest)
         with self._lock:
             # Where its slots were granted meanwhile, it is not there any more.
             if digests is not None and name in self._contents:
-                self._digests[name] = digests
+                self._digests.add(name, digests)
 
     def _check_newest(self) -> None:
         """Compare the newest snapshot with its digest, until one passes; the lock is not held."""
         while True:
             with self._lock:
-                name = self._newest
-                known = self._digests.get(name) if name is not None else None
-                if name is None or known is None or name in self._checked:
+                doubt = self._digests.doubt()
+                if doubt is None:
                     return
                 self._books.read(_CHECKER, 1)
-                sources = self._sources(name)
+                sources = self._sources(doubt.name)
             # The workers wait for this, so there is a processor more.
-            is_sound = digests_of(sources, lambda: True, threads=2) == known
-            close_all(source.slot for source in sources)
+            is_sound = taken(sources, lambda: True, threads=2) == doubt.known
             with self._lock:
-                self._carry_out(self._books.release(_CHECKER, name))
+                self._carry_out(self._books.release(_CHECKER, doubt.name))
                 if is_sound:
-                    self._checked.add(name)
+                    self._digests.passed(doubt)
             if not is_sound:
-                self._spoil(name)
+                self._spoil(doubt.name)
 
     def _spoil(self, name: Name) -> None:
         """Give a snapshot to nobody any more; the lock is not held."""
