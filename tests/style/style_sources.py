@@ -42,3 +42,8 @@ def short(path):
 def functions_of(path):
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return [node for node in ast.walk(tree_of(path)) if isinstance(node, kinds)]
+
+
+def offenders(paths, rule):
+    """What a rule says of each file that it says something of, by the file's name."""
+    return {short(path): wrong for path in paths if (wrong := rule(path))}

@@ -2,8 +2,7 @@
 
 import ast
 
-import pytest
-from style_sources import SRC, package_files, short, tree_of
+from style_sources import SRC, offenders, package_files, tree_of
 
 
 def _public(path):
@@ -24,14 +23,15 @@ def _is_overload_or_override(node):
     return bool(names & {"overload", "override"})
 
 
-@pytest.mark.parametrize("path", package_files(), ids=short)
-def test_every_public_name_has_a_docstring(path):
-    bare = [
-        name
-        for name, node in _public(path)
-        if not ast.get_docstring(node) and not _is_overload_or_override(node)
-    ]
-    assert not bare, f"{short(path)}: {bare}"
+def test_every_public_name_has_a_docstring():
+    def bare(path):
+        return [
+            name
+            for name, node in _public(path)
+            if not ast.get_docstring(node) and not _is_overload_or_override(node)
+        ]
+
+    assert not offenders(package_files(), bare)
 
 
 def test_every_duration_that_a_user_may_set_says_why():

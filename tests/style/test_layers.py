@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from style_sources import SRC, package_files, short, tree_of
+from style_sources import SRC, offenders, package_files, tree_of
 
 # signal stays allowed: core uses its table of names, which is data.
 IMPURE = {
@@ -23,30 +23,31 @@ def _imported(path):
             yield node.module or ""
 
 
-@pytest.mark.parametrize("path", CORE, ids=short)
-def test_core_is_pure(path):
-    found = {name.split(".")[0] for name in _imported(path)} & IMPURE
-    assert not found, f"{short(path)} imports {found}"
+def test_core_is_pure():
+    def impure(path):
+        return {name.split(".")[0] for name in _imported(path)} & IMPURE
+
+    assert not offenders(CORE, impure)
 
 
-@pytest.mark.parametrize("path", CORE, ids=short)
-def test_core_does_no_io(path):
-    calls = [
-        node.func.id
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    assert not {"open", "print", "input"} & set(calls)
+def test_core_does_no_io():
+    def called(path):
+        calls = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+        return {node.func.id for node in calls if isinstance(node.func, ast.Name)}
+
+    assert not offenders(CORE, lambda path: called(path) & {"open", "print", "input"})
 
 
 # torch's own launcher: we are in its place, and its packages may change under us.
 _TORCHS_OWN = ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
 
 
-@pytest.mark.parametrize("path", package_files(), ids=short)
-def test_only_the_torchrun_plug_in_meets_torchs_own_launcher(path):
-    found = [name for name in _imported(path) if name.startswith(_TORCHS_OWN)]
-    assert not found or path.name == "torchrun.py", f"{short(path)} imports {found}"
+def test_only_the_torchrun_plug_in_meets_torchs_own_launcher():
+    def meets(path):
+        return [name for name in _imported(path) if name.startswith(_TORCHS_OWN)]
+
+    others = [path for path in package_files() if path.name != "torchrun.py"]
+    assert not offenders(others, meets)
 
 
 # The processes of workers: their environment is how they are told who they are. `elastic` and
@@ -90,14 +91,16 @@ def test_every_public_name_of_the_package_resolves():
         _ = elastane.no_such_name
 
 
-@pytest.mark.parametrize("path", package_files(), ids=short)
-def test_nothing_waits_by_wait_for(path):
+def test_nothing_waits_by_wait_for():
     """That of Python 3.11 loses a cancellation that comes with the result."""
-    calls = [
-        node.lineno
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Attribute)
-        and node.attr == "wait_for"
-        and getattr(node.value, "id", "") == "asyncio"
-    ]
-    assert not calls, f"{short(path)}:{calls}: use asyncio.timeout"
+
+    def waits(path):
+        return [
+            node.lineno
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute)
+            and node.attr == "wait_for"
+            and getattr(node.value, "id", "") == "asyncio"
+        ]
+
+    assert not offenders(package_files(), waits), "use asyncio.timeout"

@@ -3,42 +3,41 @@
 import ast
 from collections import Counter
 
-import pytest
-from style_sources import functions_of, package_files, python_files, short, tree_of
+from style_sources import functions_of, offenders, package_files, python_files, short, tree_of
 
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 PARAMETERS_MAX = 6
 
 
-@pytest.mark.parametrize("path", python_files(), ids=short)
-def test_a_file_is_at_most_400_lines(path):
-    lines = len(path.read_text("utf-8").splitlines())
-    assert lines <= FILE_LINES_MAX, f"{short(path)} has {lines} lines: divide it by what it owns"
+def test_a_file_is_at_most_400_lines():
+    def longer(path):
+        lines = len(path.read_text("utf-8").splitlines())
+        return lines if lines > FILE_LINES_MAX else 0
+
+    assert not offenders(python_files(), longer), "divide them by what they own"
 
 
-@pytest.mark.parametrize("path", python_files(), ids=short)
-def test_a_function_is_at_most_60_lines(path):
-    long = [
-        f"{node.name} has {node.end_lineno - node.lineno + 1}"
-        for node in functions_of(path)
-        if node.end_lineno - node.lineno + 1 > FUNCTION_LINES_MAX
-    ]
-    assert not long, f"{short(path)}: {long}"
+def test_a_function_is_at_most_60_lines():
+    def longer(path):
+        lines = [(f.name, f.end_lineno - f.lineno + 1) for f in functions_of(path)]
+        return [each for each in lines if each[1] > FUNCTION_LINES_MAX]
+
+    assert not offenders(python_files(), longer)
 
 
-@pytest.mark.parametrize("path", package_files(), ids=short)
-def test_a_function_has_at_most_6_parameters_all_annotated(path):
-    wrong = []
-    # There the signatures are torch's; which have more is said where ruff is told so.
-    is_torchs = short(path).startswith("src/elastane/elastic/")
-    for node in functions_of(path):
-        args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        args = [arg for arg in args if arg.arg not in ("self", "cls")]
-        if len(args) > PARAMETERS_MAX and not is_torchs:
-            wrong.append(f"{node.name} takes {len(args)}")
-        wrong += [f"{node.name}({arg.arg})" for arg in args if arg.annotation is None]
-    assert not wrong, f"{short(path)}: {wrong}"
+def test_a_function_has_at_most_6_parameters_all_annotated():
+    def wrong(path):
+        # There the signatures are torch's; which have more is said where ruff is told so.
+        is_torchs = short(path).startswith("src/elastane/elastic/")
+        for node in functions_of(path):
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            args = [arg for arg in args if arg.arg not in ("self", "cls")]
+            if len(args) > PARAMETERS_MAX and not is_torchs:
+                yield f"{node.name} takes {len(args)}"
+            yield from (f"{node.name}({arg.arg})" for arg in args if arg.annotation is None)
+
+    assert not offenders(package_files(), lambda path: [*wrong(path)])
 
 
 def _is_sleep(node):
@@ -75,12 +74,14 @@ def test_each_test_file_has_a_name_of_its_own():
     assert not {name: count for name, count in names.items() if count > 1}
 
 
-@pytest.mark.parametrize("path", TESTS, ids=short)
-def test_no_test_sleeps_to_wait(path):
+def test_no_test_sleeps_to_wait():
     """A loop that polls until a deadline may pause between its looks.
 
     Where time itself must pass, for a lease to run out say, the line says so in a comment.
     """
-    source = path.read_text("utf-8").splitlines()
-    lines = [line for line in _sleeps(tree_of(path)) if "#" not in source[line - 1]]
-    assert not lines, f"{short(path)} sleeps in lines {lines}: wait for the thing itself"
+
+    def sleeps(path):
+        source = path.read_text("utf-8").splitlines()
+        return [line for line in _sleeps(tree_of(path)) if "#" not in source[line - 1]]
+
+    assert not offenders(TESTS, sleeps), "wait for the thing itself"

@@ -2,8 +2,7 @@
 
 import re
 
-import pytest
-from style_sources import ROOT, SRC, functions_of, package_files, short, text_files
+from style_sources import ROOT, SRC, functions_of, offenders, package_files, short, text_files
 
 SELF = "tests/style/test_words.py"
 # Word: what to say in its place.
@@ -18,23 +17,21 @@ REPLACED = {
 _MACHINE = re.compile(r"(?<![\w.])/(work|root|home/\w+|Users/\w+)/")
 
 
-@pytest.mark.parametrize("path", text_files(), ids=short)
-def test_one_word_for_each_thing(path):
-    if short(path) == SELF:
-        return
-    # The key in quotes is Kubernetes' own, on its wire.
-    text = path.read_text("utf-8").lower().replace('"generation"', "")
-    for word, instead in REPLACED.items():
-        found = re.search(rf"\b{word}\b", text)
-        assert not found, f"{short(path)} says {word!r}; say {instead}"
+def test_one_word_for_each_thing():
+    def replaced(path):
+        # The key in quotes is Kubernetes' own, on its wire.
+        text = path.read_text("utf-8").lower().replace('"generation"', "")
+        return {word: say for word, say in REPLACED.items() if re.search(rf"\b{word}\b", text)}
+
+    assert not offenders(_others(), replaced), "say the second of each pair"
 
 
-@pytest.mark.parametrize("path", text_files(), ids=short)
-def test_no_path_of_a_developers_machine(path):
-    if short(path) == SELF:
-        return
-    found = _MACHINE.search(path.read_text("utf-8"))
-    assert not found, f"{short(path)} names {found}"
+def test_no_path_of_a_developers_machine():
+    assert not offenders(_others(), lambda path: _MACHINE.search(path.read_text("utf-8")))
+
+
+def _others():
+    return [path for path in text_files() if short(path) != SELF]
 
 
 def test_durations_name_their_unit():

@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -47,7 +47,8 @@ def main(args: Sequence[str]) -> Work | None:
     birth = note_birth()
     sock = socket.socket(fileno=protocol.ZYGOTE_FD)
     begun = time.monotonic()
-    problems = import_all(preload)
+    with without_collections():
+        problems = import_all(preload)
     free_reducers_first()
     unfit = settle()
     gc.collect()
@@ -89,6 +90,23 @@ def import_all(names: Iterable[str]) -> list[str]:
     if not sys.flags.safe_path:
         sys.path.insert(0, sys.path.pop())
     return list(problems.values())[:32]
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Have Python look for no unreachable cycles, of which modules leave few when they are made.
+
+    An eighth of the processor time that torch's import takes. What a module itself says of
+    collections, as it is imported, stays.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    none = gc.get_threshold()
+    try:
+        yield
+    finally:
+        if gc.get_threshold() == none:
+            gc.set_threshold(*before)
 
 
 def settle() -> str:

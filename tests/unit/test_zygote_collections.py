@@ -1,0 +1,38 @@
+"""Collections while the zygote imports: none, and afterwards as they were or as a module says."""
+
+import gc
+
+import pytest
+
+from elastane.runtime.zygote.server import without_collections
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_there_are_none_and_afterwards_there_are():
+    before, counted = gc.get_threshold(), gc.get_stats()[0]["collections"]
+    with without_collections():
+        cycles = [[] for _ in range(10 * before[0])]
+        for cycle in cycles:
+            cycle.append(cycle)
+        assert gc.get_stats()[0]["collections"] == counted
+    assert gc.get_threshold() == before
+    assert gc.isenabled()
+
+
+def test_an_import_that_fails_leaves_them_as_they_were():
+    before = gc.get_threshold()
+    with pytest.raises(RuntimeError), without_collections():
+        raise RuntimeError
+    assert gc.get_threshold() == before
+
+
+def test_what_a_module_wishes_of_them_stays():
+    with without_collections():
+        gc.set_threshold(50_000, 20, 20)
+    assert gc.get_threshold() == (50_000, 20, 20)
