@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from growing import Growing
 
 from elastane.testing import LocalCluster
 from elastane.testing.cluster import LocalNode
@@ -36,6 +37,7 @@ class Training:
 
     def __init__(self, script: str, data: Path, folder: Path, *, shared: bool = False) -> None:
         self.own, self.ledger, self._pace = folder, folder / "ledger", folder / "pace"
+        self._told = Growing(self.ledger)
         self.checkpoint = str(folder / "shared") if shared else "checkpoints"
         self.words = [
             *(str(ON_ITS_NODE), str(EXAMPLE / script), str(data)),
@@ -61,10 +63,7 @@ class Training:
 
     def lines(self, what: str = "") -> list[dict]:
         """Return all that was written, or what is of a kind, by time."""
-        found = []
-        for path in self.ledger.glob("*.jsonl"):
-            whole = path.read_text().rpartition("\n")[0]  # the last may be half written
-            found += [json.loads(line) for line in whole.splitlines()]
+        found = [line for lines in self._told.lines().values() for line in lines]
         return sorted((x for x in found if what in ("", x["what"])), key=lambda x: x["time"])
 
     def worlds(self) -> dict[str, list[dict]]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from growing import Growing
 
 from elastane.testing import LocalCluster
 
@@ -27,6 +28,7 @@ class Saving:
         self.folder, self.way = folder, way
         self.where = where or str(folder / "ck")
         self.said_folder = folder / "said"
+        self._told = Growing(self.said_folder)
         self.said_folder.mkdir(parents=True)
         words = (SCRIPT, self.said_folder, self.where, way, STEP_S, *more)
         script = [str(word) for word in words]
@@ -38,11 +40,8 @@ class Saving:
         self.cluster = LocalCluster(script, folder=folder / "c", **options)
 
     def said(self, what: str) -> list[dict]:
-        found = []
-        for path in self.said_folder.glob("*.jsonl"):
-            whole = path.read_text().rpartition("\n")[0]  # the last may be half written
-            lines = [json.loads(line) for line in whole.splitlines()]
-            found += [line | {"pid": int(path.stem)} for line in lines if line["what"] == what]
+        told = self._told.lines().items()
+        found = [x | {"pid": int(n)} for n, lines in told for x in lines if x["what"] == what]
         return sorted(found, key=lambda line: line["at_s"])
 
     def wait_steps(self, count: int) -> None:

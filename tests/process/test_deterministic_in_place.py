@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from growing import Growing
 
 from elastane.job.trail import read_trail
 from elastane.testing import LocalCluster
@@ -28,6 +29,7 @@ class Changing:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "said").mkdir()
+        self.told = Growing(folder / "said")
         script = [str(SCRIPT), str(folder / "said"), "0", "0.03"]
         options = {"nnodes": "1:5", "nproc_per_node": 1, "max_restarts": 1000, "tee": "0"}
         options["preload"] = "torch,torch.distributed,torch.optim"
@@ -50,11 +52,13 @@ class Changing:
 
     def settle(self) -> None:
         """Wait until all who are to be there have made three steps in one world."""
-        begun = {path: len(lines) for path, lines in self._said().items()}
+        begun = {path: len(lines) for path, lines in self.told.lines().items()}
         size = len(self.names)
 
         def there() -> bool:
-            new = [lines for p, lines in self._said().items() if len(lines) >= begun.get(p, 0) + 3]
+            new = [
+                lines for p, lines in self.told.lines().items() if len(lines) >= begun.get(p, 0) + 3
+            ]
             return sum(lines[-1]["world"] == size for lines in new) == size
 
         self.cluster.wait(there, f"steps of a world of {size}")
@@ -91,19 +95,12 @@ class Changing:
     def _trails(self) -> list[Path]:
         return [self.folder / "a", self.folder / "b" / "trail.jsonl"]
 
-    def _said(self) -> dict[str, list[dict]]:
-        found = {}
-        for path in (self.folder / "said").glob("*.jsonl"):
-            whole = path.read_text().rpartition("\n")[0]  # the last may be half written
-            found[path.stem] = [json.loads(line) for line in whole.splitlines()]
-        return found
-
 
 def test_rank_0_killed_a_node_killed_an_arrival_and_a_leave_change_no_bit(tmp_path):
     job = Changing(tmp_path)
     with job.cluster:
         job.start("a", "b", "c")
-        by_rank = {ls[-1]["rank"]: int(pid) for pid, ls in job._said().items() if ls}
+        by_rank = {ls[-1]["rank"]: int(pid) for pid, ls in job.told.lines().items() if ls}
         nodes = job.cluster.nodes
         next(node for node in nodes if by_rank[0] in node.workers()).kill_worker()
         job.settle()

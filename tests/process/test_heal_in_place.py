@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from growing import Growing
 
 from elastane.testing import LocalCluster
 
@@ -28,6 +29,7 @@ class Healed:
     def __init__(self, folder: Path, how: str = "memory", verify_every: int = 0, **more) -> None:
         self.said_in = folder / "said"
         self.said_in.mkdir()
+        self._told = Growing(self.said_in)
         options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 100, **more}
         options |= {"preload": "torch,torch.distributed,torch.optim", "tee": "0"}
         options["rdzv_conf"] = {"last_call": 0.3, "crash_loop": 0}
@@ -35,12 +37,8 @@ class Healed:
         self.cluster = LocalCluster(script, folder=folder / "c", **options)
 
     def said(self, what: str) -> dict[int, list[dict]]:
-        found = {}
-        for path in self.said_in.glob("*.jsonl"):
-            whole = path.read_text().rpartition("\n")[0]
-            lines = [json.loads(line) for line in whole.splitlines()]
-            found[int(path.stem)] = [line for line in lines if line["what"] == what]
-        return found
+        told = self._told.lines()
+        return {int(n): [x for x in lines if x["what"] == what] for n, lines in told.items()}
 
     def alive(self) -> set[int]:
         return {pid for node in self.cluster.nodes if node.is_alive for pid in node.workers()}

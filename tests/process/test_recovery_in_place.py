@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from growing import Growing
 
 from elastane.runtime.page import PAGE_BYTES, Page
 from elastane.testing import Fault, FaultPlan, LocalCluster
@@ -32,6 +33,7 @@ class InPlace:
     def __init__(self, folder: Path, **options: object) -> None:
         self.folder = folder
         (folder / "said").mkdir()
+        self._told = Growing(folder / "said")
         script = [str(SCRIPT), str(folder / "said"), "1000000", str(STEP_S)]
         options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 1000, **options}
         options |= {"preload": "torch,torch.distributed,torch.optim", "tee": "0"}
@@ -39,12 +41,8 @@ class InPlace:
 
     def said(self, what: str = "committed") -> dict[int, list[dict]]:
         """What each process said, in its order."""
-        found = {}
-        for path in (self.folder / "said").glob("*.jsonl"):
-            whole = path.read_text().rpartition("\n")[0]  # the last may be half written
-            lines = [json.loads(line) for line in whole.splitlines()]
-            found[int(path.stem)] = [line for line in lines if line["what"] == what]
-        return found
+        told = self._told.lines()
+        return {int(n): [x for x in lines if x["what"] == what] for n, lines in told.items()}
 
     def wait_steps(self, count: int, world: int) -> dict[int, list[dict]]:
         """Wait until as many processes as a world has have each made so many more steps in it."""

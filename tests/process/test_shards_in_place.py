@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from growing import Growing
 
 from elastane.testing import LocalCluster
 from elastane.testing.cluster import LocalNode
@@ -32,6 +33,7 @@ class Sharding:
         self.folder = folder
         self.said_folder = folder / "said"
         self.said_folder.mkdir()
+        self._told = Growing(self.said_folder)
         words = [str(word) for word in (SCRIPT, self.said_folder, shard, STEP_S, where, *more)]
         options = {"nnodes": "1", "nproc_per_node": 4, "max_restarts": 30, **options}
         self.workers = int(options["nproc_per_node"])
@@ -41,12 +43,8 @@ class Sharding:
 
     def said(self, what: str = "committed") -> dict[int, list[dict]]:
         """What each process said, in its order."""
-        found = {}
-        for path in self.said_folder.glob("*.jsonl"):
-            whole = path.read_text().rpartition("\n")[0]  # the last may be half written
-            lines = [json.loads(line) for line in whole.splitlines()]
-            found[int(path.stem)] = [line for line in lines if line["what"] == what]
-        return found
+        told = self._told.lines()
+        return {int(n): [x for x in lines if x["what"] == what] for n, lines in told.items()}
 
     def steps(self, pid: int, what: str = "committed") -> list[int]:
         return [line["step"] for line in self.said(what)[pid]]
