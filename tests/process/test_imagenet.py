@@ -91,7 +91,8 @@ def test_its_images_are_the_same_for_the_same_seed(tmp_path):
 SOAK = pytest.mark.soak
 
 
-@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=SOAK), CHECKPOINTS])
+@SOAK
+@pytest.mark.parametrize("script", [PLAIN, CHECKPOINTS])
 def test_under_torchrun_a_killed_worker_leaves_no_trace(script, data, undisturbed, tmp_path):
     job = Torchrun(script, data, tmp_path)
     job.to(EARLY)

@@ -42,7 +42,7 @@ def played(folder: Path, plan: FaultPlan, seed: int, epochs: int, nodes: int) ->
     return told
 
 
-@pytest.mark.parametrize("seed", [8, 11, 13])
+@pytest.mark.parametrize("seed", [8, 11])
 def test_a_schedule_of_faults_loses_and_doubles_no_sample(tmp_path, seed):
     plan = FaultPlan.random(seed, 2.5, 0.8, KINDS, back_s=0.5)
     told = played(tmp_path, plan, seed, epochs=1, nodes=2)

@@ -201,7 +201,7 @@ def test_faults_in_a_row_lose_no_step_and_do_none_twice(tmp_path, seed):
     with job.cluster:
         starts(job, "abc")
         first = max(line["step"] for lines in job.said().values() for line in lines)
-        for _ in range(5):
+        for _ in range(4):
             kind = rng.choice(("kill-worker", "kill-node", "kill-agent", "stop-node"))
             plan = FaultPlan((Fault(0.0, kind, rng.random()),), back_s=1.0)
             print(*plan.run(job.cluster))
@@ -225,6 +225,7 @@ def test_a_script_of_several_loops_takes_in_who_comes_and_replaces_who_is_lost(t
         job.ends_exact()
 
 
+@pytest.mark.soak
 def test_a_worker_that_dies_between_two_loops_costs_the_others_no_process(tmp_path):
     job = InPlace(tmp_path, env={"STEPS_PER_LOOP": "20", "PAUSE_S": "1.5"})
     with job.cluster:
