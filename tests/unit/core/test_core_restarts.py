@@ -70,6 +70,19 @@ def test_failures_that_a_departure_caused_cost_nothing(driver):
     assert job.machine.report().restarts_used == 0
 
 
+@pytest.mark.parametrize(("said", "used"), [("Connection closed by peer", 0), ("boom", 1)])
+def test_failures_that_a_stop_before_this_coordinator_caused_cost_nothing(pair, said, used):
+    """One that is a worker's own does."""
+    new, failures = Driver(), (failure(0, said),)
+    new.join("b", holding=pair.holding("b", "stopping"), welcomed=True)
+    new.join("a", holding=pair.holding("a", "failed", failures=failures), welcomed=True)
+    new.assigned |= pair.assigned
+    new.stops("b", "a")
+    new.passes(1.0, alive="ab")
+    assert new.phase == "running" and new.assigned["a"].fence == Fence(1, 1)
+    assert new.machine.report().restarts_used == used
+
+
 def test_a_crash_loop_pauses_longer_each_time_and_says_so(driver):
     job = driver(job_spec(1, 1, restarts=3))
     job.join("a")

@@ -153,6 +153,7 @@ def _hear(state: State) -> None:
         regroup.heard(state, node)
         reports.failed(state, node, failures)
         state.refile(node)
+    reports.stopped_before(state)
 
 
 def _running(state: State) -> bool:

@@ -179,6 +179,19 @@ def _failed_in_drain(state: State, node: Node, failures: tuple[Failure, ...]) ->
     node.marked = node.drained = True
 
 
+def stopped_before(state: State) -> None:
+    """Take in that members stop their workers because a coordinator before this one said so.
+
+    That others lost a peer came of it, and is never charged; that a worker failed, is.
+    """
+    sightings = state.incident.sightings if state.incident is not None else []
+    if state.in_place or not all(is_lost_peer(each.failure) for each in sightings):
+        return
+    for node in [node for node in state.members() if node.parting]:
+        why = f"node {node.id} came back while it was stopping its workers"
+        presence.fault(state, why).departed.append(node.id)
+
+
 def _stopped(state: State, node: Node, message: Stopped) -> None:
     if not _is_of(node, message.fence):
         return
