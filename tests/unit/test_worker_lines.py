@@ -78,3 +78,20 @@ def test_who_was_not_able_when_it_hung_up_is_not_waited_for(says):
             assert heard.told == [{0}, set()][: len(says)]
 
     asyncio.run(scenario())
+
+
+def test_what_nobody_else_holds_is_theirs_until_they_say_otherwise_or_hang_up():
+    async def scenario():
+        heard = Heard()
+        with heard.lines.open(0) as one, heard.lines.open(1) as other:
+            one.send(encode(Able(sole=True)))
+            await heard.wait(1)
+            other.send(encode(Able(sole=True)))
+            await heard.wait(2)
+            other.send(encode(Able()))
+            await heard.wait(3)
+            assert heard.lines.sole
+        await heard.wait_closed(0)
+        assert not heard.lines.sole
+
+    asyncio.run(scenario())

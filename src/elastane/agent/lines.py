@@ -42,6 +42,7 @@ class Lines:
     def __init__(self, changed: Callable[[], None], lost: Callable[[Fence, str], None]) -> None:
         self.able: set[int] = set()
         self.whole = False  # they enter a world all together, or not at all
+        self._sole: set[int] = set()  # hold what nobody else does
         self.ready: set[int] = set()  # spares that wait in init(); their numbers are negative
         self.finished: set[int] = set()
         # Were able, and have hung up: most have ended, and are soon told as failed.
@@ -93,9 +94,8 @@ class Lines:
             end.close()
         if local_rank in self.able:
             self._parted.add(local_rank)
-        self.able.discard(local_rank)
-        self.ready.discard(local_rank)
-        self.finished.discard(local_rank)
+        for ranks in (self.able, self.ready, self.finished, self._sole):
+            ranks.discard(local_rank)
 
     @property
     def not_known_unable(self) -> set[int]:
@@ -104,6 +104,11 @@ class Lines:
         One that is neither able nor known to have ended has finished its steps, to a coordinator.
         """
         return self.able | self._parted
+
+    @property
+    def sole(self) -> bool:
+        """Whether some hold what nobody else does."""
+        return bool(self._sole)
 
     def explained(self, local_rank: int) -> None:
         """Forget a worker that has hung up: its end was told, or it lives on."""
@@ -139,9 +144,10 @@ class Lines:
         match message:
             case Ready():
                 self.ready.add(local_rank)
-            case Able(whole=whole) if local_rank >= 0:
+            case Able(whole=whole, sole=sole) if local_rank >= 0:
                 self.able.add(local_rank)
                 self.whole = self.whole or whole
+                (self._sole.add if sole else self._sole.discard)(local_rank)
                 self.finished.discard(local_rank)
                 self._changed()
             case Finished():

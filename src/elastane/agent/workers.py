@@ -265,8 +265,8 @@ class WorkerGroup:
             self._told_able = True
             if len(able) == self.setup.run.local_world_size:
                 self._spares.begin(self.world)
-            offer, whole = self.port.offer, self._lines.whole
-            self.post(GroupAble(self.assignment.fence, able, offer, whole))
+            fence, lines = self.assignment.fence, self._lines
+            self.post(GroupAble(fence, able, self.port.offer, lines.whole, lines.sole))
 
     def _post_started(self, workers: list[Worker]) -> None:
         by_local_rank = sorted(workers, key=lambda worker: worker.local_rank)

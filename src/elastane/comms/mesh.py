@@ -82,6 +82,7 @@ class MeshGroups:
     def __init__(self, shards: int) -> None:
         self.shards = shards
         self.size = 0  # of the world in hand
+        self.is_on_one_node = False
         self.seat = NO_SEAT
         self._ranks: list[int] = []  # by seat
         self.made: DeviceMesh | None = None
@@ -98,13 +99,18 @@ class MeshGroups:
         """How many workers of the world in hand hold each shard."""
         return self.size // self.shards
 
+    @property
+    def is_sole(self) -> bool:
+        """Whether nobody else in the world in hand holds this worker's shard."""
+        return self.replicas == 1
+
     def shard_of(self, seat: int) -> int:
         """Return the number of the shard that belongs to a seat."""
         return seat % self.shards
 
-    def settle(self, seats: Sequence[int], rank: int) -> None:
-        """Take note of who sits where in a world; `seats` by rank."""
-        self.seat, self.size = seats[rank], len(seats)
+    def settle(self, seats: Sequence[int], nodes: Sequence[int], rank: int) -> None:
+        """Take note of who sits where in a world; `seats`, and the numbers of `nodes`, by rank."""
+        self.seat, self.size, self.is_on_one_node = seats[rank], len(seats), len({*nodes}) == 1
         self._ranks = sorted(range(len(seats)), key=lambda each: seats[each])
 
     def wirings(self, world: Wiring) -> tuple[Wiring, Wiring]:

@@ -120,13 +120,14 @@ class GroupGone(msgspec.Struct, frozen=True):
 class GroupAble(msgspec.Struct, frozen=True):
     """These local workers can enter another world as they are; and the offer for it.
 
-    `whole`: all workers of the node together, or none.
+    `whole`: all workers of the node together, or none. `sole`: some hold what nobody else does.
     """
 
     fence: Fence
     workers: tuple[int, ...]
     offer: Offer
     whole: bool = False
+    sole: bool = False
 
 
 class WorkerLost(msgspec.Struct, frozen=True):

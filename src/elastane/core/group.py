@@ -29,6 +29,7 @@ class Group:
     born: Fence
     able: tuple[int, ...] = ()
     whole: bool = False  # they enter a world all together, or not at all
+    sole: bool = False  # some of them hold what nobody else does
     in_place: bool = False  # all that have a place were able at one time, and recover in place
     renewed: set[int] = field(default_factory=set)  # failed, with a successor that was started
     phase: GroupState = "running"
@@ -59,6 +60,7 @@ class Group:
             able=self.able,
             in_place=self.in_place,
             whole=self.whole,
+            sole=self.sole,
             halted=self.halted,
             renewed=tuple(sorted(self.renewed)),
         )

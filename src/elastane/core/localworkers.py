@@ -239,8 +239,15 @@ class LocalWorkers:
     def _able(self, group: Group, event: GroupAble) -> None:
         workers, self.offer = event.workers, event.offer
         group.be_able(workers, self.node.local_world_size, whole=event.whole)
+        group.sole = event.sole
         self._outbox.send(
-            Able(workers=workers, offer=event.offer, fence=group.fence, whole=group.whole)
+            Able(
+                workers=workers,
+                offer=event.offer,
+                fence=group.fence,
+                whole=group.whole,
+                sole=group.sole,
+            )
         )
 
     def _drained(self, group: Group, *, stops: bool) -> None:

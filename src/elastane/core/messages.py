@@ -46,6 +46,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     able: tuple[LocalRank, ...] = ()
     in_place: bool = False  # they recover in place, those too that have finished their steps
     whole: bool = False  # and enter a world all together, or not at all
+    sole: bool = False  # and some hold what nobody else does
     # Why its workers make no step in their world any more, and wait for another one.
     halted: Text = ""
     renewed: tuple[LocalRank, ...] = ()  # of the failed: those with successors that were paid for
@@ -128,13 +129,15 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
 
     All of them, each time. `offer` is where the next process-group store would be, after that of
     the world of `fence`, which the agent was told of last. `whole`: those of this node enter a
-    world all together, or not at all.
+    world all together, or not at all. `sole`: some of them hold what nobody else does; nobody
+    could heal a loss.
     """
 
     workers: tuple[LocalRank, ...]
     offer: Offer
     fence: Fence | None = None
     whole: bool = False
+    sole: bool = False
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):

@@ -112,9 +112,12 @@ class AgentLine:
             raise _no_agent("it closed the line")
         return place
 
-    def able(self, *, whole: bool) -> None:
-        """Say that this worker can enter another world as it is; `whole`: with all of its node."""
-        self._say(Able(whole))
+    def able(self, *, whole: bool, sole: bool) -> None:
+        """Say that this worker can enter another world as it is; `whole`: with all of its node.
+
+        `sole`: nobody else in this world holds what it holds.
+        """
+        self._say(Able(whole, sole))
 
     def finished(self) -> None:
         """Say that all steps are done."""

@@ -66,7 +66,7 @@ class SavedJob:
     @property
     def why(self) -> str:
         """Why all workers begin from what was saved; "" where nothing says so."""
-        return sharding.why_restarts(self._tracked, self._worlds.mesh)
+        return sharding.why_unhealed(self._tracked, self._worlds.mesh)
 
     @property
     def fence(self) -> tuple[int, int]:

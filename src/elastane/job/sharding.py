@@ -20,18 +20,26 @@ from elastane.job.undo import Undo
 from elastane.job.world import Worlds
 
 
-def why_restarts(tracked: Tracked, mesh: MeshGroups | None) -> str:
-    """Return why a lost worker's shards cannot be healed by others; "" where they can."""
+def why_unhealed(tracked: Tracked, mesh: MeshGroups | None) -> str:
+    """Return why others cannot heal what a worker of this world holds; "" where they can."""
     meshes = {each.device_mesh for each in tracked.sharded}
     if not meshes:
         return ""
     text = "sharded state has no replica"
     if mesh is None or meshes != {mesh.made}:
         return f"{text}: it is not over job.device_mesh()"
-    if mesh.replicas == 1:
+    if len(tracked.optimizers) != 1:
+        count = len(tracked.optimizers)
+        return f"sharded state of {count} optimizers is not healed: of one it is"
+    if mesh.is_sole:
         return f"{text}: each of {mesh.shards} workers holds a shard that no other has"
-    count = len(tracked.optimizers)
-    return "" if count == 1 else f"sharded state of {count} optimizers is not healed: of one it is"
+    return ""
+
+
+def _may_grow(tracked: Tracked, mesh: MeshGroups | None) -> bool:
+    """Whether other replicas may come, and have all that this one, the first, holds."""
+    alone = mesh is not None and mesh.is_sole and mesh.is_on_one_node
+    return alone and len(tracked.optimizers) == 1
 
 
 def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None:
@@ -39,16 +47,17 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
     if verify_every:
         raise _refused("job.steps(verify_every=...)")
     # Who came later came to others that heal, though of these one replica may be left.
-    worlds.restarts = "" if worlds.came_later else why_restarts(health.tracked, worlds.mesh)
+    why = "" if worlds.came_later else why_unhealed(health.tracked, worlds.mesh)
+    worlds.restarts = "" if _may_grow(health.tracked, worlds.mesh) else why
     if not worlds.restarts and worlds.mesh is not None:
         from elastane.job.shards import Shards  # heavy: torch.distributed.fsdp
 
         came_later = worlds.came_later
         health.shards = Shards(worlds.group, worlds.mesh, health, undo, came_later=came_later)
-    elif worlds.rank == 0 and worlds.has_agent:
+    if why and worlds.rank == 0 and worlds.has_agent:
         sys.stderr.write(
-            f"elastane: {worlds.restarts}; when a worker is lost, all start again and go on from"
-            " the Checkpointer's snapshot or checkpoint\n"
+            f"elastane: {why}; when a worker is lost, all start again and go on from the"
+            " Checkpointer's snapshot or checkpoint\n"
         )
 
 

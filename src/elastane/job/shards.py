@@ -52,13 +52,15 @@ class Shards:
     def agree(self, *, updating: bool) -> None:
         """Wait until all members hold their whole reductions of this step; once in a step.
 
-        `updating`: the optimizer's update comes next. Raises as a collective does.
+        `updating`: the optimizer's update comes next. Raises as a collective does. In one replica
+        nobody waits: where a worker is lost, all start again.
         """
         if self._agreed:
             return
         self._ready, self._updating = True, updating
         try:
-            dist.all_reduce(torch.ones(1), group=self._group)
+            if not self._mesh.is_sole:
+                dist.all_reduce(torch.ones(1), group=self._group)
         except RuntimeError:
             self._group.check()
             raise

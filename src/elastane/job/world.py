@@ -48,6 +48,7 @@ class Worlds:
         self.came_later = False
         # Why no other world follows one that lost a worker; "" where one does.
         self.restarts = ""
+        self._is_sole = False  # as the agent knows it
         self.pulse = Pulse()
         self.group.when_begun = self.pulse.beat
 
@@ -107,7 +108,9 @@ class Worlds:
     def able(self) -> None:
         """Say that this worker can enter another world as it is."""
         if self._line is not None and not self.restarts:
-            self._line.able(whole=self.mesh is not None and self.mesh.shards > 1)
+            self._is_sole = self.mesh is not None and self.mesh.is_sole
+            whole = self.mesh is not None and self.mesh.shards > 1
+            self._line.able(whole=whole, sole=self._is_sole)
 
     def begin(self) -> None:
         """Go on with the members of the world in hand, where there is a place in it."""
@@ -155,6 +158,8 @@ class Worlds:
 
         Steps that others have committed count as if this worker had made them.
         """
+        if self.mesh is not None and self.mesh.is_sole != self._is_sole:
+            self.able()
         if self._page is not None:
             self._page.meet(number, self.fence.round)
 
@@ -231,7 +236,7 @@ class Worlds:
             raise _not_alike(shards)
         if size % mesh.shards:
             raise _not_whole(size, mesh.shards)
-        mesh.settle(seated(claims, nodes, mesh.shards), rank)
+        mesh.settle(seated(claims, nodes, mesh.shards), nodes, rank)
         for group, wiring in zip(mesh.groups, mesh.wirings(self.group.world.wiring), strict=True):
             self._meet(group, wiring)
 

@@ -79,9 +79,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Able(msgspec.Struct, frozen=True, tag="able"):
-    """From a worker: it can enter another world as it is; `whole`: with all of its node only."""
+    """From a worker: it can enter another world as it is; `whole`: with all of its node only.
+
+    `sole`: in the world that it is in nobody else holds what it holds. It says so anew in each
+    world where that is another than it was.
+    """
 
     whole: bool = False
+    sole: bool = False
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -25,11 +25,11 @@ from elastane.core.model import Failure, Fence, Offer
 from elastane.core.notes import EventKind
 
 
-def able(job, *node_ids, workers=(0, 1), whole=False):
+def able(job, *node_ids, workers=(0, 1), **more):
     for node_id in node_ids:
         fence = job.assigned[node_id].fence if node_id in job.assigned else None
         offer = Offer(8000, True)
-        job.says(node_id, Able(workers=workers, offer=offer, fence=fence, whole=whole))
+        job.says(node_id, Able(workers=workers, offer=offer, fence=fence, **more))
 
 
 def in_place(low=1, high=3, nodes="ab", restarts=3, **more):

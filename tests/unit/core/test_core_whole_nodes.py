@@ -5,7 +5,7 @@ from test_core_agent import FENCE, Agent
 from test_core_regroup import able, dies, in_place, kinds, regrouped
 
 from elastane.core.events import GroupAble, Linked, Unlinked
-from elastane.core.messages import Able, Assign, Drain, Interrupt, Join, Prepare
+from elastane.core.messages import Able, Assign, Drain, Interrupt, Join, Lost, Prepare, Stop
 from elastane.core.model import Fence, Offer
 from elastane.core.notes import EventKind
 
@@ -80,3 +80,78 @@ def test_an_agent_says_it_and_brings_it_along():
     agent.does(Unlinked("EOF"))
     agent.does(Linked())
     assert agent.sent(Join)[0].holding.whole
+
+
+def sole(**more):
+    """A job of one node, whose workers hold what nobody else does."""
+    job = in_place(nodes="a", **more)
+    able(job, "a", whole=True, sole=True)
+    job.inbox.clear()
+    return job
+
+
+def grown(job):
+    """Node b is taken in."""
+    job.join("b")
+    job.passes(6.0, alive="ab")
+    able(job, "b", whole=True)
+    job.passes(6.0, alive="ab")
+    job.marks("a", 3), job.drains("a")
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 4)
+    able(job, "a", whole=True, sole=True)  # with another port: b has got nothing yet
+    job.inbox.clear()
+    return job
+
+
+def test_where_a_worker_is_lost_that_held_what_nobody_else_does_all_start_again_at_once():
+    job = sole()
+    dies(job, "a", local_rank=1)
+    assert kinds(job, "a") == [Stop]
+    job.stops("a")
+    job.passes(1.0, alive="a")
+    given = job.assigned["a"]
+    assert not given.in_place and (given.fence, given.restarts_used) == (Fence(1, 1), 1)
+
+
+def test_a_worker_that_only_lost_a_connection_has_lost_nothing():
+    job = sole()
+    job.says("a", Lost(fence=Fence(1, 0), reason="Connection closed by peer"))
+    job.passes(2.0, alive="a")
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 2)
+    assert job.assigned["a"].in_place
+
+
+def test_who_held_all_goes_on_where_one_that_came_to_it_is_lost_before_it_has_anything():
+    job = grown(sole())
+    job.breaks("b")
+    job.passes(0.2, alive="a")
+    assert Stop not in kinds(job, "a")
+    assert regrouped(job, "a") == (Fence(3, 0), 0, (0, 1), 2)
+
+
+def test_once_others_hold_it_too_a_lost_worker_is_followed_by_another():
+    job = grown(sole())
+    able(job, "a", whole=True)
+    dies(job, "a", local_rank=1)
+    assert kinds(job, "a") == [Interrupt, Prepare]
+
+
+def test_another_coordinator_learns_who_held_what_nobody_else_does():
+    before = sole()
+    after = Driver(job_spec(1, 3, 3), record=before.persisted[-1])
+    after.assigned |= before.assigned
+    after.join("a", holding=before.holding("a", able=(0, 1), in_place=True, whole=True, sole=True))
+    after.inbox.clear()
+    dies(after, "a", local_rank=1)
+    assert kinds(after, "a") == [Stop]
+
+
+def test_an_agent_says_anew_whether_its_workers_hold_what_nobody_else_does():
+    agent = Agent().running()
+    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True), sole=True))
+    assert agent.sent(Able)[0].sole
+    agent.does(Unlinked("EOF"))
+    agent.does(Linked())
+    assert agent.sent(Join)[0].holding.sole
+    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True)))
+    assert not agent.sent(Able)[0].sole

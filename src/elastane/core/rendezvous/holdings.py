@@ -30,7 +30,7 @@ def _take_workers(state: State, node: Node, holding: Holding | None, ends: dict[
     fence = assignment.fence
     node.take_places(assignment.workers or tuple(range(node.spec.local_world_size)))
     node.waiting, node.able, node.ends = assignment.waiting, {*holding.able}, ends
-    node.in_place, node.whole = holding.in_place, holding.whole
+    node.in_place, node.whole, node.sole = holding.in_place, holding.whole, holding.sole
     place = untold(state, node, holding)
     if place is not None and state.world is not None:
         node.fence, node.untold = state.world.fence, True

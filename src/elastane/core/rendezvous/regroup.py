@@ -100,6 +100,14 @@ def has_survivors(state: State) -> bool:
     return any(stateholders.keeps(state, node) and not node.leaving for node in kept)
 
 
+def is_beyond_healing(state: State) -> bool:
+    """Whether a worker is lost that held what nobody else does: all begin from what was saved.
+
+    Its node says so: nobody has a replica on more than one, and grows from it.
+    """
+    return any(node.sole and node.lost & {*node.workers} for node in state.members())
+
+
 def anybody_able(state: State) -> bool:
     """Whether any worker of the world in force still makes steps, though its node may leave."""
     return any(node.survivors for node in state.members())

@@ -69,6 +69,7 @@ class Node:
     workers: tuple[int, ...] = ()  # local ranks of those that have one
     able: set[int] = field(default_factory=set)  # local ranks that can enter another world
     whole: bool = False  # they enter a world all together, or not at all
+    sole: bool = False  # some of them hold what nobody else does
     in_place: bool = False  # brought along: they recover in place, whoever has finished its steps
     holds: set[int] = field(default_factory=set)  # local ranks that have made steps, and hold them
     lost: set[int] = field(default_factory=set)  # local ranks whose processes ended since
@@ -123,7 +124,7 @@ class Node:
         """It has no workers any more."""
         self.workers, self.waiting, self.state = (), False, "running"
         self.stray, self.untold, self.parting, self.halted = False, False, False, ""
-        self.in_place = self.whole = False
+        self.in_place = self.whole = self.sole = False
         self.able, self.holds, self.lost, self.prepared = set(), set(), set(), set()
         self.ends = {}
 

@@ -164,7 +164,7 @@ class Line:
             w
             for w in group.workers.values()
             if w.committed is not None and w.able and w.able_s < self._cluster.clock.now_s - 1.0
-            if not w.gave_way
+            if not w.gave_way and not (w.sole and group.crashed)
         ]
         if group.phase != "running" or not held or not self.is_strict or self._ended:
             return

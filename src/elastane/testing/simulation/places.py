@@ -35,6 +35,7 @@ class Worker:
     moved_s: float = 0.0
     gave_way: bool = False  # it has no place, since there were too many, and is not counted on
     met: int = 0  # the round of the last world in which it had the state
+    sole: bool = False  # nobody on another node had it there
     places: int = 0  # how many worlds it was to be in
     last: tuple[Fence, int] | None = None  # its place in the last world that began with it
 
@@ -73,6 +74,7 @@ class Household:
     stops: bool = False  # nobody goes on behind the target
     drained: bool = False
     crashed: bool = False  # a worker of it has ended since it entered its world
+    lacks: bool = False  # one has ended that was the only one to hold what it held
 
     @property
     def fence(self) -> Fence:
@@ -115,6 +117,11 @@ class Household:
     def able(self) -> tuple[int, ...]:
         """The local ranks of those that can enter another world."""
         return tuple(sorted(i for i, w in self.workers.items() if w.alive and w.able))
+
+    @property
+    def sole(self) -> bool:
+        """Whether some of its workers hold what nobody on another node does."""
+        return any(w.sole for w in self.workers.values() if w.alive)
 
     @property
     def saved(self) -> bool:

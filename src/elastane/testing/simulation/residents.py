@@ -178,7 +178,8 @@ class Residents:
 
     def _tell_able(self, group: Household) -> None:
         if group.phase == "running":
-            group.feed(GroupAble(group.born, group.able, group.offer, self.script.whole_nodes))
+            whole = self.script.whole_nodes
+            group.feed(GroupAble(group.born, group.able, group.offer, whole, group.sole))
 
     def _die(self, worker: Worker, exit_code: int, message: str) -> None:
         group = worker.group
@@ -199,6 +200,7 @@ class Residents:
         """The process is no more; some of those that wait for it notice."""
         world, worker.world, worker.stage = worker.world, None, stage
         worker.committed, worker.able = None, False
+        worker.group.lacks = worker.group.lacks or (worker.sole and stage == "dead")
         self.drains.mind(worker.group)
         if world is None:
             return
@@ -279,6 +281,10 @@ class Residents:
             return
         members = [world.workers[rank] for rank in range(world.size)]
         known = [w.committed for w in members if w.committed is not None]
+        if known and any(w.group.lacks for w in members):
+            for worker in members:
+                self._die(worker, 1, "JobError: all workers that held shard 0 are lost")
+            return
         base = max(known, default=self.saved_step)
         world.base, world.from_state, world.began_s = base, bool(known), self._clock.now_s
         self._checks.line.begins(world, members)
@@ -301,6 +307,9 @@ class Residents:
         worker.committed = worker.calls = world.base
         worker.stage, worker.begun, worker.moved_s = "boundary", True, self._clock.now_s
         worker.met = world.fence.round
+        was, worker.sole = worker.sole, self.script.whole_nodes and len(world.hosts) == 1
+        if worker.able and worker.sole != was:
+            self._tell_able(worker.group)
         self._declare(worker)
         self._call(worker, world)
 
