@@ -178,7 +178,7 @@ class LocalWorkers:
     def _prepare(self, message: Prepare, *, leaving: bool) -> None:
         """Start the workers that do not run; they get ready beside the world in force."""
         group = self.group
-        if leaving:
+        if leaving or (group is None and message.successors):
             return
         if group is None:
             self.group = Group(message.assignment, message.assignment.fence)

@@ -222,10 +222,14 @@ class Interrupt(msgspec.Struct, frozen=True, tag="interrupt", kw_only=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
-    """Start the local workers that do not run, in `delay_s`; they get ready for a later world."""
+    """Start the local workers that do not run, in `delay_s`; they get ready for a later world.
+
+    `successors`: of lost ones, beside others; where there are none any more, that was told.
+    """
 
     assignment: Assignment
     delay_s: Seconds = 0.0
+    successors: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):

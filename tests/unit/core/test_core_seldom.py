@@ -172,3 +172,12 @@ def test_a_world_that_was_not_the_last_is_forgotten_though_its_holder_is_gone():
     job.passes(0.3)
     job.join("y", holding=Holding(assignment=later, state="running"))
     assert job.machine._state.claim.fence == Fence(2, 0)
+
+
+def test_nobody_follows_workers_that_were_all_stopped_meanwhile():
+    """The coordinator has not heard of that yet as it asks: it soon has, and starts all anew."""
+    agent, beside = gone(), msgspec.structs.replace(NEXT, waiting=True)
+    agent.does(Told(Prepare(assignment=beside, successors=True)))
+    agent.does(Told(Assign(msgspec.structs.replace(NEXT, in_place=False))))
+    (started,) = [e.assignment for e in agent.effects if isinstance(e, StartGroup)]
+    assert not started.waiting

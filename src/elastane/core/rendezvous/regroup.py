@@ -155,8 +155,7 @@ def paid_for(
     state.refile(node)
     heard(state, node)
     if lost - renewed and state.in_place and state.world is not None and state.exhausted is None:
-        node.prepared |= lost
-        state.send(node, Prepare(assignment=_beside(state, state.world, node)))
+        _succeed(state, state.world, node, 0.0)
     return tuple(f for f in failures if f not in paid)
 
 
@@ -277,8 +276,14 @@ def _replace_lost(state: State, incident: Incident, delay_s: float) -> None:
     for node_id in sorted({sighting.node_id for sighting in incident.sightings}):
         node = state.nodes.get(node_id)
         if node is not None and node.lost - node.prepared and node.fence is not None:
-            node.prepared |= node.lost
-            state.send(node, Prepare(assignment=_beside(state, state.world, node), delay_s=delay_s))
+            _succeed(state, state.world, node, delay_s)
+
+
+def _succeed(state: State, world: World, node: Node, delay_s: float) -> None:
+    """Have the workers of this node that were lost followed by others."""
+    node.prepared |= node.lost
+    beside = _beside(state, world, node)
+    state.send(node, Prepare(assignment=beside, delay_s=delay_s, successors=True))
 
 
 def _are_enough(state: State, found: list[Contingent]) -> bool:
