@@ -99,8 +99,9 @@ def made_once(job: Sharding) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_replicas_heal_lost_shards_also_where_only_the_dead_had_made_the_step(tmp_path):
-    job = Sharding(tmp_path, 2, CUT)
+@pytest.mark.parametrize("optimizers", ["1", pytest.param("2", marks=pytest.mark.soak)])
+def test_replicas_heal_lost_shards_also_where_only_the_dead_had_made_the_step(tmp_path, optimizers):
+    job = Sharding(tmp_path, 2, CUT, env={"OPTIMIZERS": optimizers})
     with job.cluster:
         node = job.cluster.start("a")
         job.cluster.wait((job.said_folder / "cut").exists, "the cut")
@@ -119,8 +120,11 @@ def test_replicas_heal_lost_shards_also_where_only_the_dead_had_made_the_step(tm
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_a_killed_workers_shard_comes_from_its_replica_whichever_it_is_and_whenever(tmp_path):
-    job, rng = Sharding(tmp_path, 2), random.Random(5)
+@pytest.mark.parametrize("optimizers", ["1", "2"])
+def test_a_killed_workers_shard_comes_from_its_replica_whichever_it_is_and_whenever(
+    tmp_path, optimizers
+):
+    job, rng = Sharding(tmp_path, 2, env={"OPTIMIZERS": optimizers}), random.Random(5)
     with job.cluster:
         node = job.cluster.start("a")
         pids = job.wait_steps(3)

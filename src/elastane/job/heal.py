@@ -55,10 +55,13 @@ class Health:
         if self.shards is not None:
             self.shards.forget()
 
-    def agree(self, *, updating: bool) -> None:
-        """Wait until an update may be made, where that is not for each member alone to say."""
+    def agree(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Wait until an update may be made, where that is not for each member alone to say.
+
+        None: until the step may end.
+        """
         if self.shards is not None:
-            self.shards.agree(updating=updating)
+            self.shards.agree(optimizer)
 
     def put_back(self, undo: Undo) -> None:
         """End a step that did not happen here."""

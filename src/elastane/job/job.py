@@ -202,7 +202,7 @@ class Job:
         if error is None:
             try:
                 self.process_group.check()
-                self._health.agree(updating=False)
+                self._health.agree(None)
             except PeerLostError as lost:
                 error = lost
         elif not (self.process_group.failed or self._world.has_news):
@@ -297,7 +297,7 @@ class Job:
         self._saved.settle()
         self.process_group.check()
         self.mode.insist_on_all()
-        self._health.agree(updating=True)
+        self._health.agree(optimizer)
         self._undo.before_update(optimizer)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -19,27 +19,29 @@ from elastane.job.trail import Trail
 from elastane.job.undo import Undo
 from elastane.job.world import Worlds
 
+_NO_REPLICA = "sharded state has no replica"
+
 
 def why_unhealed(tracked: Tracked, mesh: MeshGroups | None) -> str:
     """Return why others cannot heal what a worker of this world holds; "" where they can."""
+    never = _why_never(tracked, mesh)
+    if never or mesh is None or not tracked.sharded or not mesh.is_sole:
+        return never
+    return f"{_NO_REPLICA}: each of {mesh.shards} workers holds a shard that no other has"
+
+
+def _why_never(tracked: Tracked, mesh: MeshGroups | None) -> str:
+    """Return why they cannot in whatever world follows, of the same processes."""
     meshes = {each.device_mesh for each in tracked.sharded}
     if not meshes:
         return ""
-    text = "sharded state has no replica"
     if mesh is None or meshes != {mesh.made}:
-        return f"{text}: it is not over job.device_mesh()"
-    if len(tracked.optimizers) != 1:
-        count = len(tracked.optimizers)
-        return f"sharded state of {count} optimizers is not healed: of one it is"
-    if mesh.is_sole:
-        return f"{text}: each of {mesh.shards} workers holds a shard that no other has"
+        return f"{_NO_REPLICA}: it is not over job.device_mesh()"
+    if not tracked.optimizers:
+        return "sharded state without its optimizer is not healed: job.track(optimizer=optimizer)"
+    if mesh.is_sole and not mesh.is_on_one_node:  # Worlds lose and gain whole nodes.
+        return f"{_NO_REPLICA}: the one that there is spans nodes"
     return ""
-
-
-def _may_grow(tracked: Tracked, mesh: MeshGroups | None) -> bool:
-    """Whether other replicas may come, and have all that this one, the first, holds."""
-    alone = mesh is not None and mesh.is_sole and mesh.is_on_one_node
-    return alone and len(tracked.optimizers) == 1
 
 
 def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None:
@@ -48,7 +50,7 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
         raise _refused("job.steps(verify_every=...)")
     # Who came later came to others that heal, though of these one replica may be left.
     why = "" if worlds.came_later else why_unhealed(health.tracked, worlds.mesh)
-    worlds.restarts = "" if _may_grow(health.tracked, worlds.mesh) else why
+    worlds.restarts = why and _why_never(health.tracked, worlds.mesh)
     if not worlds.restarts and worlds.mesh is not None:
         from elastane.job.shards import Shards  # heavy: torch.distributed.fsdp
 

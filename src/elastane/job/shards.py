@@ -43,21 +43,27 @@ class Shards:
         self._group, self._mesh, self._tracked = group, mesh, health.tracked
         self._health, self._undo, self._came_later = health, undo, came_later
         self.is_healing = False
-        self._agreed = self._ready = self._updating = False
+        self._agreed = self._ready = False
+        # Whose update was agreed on last, or is in question; None: the end of the body.
+        self._next: torch.optim.Optimizer | None = None
 
     def forget(self) -> None:
         """Forget what was agreed on: the step in hand is over."""
-        self._agreed = self._ready = self._updating = False
+        self._agreed = self._ready = False
+        self._next = None
 
-    def agree(self, *, updating: bool) -> None:
-        """Wait until all members hold their whole reductions of this step; once in a step.
+    def agree(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Wait until all members hold what an update takes, and have made those before it.
 
-        `updating`: the optimizer's update comes next. Raises as a collective does. In one replica
-        nobody waits: where a worker is lost, all start again.
+        Once for each optimizer in its turn; None: to the end of a body, in which not all have
+        stepped. Who is a step ahead then has left others behind that lack one update, and can make
+        it. Raises as a collective does. In one replica nobody waits: where a worker is lost, all
+        start again.
         """
-        if self._agreed:
+        is_told = self._undo.is_whole if optimizer is None else self._next is optimizer
+        if self._agreed and is_told:
             return
-        self._ready, self._updating = True, updating
+        self._ready, self._agreed, self._next = True, False, optimizer
         try:
             if not self._mesh.is_sole:
                 dist.all_reduce(torch.ones(1), group=self._group)
@@ -69,7 +75,7 @@ class Shards:
 
     def put_back(self) -> None:
         """End a step that failed here: as it began, or kept until it is known who was ahead."""
-        if self._agreed and self._updating:
+        if self._agreed and self._next is not None and not self._undo.has_copies:
             self._health.half_written()  # The update itself failed, anywhere in it.
         if self._agreed or not self._ready:
             self._undo.restore()
@@ -124,9 +130,8 @@ class Shards:
 
     def _update(self, small: dict[str, Any]) -> None:
         tracked = self._tracked
-        if self._updating:
-            for optimizer in tracked.optimizers:
-                optimizer.step()
+        if self._next is not None:
+            self._next.step()
         for optimizer, groups in zip(tracked.optimizers, small["settings"], strict=True):
             for group, held in zip(optimizer.param_groups, groups, strict=True):
                 group.update(held)

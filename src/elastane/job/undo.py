@@ -49,12 +49,17 @@ class Undo:
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Save what an optimizer is about to change, where another one may not get that far."""
-        if len(self._tracked.optimizers) > 1 and id(optimizer) not in self._updates:
+        if self.has_copies and id(optimizer) not in self._updates:
             self._updates[id(optimizer)] = _Update(optimizer)
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that an optimizer has stepped."""
         self.stepped.add(id(optimizer))
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether an update that has begun can be taken back."""
+        return len(self._tracked.optimizers) > 1
 
     @property
     def is_whole(self) -> bool:

@@ -5,8 +5,9 @@
 Each process appends to FOLDER/PID.jsonl what it restored and each step. All stop after the step in
 which one finds FOLDER/enough, train as many steps again as plain torch would, and leave
 FOLDER/PID.final: digests of what both have come to, and how far apart those are. Where WHERE is not
-empty they save. In step CUT, once, those of seats 0 and 2 make their update, that of seat 1 does
-not come to it, and that of seat 3 is killed.
+empty they save. In step CUT, once, those of seats 0 and 2 make their last update, that of seat 1
+does not come to it, and that of seat 3 is killed. OPTIMIZERS=2 trains the first layer by one of its
+own, and all wait for one another before the second one steps.
 """
 
 from __future__ import annotations
@@ -41,22 +42,45 @@ class Training:
         for layer in (self.net[0], self.net[3]):
             fully_shard(layer, mesh=mesh)
         fully_shard(self.net, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.99)
+        parts = [self.net.parameters()]
+        if os.environ.get("OPTIMIZERS") == "2":
+            parts = [
+                self.net[0].parameters(),
+                [*self.net[2].parameters(), *self.net[3].parameters()],
+            ]
+        self.optimizers = [torch.optim.AdamW(part, lr=1e-2) for part in parts]
+        self.schedulers = [
+            torch.optim.lr_scheduler.StepLR(each, step_size=3, gamma=0.99)
+            for each in self.optimizers
+        ]
         self.data = torch.randn(1008, WIDTH, generator=torch.Generator().manual_seed(1))
         self.batches = elastane.ElasticBatchSampler(len(self.data), BATCH, seed=3)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return self.net(batch).pow(2).mean()
 
-    def update(self) -> None:
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
+    def update(self, group=None) -> None:
+        for number, optimizer in enumerate(self.optimizers):
+            if number and group is not None:
+                dist.all_reduce(torch.ones(1), group=group)
+            optimizer.step()
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            scheduler.step()
+            optimizer.zero_grad()
+
+    def tracked(self) -> dict[str, object]:
+        found = {"net": self.net}
+        for number, optimizer in enumerate(self.optimizers):
+            found |= {
+                f"optimizer{number}": optimizer,
+                f"scheduler{number}": self.schedulers[number],
+            }
+        return found
 
     def result(self) -> torch.Tensor:
         parameters = [*self.net.parameters()]
-        moments = [self.optimizer.state[p]["exp_avg_sq"] for p in parameters]
+        states = {p: state for each in self.optimizers for p, state in each.state.items()}
+        moments = [states[p]["exp_avg_sq"] for p in parameters]
         return torch.cat([e.full_tensor().detach().flatten() for e in parameters + moments])
 
     def clip(self) -> None:
@@ -84,14 +108,15 @@ def plain(mesh, steps: int) -> torch.Tensor:
     return run.result()
 
 
-def cut_at(folder: Path, number: int, now: dict[str, int]) -> None:
+def cut_at(folder: Path, number: int, now: dict[str, object]) -> None:
     from elastane.job.shards import Shards
 
     agree = Shards.agree
 
-    def cut(self, *, updating: bool) -> None:
-        agree(self, updating=updating)
-        if now["step"] != number or (folder / "cut").exists():
+    def cut(self, optimizer) -> None:
+        agree(self, optimizer)
+        is_there = now["step"] == number and optimizer is now["last"]
+        if not is_there or (folder / "cut").exists():
             return
         (folder / f"there-{self._mesh.seat}").touch()
         if self._mesh.seat == 3:
@@ -123,8 +148,9 @@ def main() -> None:
     with elastane.init() as job:
         mesh = job.device_mesh(shard=shard or job.world_size)
         run = Training(mesh)
+        now["last"] = run.optimizers[-1]
         loader = torch.utils.data.DataLoader(run.data, batch_sampler=run.batches)
-        job.track(net=run.net, optimizer=run.optimizer, scheduler=run.scheduler)
+        job.track(**run.tracked())
         saver = elastane.Checkpointer(where, every_steps=2) if where else None
         restored = saver.restore(job) if saver else None
         say("restored", restored.step if restored else 0, where=restored and restored.where)
@@ -137,7 +163,7 @@ def main() -> None:
                 enough = torch.tensor(float((folder / "enough").exists()))
                 time.sleep(step_s)
                 dist.all_reduce(enough, group=job.process_group)
-                run.update()
+                run.update(job.process_group)
             if step.committed:
                 say("committed", step.number)
                 if saver:
