@@ -8,13 +8,14 @@ import signal
 import socket
 
 import pytest
-from keeper_support import SLOT_BYTES, Node, Worker, keepers
+from keeper_support import SLOT_BYTES, Node, Worker, keepers, persist_to, published
 from process_harness import DEADLINE_S, until
 
-from elastane.core.checkpoints import Key
+from elastane.core.checkpoints import Key, folder_name
 from elastane.keeper import line
-from elastane.keeper.messages import Replica
+from elastane.keeper.messages import LAST_GASP, Replica
 from elastane.keeper.peers import TO_SENDER, Neighbours, Offer, Proof
+from elastane.storage.digest import digest_of
 
 ABOUT = Neighbours("job", (b"secret" * 6,), "127.0.0.1")
 
@@ -35,13 +36,13 @@ def pair(tmp_path):
         yield nodes
 
 
-def save(worker, step, peer, safe="", local=0, nodes=2):
+def save(worker, step, peer, safe="", local=0, nodes=2, **more):
     """Keep this node's part, copied to where `peer` is; returns its nonce."""
     door = peer.keeper.door if peer else ""
     replica = Replica(door, "g", safe)
     at = {"first": local * SLOT_BYTES, "end": (local + 1) * SLOT_BYTES}
     at["image_bytes"] = nodes * SLOT_BYTES
-    worker.save(step, replica=replica, replicated=False, **at)
+    worker.save(step, replica=replica, replicated=False, **at, **more)
     return f"{step:08x}"
 
 
@@ -82,6 +83,50 @@ def test_the_part_of_a_node_that_is_gone_is_given_to_who_has_kept_nothing(pair):
     copied(a, save(a, 7, b))
     os.kill(gone.keeper, signal.SIGKILL)
     assert held(b) == [(7, [(0, SLOT_BYTES)])]
+
+
+def last_gasps(pair, store):
+    """Keep a save whose halves each has copied to the other, and which they would write at the end.
+
+    Who does not come then is waited for half a second.
+    """
+    for part, (_, worker) in enumerate(pair):
+        ranges = ((f"__{part}_0.distcp", part * SLOT_BYTES, (part + 1) * SLOT_BYTES),)
+        share = {"ranges": ranges, "part": part, "parts": 2, "small": part == 0, "wait_s": 0.5}
+        worker.keeper.layout("L", {"layout.json": b"{}"}, persist_to(store, **share))
+        save(worker, 7, pair[1 - part][1], local=part, layout="L")
+    for _, worker in pair:
+        copied(worker, f"{7:08x}")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_last_gasp_of_who_is_left_has_the_part_of_a_node_that_is_lost(pair, tmp_path, lost):
+    store = tmp_path / "store"
+    last_gasps(pair, store)
+    os.kill(pair[lost][0].keeper, signal.SIGKILL)
+    left, worker = pair[1 - lost]
+    worker.keeper.close()
+    left.leave()
+    assert published(store) == [(7, "last gasp")]
+    (folder,) = store.glob("step-*")
+    images = {part: (folder / f"__{part}_0.distcp").read_bytes() for part in (0, 1)}
+    assert images == dict.fromkeys((0, 1), bytes([7]) * SLOT_BYTES)
+    assert (folder / "state.msgpack").read_bytes() == b"7"
+
+
+def test_nobody_stands_in_for_a_node_that_has_begun_to_write_its_part(pair, tmp_path):
+    store = tmp_path / "store"
+    last_gasps(pair, store)
+    os.kill(pair[0][0].keeper, signal.SIGKILL)
+    nonce = digest_of([f"{7:08x} {LAST_GASP}".encode()])[:8]
+    begun = store / folder_name(Key(0, 1, 0, 7), nonce) / "__0_0.distcp"
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(b"half of it")
+    left, worker = pair[1]
+    worker.keeper.close()
+    left.leave()
+    assert published(store) == [] and "checkpoint-incomplete" in left.words
+    assert begun.read_bytes() == b"half of it"
 
 
 def test_a_peer_that_was_killed_costs_copies_and_no_save_and_its_successor_takes_them(pair):

@@ -17,7 +17,7 @@ from elastane.errors import CheckpointError
 from elastane.keeper import scribe, shelf
 from elastane.keeper.messages import Layout, Replica, Slots
 from elastane.keeper.shelf import Shelf
-from elastane.keeper.writing import Failure
+from elastane.keeper.writing import Failure, Written
 
 WORKER = 1
 
@@ -35,7 +35,7 @@ class Storage:
         assert self.go.acquire(timeout=DEADLINE_S)
         if self.failure is not None:
             raise self.failure
-        return 123
+        return Written(123, (order.persist.part,))
 
     def gasp(self, order):
         self.gasps.append(order)

@@ -12,9 +12,9 @@ from test_checkpoint_jobs import Saving, exact, exchange, published
 class Apart(Saving):
     """Three nodes with a sharded state, and storage that is away from some step on."""
 
-    def __init__(self, folder: Path, **options: object) -> None:
+    def __init__(self, folder: Path, where: str = "", **options: object) -> None:
         options = {"nnodes": "3", "nproc_per_node": 1, **options}
-        super().__init__(folder, "sharded", **options)
+        super().__init__(folder, "sharded", where, **options)
         self.kept = 0
 
     def start(self) -> None:
@@ -90,6 +90,30 @@ def test_without_copies_what_only_the_lost_node_held_is_gone_and_storage_is_olde
         job.ends()
     assert {line["where"] for line in restored} == {job.where}
     assert one_step(restored) == job.kept
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_where_the_others_leave_after_a_loss_a_new_run_goes_on_from_the_last_step(
+    tmp_path,
+):
+    job = Apart(tmp_path, snapshot_replicas=1)
+    with job.cluster:
+        job.start()
+        job.storage_goes()
+        job.wait_copied()
+        job.cluster.node("b").kill()
+        job.storage_comes()
+        for name in "ac":
+            job.cluster.node(name).stop()
+        nodes = job.cluster.nodes
+        job.cluster.wait(lambda: not any(node.is_alive for node in nodes), "all end", 150.0)
+    again = Apart(tmp_path / "again", where=job.where)
+    with again.cluster:
+        again.start()
+        final = again.ends()
+    assert one_step(again.said("restored")) > job.kept
+    exact(again, final, world=3)
 
 
 @pytest.mark.soak

@@ -88,7 +88,7 @@ class Contents:
 
     def streams(self) -> bytes:
         """Return what each worker has of its own, as the content of one file."""
-        return msgspec.msgpack.encode([piece.streams for _, piece in sorted(self.pieces.items())])
+        return packed_streams({local: piece.streams for local, piece in self.pieces.items()})
 
     def words(self, layouts: Layouts, *, verified: bool) -> HeldWords:
         """Return what a reader is told of it."""
@@ -105,6 +105,7 @@ class Contents:
             files=self.own_files(),
             streams={local: piece.streams for local, piece in pieces},
             pieces=tuple(HeldPiece(piece.first, piece.end) for _, piece in pieces),
+            gasp=self.gasp(layouts),
         )
 
     def persist(self) -> Persist:
@@ -161,6 +162,11 @@ def merged(held: Iterable[Given]) -> tuple[list[HeldWords], list[int]]:
         found[name] = own, before + descriptors
     newest_first = [given for _, given in sorted(found.items(), reverse=True)]
     return [words for words, _ in newest_first], [fd for _, fds in newest_first for fd in fds]
+
+
+def packed_streams(streams: Mapping[int, bytes]) -> bytes:
+    """Return what workers have of their own, by local worker, as the content of one file."""
+    return msgspec.msgpack.encode([each for _, each in sorted(streams.items())])
 
 
 def joined(wishes: list[Persist]) -> Persist:

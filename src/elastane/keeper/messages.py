@@ -157,7 +157,8 @@ class HeldPiece(msgspec.Struct, frozen=True):
 class HeldWords(msgspec.Struct, frozen=True, kw_only=True):
     """A whole snapshot in words; one descriptor for each piece comes beside it.
 
-    `verified`: the pieces have the digests that were taken when it became whole.
+    `verified`: the pieces have the digests that were taken when it became whole. `gasp` is what is
+    to be written of it where nobody is left to ask.
     """
 
     key: Key
@@ -171,6 +172,7 @@ class HeldWords(msgspec.Struct, frozen=True, kw_only=True):
     files: Files
     streams: dict[int, bytes]
     pieces: tuple[HeldPiece, ...]
+    gasp: Persist | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

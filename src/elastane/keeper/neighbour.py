@@ -54,14 +54,16 @@ class Neighbour:
         self._spare: list[Piece] = []
         self._told = ""
 
-    def given(self) -> list[tuple[HeldWords, list[int]]]:
-        """Return all that is held, with new descriptors of its pieces, to read from.
+    def given(self, only: Name | None = None) -> list[tuple[HeldWords, list[int]]]:
+        """Return all that is held, or `only` of one save, with new descriptors to read it from.
 
         Nothing where this process has no descriptors left.
         """
         with self._lock, contextlib.ExitStack() as opened:
             found = []
-            for held in self._copies.values():
+            for copy, held in self._copies.items():
+                if only not in (None, copy.name):
+                    continue
                 held.is_given = True
                 descriptors = []
                 for piece in held.pieces:

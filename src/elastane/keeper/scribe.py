@@ -8,7 +8,6 @@ and said in one line of log, once for each reason.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -18,10 +17,11 @@ from dataclasses import dataclass
 from elastane.core.checkpoints import Key
 from elastane.core.limits import KEEPER_FAILURES_MAX, KEEPER_HURRY_S
 from elastane.keeper import news
+from elastane.keeper.arena import close_all
 from elastane.keeper.background import digests_of, step_back
 from elastane.keeper.messages import Failed
 from elastane.keeper.news import News
-from elastane.keeper.writing import Failure, Order, Writer
+from elastane.keeper.writing import Failure, Order, Writer, Written
 
 _log = logging.getLogger("elastane.keeper")
 _INCOMPLETE = "checkpoint-incomplete"
@@ -84,10 +84,10 @@ class Scribe:
         try:
             if gasp and known is not None and digests_of(order.sources, lambda: True) != known:
                 raise Failure("it changed in memory after it was kept", slug="snapshot-changed")
-            size = self._writer.gasp(order) if gasp else self._writer.write(order)
+            written = self._writer.gasp(order) if gasp else self._writer.write(order)
             self._heard.durable(order.name.key)
-            self.last, self._told = (time.monotonic() - began_s, size), ""
-            self._tell_saved(order, gasp=gasp)
+            self.last, self._told = (time.monotonic() - began_s, written.size_bytes), ""
+            self._tell_saved(order, written)
             self._writer.prune(order.persist)
         except Failure as error:
             failure = error
@@ -95,18 +95,17 @@ class Scribe:
             _log.exception("a snapshot could not be written, for a fault of the keeper's own")
             failure = Failure(f"a fault of the keeper's own: {error!r}", slug="checkpoint-write")
         finally:
-            for source in order.sources:
-                os.close(source.slot)
+            close_all(order.slots)
         if failure is not None:
             self.fail(order.name.key, failure, order.persist.where)
         self._heard.ended(order, failure)
 
-    def _tell_saved(self, order: Order, *, gasp: bool) -> None:
-        """Tell of a checkpoint, once: by who writes its first part, or the last gasp."""
-        seconds, size_bytes = self.last
-        if not order.persist.part and (size_bytes or not gasp):
-            where, reason = order.persist.where, order.persist.reason
-            self._heard.news(news.Saved(order.name.key, where, reason, size_bytes, seconds))
+    def _tell_saved(self, order: Order, written: Written) -> None:
+        """Tell of a checkpoint, once: by who wrote its first part."""
+        if 0 in written.parts:
+            (seconds, size_bytes), persist = self.last, order.persist
+            saved = news.Saved(order.name.key, persist.where, persist.reason, size_bytes, seconds)
+            self._heard.news(saved)
 
 
 def is_others(failure: Failure | None) -> bool:

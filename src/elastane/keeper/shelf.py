@@ -39,7 +39,7 @@ from elastane.keeper.neighbour import Neighbour
 from elastane.keeper.news import News
 from elastane.keeper.peers import Neighbours
 from elastane.keeper.scribe import Heard, Patience, Scribe, is_others
-from elastane.keeper.writing import Failure, Order, Source, last_gasp
+from elastane.keeper.writing import Failure, Order, Source, last_gasp, with_copies
 
 _log = logging.getLogger("elastane.keeper")
 # The reader that is no worker: who compares digests.
@@ -261,7 +261,7 @@ class Shelf:
                 return []
         except (ValueError, OSError, RuntimeError) as error:
             self._scribe.fail(name.key, Failure(str(error), slug="checkpoint-write"))
-            close_all(source.slot for source in (order.sources if order is not None else ()))
+            close_all(order.slots if order is not None else ())
         return self._books.written(name)
 
     def _order(self, name: Name, *, gasp: bool) -> Order | None:
@@ -271,7 +271,7 @@ class Shelf:
         if persist is None:
             return None
         patience = Patience(self._scribe.stopping, functools.partial(self._hurries, name))
-        return Order(
+        order = Order(
             name=name,
             persist=last_gasp(persist, KEEPER_HURRY_S) if gasp else persist,
             sources=self._sources(name),
@@ -280,6 +280,7 @@ class Shelf:
             stop=self._scribe.stopping.is_set,
             hurry=patience.ended,
         )
+        return with_copies(order, self.neighbour.given(name)) if gasp else order
 
     def _hurries(self, name: Name) -> bool:
         """Whether there is reason not to wait long for the others; the lock is not held.

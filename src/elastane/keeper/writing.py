@@ -9,20 +9,22 @@ was written of a save that failed is removed where that is still possible.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from elastane.core.checkpoints import About, FileRecord, Part, folder_name, parse_folder, part_name
 from elastane.core.limits import KEEPER_CLAIM_POLL_S, KEEPER_CLAIM_S
 from elastane.core.snapshots import Name
-from elastane.errors import ElastaneError, FencedError
-from elastane.keeper.arena import viewed
+from elastane.errors import CheckpointError, ElastaneError, FencedError
+from elastane.keeper.arena import close_all, viewed
+from elastane.keeper.contents import Given, packed_streams
 from elastane.keeper.messages import LAST_GASP, STREAMS_FILE, Persist
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ class Source:
 class Order:
     """What is to be written. `stop` is asked now and then; true gives the writing up.
 
-    `hurry` is asked while other writers are waited for; true ends the wait.
+    `hurry` is asked while other writers are waited for; true ends the wait. Then this one writes
+    the parts of `others` that have not come, of nodes that are lost: it has their copies.
     """
 
     name: Name
@@ -65,6 +68,19 @@ class Order:
     streams: bytes
     stop: Callable[[], bool]
     hurry: Callable[[], bool]
+    others: tuple[Order, ...] = ()
+
+    @property
+    def slots(self) -> list[int]:
+        """All descriptors that it has, for whoever closes them."""
+        return [source.slot for each in (self, *self.others) for source in each.sources]
+
+
+class Written(NamedTuple):
+    """How many bytes became durable, and of which parts; none where it was there before."""
+
+    size_bytes: int
+    parts: tuple[int, ...]
 
 
 class Writer:
@@ -73,13 +89,13 @@ class Writer:
     def __init__(self) -> None:
         self._repositories: dict[str, Repository] = {}
 
-    def write(self, order: Order) -> int:
-        """Write and publish what somebody asked for; returns how many bytes that took."""
+    def write(self, order: Order) -> Written:
+        """Write and publish what somebody asked for."""
         with _told():
             return self._publish(order, folder_name(*order.name), order.name.nonce)
 
-    def gasp(self, order: Order) -> int:
-        """Write and publish what is newest here, unless something as new is there; 0: it is.
+    def gasp(self, order: Order) -> Written:
+        """Write and publish what is newest here, unless something as new is there.
 
         Where one keeper writes all, the keepers of all nodes may be about to: the first to claim
         it does, the others wait for it, and do it themselves where it does not come.
@@ -88,13 +104,13 @@ class Writer:
 
         with _told():
             if self._is_there(order):
-                return 0
+                return Written(0, ())
             # All keepers of a sharded state come to the same name.
             nonce = digest.digest_of([f"{order.name.nonce} {LAST_GASP}".encode()])[:_NONCE_CHARS]
             folder = folder_name(order.name.key, nonce)
             if order.persist.parts == 1 and not self._claimed(order, folder):
                 if self._came(order):
-                    return 0
+                    return Written(0, ())
                 nonce = os.urandom(_NONCE_CHARS // 2).hex()
                 folder = folder_name(order.name.key, nonce)
             return self._publish(order, folder, nonce)
@@ -108,26 +124,18 @@ class Writer:
         except (OSError, ElastaneError) as error:
             _log.warning("old checkpoints in %s stay: %s", persist.where, error)
 
-    def _publish(self, order: Order, folder: str, nonce: str) -> int:
+    def _publish(self, order: Order, folder: str, nonce: str) -> Written:
         repository, persist = self._repository(order.persist.where), order.persist
+        own = f"{folder}/{_record_of(persist)}"
         try:
-            files = [*self._written(order, folder)]
+            parts = [self._part(order, folder, nonce)]
         except BaseException:
-            # Our part's record is not there, so nobody can publish this.
+            # Without our part's record nobody can publish this; one that stood in for us may.
             with contextlib.suppress(OSError):
-                repository.abandon(folder)
+                if _is_gone(repository, own):
+                    repository.abandon(folder)
             raise
-        about = About(
-            job=persist.job,
-            world=persist.world,
-            created_s=time.time(),
-            versions=persist.versions,
-            reason=persist.reason,
-        )
-        key = order.name.key
-        part = Part(persist.part, persist.parts, tuple(files), key, nonce, about)
-        repository.add_part(folder, part)
-        own = f"{folder}/{part_name(persist.part, persist.parts)}"
+        repository.add_part(folder, parts[0])
         try:
             repository.publish_when_whole(
                 folder,
@@ -139,7 +147,43 @@ class Writer:
             if persist.parts == 1:  # Nobody else can publish it later, and it takes room.
                 repository.abandon(folder)
             raise
-        return sum(file.size_bytes for file in files)
+        except CheckpointError:
+            if not order.others or _is_gone(repository, own):
+                raise
+            parts += self._stand_in(order, folder, nonce)
+            # Others may be standing in for others still.
+            repository.publish_when_whole(
+                folder, persist.parts, wait_s=persist.wait_s, stop=order.stop
+            )
+        size_bytes = sum(file.size_bytes for each in parts for file in each.files)
+        return Written(size_bytes, tuple(each.part for each in parts))
+
+    def _stand_in(self, order: Order, folder: str, nonce: str) -> Iterator[Part]:
+        """Write what has not come of the parts that this keeper has copies of."""
+        repository = self._repository(order.persist.where)
+        for other in order.others:
+            if not _is_gone(repository, f"{folder}/{_record_of(other.persist)}"):
+                continue
+            try:
+                part = self._part(other, folder, nonce)
+                repository.add_part(folder, part)
+            except (FileExistsError, CheckpointError) as error:
+                _log.debug("its own writer has begun, late: %s", error)
+            else:
+                yield part
+
+    def _part(self, order: Order, folder: str, nonce: str) -> Part:
+        """Write the files of a part; returns its record."""
+        files, persist = [*self._written(order, folder)], order.persist
+        about = About(
+            job=persist.job,
+            world=persist.world,
+            created_s=time.time(),
+            versions=persist.versions,
+            reason=persist.reason,
+        )
+        key = order.name.key
+        return Part(persist.part, persist.parts, tuple(files), key, nonce, about)
 
     def _written(self, order: Order, folder: str) -> Iterator[FileRecord]:
         storage = self._repository(order.persist.where).storage
@@ -190,10 +234,14 @@ class Writer:
         return self._repositories[where]
 
 
-def _is_gone(repository: Repository, own: str) -> bool:
-    """Whether our part's record was removed: another writer has failed, and given the save up."""
+def _record_of(persist: Persist) -> str:
+    return part_name(persist.part, persist.parts)
+
+
+def _is_gone(repository: Repository, record: str) -> bool:
+    """Whether a part's record is not there; of our own, another writer has given the save up."""
     try:
-        repository.storage.size(own)
+        repository.storage.size(record)
     except FileNotFoundError:
         return True
     except OSError:
@@ -205,6 +253,26 @@ def last_gasp(persist: Persist, wait_s: float) -> Persist:
     """Return the same wish, as nobody's but the keeper's, who waits for others this long."""
     wait_s = min(wait_s, persist.wait_s)
     return msgspec.structs.replace(persist, reason=LAST_GASP, wait_s=wait_s)
+
+
+def with_copies(order: Order, copies: Sequence[Given]) -> Order:
+    """Return a last gasp that stands in for lost nodes, of whose parts these are copies."""
+    others = []
+    for words, descriptors in copies:
+        wish = words.gasp
+        if wish is None or (wish.where, wish.parts) != (order.persist.where, order.persist.parts):
+            close_all(descriptors)
+            continue
+        sources = zip(words.pieces, descriptors, strict=True)
+        other = dataclasses.replace(
+            order,
+            persist=last_gasp(wish, order.persist.wait_s),
+            sources=tuple(Source(piece.first, piece.end, slot) for piece, slot in sources),
+            files={**words.layout_files, **words.files},
+            streams=packed_streams(words.streams),
+        )
+        others.append(other)
+    return dataclasses.replace(order, others=tuple(others))
 
 
 def _regions(
