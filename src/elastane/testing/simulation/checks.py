@@ -102,7 +102,8 @@ class Checks:
         if known != members and not durable:
             # The endpoint came back without a memory, and nobody was left who could tell it.
             self._rounds[fence.round] = members
-            self._given.pop(fence, None)
+            for forgotten in [each for each in self._given if each.round == fence.round]:
+                del self._given[forgotten]
         if durable:
             self._require(known == members, f"two memberships in round {fence.round}")
         self.settled += fence not in self._durable
