@@ -107,6 +107,7 @@ def test_where_a_worker_is_lost_that_held_what_nobody_else_does_all_start_again_
     job = sole()
     dies(job, "a", local_rank=1)
     assert kinds(job, "a") == [Stop]
+    assert job.got("a", Stop)[0].reason.endswith("SIGKILL; nobody else holds what it held")
     job.stops("a")
     job.passes(1.0, alive="a")
     given = job.assigned["a"]
@@ -119,6 +120,16 @@ def test_a_worker_that_only_lost_a_connection_has_lost_nothing():
     job.passes(2.0, alive="a")
     assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 2)
     assert job.assigned["a"].in_place
+
+
+def test_the_end_of_who_held_it_may_be_told_after_the_world_has_come_apart():
+    job = sole()
+    job.says("a", Lost(fence=Fence(1, 0), reason="Connection closed by peer"))
+    able(job, "a", workers=(0,), whole=True, sole=True)
+    job.passes(2.0, alive="a")
+    assert kinds(job, "a") == [Interrupt]
+    dies(job, "a", local_rank=1)
+    assert kinds(job, "a") == [Interrupt, Stop]
 
 
 def test_who_held_all_goes_on_where_one_that_came_to_it_is_lost_before_it_has_anything():

@@ -261,14 +261,21 @@ def _save_instead(state: State) -> None:
 
 def _end_world(state: State, reason: str) -> bool:
     """Go on to the next world; with the same processes, where they recover in place."""
-    goes_on = regroup.has_survivors(state) and not regroup.is_beyond_healing(state)
-    if state.in_place and (goes_on or regroup.may_return(state)):
+    if regroup.is_beyond_healing(state):
+        return _stop_unhealed(state, reason)
+    if state.in_place and (regroup.has_survivors(state) or regroup.may_return(state)):
         return regroup.begin(state, reason)
     return _stop_world(state, reason)
 
 
+def _stop_unhealed(state: State, reason: str) -> bool:
+    return _stop_world(state, f"{reason}; nobody else holds what it held")
+
+
 def _regrouping(state: State) -> bool:
     assert state.incident is not None
+    if regroup.is_beyond_healing(state):
+        return _stop_unhealed(state, state.incident.reason)
     survive = regroup.has_survivors(state)
     if regroup.may_return(state) and (not survive or regroup.is_ending(state)):
         return _await_return(state)
@@ -276,8 +283,6 @@ def _regrouping(state: State) -> bool:
         return _stop_world(state, f"{state.incident.reason}; no worker is left that goes on")
     if regroup.is_ending(state):
         return _stop_world(state, f"{state.incident.reason}; others have finished their steps")
-    if regroup.is_beyond_healing(state):
-        return _stop_world(state, f"{state.incident.reason}; nobody else holds what is lost")
     _release_leaving(state)
     if stateholders.in_doubt(state):
         return _await_word(state)
