@@ -24,7 +24,10 @@ from elastane.data.feed import Feed
 from elastane.data.shards import ElasticShards
 
 N, BATCH = 97, 10
-FLAGS = Path(tempfile.mkdtemp(prefix="feed-"))
+# Worker processes that are spawned import this anew, and find the folder of the first.
+if "FEED_FLAGS" not in os.environ:
+    os.environ["FEED_FLAGS"] = tempfile.mkdtemp(prefix="feed-")
+FLAGS = Path(os.environ["FEED_FLAGS"])
 
 
 class Numbers(Dataset):
