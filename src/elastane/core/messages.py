@@ -224,7 +224,8 @@ class Interrupt(msgspec.Struct, frozen=True, tag="interrupt", kw_only=True):
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
     """Start the local workers that do not run, in `delay_s`; they get ready for a later world.
 
-    `successors`: of lost ones, beside others; where there are none any more, that was told.
+    `successors`: of workers that were lost beside others. An agent that has none left starts none:
+    it has said that they were stopped.
     """
 
     assignment: Assignment

@@ -2,8 +2,8 @@
 
 The digest of the newest is taken when the host has nothing better to do, and compared before a
 snapshot is given out: a worker may write anywhere in its last moments. Owns no memory. All but
-`taken` and `is_as` are called under the lock of the shelf. How it fails: not at all; where digests
-cannot be taken, snapshots are given out unchecked.
+`taken` are called under the lock of the shelf. How it fails: not at all; where digests cannot be
+taken, snapshots are given out unchecked.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def has_survivors(state: State) -> bool:
 def is_beyond_healing(state: State) -> bool:
     """Whether a worker is lost that held what nobody else does: all begin from what was saved.
 
-    Its node says so: nobody has a replica on more than one, and grows from it.
+    Nodes say so of their own workers alone, for what one holds is within one node.
     """
     return any(node.sole and node.lost & {*node.workers} for node in state.members())
 
