@@ -279,6 +279,7 @@ class Shelf:
             streams=contents.streams(),
             stop=self._scribe.stopping.is_set,
             hurry=patience.ended,
+            is_past=functools.partial(self._is_past, name),
         )
         return with_copies(order, self.neighbour.given(name)) if gasp else order
 
@@ -287,9 +288,12 @@ class Shelf:
 
         Once there is a later round, who has not done its part of this may be dead.
         """
+        return self._is_leaving or self._is_past(name)
+
+    def _is_past(self, name: Name) -> bool:
+        """Whether workers are of a later round, or have kept what is to be written after this."""
         with self._lock:
-            is_past = self._seen > name.key.fence[1:]
-            return self._is_leaving or is_past or self._books.waiting is not None
+            return self._seen > name.key.fence[1:] or self._books.waiting is not None
 
     def _durable(self, key: Key) -> None:
         """A key is durable; in the thread that writes."""

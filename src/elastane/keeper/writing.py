@@ -58,7 +58,8 @@ class Order:
     """What is to be written. `stop` is asked now and then; true gives the writing up.
 
     `hurry` is asked while other writers are waited for; true ends the wait. Then this one writes
-    the parts of `others` that have not come, of nodes that are lost: it has their copies.
+    the parts of `others` that have not come, of nodes that are lost: it has their copies. Not where
+    it `is_past`: workers go on from it, and are to write what is newer.
     """
 
     name: Name
@@ -68,6 +69,7 @@ class Order:
     streams: bytes
     stop: Callable[[], bool]
     hurry: Callable[[], bool]
+    is_past: Callable[[], bool]
     others: tuple[Order, ...] = ()
 
     @property
@@ -148,12 +150,15 @@ class Writer:
                 repository.abandon(folder)
             raise
         except CheckpointError:
-            if not order.others or _is_gone(repository, own):
+            if not order.others or order.is_past() or _is_gone(repository, own):
                 raise
             parts += self._stand_in(order, folder, nonce)
             # Others may be standing in for others still.
             repository.publish_when_whole(
-                folder, persist.parts, wait_s=persist.wait_s, stop=order.stop
+                folder,
+                persist.parts,
+                wait_s=persist.wait_s,
+                stop=lambda: order.stop() or order.is_past(),
             )
         size_bytes = sum(file.size_bytes for each in parts for file in each.files)
         return Written(size_bytes, tuple(each.part for each in parts))
