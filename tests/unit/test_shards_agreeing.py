@@ -1,0 +1,49 @@
+"""For which updates the members of a sharded job wait for one another."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from elastane.job.shards import Shards
+
+ONE, TWO = object(), object()
+
+
+@pytest.fixture
+def member(monkeypatch):
+    """One member, and how often it has waited for the others."""
+    waits = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: waits.append(1))
+
+    def make(*, sole=False):
+        group = SimpleNamespace(check=lambda: None)
+        undo = SimpleNamespace(is_whole=False)
+        health = SimpleNamespace(tracked=None)
+        mesh = SimpleNamespace(is_sole=sole)
+        return Shards(group, mesh, health, undo, came_later=False), undo, waits
+
+    return make
+
+
+def test_each_optimizer_waits_once_in_its_turn_and_the_end_for_none_that_has_stepped(member):
+    shards, undo, waits = member()
+    for optimizer in (ONE, ONE, TWO):
+        shards.agree(optimizer)
+    undo.is_whole = True
+    shards.agree(None)
+    assert len(waits) == 2
+
+
+def test_a_body_in_which_not_all_stepped_waits_at_its_end(member):
+    shards, _, waits = member()
+    shards.agree(ONE)
+    shards.agree(None)
+    assert len(waits) == 2
+
+
+def test_in_one_replica_nobody_waits(member):
+    shards, _, waits = member(sole=True)
+    shards.agree(ONE)
+    shards.agree(None)
+    assert not waits
