@@ -88,7 +88,8 @@ def test_the_settings_file_of_the_project_counts(here):
 def test_a_local_rank_of_two_digits_can_be_named(here):
     """torchrun takes one digit: with ten workers or more, some cannot be told from others."""
     argv = [*RUN, "--nproc-per-node", "11", "--log-dir", "logs", "--redirects", "0:1,10:1"]
-    body = "import os\nprint('I am', os.environ['RANK'], flush=True)\n"
+    # In one write: the pieces of a print() of several workers would mix.
+    body = "import os, sys\nsys.stdout.write(f\"I am {os.environ['RANK']}\\n\")\n"
     end_of(here, [*argv, write(here, body)], **LIGHT)
     assert sorted(said(here).split()[2::3], key=int) == [str(rank) for rank in range(1, 10)]
     kept = {path.parent.name for path in (here / "logs").glob("*/*/*/*/stdout.log")}

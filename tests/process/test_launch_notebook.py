@@ -27,7 +27,8 @@ def scale(factor, by):
 LAUNCH = """\
 def train(by):
     rank = int(os.environ["RANK"])
-    print("rank", rank, "of", os.environ["WORLD_SIZE"])
+    # In one write: workers are unbuffered, and the pieces of a print() of two would mix.
+    sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']}\\n")
     return scale(rank + 1, by)
 
 values = elastane.launch(train, (10,), nproc=2, no_zygote=True)
