@@ -12,6 +12,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from elastane.agent.groupsetup import GroupSetup
 from elastane.agent.link import Link
 from elastane.agent.offers import OfferedPort
@@ -32,7 +34,7 @@ from elastane.core.effects import (
     Tell,
     Transmit,
 )
-from elastane.core.events import AgentEvent, GroupGone, Linked, Signalled, Tick, Warm
+from elastane.core.events import AgentEvent, GroupAble, GroupGone, Linked, Signalled, Tick, Warm
 from elastane.core.model import Offer
 from elastane.core.notes import Note
 from elastane.errors import ExitCode
@@ -105,10 +107,14 @@ class AgentShell:
         self._core.all_wait = group.minder.all_wait if group else False
 
     def _with_offer(self, event: AgentEvent) -> AgentEvent:
-        """Offer a new port in each session, unless workers use the one that was offered."""
-        if not isinstance(event, Linked) or self._core.group is not None:
-            return event
-        return Linked(self._new_port())
+        """Offer a new port in each session; and what is held now, not when the event was posted."""
+        match event:
+            case Linked():
+                return Linked(self._new_port())
+            case GroupAble():
+                return structs.replace(event, offer=self._port.offer)
+            case _:
+                return event
 
     def _new_port(self) -> Offer:
         """Hold another port than the last, which may have been told to others."""

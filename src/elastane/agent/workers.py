@@ -97,7 +97,9 @@ class WorkerGroup:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
         if self.setup.timers is not None:
             self.setup.timers.expire = self._expire
-        self._starting = self._spawn_task(self._start())
+        # At once: from here on, what is on offer is another port.
+        port = self._next_port(self.assignment) if self.assignment.node_rank == 0 else None
+        self._starting = self._spawn_task(self._start(port))
 
     def stop(self, grace_s: float) -> None:
         """Stop the workers in the background; a later call may shorten the grace."""
@@ -140,11 +142,9 @@ class WorkerGroup:
         loop = asyncio.get_running_loop()
         loop.call_later(delay_s, self._begin_more, local_ranks, beside)
 
-    async def _start(self) -> None:
+    async def _start(self, port: OfferedPort | None) -> None:
         self._memory = read_memory()
-        if self.assignment.node_rank == 0:
-            port = self._next_port(self.assignment)
-            assert port is not None
+        if port is not None:
             await self._meeting.begin(port, serves=self.assignment.agent_store)
         files = await self._outputs.begin(self.assignment)
         try:

@@ -66,8 +66,8 @@ RendezvousEvent = Received | Broken | AuthorityChanged | Resized | Fenced | Tick
 class Linked(msgspec.Struct, frozen=True):
     """The agent has a session with a coordinator, and may send.
 
-    `offer` is a new one, where no worker group is here: a coordinator may have told the last to
-    others in an assignment that was lost on its way here, and their workers may wait there.
+    `offer` is a new one: a coordinator may have told the last to others in an assignment that was
+    lost on its way here, and their workers may wait there.
     """
 
     offer: Offer | None = None

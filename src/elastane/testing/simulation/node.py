@@ -164,7 +164,10 @@ class SimulatedNode:
         """A session stands."""
         self.session, self._heard_s = session, self.clock.now_s
         assert self.core is not None
-        self.feed(Linked(None if self.core.group else self.new_offer()))
+        offer = self.new_offer()
+        if self.household is not None:
+            self.household.offer = offer
+        self.feed(Linked(offer))
 
     def not_found(self, reason: str) -> None:
         """No coordinator could be had this time."""

@@ -1,0 +1,49 @@
+"""Where the next world meets on this node: each session with a coordinator offers another port."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from elastane.agent.offers import OfferedPort
+from elastane.agent.shell import AgentShell
+from elastane.core.effects import Exit
+from elastane.core.events import GroupAble, Linked, Signalled
+from elastane.core.model import Fence, Offer
+
+
+class Core:
+    """Hears what the shell passes on; a signal ends it."""
+
+    wake_s = 0.0
+
+    def __init__(self, group):
+        self.group, self.heard = group, []
+
+    def handle(self, event, now_s):
+        self.heard.append(event)
+        return [Exit(0, "", None)] if isinstance(event, Signalled) else []
+
+
+@pytest.mark.parametrize("group", [None, object()], ids=["no workers", "workers"])
+def test_each_session_offers_a_port_of_its_own(group):
+    port = OfferedPort(listening=True)
+    first, core = port.open(), Core(group)
+
+    async def run():
+        warm = asyncio.Event()
+        setup = SimpleNamespace(spawner=SimpleNamespace(warm=warm))
+        shell = AgentShell(core, setup, port, tell=None)
+        # The port that workers speak of was given up while their word waited in the queue.
+        late = GroupAble(Fence(1, 0), (0,), Offer(first.port, True), whole=True)
+        for event in (Linked(), Linked(), late, Signalled("SIGTERM")):
+            shell.post(event)
+        await shell.run()
+
+    asyncio.run(run())
+    once, again = (event.offer for event in core.heard if isinstance(event, Linked))
+    (able,) = (event for event in core.heard if isinstance(event, GroupAble))
+    held = port.offer
+    port.close()
+    assert len({first.port, once.port, again.port}) == 3
+    assert again == held == able.offer and able.whole
