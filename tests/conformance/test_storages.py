@@ -3,6 +3,7 @@
 import itertools
 import os
 import threading
+import uuid
 
 import pytest
 import s3_server
@@ -16,6 +17,8 @@ from elastane.storage.folder import FolderStorage
 
 FOLDER = "step-000000000001.e0000.r000001.a00.00000000"
 PATH = f"{FOLDER}/data"
+# Places of one's own (`gs://bucket/tests`), between spaces: what is written below them stays.
+GIVEN = os.environ.get("ELASTANE_TEST_STORAGES", "").split()
 _numbers = itertools.count()
 
 
@@ -28,9 +31,11 @@ def s3(tmp_path_factory):
         yield f"s3://{s3_server.BUCKET}"
 
 
-@pytest.fixture(params=["folder", "file", "memory", "s3"])
+@pytest.fixture(params=["folder", "file", "memory", "s3", *GIVEN])
 def where(request, tmp_path):
     number = next(_numbers)
+    if request.param in GIVEN:
+        return f"{request.param}/{uuid.uuid4()}"
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/run/{number}"
     return {
