@@ -5,7 +5,15 @@ import pytest
 from elastane.core.effects import RegroupWorkers
 from elastane.core.group import Group
 from elastane.core.localworkers import LocalWorkers
-from elastane.core.rendezvous import fencing, forming, holdings, phases, regroup, stateholders
+from elastane.core.rendezvous import (
+    fencing,
+    forming,
+    holdings,
+    phases,
+    regroup,
+    stateholders,
+    successors,
+)
 from elastane.core.rendezvous.regroup import Contingent
 from elastane.core.rendezvous.state import Node, Phase
 from elastane.testing.simulation import HistoryFailedError, residents, run_seed
@@ -84,13 +92,13 @@ def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
 
 
 def test_an_incident_that_is_charged_twice_is_found(monkeypatch):
-    original = regroup._charge
+    original = successors.charge
 
     def twice(state, incident):
         original(state, incident)
         return original(state, incident)
 
-    monkeypatch.setattr(regroup, "_charge", twice)
+    monkeypatch.setattr(successors, "charge", twice)
     assert "restarts" in first_failure(300)
 
 
@@ -127,7 +135,7 @@ def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeyp
 
 def test_survivors_that_are_stopped_by_a_new_coordinator_are_found(monkeypatch):
     monkeypatch.setattr(holdings, "untold", lambda *args: None)
-    found = first_failure(20, first=945)
+    found = first_failure(20, first=1600)
     assert "was stopped" in found or "goes on from" in found
 
 

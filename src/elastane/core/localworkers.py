@@ -159,10 +159,11 @@ class LocalWorkers:
         self.seen = assignment
         self._tell(EventKind.WORKERS_REGROUPED, assignment.reason, workers=len(assignment.workers))
         self._outbox.add(RegroupWorkers(group.born, assignment))
-        dead = {*assignment.workers} & {*group.failures}
-        if dead:
-            group.phase = "failed"
-            failures = tuple(f for f in group.aged_failures(self.now_s) if f.local_rank in dead)
+        if group.failures:
+            # Nobody follows these yet: what was told of them may have crossed this assignment.
+            if not group.failures.keys().isdisjoint(assignment.workers):
+                group.phase = "failed"
+            failures = group.aged_failures(self.now_s)
             self._outbox.send(Failed(fence=group.fence, failures=failures))
 
     def _stay_out(self, group: Group, fence: Fence, *, over: bool) -> None:

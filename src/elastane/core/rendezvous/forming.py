@@ -69,7 +69,7 @@ def rule(state: State) -> bool:
         return False
     if len(state.idle) < state.spec.min_nodes:
         state.follow_up = False
-        return _wait_for_nodes(state)
+        return _wait_for_nodes(state, max(state.phase_s, fenced_s))
     if state.follow_up:
         return settle(state, state.phase_reason)
     if len(state.idle) >= state.spec.max_nodes:
@@ -97,10 +97,10 @@ def _explain_wait(state: State) -> None:
         state.tell(EventKind.WAITING, reason)
 
 
-def _wait_for_nodes(state: State) -> bool:
+def _wait_for_nodes(state: State, from_s: float) -> bool:
     needed, here = state.spec.min_nodes, len(state.idle)
     limit_s = state.spec.timing.join_timeout_s
-    if state.now_s >= state.phase_s + limit_s:
+    if state.now_s >= from_s + limit_s:
         return ending.too_few(state, here)
     # The names of a crowd help nobody, and each arrival would sort them.
     names = f" ({named(state.idle) or 'none'})" if here <= _CROWD else ""
@@ -111,7 +111,7 @@ def _wait_for_nodes(state: State) -> bool:
     if reason != state.phase_reason and state.nodes:  # with nobody here, nobody waits
         state.phase_reason = reason
         state.tell(EventKind.WAITING, reason, nodes=here, min_nodes=needed)
-    state.wait_until(state.phase_s + limit_s)
+    state.wait_until(from_s + limit_s)
     return False
 
 

@@ -6,7 +6,7 @@ no world that is in force are stopped.
 
 from __future__ import annotations
 
-from elastane.core.messages import Holding
+from elastane.core.messages import Holding, Interrupt
 from elastane.core.model import Assignment, Fence, Member
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import regroup, reports, stateholders
@@ -64,7 +64,16 @@ def _take_workers(state: State, node: Node, holding: Holding | None, ends: dict[
         return
     if holding.state == "stopping":
         node.parting, node.able = True, set()
+    else:
+        _interrupt_again(state, node, holding)
     _bring(state, node, holding)
+
+
+def _interrupt_again(state: State, node: Node, holding: Holding) -> None:
+    """Where its world has ended and it was told in vain: its workers may still make steps."""
+    if state.phase is Phase.REGROUPING and state.incident is not None and not holding.halted:
+        fence, reason = holding.assignment.fence, state.incident.reason
+        state.send(node, Interrupt(fence=fence, reason=reason))
 
 
 def untold(state: State, node: Node, holding: Holding | None) -> Member | None:

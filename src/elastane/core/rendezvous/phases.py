@@ -298,6 +298,9 @@ def _await_word(state: State) -> bool:
     if state.phase_reason != reason:
         state.enter(Phase.REGROUPING, reason)
         state.tell(EventKind.WAITING, reason)
+    # Nobody who comes meanwhile comes too late; who is to come has the whole time after this wait.
+    regroup.look_after(state)
+    state.phase_s = state.now_s
     return False
 
 

@@ -1,9 +1,9 @@
 """Worlds whose workers recover in place: survivors keep their processes, and get another world.
 
-Owns who has a place in the next one, what becomes of nodes and workers that have none yet, and
-who pays for replacements. A world follows at once where enough workers are left; the others get
-ready beside it, and are taken in at a step's boundary. Where no survivor is left, all workers
-start anew (`phases`).
+Owns who has a place in the next one, and what becomes of nodes and workers that have none yet;
+who follows the lost, and who pays for that, is `successors`'. A world follows at once where enough
+workers are left; the others get ready beside it, and are taken in at a step's boundary. Where no
+survivor is left, all workers start anew (`phases`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from elastane.core.limits import LOST_PEER_S
 from elastane.core.messages import Interrupt, Prepare
-from elastane.core.model import Assignment, Failure, Fence, World
+from elastane.core.model import Failure, Fence, World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
-from elastane.core.rendezvous import ending, forming, presence, stateholders
-from elastane.core.rendezvous.state import Incident, Node, Phase, State
+from elastane.core.rendezvous import ending, forming, presence, stateholders, successors
+from elastane.core.rendezvous.state import Node, Phase, State
 
 _IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 
@@ -154,8 +154,8 @@ def paid_for(
     node.prepared |= renewed
     state.refile(node)
     heard(state, node)
-    if lost - renewed and state.in_place and state.world is not None and state.exhausted is None:
-        _succeed(state, state.world, node, 0.0)
+    if lost - renewed:
+        successors.follow(state, node)
     return tuple(f for f in failures if f not in paid)
 
 
@@ -167,6 +167,7 @@ def heard(state: State, node: Node) -> None:
         _free_fault(state, f"node {node.id} was not told of {node.fence}")
     elif node.lost & {*node.workers}:
         _free_fault(state, f"workers of node {node.id} are lost, and were paid for")
+        successors.follow(state, node)  # Its agent may have been told in vain, as it went.
     elif node.halted and node.fence is not None:
         lost_peer(state, node, node.fence, node.halted)
 
@@ -188,10 +189,10 @@ def rule(state: State) -> bool:
     if not incident.charged and incident.is_charged:
         if ending.verdict_pending(state, incident):
             return False
-        why = _charge(state, incident)
+        why = successors.charge(state, incident)
         if why:
             return ending.failure(state, incident, why)
-    _replace_lost(state, incident, 0.0)  # Those that were lost since are paid for as well.
+    successors.replace_lost(state, incident, 0.0)  # Those lost since are paid for as well.
     found = _contingents(state)
     if not _are_enough(state, found):
         return _wait(state, sum(len(one.workers) for one in found), _needed(state, found))
@@ -216,7 +217,7 @@ def look_after(state: State) -> None:
     for node in [state.nodes[i] for i in arrived[: max(0, room)]]:
         node.fence, node.waiting = state.world.fence, True
         state.refile(node)
-        state.send(node, Prepare(assignment=_beside(state, state.world, node)))
+        state.send(node, Prepare(assignment=successors.beside(state, state.world, node)))
 
 
 def joiners_due(state: State) -> list[str]:
@@ -248,53 +249,21 @@ def _is_incomplete(state: State) -> bool:
     return False
 
 
-def joiner_failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
-    """Workers without a place ended: others follow them, as long as the budget pays for it."""
-    node.lose(failures)
-    state.refile(node)
-    reason = f"a worker of node {node.id} ended before it had a place"
-    incident = Incident(at_s=state.now_s, reason=reason, planned=False)
-    incident.see(node.id, failures, state.now_s)
-    why = _charge(state, incident)
-    if why:
-        state.exhausted = incident
-        state.tell(EventKind.WAITING, f"{reason}; nobody follows it: {why}", node.id)
-
-
-def _charge(state: State, incident: Incident) -> str:
-    """Let the budget pay for replacements; returns why it does not."""
-    verdict = ending.charge(state, incident)
-    if not verdict.restart:
-        return verdict.reason
-    _replace_lost(state, incident, verdict.delay_s)
-    return ""
-
-
-def _replace_lost(state: State, incident: Incident, delay_s: float) -> None:
-    """Have the workers that were lost followed by others, which wait for a place."""
-    assert state.world is not None
-    for node_id in sorted({sighting.node_id for sighting in incident.sightings}):
-        node = state.nodes.get(node_id)
-        if node is not None and node.lost - node.prepared and node.fence is not None:
-            _succeed(state, state.world, node, delay_s)
-
-
-def _succeed(state: State, world: World, node: Node, delay_s: float) -> None:
-    """Have the workers of this node that were lost followed by others."""
-    node.prepared |= node.lost
-    beside = _beside(state, world, node)
-    state.send(node, Prepare(assignment=beside, delay_s=delay_s, successors=True))
-
-
 def _are_enough(state: State, found: list[Contingent]) -> bool:
     workers = sum(len(one.workers) for one in found)
     return len(found) >= state.spec.min_nodes and workers >= _needed(state, found)
 
 
 def _needed(state: State, found: list[Contingent]) -> int:
-    """Return how many workers a world of these nodes is to have at least."""
+    """Return how many workers a world of these nodes is to have at least.
+
+    By default as many as the smallest of them have that are nodes enough: all of a job that has no
+    node to spare, however its workers are spread over them.
+    """
+    fewest = state.spec.min_nodes
     largest = max((node.spec.local_world_size for node in state.nodes.values()), default=1)
-    least = state.spec.min_workers or state.spec.min_nodes * largest
+    sizes = sorted(one.node.spec.local_world_size for one in found) + [largest] * fewest
+    least = state.spec.min_workers or sum(sizes[:fewest])
     # None is left out: it may be a step ahead, and is the only one that knows.
     whole = sum(one.node.spec.local_world_size for one in found if one.node.whole)
     return max(least, whole)
@@ -365,25 +334,3 @@ def _settle(state: State, world: World, why: str) -> None:
             continue
         node.waiting = True
         state.refile(node)
-
-
-def _beside(state: State, world: World, node: Node) -> Assignment:
-    """Return what workers are told that have no place yet: ranks of nobody, after all others."""
-    base = world.world_size + node.order * node.spec.local_world_size
-    return Assignment(
-        fence=world.fence,
-        node_rank=len(world.members),
-        nodes=len(world.members) + 1,
-        rank_base=base,
-        world_size=world.world_size + 1,
-        role_rank_base=base,
-        role_world_size=world.world_size + 1,
-        master_addr="",
-        master_port=0,
-        agent_store=False,
-        restarts_used=state.budget.used,
-        max_restarts=state.budget.allowed,
-        reason=f"getting ready beside {world.fence}",
-        in_place=True,
-        waiting=True,
-    )

@@ -22,7 +22,7 @@ from elastane.core.messages import (
 )
 from elastane.core.model import Failure, Fence
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import ending, presence, regroup, stateholders
+from elastane.core.rendezvous import ending, presence, regroup, stateholders, successors
 from elastane.core.rendezvous.state import Node, Phase, State
 
 
@@ -163,7 +163,7 @@ def _of_places(state: State, node: Node, failures: tuple[Failure, ...]) -> tuple
     inside = tuple(f for f in failures if f.local_rank in places)
     joiners = tuple(f for f in failures if f.local_rank not in places)
     if joiners and state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
-        regroup.joiner_failed(state, node, joiners)
+        successors.joiner_failed(state, node, joiners)
     return inside
 
 

@@ -46,6 +46,8 @@ class Checks:
         self._targets: dict[tuple[Fence, str, int], int | None] = {}
         self._stepped: Fence | None = None
         self.outcome: Outcome | None = None
+        # When, and the numbers of workers of the nodes whose agents were connected.
+        self.ended_s, self.here = 0.0, list[int]()
         self.ledger = (PerDeath if cluster.in_place else Ledger)(cluster)
         self.line = Line(cluster, self._require, self.stepped)
         self.settled = 0
@@ -79,7 +81,7 @@ class Checks:
         self._require(not (fault := self.ledger.wrote(after, durable=durable)), fault)
         if after.world is not None:
             self._settled(after.world.fence, after.world.members, durable=durable)
-        if after.outcome is not None:
+        if after.outcome is not None and (before is None or before.outcome is None):
             self._ended(after, after.outcome)
 
     def _placed(self, before: World, after: World) -> None:
@@ -113,6 +115,14 @@ class Checks:
         self._durable[fence] = members
 
     def _ended(self, record: Record, outcome: Outcome) -> None:
+        self.ended_s = self._cluster.clock.now_s
+        self.here = [
+            node.size
+            for node in self._cluster.nodes.values()
+            if node.session is not None
+            and not node.signalled
+            and node.incarnation not in self._cluster.given_up
+        ]
         if outcome.slug == "worker-failed":
             self._require(
                 record.restarts_used == record.spec.max_restarts,

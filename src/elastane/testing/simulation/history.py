@@ -33,6 +33,8 @@ LIVENESS_S = (
 # Workers that recover in place wait for peers that nobody knows to be gone, at a meeting and in a
 # collective, and those that come are gathered and waited for by a drain.
 IN_PLACE_S = MEETING_TIMEOUT_S + COLLECTIVE_TIMEOUT_S + TIMING.gather_max_s + TIMING.drain_timeout_s
+# A job that has had its nodes for so long after the last fault does not end for want of them.
+ENOUGH_S = 40.0
 # Training that goes on for this long after the last fault goes on for good.
 STABLE_S = 20.0
 # All agents have been started by then.
@@ -117,7 +119,7 @@ class History:
                 break
             if self._events > _EVENTS_MAX:
                 raise Violation(f"{_EVENTS_MAX} events and no end")
-        if broken := stuck(cluster):
+        if broken := stuck(cluster) or ended_in_vain(cluster, self._quiet_s()):
             raise Violation(broken)
 
     def _deadline_s(self) -> float:
@@ -177,6 +179,21 @@ def stuck(cluster: Cluster) -> str:
         f"{len(may_train)} nodes of at least {cluster.fewest} are here, and nothing was"
         f" trained for {cluster.clock.now_s - cluster.checks.step_s:.0f} s"
         + (f", and {out} have no place" if (out := cluster.residents.left_out()) else "")
+    )
+
+
+def ended_in_vain(cluster: Cluster, quiet_s: float) -> str:
+    """Return what is wrong where a job ended for want of nodes, with enough of them there."""
+    checks, outcome = cluster.checks, cluster.checks.outcome
+    if outcome is None or outcome.slug != "rdzv-timeout" or len(checks.here) < cluster.fewest:
+        return ""
+    waited_s = checks.ended_s - quiet_s
+    workers = sum(sorted(checks.here)[: cluster.most])  # whichever of them have a place
+    if waited_s < ENOUGH_S or workers < cluster.spec.min_workers:
+        return ""
+    return (
+        f"the job ended ({outcome.reason}), and {len(checks.here)} nodes were there, undisturbed"
+        f" for {waited_s:.0f} s"
     )
 
 

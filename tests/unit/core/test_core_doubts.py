@@ -1,0 +1,72 @@
+"""A wait for those who may train unseen takes nothing of the time that others have to come."""
+
+from core_driver import Driver, job_spec
+from test_core_regroup import able, kinds, regrouped
+from test_core_stateholders import steps
+
+from elastane.core.limits import FENCE_WAIT_S
+from elastane.core.messages import Prepare
+from elastane.core.model import Fence
+
+JOIN_S = 40.0
+assert JOIN_S < FENCE_WAIT_S
+
+
+def spec():
+    return job_spec(2, 2, timing={"join_timeout_s": JOIN_S})
+
+
+def in_doubt():
+    """c has the place of b, which made steps with a; a fell silent before it was heard with c."""
+    job = Driver(spec(), store_backed=True)
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    able(job, "a", "b")
+    steps(job, "a", "b")
+    job.join("c")
+    able(job, "c")
+    job.passes(2.9, alive="ac")
+    job.passes(0.3, alive="c")
+    assert regrouped(job, "c") == (Fence(2, 0), 2, (0, 1), 4)
+    job.passes(3.5, alive="c")
+    assert job.machine.phase == "regrouping" and "may hold the state" in job.machine.report().reason
+    return job
+
+
+def test_who_comes_in_a_wait_for_others_unseen_gets_ready_at_once():
+    job = in_doubt()
+    job.join("d")
+    assert kinds(job, "d")[-1] is Prepare
+    job.passes(FENCE_WAIT_S, alive="cd")
+    able(job, "d")
+    assert regrouped(job, "d") == (Fence(3, 0), 2, (0, 1), 4)
+
+
+def test_after_it_the_others_still_have_all_the_time_there_is():
+    job = in_doubt()
+    job.passes(FENCE_WAIT_S + JOIN_S / 2, alive="c")
+    assert job.machine.phase == "regrouping"
+    job.join("d")
+    able(job, "d")
+    assert regrouped(job, "d") == (Fence(3, 0), 2, (0, 1), 4)
+
+
+def test_and_no_more_than_that():
+    job = in_doubt()
+    job.passes(FENCE_WAIT_S + JOIN_S + 5.0, alive="c")
+    assert job.persisted[-1].outcome.slug == "rdzv-timeout"
+
+
+def test_nor_where_all_that_is_left_of_the_last_world_is_out_of_sight():
+    job = Driver(spec(), store_backed=True)
+    job.join("a"), job.join("b")
+    assert job.ranks() == ["a", "b"]
+    after = Driver(job.spec, job.persisted[-1], store_backed=True)
+    after.join("c")
+    after.passes(5.0, alive="c")
+    assert "no node of the last world can be reached" in after.machine.report().reason
+    after.passes(FENCE_WAIT_S + JOIN_S / 2, alive="c")
+    assert after.machine.phase == "forming"
+    after.join("d")
+    after.passes(1.0, alive="cd")
+    assert after.assigned["c"].fence == Fence(2, 0)

@@ -1,0 +1,54 @@
+"""Regrouping where nodes have unlike numbers of workers, or have not heard that a world ended."""
+
+import pytest
+from core_driver import Driver, job_spec
+from test_core_regroup import able, dies, kinds, regrouped
+from test_core_regroup_again import holding
+
+from elastane.core.messages import Interrupt
+from elastane.core.model import Fence
+
+
+def unequal(low, high=3, **sizes):
+    """A running world of nodes with so many workers each, all of which recover in place."""
+    job = Driver(job_spec(low, high, 3))
+    for node_id, size in sizes.items():
+        job.join(node_id, size=size)
+    job.passes(4.0, alive=sizes)
+    for node_id, size in sizes.items():
+        able(job, node_id, workers=tuple(range(size)))
+    job.inbox.clear()
+    return job
+
+
+def test_a_job_without_a_node_to_spare_goes_on_with_all_its_workers_however_few_some_nodes_have():
+    job = unequal(2, 2, a=1, b=2)
+    dies(job, "b", local_rank=1)
+    assert kinds(job, "a") == [Interrupt]
+    able(job, "b", workers=(0, 1))
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0,), 3)
+    assert regrouped(job, "b") == (Fence(2, 0), 1, (0, 1), 3)
+
+
+@pytest.mark.parametrize(("lost", "settles"), [("", True), ("b", False)])
+def test_the_smallest_nodes_that_are_enough_say_how_few_workers_may_train(lost, settles):
+    job = unequal(2, a=1, b=2, c=3)
+    if lost:
+        job.breaks(lost)
+    dies(job, "c")
+    job.passes(1.0, alive={*"abc"} - {lost})
+    # Five of six workers are left, and the smaller two nodes have three; then three, of four.
+    assert (job.assigned["c"].fence.round > 1 + bool(lost)) is settles
+
+
+@pytest.mark.parametrize("halted", ["", "b departed"])
+def test_a_node_that_comes_back_while_others_wait_hears_that_the_world_has_ended(halted):
+    """Its workers might make steps all the while: what it was told was lost with its session."""
+    job = unequal(2, 2, a=2, b=2)
+    job.breaks("b")
+    job.passes(0.2, alive="a")
+    assert job.machine.phase == "regrouping"
+    job.join("a", holding=holding(job, "a", halted=halted))
+    told = [m for m in job.inbox["a"] if isinstance(m, Interrupt)]
+    assert len(told) == (2 if not halted else 1)
+    assert {m.fence for m in told} == {Fence(1, 0)} and "b departed" in told[-1].reason

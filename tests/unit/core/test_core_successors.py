@@ -1,0 +1,61 @@
+"""Whoever is lost where others go on is followed, also where word of it, or the order, got lost."""
+
+import msgspec
+import pytest
+from core_driver import Driver, job_spec
+from test_core_regroup import able, dies, in_place, kinds, regrouped
+from test_core_regroup_again import NEXT, Agent, failure, holding
+
+from elastane.core.effects import StartWorkers
+from elastane.core.events import Told
+from elastane.core.messages import Assign, Failed, Prepare
+from elastane.core.model import Fence
+
+# Without the worker of local rank 1, whose successor is not ready.
+WITHOUT = msgspec.structs.replace(NEXT, workers=(0,))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_successor_that_ends_as_the_next_world_is_settled_is_told_of_in_that_world(ends):
+    agent = Agent()
+    agent.fails(1)
+    agent.does(Told(Prepare(assignment=NEXT, successors=True)))
+    assert [e for e in agent.effects if isinstance(e, StartWorkers)]
+    if ends:
+        agent.fails(1, pid=51)
+    agent.effects.clear()
+    agent.does(Told(Assign(WITHOUT)))
+    told = [(m.fence, [f.pid for f in m.failures]) for m in agent.sent(Failed)]
+    assert told == ([(Fence(2, 0), [51])] if ends else [])
+    assert agent.holding().state == "running"
+
+
+def test_and_is_followed_by_another():
+    job = in_place(nodes="ab", min_workers=1)
+    dies(job, "a", local_rank=1)
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0,), 3)
+    job.inbox.clear()
+    job.says("a", Failed(fence=Fence(1, 0), failures=(failure(1, 51),)))
+    assert not kinds(job, "a"), "it is of a world before this one"
+    job.says("a", Failed(fence=Fence(2, 0), failures=(failure(1, 51),)))
+    assert kinds(job, "a") == [Prepare]
+    assert job.persisted[-1].restarts_used == 2
+
+
+def test_a_successor_that_was_ordered_in_vain_is_ordered_again_once_its_node_is_back():
+    """The session broke with the order in it, and the node was counted out before it came back."""
+    job = Driver(job_spec(1, 1, 3), store_backed=True)
+    job.join("a")
+    job.passes(4.0, alive="a")
+    able(job, "a")
+    dies(job, "a", local_rank=1)
+    job.breaks("a")
+    job.passes(0.5)
+    assert "a" not in job.machine._state.nodes and job.machine.phase == "forming"
+    job.inbox.clear()
+    lost = {"failures": (failure(1, 4242),), "state": "failed", "able": (0,)}
+    job.join("a", holding=holding(job, "a", **lost))
+    assert kinds(job, "a").count(Prepare) == 1
+    assert job.persisted[-1].restarts_used == 1, "it was paid for"
+    able(job, "a")
+    assert job.assigned["a"].fence == Fence(2, 0) and job.assigned["a"].workers == (0, 1)
