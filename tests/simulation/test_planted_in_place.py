@@ -151,7 +151,7 @@ def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):
         before = self.group.assignment if self.group is not None else None
         original(self, assignment, leaving=leaving)
         if before is not None and self.group is not None and before.in_place and before.workers:
-            self._outbox.add(RegroupWorkers(self.group.born, before))
+            self._outbox.add(RegroupWorkers(self.group.born, before, before.workers))
 
     monkeypatch.setattr(LocalWorkers, "_regroup", again)
     first_failure(500)

@@ -173,5 +173,5 @@ class AgentShell:
                 group.start_more(local_ranks, assignment, delay_s)
             case InterruptGroup(reason=reason):
                 group.interrupt(reason)
-            case RegroupWorkers(assignment=assignment):
-                group.regroup(assignment)
+            case RegroupWorkers(assignment=assignment, able=able):
+                group.regroup(assignment, able)

@@ -119,8 +119,8 @@ class WorkerGroup:
         for worker in self._members():
             self._lines.send(worker.local_rank, workerline.Interrupt(reason))
 
-    def regroup(self, assignment: Assignment) -> None:
-        """Give the workers their places in another world, where they meet at another store."""
+    def regroup(self, assignment: Assignment, able: tuple[int, ...]) -> None:
+        """Give `able` their places in another world, where they meet at another store."""
         self.drain.cancel()
         self.minder.world_ended()
         self.world = assignment
@@ -128,7 +128,7 @@ class WorkerGroup:
         self._spawn_task(self._meeting.move(port, serves=assignment.agent_store))
         for worker in self._workers:
             # One that ended, or whose successor only starts, is told as failed by the core.
-            if worker.local_rank in assignment.workers and worker.local_rank in self._lines.able:
+            if worker.local_rank in able and worker.local_rank in self._lines.able:
                 worker.beside = False
                 worker.page.release()
                 place = self._place(assignment, worker.local_rank)

@@ -81,13 +81,16 @@ class InterruptGroup(msgspec.Struct, frozen=True):
 
 
 class RegroupWorkers(msgspec.Struct, frozen=True):
-    """Give the workers of the group that began with `fence` their place in another world.
+    """Give workers of the group that began with `fence` their place in another world.
 
-    Obligation: `GroupAble` follows, with another port; this one's is known to others now.
+    `able` are those of its local ranks that get theirs: of the others it is told that they failed,
+    though a successor may be able by now. Obligation: `GroupAble` follows, with another port; this
+    one's is known to others now.
     """
 
     fence: Fence
     assignment: Assignment
+    able: tuple[int, ...]
 
 
 class StopGroup(msgspec.Struct, frozen=True):

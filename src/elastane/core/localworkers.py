@@ -158,7 +158,8 @@ class LocalWorkers:
         group.enter(assignment)
         self.seen = assignment
         self._tell(EventKind.WORKERS_REGROUPED, assignment.reason, workers=len(assignment.workers))
-        self._outbox.add(RegroupWorkers(group.born, assignment))
+        able = tuple(i for i in assignment.workers if i in group.able)
+        self._outbox.add(RegroupWorkers(group.born, assignment, able))
         if group.failures:
             # Nobody follows these yet: what was told of them may have crossed this assignment.
             if not group.failures.keys().isdisjoint(assignment.workers):

@@ -307,7 +307,7 @@ def test_a_successor_has_its_place_though_all_others_of_its_node_are_done_by_the
     agent.does(GroupAble(Fence(1, 0), (0,), Offer(7103, True)))
     place = msgspec.structs.replace(NEXT, fence=Fence(3, 0), workers=(0,))
     agent.does(Told(Assign(place)))
-    assert RegroupWorkers(Fence(1, 0), place) in agent.effects
+    assert RegroupWorkers(Fence(1, 0), place, place.workers) in agent.effects
     agent.does(WorkerSucceeded(Fence(1, 0), 0))
     assert agent.sent(Succeeded)[-1] == Succeeded(Fence(3, 0))
 

@@ -6,7 +6,7 @@ from core_driver import Driver, job_spec
 from test_core_regroup import able, dies, in_place, kinds, regrouped
 from test_core_regroup_again import NEXT, Agent, failure, holding
 
-from elastane.core.effects import StartWorkers
+from elastane.core.effects import RegroupWorkers, StartWorkers
 from elastane.core.events import Told
 from elastane.core.messages import Assign, Failed, Prepare
 from elastane.core.model import Fence
@@ -28,6 +28,18 @@ def test_a_successor_that_ends_as_the_next_world_is_settled_is_told_of_in_that_w
     told = [(m.fence, [f.pid for f in m.failures]) for m in agent.sent(Failed)]
     assert told == ([(Fence(2, 0), [51])] if ends else [])
     assert agent.holding().state == "running"
+
+
+def test_a_successor_has_no_place_in_a_world_for_which_its_predecessor_counts_as_lost():
+    """It is able a moment later, and would train in a world that is given up for its like."""
+    agent = Agent()
+    agent.fails(1)
+    agent.does(Told(Prepare(assignment=NEXT, successors=True)))
+    agent.effects.clear()
+    agent.does(Told(Assign(NEXT)))
+    (given,) = [e for e in agent.effects if isinstance(e, RegroupWorkers)]
+    assert given.able == (0,) and given.assignment.workers == (0, 1)
+    assert [f.local_rank for f in agent.sent(Failed)[-1].failures] == [1]
 
 
 def test_and_is_followed_by_another():

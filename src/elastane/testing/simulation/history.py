@@ -157,7 +157,13 @@ def trains(cluster: Cluster) -> bool:
     recent_s = cluster.clock.now_s - cluster.checks.step_s
     steps = recent_s < 2 * cluster.training.script.step_s + 1.0
     fits = cluster.checks.nodes_stepped <= cluster.most
-    return phases == [Phase.RUNNING] and steps and fits and not cluster.residents.left_out()
+    return phases == [Phase.RUNNING] and steps and fits and not left_out(cluster)
+
+
+def left_out(cluster: Cluster) -> str:
+    """Return which workers should have a place in the newest world, and have none."""
+    paid = cluster.checks.restarts_used < cluster.spec.max_restarts
+    return cluster.residents.left_out(paid=paid)
 
 
 def stuck(cluster: Cluster) -> str:
@@ -178,7 +184,7 @@ def stuck(cluster: Cluster) -> str:
     return (
         f"{len(may_train)} nodes of at least {cluster.fewest} are here, and nothing was"
         f" trained for {cluster.clock.now_s - cluster.checks.step_s:.0f} s"
-        + (f", and {out} have no place" if (out := cluster.residents.left_out()) else "")
+        + (f", and {out} have no place" if (out := left_out(cluster)) else "")
     )
 
 
@@ -187,6 +193,8 @@ def ended_in_vain(cluster: Cluster, quiet_s: float) -> str:
     checks, outcome = cluster.checks, cluster.checks.outcome
     if outcome is None or outcome.slug != "rdzv-timeout" or len(checks.here) < cluster.fewest:
         return ""
+    if checks.restarts_used >= cluster.spec.max_restarts:
+        return ""  # Of who is there, some have lost workers that nobody pays for.
     waited_s = checks.ended_s - quiet_s
     workers = sum(sorted(checks.here)[: cluster.most])  # whichever of them have a place
     if waited_s < ENOUGH_S or workers < cluster.spec.min_workers:

@@ -279,9 +279,9 @@ class SimulatedNode:
                 residents.start_workers(group, ranks, delay_s)
             case InterruptGroup():
                 residents.interrupt(group)
-            case RegroupWorkers(assignment=assignment):
+            case RegroupWorkers(assignment=assignment, able=able):
                 checks.placed(self, assignment)
-                residents.regroup(group, assignment)
+                residents.regroup(group, assignment, able)
 
     def _own_feed(self) -> Callable[[AgentEvent], None]:
         life = self.life

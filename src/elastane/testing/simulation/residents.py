@@ -91,8 +91,8 @@ class Residents:
         for worker in [*group.inside()]:
             self._break_off(worker)
 
-    def regroup(self, group: Household, assignment: Assignment) -> None:
-        """Give workers their place in another world."""
+    def regroup(self, group: Household, assignment: Assignment, able: tuple[int, ...]) -> None:
+        """Give `able` their place in another world."""
         self.interrupt(group)
         group.assignment, group.crashed = assignment, False
         group.offer = group.new_offer()  # The last one's port is known to others now.
@@ -101,7 +101,7 @@ class Residents:
         for place, local_rank in enumerate(assignment.workers or range(group.size)):
             worker, rank = group.workers[local_rank], assignment.rank_base + place
             self._checks.line.given(worker)
-            if not worker.able:
+            if not worker.able or local_rank not in able:
                 continue
             worker.places += 1
             delay_s = 0.001 + self._rng.random() * 0.02
@@ -134,15 +134,18 @@ class Residents:
             self.interrupt(group)
         self._clock.after(lives_s + 0.01, lambda: self._gone(group))
 
-    def left_out(self) -> str:
-        """Return who waits in the nodes of the newest world for a place in it; there is room."""
+    def left_out(self, *, paid: bool) -> str:
+        """Return who waits in the nodes of the newest world for a place in it; there is room.
+
+        And who is dead and has no successor, where the budget would have `paid`.
+        """
         hosts = {h for w in self._newest() for h in w.hosts}
         out = [
             worker.name
             for group in self.groups
             if group.phase == "running" and group.host in hosts
             for worker in group.workers.values()
-            if worker.stage == "waiting"
+            if worker.stage == "waiting" or (paid and worker.stage == "dead")
         ]
         return ", ".join(out)
 
