@@ -85,7 +85,7 @@ def test_histories_meet_what_they_are_meant_to_meet():
         kinds |= {planned.kind for planned in history.setting.plan}
     assert regrouped > 100 and healed > 100, (regrouped, healed)
     assert restarts > 40 and ended > 20, (restarts, ended)
-    assert len(kinds) == 29
+    assert len(kinds) == 30
 
 
 def test_histories_of_the_other_kind_are_not_changed_by_this_one():

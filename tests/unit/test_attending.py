@@ -113,6 +113,7 @@ def test_what_is_news_is_told_at_once_and_steps_now_and_then():
         ({}, Directive()),
         ({"min": "1", "max": "4", "replicas": "2", "fenced": ""}, Directive((1, 4))),
         ({"fenced": "u1  u2\nu3"}, Directive(None, ("u1", "u2", "u3"))),
+        ({"dead": "u1\tu2", "fenced": "u3"}, Directive(None, ("u3",), ("u1", "u2"))),
         ({"min": "0", "max": "4"}, Directive()),
         ({"min": "5", "max": "4"}, Directive()),
         ({"min": "x", "max": "4", "fenced": "u"}, Directive(None, ("u",))),
@@ -158,8 +159,8 @@ class Heard:
     def __init__(self) -> None:
         self.words: list[object] = []
 
-    def fence(self, incarnations):
-        self.words.append(incarnations)
+    def fence(self, incarnations, dead):
+        self.words += [incarnations, dead] if dead else [incarnations]
 
     def resize(self, low, high):
         self.words.append((low, high))
@@ -188,9 +189,9 @@ def attended(*said, limit_s=5.0):
 
 
 def test_a_directive_is_handed_on_once_and_the_seat_begins():
-    one, two = Directive((1, 2), ("u",)), Directive(None, ("u", "v"))
+    one, two = Directive((1, 2), ("u",)), Directive(None, ("u", "v"), ("d",))
     heard, letters = attended(one, one, two, None)
-    assert heard.words == [("u",), (1, 2), ("u", "v")]
+    assert heard.words == [("u",), (1, 2), ("u", "v"), ("d",)]
     assert letters.told[0].members[0].pod == "a"
 
 

@@ -263,11 +263,11 @@ def test_access_is_given_only_where_it_is_needed(spec, kinds):
 def test_the_directive_holds_the_bounds_and_an_edit_reaches_it():
     cluster, _ = begun(spec_of(2, 1, 4))
     held = cluster.objects["ConfigMap", "j-directive"]
-    assert held["data"] == {"min": "1", "max": "4", "replicas": "2", "fenced": ""}
+    assert held["data"] == {"min": "1", "max": "4", "replicas": "2", "fenced": "", "dead": ""}
     cluster.edit(spec_of(3, 2, 6))
     cluster.settle()
     held = cluster.objects["ConfigMap", "j-directive"]
-    assert held["data"] == {"min": "2", "max": "6", "replicas": "3", "fenced": ""}
+    assert held["data"] == {"min": "2", "max": "6", "replicas": "3", "fenced": "", "dead": ""}
 
 
 def test_what_somebody_changed_or_removed_is_mended():
@@ -279,7 +279,7 @@ def test_what_somebody_changed_or_removed_is_mended():
     cluster.settle()
     assert ("Service", "j") in cluster.objects
     held = cluster.objects["ConfigMap", "j-directive"]["data"]
-    assert held == {"min": "1", "max": "4", "replicas": "2", "fenced": ""}
+    assert held == {"min": "1", "max": "4", "replicas": "2", "fenced": "", "dead": ""}
     assert len(cluster.objects["Role", "j"]["rules"]) == 6
 
 

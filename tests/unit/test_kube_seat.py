@@ -98,3 +98,43 @@ def test_the_lease_is_that_of_the_rendezvous_which_the_users_arguments_name():
     cluster.settle()
     cluster.exit(cluster.by_name("j-worker-1"), 137)
     assert [one.lease for one in freed(cluster)] == ["elastane-mine.seat"]
+
+
+def dead(cluster):
+    """Whom the directive says to be dead."""
+    return cluster.objects["ConfigMap", "j-directive"]["data"]["dead"].split()
+
+
+def test_the_directive_says_who_is_dead_also_when_the_pod_is_gone():
+    cluster = ran()
+    assert dead(cluster) == []
+    pod = cluster.by_name("j-worker-1")
+    cluster.exit(pod, 137)
+    cluster.settle()
+    assert cluster.by_name("j-worker-1").uid != pod.uid and dead(cluster) == [pod.uid]
+    second = cluster.by_name("j-worker-0")
+    cluster.exit(second, 137)
+    cluster.settle()
+    assert dead(cluster) == [pod.uid, second.uid]
+
+
+@pytest.mark.parametrize("fate", [by_the_control_plane, unseen, partitioned, deleted])
+def test_and_of_nobody_who_may_live(fate):
+    cluster = ran()
+    fate(cluster, cluster.by_name("j-worker-1"))
+    cluster.now_s += 60
+    cluster.settle()
+    assert dead(cluster) == []
+
+
+def test_of_the_dead_that_are_gone_the_newest_are_told_and_the_list_is_left_alone():
+    cluster = ran()
+    old = [f"old-{i:03}" for i in range(100)]
+    cluster.objects["ConfigMap", "j-directive"]["data"]["dead"] = " ".join(old)
+    pod = cluster.by_name("j-worker-1")
+    cluster.exit(pod, 137)
+    cluster.settle()
+    assert dead(cluster) == [*old[37:], pod.uid]
+    count = len(cluster.actions)
+    cluster.settle()
+    assert len(cluster.actions) == count

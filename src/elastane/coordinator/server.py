@@ -117,9 +117,9 @@ class Coordinator:
         self._from_here.append(Resized(min_nodes=min_nodes, max_nodes=max_nodes))
         self._wake()
 
-    def fence(self, incarnations: tuple[str, ...]) -> None:
-        """Tell the machine which agents the job's owner has given up; all of them each time."""
-        self._from_here.append(Fenced(incarnations))
+    def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
+        """Tell the machine whom the job's owner has given up or knows to be dead; all each time."""
+        self._from_here.append(Fenced(incarnations, dead))
         self._wake()
 
     def statistics(self) -> dict[str, int]:

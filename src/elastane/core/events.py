@@ -51,9 +51,11 @@ class Fenced(msgspec.Struct, frozen=True):
     """The job's owner has given these agents up, and replaced them or will; all of them each time.
 
     Each is an incarnation, or what one begins with, up to a dot: a pod, of whichever agent in it.
+    Of the `dead` the owner knows that all their processes have ended, workers too.
     """
 
     incarnations: tuple[str, ...]
+    dead: tuple[str, ...] = ()
 
 
 class Tick(msgspec.Struct, frozen=True):

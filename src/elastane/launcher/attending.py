@@ -45,8 +45,8 @@ DEPARTED_MAX = 64
 class Owned(Protocol):
     """A coordinator, as far as its job's owner has a say."""
 
-    def fence(self, incarnations: tuple[str, ...]) -> None:
-        """Hear who is fenced."""
+    def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
+        """Hear who is fenced, and who is dead."""
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
         """Hear how many nodes the job may have."""
@@ -94,7 +94,7 @@ class Attending:
                     self._note("directive", "")
                     if directive is not None and directive != last:
                         last = directive
-                        coordinator.fence(directive.fenced)
+                        coordinator.fence(directive.fenced, directive.dead)
                         if directive.nodes is not None:
                             coordinator.resize(*directive.nodes)
                     begun.set()

@@ -1,10 +1,13 @@
 """Agents that the job's owner has given up."""
 
 from core_driver import Driver, job_spec
+from test_core_regroup import able
+from test_core_stateholders import steps
 
 from elastane.core import contact
 from elastane.core.events import Fenced
-from elastane.core.messages import Assign, Refused, Stop
+from elastane.core.messages import Assign, Holding, Refused, Stop
+from elastane.core.model import Fence
 from elastane.core.notes import EventKind
 from elastane.errors import ExitCode
 
@@ -113,3 +116,92 @@ def test_a_member_whose_connection_is_cut_is_counted_out_though_it_cannot_be_tol
     assert job.ranks() == ["a", "b"]
     job.join("c", "uid-c.1")
     assert job.got("c", Refused)
+
+
+# The dead.
+
+
+def holding(job, node_id, **more):
+    return Holding(assignment=job.assigned[node_id], state="running", **more)
+
+
+def successor(job, *dead):
+    """The next coordinator of a job, told who is dead before it lets anybody in."""
+    after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="c")
+    after.assigned = dict(job.assigned)
+    after.handle(Fenced((), dead))
+    return after
+
+
+def test_nobody_waits_for_a_holder_that_is_dead():
+    job = pods()
+    for dead, phase in ((("uid-c",), "stopping"), ((), "recovering")):
+        after = successor(job, *dead)
+        for name in "ab":
+            after.join(name, f"uid-{name}.1", holding=holding(job, name))
+        assert after.machine.phase == phase
+
+
+def test_nor_for_several_that_are():
+    job = pods()
+    after = successor(job, "uid-c", "uid-b")
+    assert after.machine.phase == "recovering"
+    after.join("a", "uid-a.1", holding=holding(job, "a"))
+    assert after.got("a", Stop)
+    after.stops("a")
+    after.passes(2.0, alive="a")
+    assert after.ranks() == ["a"]
+
+
+def test_nor_doubts_what_they_do_where_all_are():
+    job = pods()
+    after = successor(job, "uid-a", "uid-b", "uid-c")
+    after.join("d", "uid-d.1")
+    after.passes(3.0, alive="d")
+    assert after.ranks() == ["d"], "nobody can train where this coordinator does not see it"
+
+
+def test_a_dead_pod_is_not_another_of_its_name():
+    """Its successor has the same id and another uid, and may be back already."""
+    job = pods()
+    after = successor(job, "uid-c")
+    after.join("c", "uid-new.1")
+    assert after.machine.phase == "recovering"
+    for name in "ab":
+        after.join(name, f"uid-{name}.1", holding=holding(job, name))
+    after.stops("a", "b")
+    after.passes(2.0, alive="abc")
+    assert after.ranks() == ["a", "b", "c"]
+
+
+def in_doubt():
+    """c has the place of b, and a, which had the state as b had, fell silent before it met c."""
+    job = Driver(job_spec(1, 2), store_backed=True)
+    for name in "ab":
+        job.join(name, f"uid-{name}.1")
+    job.passes(4.0, alive="ab")
+    able(job, "a", "b")
+    steps(job, "a", "b")
+    job.join("c", "uid-c.1")
+    able(job, "c")
+    job.passes(2.9, alive="ac")
+    job.passes(0.3, alive="c")
+    job.passes(3.5, alive="c")
+    assert "may hold the state" in job.machine.report().reason
+    return job
+
+
+def test_workers_that_are_dead_do_not_go_on_out_of_sight():
+    job = in_doubt()
+    job.handle(Fenced((), ("uid-b",)))
+    able(job, "c")
+    assert job.assigned["c"].fence == Fence(2, 0)
+    job.handle(Fenced((), ("uid-a", "uid-b")))
+    assert job.assigned["c"].fence == Fence(3, 0)
+
+
+def test_one_that_is_said_to_be_dead_and_is_here_is_cut_and_what_it_held_has_ended():
+    job = pods()
+    job.handle(Fenced((), ("uid-c",)))
+    assert "c" in job.hangups and job.got("a", Stop)
+    assert not job.machine._state.intact

@@ -8,7 +8,7 @@ from test_core_regroup_again import NEXT, Agent, failure, holding
 
 from elastane.core.effects import RegroupWorkers, StartWorkers
 from elastane.core.events import Told
-from elastane.core.messages import Assign, Failed, Prepare
+from elastane.core.messages import Assign, Failed, Holding, Prepare
 from elastane.core.model import Fence
 
 # Without the worker of local rank 1, whose successor is not ready.
@@ -71,3 +71,21 @@ def test_a_successor_that_was_ordered_in_vain_is_ordered_again_once_its_node_is_
     assert job.persisted[-1].restarts_used == 1, "it was paid for"
     able(job, "a")
     assert job.assigned["a"].fence == Fence(2, 0) and job.assigned["a"].workers == (0, 1)
+
+
+def test_so_it_is_where_its_node_has_not_heard_of_its_world_either():
+    job = Driver(job_spec(1, 2, 3, min_workers=1), store_backed=True)
+    job.join("a"), job.join("b")
+    job.passes(4.0, alive="ab")
+    able(job, "a", "b")
+    first = job.assigned["a"]
+    dies(job, "b", local_rank=1)
+    assert job.assigned["b"].fence == Fence(2, 0)
+    after = Driver(job.spec, job.persisted[-1], store_backed=True)
+    after.assigned = dict(job.assigned)
+    # It had told of this end before it departed.
+    after.machine._state.ends_before["a"] = ("1", {1: 77})
+    lost = {"failures": (failure(1, 77),), "state": "failed", "able": (0,)}
+    after.join("a", holding=Holding(assignment=first, **lost))
+    after.join("b", holding=holding(after, "b", able=(0,)))
+    assert kinds(after, "a").count(Prepare) == 1

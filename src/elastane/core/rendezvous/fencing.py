@@ -1,7 +1,8 @@
 """Agents that the job's owner has given up: turned away at the door, and cut where they are in.
 
 A pod on a node that is lost to its cluster may live, and reach the others. Once the owner has put
-another in its place, it must not come back: there would be two of one.
+another in its place, it must not come back: there would be two of one. Of others the owner knows
+that they are dead; nobody waits for them, or doubts what they do.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from elastane.core.effects import Send
 from elastane.core.messages import Refused
 from elastane.core.model import NodeSpec
-from elastane.core.rendezvous import presence
+from elastane.core.rendezvous import presence, stateholders
 from elastane.core.rendezvous.state import State
 
 
-def take(state: State, incarnations: tuple[str, ...]) -> None:
-    """Take note of who is fenced, and count those out who are here."""
-    state.fenced = frozenset(incarnations)
+def take(state: State, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
+    """Take note of who is fenced and who is dead, and count those out who are here."""
+    state.fenced, state.dead = frozenset((*incarnations, *dead)), frozenset(dead)
+    if stateholders.dead_members(state):
+        state.intact = False
+    stateholders.not_unseen(state)
     for node in [*state.nodes.values()]:
         refused = refusal(state, node.spec)
         if refused is None:

@@ -127,8 +127,8 @@ class Rendezvous:
             case Resized(min_nodes=min_nodes, max_nodes=max_nodes):
                 self._state.wanted = (min_nodes, max_nodes)
                 return True
-            case Fenced(incarnations=incarnations):
-                fencing.take(state, incarnations)
+            case Fenced(incarnations=incarnations, dead=dead):
+                fencing.take(state, incarnations, dead)
                 return True
             case AuthorityChanged(held=held, reason=reason):
                 self._set_authority(held, reason)

@@ -56,18 +56,20 @@ def recover(state: State, record: Record) -> None:
 def _recovering(state: State) -> bool:
     deadline_s = state.phase_s + state.spec.timing.reregister_s
     size = len(state.world.members) if state.world else state.claim.size if state.claim else 0
-    if len(state.nodes) < size - 1 and state.now_s < deadline_s:
+    if len(state.nodes) + len(state.dead) < size - 1 and state.now_s < deadline_s:
         state.wait_until(deadline_s)  # Keeps the return of a large world linear.
         return False
     expected, present = _last_world(state)
     here = {node.id for node in present}
     missing = [node_id for node_id in expected if node_id not in here]
-    if missing == [state.previous_holder] and any(state.is_member(node) for node in present):
+    dead = stateholders.dead_members(state)
+    awaited = [node_id for node_id in missing if node_id not in dead]
+    if awaited == [state.previous_holder] and any(state.is_member(node) for node in present):
         deadline_s = _await_holder(state, deadline_s)
     # Where nobody has workers of it, those who gave their places up to it are needed.
     alone = not any(state.is_member(node) for node in present)
     late = alone and any(node_id not in state.nodes for node_id in state.kept)
-    if (missing or late) and state.now_s < deadline_s:
+    if (awaited or late) and state.now_s < deadline_s:
         state.wait_until(deadline_s)
         return False
     if state.world is None:
@@ -78,13 +80,16 @@ def _recovering(state: State) -> bool:
     if holders or any(stateholders.keeps(state, node) for node in state.nodes.values()):
         without = [node.id for node in present if not state.is_member(node)]
         lost = named(missing) or f"workers of {named(without) or 'other nodes'}"
-        reason = f"{lost} did not come back to the coordinator within the time"
+        how = "did not come back to the coordinator within the time"
+        how = how if awaited or not missing else "ended, as the job's owner says"
+        reason = f"{lost} {how}"
         # Whatever now fails on those that did, their world had been broken up before.
         gone = missing + without or ["others"]
         state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
         state.in_place, state.phase = regroup.is_in_place(state), Phase.RUNNING
+        agents = {m.node_id: m.incarnation for m in state.world.members} if state.world else {}
         for node_id in missing:
-            stateholders.out_of_sight(state, node_id)
+            stateholders.out_of_sight(state, node_id, agents.get(node_id, ""))
         _hear(state)
         return _end_world(state, reason)
     forming.begin(state, "none of the last world's workers is left", follow_up=bool(present))

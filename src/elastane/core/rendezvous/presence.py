@@ -70,12 +70,13 @@ def depart(state: State, node: Node, why: str) -> None:
         Phase.REGROUPING,
         Phase.STOPPING,
     )
-    if node.fence is None or (node.session is None and node.broken_clean):
+    gone = node.session is None and node.broken_clean
+    if node.fence is None or gone or stateholders.is_dead(state, node.spec.incarnation):
         # Its process is gone, and took its workers along.
         state.intact = state.intact and not member
         stateholders.ended(state, node, {*node.workers})
     elif member:
-        stateholders.out_of_sight(state, node.id)
+        stateholders.out_of_sight(state, node.id, node.spec.incarnation)
     state.forget(node)
     if state.phase in (Phase.CLOSING, Phase.CLOSED):
         return

@@ -167,9 +167,9 @@ def heard(state: State, node: Node) -> None:
         _free_fault(state, f"node {node.id} was not told of {node.fence}")
     elif node.lost & {*node.workers}:
         _free_fault(state, f"workers of node {node.id} are lost, and were paid for")
-        successors.follow(state, node)  # Its agent may have been told in vain, as it went.
     elif node.halted and node.fence is not None:
         lost_peer(state, node, node.fence, node.halted)
+    successors.follow(state, node)  # Its agent may have been told in vain, as it went.
 
 
 def _free_fault(state: State, reason: str) -> None:

@@ -199,7 +199,8 @@ class State:
     resized: bool = False
     wanted: tuple[int, int] | None = None  # a range that is not in force yet
     resized_s: float = 0.0
-    fenced: frozenset[str] = frozenset()  # incarnations that the owner has given up
+    fenced: frozenset[str] = frozenset()  # incarnations that the owner has given up,
+    dead: frozenset[str] = frozenset()  # and of those whose processes it knows to have ended
     outcome: Outcome | None = None
     conclusion: Outcome | None = None  # that an agent asked for; in force once it is `outcome`
     authority: bool = True
@@ -227,9 +228,9 @@ class State:
     # Whether the workers of the world in force recover in place.
     in_place: bool = False
     was_in_place: bool = False  # and they did until they were told to stop
-    # What `stateholders` keeps: by node id, since when workers may go on where nobody sees them;
-    # and the order of the nodes that hold what the world in force began with, outside of it.
-    unseen: dict[str, float] = field(default_factory=dict)
+    # What `stateholders` keeps: by node id, since when workers of which agent may go on unseen; and
+    # the order of the nodes that hold what the world in force began with, outside of it.
+    unseen: dict[str, tuple[float, str]] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
     kept_is_recorded: bool = False  # the durable record names some
     lost_s: float | None = None  # when one of them first lost a peer that nobody has explained

@@ -60,10 +60,31 @@ def ended(state: State, node: Node, workers: set[int]) -> None:
         accounted(state)
 
 
-def out_of_sight(state: State, node_id: str) -> None:
+def is_dead(state: State, incarnation: str) -> bool:
+    """Whether the job's owner knows that an agent and its workers have ended."""
+    return not state.dead.isdisjoint((incarnation, incarnation.partition(".")[0]))
+
+
+def dead_members(state: State) -> set[str]:
+    """Return the ids of those nodes of the world in force whose agents in it are dead."""
+    if not state.dead or state.world is None:
+        return set()
+    return {m.node_id for m in state.world.members if is_dead(state, m.incarnation)}
+
+
+def not_unseen(state: State) -> None:
+    """The dead do not go on anywhere."""
+    state.unseen = {
+        node_id: (since_s, incarnation)
+        for node_id, (since_s, incarnation) in state.unseen.items()
+        if not is_dead(state, incarnation)
+    }
+
+
+def out_of_sight(state: State, node_id: str, incarnation: str) -> None:
     """Workers of this node may go on where nobody sees them."""
-    if state.in_place or state.was_in_place:
-        state.unseen[node_id] = state.now_s
+    if (state.in_place or state.was_in_place) and not is_dead(state, incarnation):
+        state.unseen[node_id] = (state.now_s, incarnation)
 
 
 def in_sight(state: State, node: Node) -> None:
@@ -75,7 +96,7 @@ def unseen_until_s(state: State) -> float:
     """Return until when workers may go on where nobody sees them; 0: none do."""
     if not (state.store_backed and state.unseen):
         return 0.0
-    return max(state.unseen.values()) + FENCE_WAIT_S
+    return max(since_s for since_s, _ in state.unseen.values()) + FENCE_WAIT_S
 
 
 def in_doubt_until_s(state: State) -> float:

@@ -78,10 +78,11 @@ class Doer:
         """Do all of it; StaleError or ApiError where it is to be decided anew."""
         if decision.status_first:
             await self._write_status(job, decision)
+        refused = await self._objects(key, job, decision)
+        # After the directive: whoever takes the seat reads there who is dead.
         for action in decision.actions:
             if isinstance(action, FreeSeat):
                 await self._free_seat(job.metadata.namespace, action)
-        refused = await self._objects(key, job, decision)
         on_pods = [one for one in decision.actions if isinstance(one, (CreatePod, *_ENDS))]
         creations = [one for one in on_pods if isinstance(one, CreatePod)]
         deletions = [one for one in on_pods if not isinstance(one, CreatePod)]

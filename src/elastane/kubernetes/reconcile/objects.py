@@ -4,7 +4,7 @@
 |---|---|---|
 | Service, headless | `{job}` | always: pods are `{job}-worker-{i}.{job}` |
 | Service, headless | `{job}-worker-{i}` | for pods that the manifest names by host |
-| ConfigMap | `{job}-directive` | always: bounds, replicas and fenced pods, for the coordinator |
+| ConfigMap | `{job}-directive` | always: bounds, replicas, fenced and dead pods: for the job |
 | ConfigMap | `{job}-report` | with access: what the coordinator says |
 | ServiceAccount, Role, RoleBinding | `{job}` | with access, unless the template names an account |
 
@@ -26,6 +26,7 @@ from elastane.kubernetes.model.names import (
     pod_labels,
     pod_name,
 )
+from elastane.kubernetes.reconcile.bounds import DEAD_KEPT
 from elastane.kubernetes.reconcile.draft import Draft
 from elastane.kubernetes.reconcile.injection import backend, named_pods, needs_access, rdzv_id
 from elastane.kubernetes.reconcile.manifest import Manifest, owner
@@ -158,8 +159,26 @@ def _directive(draft: Draft) -> Manifest:
         "max": str(settings.max),
         "replicas": str(settings.desired),
         "fenced": " ".join(draft.fenced),
+        "dead": " ".join(_dead(draft)),
     }
     return _object(draft.job, "v1", "ConfigMap", directive_name(draft.job.name), data=data)
+
+
+def _dead(draft: Draft) -> list[str]:
+    """Return uids of pods that a kubelet saw end, the newest of those that are gone among them.
+
+    Nobody waits for these to come back, nor doubts what they do (`core.rendezvous.fencing`).
+    """
+    name = directive_name(draft.job.name)
+    known = [
+        uid
+        for owned in draft.seen.objects
+        if owned.kind == "ConfigMap" and owned.metadata.name == name
+        for uid in owned.data.get("dead", "").split()
+    ]
+    here = sorted(pod.uid for pod in draft.own if pod.is_dead)
+    gone = [uid for uid in known if uid not in here]
+    return [*gone[-DEAD_KEPT:], *here]
 
 
 def _access(draft: Draft) -> list[Manifest]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 # Uids of pods; the operator keeps some hundreds.
-FENCED_MAX = 10_000
+UIDS_MAX = 10_000
 
 
 class ConfigMap(msgspec.Struct):
@@ -82,4 +82,5 @@ def read_directive(data: dict[str, str]) -> Directive:
         nodes = (low, high) if 1 <= low <= high else None
     if nodes is None and any(written):
         _log.warning("directive: min %r and max %r are no range of nodes", *written)
-    return Directive(nodes, tuple(data.get("fenced", "").split()[:FENCED_MAX]))
+    fenced, dead = (tuple(data.get(key, "").split()[:UIDS_MAX]) for key in ("fenced", "dead"))
+    return Directive(nodes, fenced, dead)

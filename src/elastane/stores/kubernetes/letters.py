@@ -25,11 +25,13 @@ def report_name(job: str) -> str:
 class Directive(msgspec.Struct, frozen=True):
     """What the operator wants: how many nodes, and which pods count no more.
 
-    `nodes` is None where it says nothing that can be read.
+    `nodes` is None where it says nothing that can be read. `fenced` are uids of pods that may live,
+    `dead` of such as a kubelet saw end.
     """
 
     nodes: tuple[int, int] | None = None
     fenced: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
 
 
 class MemberReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):

@@ -26,6 +26,9 @@ from elastane.testing.simulation.store import Published, SimulatedStore
 from elastane.testing.simulation.story import Story
 from elastane.testing.simulation.workers import HasHosts, Script, Training
 
+# A host's end is heard of, and told to the job, within this: later than its peers see it.
+_HEARD_S = 0.15
+
 
 class Cluster:
     """One job on simulated nodes; the first node owns the endpoint of the default store."""
@@ -39,6 +42,8 @@ class Cluster:
         self.wanted: Resized | None = None
         # The incarnations of agents that the owner has given up, as each coordinator is told.
         self.given_up: tuple[str, ...] = ()
+        self.sees_deaths = False  # the job's owner hears of hosts that crash, and tells
+        self.dead: tuple[str, ...] = ()
         self.clock = VirtualClock()
         self.story = Story(self.clock)
         self.network = Network(self.clock, rng)
@@ -88,8 +93,12 @@ class Cluster:
         if incarnation and incarnation not in self.given_up:
             self.story.tell(f"FAULT the job's owner gives agent {incarnation} up")
             self.given_up += (incarnation,)
-            for seat in [*self.seats.values()]:
-                seat.take(Fenced(self.given_up))
+            self.tell_fenced()
+
+    def tell_fenced(self) -> None:
+        """All coordinators hear whom the job's owner has given up, and who is dead."""
+        for seat in [*self.seats.values()]:
+            seat.take(Fenced(self.given_up, self.dead))
 
     def add(self, size: int, node_rank: int | None = None) -> SimulatedNode:
         """Return a new host, with nothing on it yet."""
@@ -256,6 +265,9 @@ class Cluster:
         self._waiting.pop(name, None)
         node.die()
         node.life += 1
+        if self.sees_deaths and node.incarnation not in self.dead:
+            self.dead += (node.incarnation,)
+            self.clock.after(_HEARD_S, self.tell_fenced)
         session, node.session = node.session, None
         if session is not None:
             if silent:

@@ -13,7 +13,15 @@ from elastane.testing.simulation.cluster import Cluster
 from elastane.testing.simulation.setting import Planned, Setting
 
 # Deaths of workers, and who comes and goes, are what the restart budget is exact about.
-_HARMLESS = ("workers_crash", "workers_in_turn", "drain", "arrive", "slow_starts", "resize")
+_HARMLESS = (
+    "workers_crash",
+    "workers_in_turn",
+    "drain",
+    "arrive",
+    "slow_starts",
+    "resize",
+    "sees_deaths",
+)
 # Nobody is out of anybody's reach by these, but the dead.
 _DEATHS = (*_HARMLESS, "crash", "restart_agent", "kill_coordinator", "die_at_step")
 # A plan's traps lie in wait for so long at most.
@@ -98,6 +106,10 @@ class Faults:
         """Whether a dead host gets a new agent; the endpoint's does, or the job is over."""
         fixed = not self._cluster.store_backed and name == self._cluster.endpoint
         return fixed or self._rng.random() < 0.7
+
+    def _sees_deaths(self) -> None:
+        self._tell("the job's owner hears of hosts that crash")
+        self._cluster.sees_deaths = True
 
     def _resize(self) -> None:
         high = self._rng.randint(1, len(self._cluster.nodes))

@@ -66,8 +66,8 @@ class Seat:
         cluster.coordinators += 1
         # Nobody is let in before it is read who is not to be.
         self.fenced = frozenset[str]()
-        if cluster.given_up:
-            self.take(Fenced(cluster.given_up))
+        if cluster.given_up or cluster.dead:
+            self.take(Fenced(cluster.given_up, cluster.dead))
         # What the owner wants is to be read first.
         cluster.clock.after(0.05, lambda: self.take(cluster.wanted) if cluster.wanted else None)
         self._schedule()

@@ -27,6 +27,7 @@ FIRST_S, LAST_S = 1.0, 40.0
 # then agents that are given up.
 FAULTS_MAX = 100
 GIVEN_UP_FIRST = 2 * FAULTS_MAX
+SEES_DEATHS = 3 * FAULTS_MAX
 # How often each kind of fault is drawn, relative to the others.
 WEIGHTS = {
     "crash": 4,
@@ -153,7 +154,7 @@ def setting_of(
         plan=(
             *_plan(rng, store_backed=store_backed, in_place=in_place),
             *_resizes(seed),
-            *(_given_up(seed) if store_backed else ()),
+            *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
         ),
         in_place=in_place,
     )
@@ -195,3 +196,9 @@ def _given_up(seed: int) -> tuple[Planned, ...]:
         return ()
     times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 1, 3)))]
     return tuple(Planned(GIVEN_UP_FIRST + n, at_s, "give_up") for n, at_s in enumerate(times))
+
+
+def _sees_deaths(seed: int) -> tuple[Planned, ...]:
+    """Draw whether the job's owner hears of hosts that crash, and tells: no fault, in a fifth."""
+    seen = random.Random(f"sees deaths {seed}").random() < 0.2
+    return (Planned(SEES_DEATHS, 0.0, "sees_deaths"),) if seen else ()
