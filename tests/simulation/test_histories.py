@@ -109,7 +109,7 @@ def test_every_kind_of_fault_is_drawn_and_told():
         "SIGTERM",
     ):
         assert what in stories, what
-    assert len(kinds) == 28
+    assert len(kinds) == 29
 
 
 def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):

@@ -186,11 +186,16 @@ def test_an_agent_that_was_given_up_and_is_let_in_again_is_found(monkeypatch):
 
 
 def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
-    def at_the_door_alone(state, incarnations):
+    def at_the_door_alone(state, incarnations, dead):
         state.fenced = frozenset(incarnations)
 
     monkeypatch.setattr(fencing, "take", at_the_door_alone)
     assert "whom the owner gave up" in first_failure(100, first=130_000_000)
+
+
+def test_who_counts_as_dead_and_is_not_is_found(monkeypatch):
+    monkeypatch.setattr(stateholders, "is_dead", lambda state, incarnation: True)
+    assert "goes on from step" in first_failure(100, first=20_002_500)
 
 
 def test_workers_that_are_stopped_with_steps_that_nobody_else_has_are_found(monkeypatch):

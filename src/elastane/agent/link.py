@@ -14,7 +14,9 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from elastane.core.events import AgentEvent, Linked, Told, Unlinked
+from elastane.core.limits import look_s
 from elastane.core.messages import Alive, ToAgent, ToCoordinator
+from elastane.core.model import JobSpec
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
@@ -26,6 +28,8 @@ from elastane.runtime.rpc import Session
 _log = logging.getLogger("elastane.link")
 _RETRY_FIRST_S = 0.05
 _RETRY_MAX_S = 0.5
+# For so long a coordinator is looked for as often as the store bears: its successor is there soon.
+_SOON_S = 3.0
 # After this long without a coordinator a person should hear what is being waited for.
 _SAY_AFTER_S = 3.0
 _FLUSH_S = 1.0
@@ -56,15 +60,16 @@ Dial = Callable[[str, int], Awaitable[Session]]
 
 
 class Link:
-    """Keeps one session; `send` drops what has no session to go to."""
+    """Keeps one session; `send` drops what has no session to go to. `spec` is the job's."""
 
     def __init__(
-        self, locator: Locator, dial: Dial, post: Callable[[AgentEvent], None], silence_s: float
+        self, locator: Locator, dial: Dial, post: Callable[[AgentEvent], None], spec: JobSpec
     ) -> None:
         self._locator = locator
         self._dial = dial
         self._post = post
-        self._silence_s = silence_s
+        self._silence_s = spec.timing.silence_s
+        self._soon_s = look_s(spec.max_nodes, _RETRY_MAX_S)
         self._session: Session | None = None
         self._was_linked = False
         self._at = ("", 0)
@@ -91,7 +96,8 @@ class Link:
                     said = True
                     _log.warning("still looking for the coordinator: %s", error.what)
                 await asyncio.sleep(pause_s)
-                pause_s = min(_RETRY_MAX_S, pause_s * 2)
+                is_soon = loop.time() - since_s < _SOON_S
+                pause_s = min(self._soon_s if is_soon else _RETRY_MAX_S, pause_s * 2)
                 continue
             self._was_linked = True
             self._locator.found()
@@ -118,7 +124,7 @@ class Link:
 
     async def _is_elsewhere(self, dialing: asyncio.Future[Session]) -> bool:
         """Wait for a moment; then say whether the coordinator is not where it is sought."""
-        await asyncio.wait({dialing}, timeout=_RETRY_MAX_S)
+        await asyncio.wait({dialing}, timeout=self._soon_s)
         with contextlib.suppress(ElastaneError):
             return not dialing.done() and await self._locator.locate() != self._at
         return False

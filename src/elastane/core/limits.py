@@ -135,6 +135,8 @@ GIVE_WAY_S = 5.0
 # How often a watcher or a candidate of the file store looks: with it, take-over after a SIGKILL
 # of the holder costs the lease's time and at most 0.3 s.
 STORE_POLL_S = 0.1
+# A store answers the looks of so many, each STORE_POLL_S, without noticing.
+STORE_CROWD = 8
 # How long the record of a job that ended stays in a store with a server of its own: an agent that
 # a scheduler starts again just after the end must be told of it, and not begin the job anew.
 OUTCOME_KEPT_S = 900.0
@@ -222,6 +224,15 @@ KEEPER_CALLERS_MAX = 16
 assert KEEPER_DIAL_S < KEEPER_COPY_STALL_S < KEEPER_COPY_S
 assert max(KEEPER_ANSWER_S, KEEPER_HURRY_S + KEEPER_CLAIM_S) < KEEPER_END_S < KEEPER_SLOTS_S
 assert KEEPER_PAUSE_S < KEEPER_PAUSE_MAX_S
+
+
+def look_s(nodes: int, longest_s: float) -> float:
+    """Return how often each of so many nodes looks at what all of them look at.
+
+    A thousand that looked as often as eight do would keep a store busy, which has other jobs to
+    serve; the first of them still looks within milliseconds.
+    """
+    return max(STORE_POLL_S, min(STORE_POLL_S * nodes / STORE_CROWD, longest_s))
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -118,7 +118,7 @@ class _Agent:
         self._dialer = dialer = Dialer(
             access, lambda: keyring.token, node.id, self._registry, config.logs.base_dir
         )
-        link = Link(seat, dialer, shell.post, config.spec.timing.silence_s)
+        link = Link(seat, dialer, shell.post, config.spec)
         shell.attach(link)
         shell.handle_signals(config.signals)
         node.tell(

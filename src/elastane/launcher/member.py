@@ -248,7 +248,7 @@ class Member:
         )
         self._core.ready = True  # It forks nothing that would have to be warm.
         dialer = Dialer(access, lambda: token, config.node_id, registry_here())
-        self._link = Link(seat, dialer, self.post, config.spec.timing.silence_s)
+        self._link = Link(seat, dialer, self.post, config.spec)
         try:
             await self._work(self._core, self._link, seat)
         finally:

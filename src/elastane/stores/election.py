@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from elastane.core.events import AuthorityChanged
-from elastane.core.limits import OUTCOME_KEPT_S, SAVE_PATIENCE_S, STORE_POLL_S
+from elastane.core.limits import OUTCOME_KEPT_S, SAVE_PATIENCE_S, STORE_POLL_S, look_s
 from elastane.core.model import JobSpec, Record
 from elastane.errors import LeaseLostError, StoreError
 from elastane.runtime.endpoint import Endpoint
@@ -36,8 +36,6 @@ from elastane.stores.protocol import ConflictError, Lease
 _log = logging.getLogger(__name__)
 # Of two that want to write one key, one wins each time; more turns than this is no race.
 _RACES_MAX = 100
-# A store answers the looks of so many candidates, each STORE_POLL_S, without noticing.
-_CROWD = 8
 
 
 class Election:
@@ -56,10 +54,7 @@ class Election:
         self.keys = keys
         self.node_id = node_id
         self._timing = spec.timing
-        # A thousand candidates that look as often as eight do would keep a store busy, which has
-        # other jobs to serve; the first of them still looks within milliseconds.
-        crowd_s = STORE_POLL_S * spec.max_nodes / _CROWD
-        self._look_s = max(STORE_POLL_S, min(crowd_s, spec.timing.lease_ttl_s / 2))
+        self._look_s = look_s(spec.max_nodes, spec.timing.lease_ttl_s / 2)
         self._on_authority = on_authority
         self._rng = rng or random.Random()
         self._patience_s = patience_s
