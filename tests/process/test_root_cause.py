@@ -78,9 +78,17 @@ def _interval(folder: Path, rank: int, restart: int) -> tuple[int, int]:
     before = int((folder / f"before.{rank}.{restart}").read_text())
     after = folder / f"after.{rank}.{restart}"
     if after.exists():
-        return before, int(after.read_text())
+        # What a processor that was taken away costs is seen by nobody but in the time on file.
+        return before, max([int(after.read_text()), *_on_file_ns(folder, rank, restart)])
     left_by_exit = (folder / f"left.{rank}.{restart}").exists()
     return before, before + 200_000 if left_by_exit else before + 1_000_000_000
+
+
+def _on_file_ns(folder: Path, rank: int, restart: int) -> list[int]:
+    """When a worker failed by its error file."""
+    files = folder.glob(f"*/logs/*/round_1/attempt_{restart}/rank_{rank}/error.json")
+    told = [json.loads(file.read_text())["message"]["extraInfo"] for file in files]
+    return [int(extra["monotonic_ns"]) for extra in told]
 
 
 def _seen(one: Agent) -> dict[int, list[float]]:
@@ -141,7 +149,8 @@ def one_run(folder: Path, nodes: int, runs: int, gap_s: float) -> int:
         if second[0][0] - first[0][1] < gap_s * 0.5e9:
             continue  # They were not that far apart: a process stood still in between.
         is_told = (folder / f"after.{first[1]}.{restart}").exists()
-        if not is_told and seen[first[1]][restart] > seen[second[1]][restart]:
+        seen_apart_s = seen[second[1]][restart] - seen[first[1]][restart]
+        if not is_told and seen_apart_s < gap_s * 0.5:
             continue  # Of an exit alone nobody knows more than its agent: one stood still.
         judged += 1
         if rank != first[1]:
