@@ -2,7 +2,7 @@
 
 from core_driver import Driver, job_spec
 from test_core_regroup import able, kinds, regrouped
-from test_core_stateholders import steps
+from test_core_stateholders import unheard
 
 from elastane.core.limits import FENCE_WAIT_S
 from elastane.core.messages import Prepare
@@ -17,18 +17,7 @@ def spec():
 
 
 def in_doubt():
-    """c has the place of b, which made steps with a; a fell silent before it was heard with c."""
-    job = Driver(spec(), store_backed=True)
-    job.join("a"), job.join("b")
-    job.passes(4.0, alive="ab")
-    able(job, "a", "b")
-    steps(job, "a", "b")
-    job.join("c")
-    able(job, "c")
-    job.passes(2.9, alive="ac")
-    job.passes(0.3, alive="c")
-    assert regrouped(job, "c") == (Fence(2, 0), 2, (0, 1), 4)
-    job.passes(3.5, alive="c")
+    job = unheard(spec=spec())
     assert job.machine.phase == "regrouping" and "may hold the state" in job.machine.report().reason
     return job
 

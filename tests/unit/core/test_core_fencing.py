@@ -2,7 +2,7 @@
 
 from core_driver import Driver, job_spec
 from test_core_regroup import able
-from test_core_stateholders import steps
+from test_core_stateholders import unheard
 
 from elastane.core import contact
 from elastane.core.events import Fenced
@@ -174,25 +174,9 @@ def test_a_dead_pod_is_not_another_of_its_name():
     assert after.ranks() == ["a", "b", "c"]
 
 
-def in_doubt():
-    """c has the place of b, and a, which had the state as b had, fell silent before it met c."""
-    job = Driver(job_spec(1, 2), store_backed=True)
-    for name in "ab":
-        job.join(name, f"uid-{name}.1")
-    job.passes(4.0, alive="ab")
-    able(job, "a", "b")
-    steps(job, "a", "b")
-    job.join("c", "uid-c.1")
-    able(job, "c")
-    job.passes(2.9, alive="ac")
-    job.passes(0.3, alive="c")
-    job.passes(3.5, alive="c")
-    assert "may hold the state" in job.machine.report().reason
-    return job
-
-
 def test_workers_that_are_dead_do_not_go_on_out_of_sight():
-    job = in_doubt()
+    job = unheard(spec=job_spec(1, 2), incarnation="uid-{}.1")
+    assert "may hold the state" in job.machine.report().reason
     job.handle(Fenced((), ("uid-b",)))
     able(job, "c")
     assert job.assigned["c"].fence == Fence(2, 0)

@@ -34,14 +34,15 @@ def settled(job):
     return [note.fence for note in job.notes if note.kind is EventKind.ROUND_SETTLED]
 
 
-def unheard(store_backed=True):
+def unheard(store_backed=True, spec=None, incarnation="1"):
     """a and b made steps; b fell silent, c has its place, and a fell silent before it was heard."""
-    job = Driver(job_spec(2, 2), store_backed=store_backed)
-    job.join("a"), job.join("b")
+    job = Driver(spec or job_spec(2, 2), store_backed=store_backed)
+    for name in "ab":
+        job.join(name, incarnation.format(name))
     job.passes(4.0, alive="ab")
     able(job, "a", "b")
     steps(job, "a", "b")
-    job.join("c")
+    job.join("c", incarnation.format("c"))
     able(job, "c")
     job.passes(2.9, alive="ac")
     job.passes(0.3, alive="c")  # a is heard no more, and b is counted out

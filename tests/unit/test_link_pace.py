@@ -1,0 +1,34 @@
+"""How often an agent looks for a coordinator that is lost: as often as the store bears."""
+
+import asyncio
+
+import pytest
+
+from elastane.agent import link
+from elastane.core.model import JobSpec
+from elastane.errors import RendezvousError
+
+
+class Nowhere:
+    async def locate(self, *, linked=False):
+        raise RendezvousError("no coordinator has been elected yet", slug="no-coordinator")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [(2, [0.05, 0.1, 0.1, 0.1, 0.1]), (1000, [0.05, 0.1, 0.2, 0.4, 0.5])],
+)
+def test_few_look_often_and_a_crowd_slows_down(monkeypatch, nodes, expected):
+    paused_s = []
+
+    async def pause(seconds):
+        paused_s.append(seconds)
+        if len(paused_s) == len(expected):
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(link.asyncio, "sleep", pause)
+    spec = JobSpec(job="j", min_nodes=1, max_nodes=nodes, max_restarts=3)
+    one = link.Link(Nowhere(), dial=None, post=lambda event: None, spec=spec)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(one.run())
+    assert paused_s == pytest.approx(expected)
