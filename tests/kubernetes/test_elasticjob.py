@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+from bed.network import SERVICE
 from bed_pods import wait_log
 from elastic_jobs import STOCK, steps_of
 from jobs import newest, until
@@ -113,6 +114,14 @@ def test_a_coordinator_whose_pod_is_killed_is_followed_before_its_lease_has_run_
     job.wait_step(world=2)
 
 
+def lasting(job):
+    """Options for pods to be known by what outlives them: a service account's token does not."""
+    told = json.loads(job.plane.admin.read_text())
+    told["clusters"][0]["cluster"]["server"] = f"https://{SERVICE[0]}:{SERVICE[1]}"
+    (job.folder / "kubeconfig").write_text(json.dumps(told))
+    return ("--rdzv-conf", f"kubeconfig=/job/kubeconfig,namespace={job.space}")
+
+
 @pytest.mark.parametrize("who", ["the coordinator", "another"])
 def test_a_pod_behind_a_partition_is_replaced_and_does_no_step_more(
     cluster, operator, make_job, who
@@ -120,7 +129,8 @@ def test_a_pod_behind_a_partition_is_replaced_and_does_no_step_more(
     for name in ("a", "b", "c"):
         cluster.add(name, capacity=ONE_GPU)
     job = make_job()
-    job.apply(replicas=2, low=1, high=2, container=job.container(resources={"limits": ONE_GPU}))
+    container = job.container(*lasting(job), resources={"limits": ONE_GPU})
+    job.apply(replicas=2, low=1, high=2, container=container)
     job.wait_step(world=2)
     (_, holder), names = seat_of(job), sorted(job.pods())
     name = holder if who == "the coordinator" else next(one for one in names if one != holder)
@@ -138,6 +148,9 @@ def test_a_pod_behind_a_partition_is_replaced_and_does_no_step_more(
     )
     # It may live: nobody gives a seat back for it.
     assert "is dead: the lease" not in operator.report()
+    # Its agent reaches the others again, before its kubelet hears that the pod is gone.
+    node.heal(pods_alone=True)
+    until(lambda: f"node {name} (incarnation" in cluster.report(), "the zombie is turned away")
     node.heal()
     job.wait_pods("the zombie is gone", lambda pods: lost["metadata"]["uid"] not in _uids(pods))
     job.wait_step(world=2)

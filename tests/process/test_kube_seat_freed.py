@@ -59,6 +59,25 @@ def test_that_of_a_dead_pod_is_given_back_and_is_otherwise_as_it_was():
     play(scenario)
 
 
+def test_whoever_takes_it_can_read_who_is_dead():
+    async def scenario(kube):
+        said = []
+
+        def note(request):
+            if request.method == "PATCH" and request.path.endswith(seat_of(kube)):
+                said.append(kube.one("configmaps", "x-directive")["data"].get("dead", ""))
+
+        async with operator_over(kube, decide=reconcile) as running:
+            await kube.wait(lambda: running.operator.session)
+            await with_a_holder(kube, running, lambda kube: uid_of(kube, "x-worker-1"))
+            dead = uid_of(kube, "x-worker-1")
+            kube.wrote = note
+            await killed(kube)
+            assert said == [dead]
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("holder", ["x-worker-0", "nobody of us", ""])
 def test_that_of_another_is_not_touched(holder):
     async def scenario(kube):

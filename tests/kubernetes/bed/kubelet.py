@@ -180,15 +180,15 @@ class Kubelet:
         assert found, f"no pod {namespace}/{pod} on {self.setting.node}"
         return found[-1]
 
-    async def do_cut(self, is_cut: bool) -> None:
+    async def do_cut(self, is_cut: bool, pods_alone: bool = False) -> None:
         """Partition the node from all others and from the API server, or heal it."""
         boxes = [run.sandbox for run in self.pods.values() if not run.is_done and run.sandbox]
-        if is_cut:
+        if is_cut and not pods_alone:
             self.api.connected.clear()
         lines = [f"link set {box.device} {'down' if is_cut else 'up'}" for box in boxes]
         if lines and self.setting.switch_pid is not None:
             await in_network(self.setting.switch_pid, *lines)
-        if not is_cut:
+        if not (is_cut or pods_alone):
             self.api.connected.set()
 
     async def do_image(self, name: str, image: Json) -> None:

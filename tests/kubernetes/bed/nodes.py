@@ -95,8 +95,9 @@ class Node:
         """Partition it: neither its pods nor its kubelet reach anybody; its processes go on."""
         self.tell("cut", is_cut=True)
 
-    def heal(self) -> None:
-        self.tell("cut", is_cut=False)
+    def heal(self, *, pods_alone: bool = False) -> None:
+        """Mend it; `pods_alone`: the kubelet hears of nothing yet."""
+        self.tell("cut", is_cut=False, pods_alone=pods_alone)
 
     def tail(self, lines_max: int = 30) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""

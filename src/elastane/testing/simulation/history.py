@@ -33,6 +33,8 @@ LIVENESS_S = (
 # Workers that recover in place wait for peers that nobody knows to be gone, at a meeting and in a
 # collective, and those that come are gathered and waited for by a drain.
 IN_PLACE_S = MEETING_TIMEOUT_S + COLLECTIVE_TIMEOUT_S + TIMING.gather_max_s + TIMING.drain_timeout_s
+# A job that has ended is known to have by all agents, which have stopped their workers, within this.
+TOLD_S = TIMING.silence_s + TIMING.shutdown_timeout_s + STOP_MARGIN_S
 # A job that has had its nodes for so long after the last fault does not end for want of them.
 ENOUGH_S = 40.0
 # Training that goes on for this long after the last fault goes on for good.
@@ -123,7 +125,9 @@ class History:
             raise Violation(broken)
 
     def _deadline_s(self) -> float:
-        return self._quiet_s() + LIVENESS_S + (IN_PLACE_S if self.setting.in_place else 0.0)
+        due_s = self._quiet_s() + LIVENESS_S + (IN_PLACE_S if self.setting.in_place else 0.0)
+        checks = self.cluster.checks
+        return due_s if checks.outcome is None else max(due_s, checks.ended_s + TOLD_S)
 
     def _quiet_s(self) -> float:
         """When the last fault was over, as far as is known."""
