@@ -25,11 +25,12 @@ from bed.parts import Part
 
 sys.path.append(str(Path(__file__).parents[1] / "process"))
 
-from jobs import SCRIPT, Job, Step, until
+from jobs import SCRIPT, Job, Step, newest, until
 
 IN_PLACE = Path(__file__).parent / "scripts" / "kube_steps.py"
 STOCK = SCRIPT.with_name("torchrun_steps.py")
 PRELOAD = "torch,torch.distributed"
+ONE_GPU = {"nvidia.com/gpu": "1"}
 VERB = [sys.executable, "-m", "elastane", "kubernetes"]
 Json = dict[str, Any]
 
@@ -215,6 +216,20 @@ def _stock_step(line: str) -> Step:
     words = line.split()
     rank, step, world, restarts = map(int, words[:4])
     return Step(rank, step, world, restarts, restarts, 0, words[4], int(words[5]), float(words[6]))
+
+
+def seat_of(job: ElasticJob) -> tuple[str, str]:
+    """The path of the Lease of the job's coordinator, and the name of the pod that holds it."""
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{job.space}/leases"
+    found = job.plane.ask("GET", path)["items"]
+    lease = next(each for each in found if "holderIdentity" in each["spec"])
+    name = lease["metadata"]["name"]
+    return f"{path}/{name}", lease["spec"]["holderIdentity"].rpartition("_")[0]
+
+
+def workers(job: ElasticJob) -> dict[str, int]:
+    """Of each node that did a step of the newest world, its worker, by when that was born."""
+    return {each.node: each.pid for each in newest(job.seen())}
 
 
 def steps_of(seen: list[Step]) -> dict[int, set[tuple[int, int]]]:

@@ -1,24 +1,10 @@
 """ElasticJobs on a real control plane: applied by kubectl, with real training in their pods."""
 
 import json
-import time
 
 import pytest
-from bed.network import SERVICE
-from bed_pods import wait_log
-from elastic_jobs import STOCK, steps_of
+from elastic_jobs import STOCK, seat_of, steps_of, workers
 from jobs import newest, until
-
-ONE_GPU = {"nvidia.com/gpu": "1"}
-
-
-def workers(job):
-    """Of each node that did a step of the newest world, its worker, by when that was born."""
-    return {each.node: each.pid for each in newest(job.seen())}
-
-
-def phases(job):
-    return {name: pod["status"].get("phase") for name, pod in job.pods().items()}
 
 
 def test_a_job_grows_and_shrinks_by_kubectl_and_is_there_when_its_operator_is_not(
@@ -88,15 +74,6 @@ def _world(seen):
     return last[0].world if last else 0
 
 
-def seat_of(job):
-    """The path of the Lease of the job's coordinator, and the name of the pod that holds it."""
-    path = f"/apis/coordination.k8s.io/v1/namespaces/{job.space}/leases"
-    found = job.plane.ask("GET", path)["items"]
-    lease = next(each for each in found if "holderIdentity" in each["spec"])
-    name = lease["metadata"]["name"]
-    return f"{path}/{name}", lease["spec"]["holderIdentity"].rpartition("_")[0]
-
-
 def test_a_coordinator_whose_pod_is_killed_is_followed_before_its_lease_has_run_out(
     cluster, operator, make_job
 ):
@@ -112,52 +89,6 @@ def test_a_coordinator_whose_pod_is_killed_is_followed_before_its_lease_has_run_
     job.wait_step(world=1, fence=(before.round, before.attempt))
     assert f"pod {holder} is dead: the lease" in operator.report()
     job.wait_step(world=2)
-
-
-def lasting(job):
-    """Options for pods to be known by what outlives them: a service account's token does not."""
-    told = json.loads(job.plane.admin.read_text())
-    told["clusters"][0]["cluster"]["server"] = f"https://{SERVICE[0]}:{SERVICE[1]}"
-    (job.folder / "kubeconfig").write_text(json.dumps(told))
-    return ("--rdzv-conf", f"kubeconfig=/job/kubeconfig,namespace={job.space}")
-
-
-@pytest.mark.parametrize("who", ["the coordinator", "another"])
-def test_a_pod_behind_a_partition_is_replaced_and_does_no_step_more(
-    cluster, operator, make_job, who
-):
-    for name in ("a", "b", "c"):
-        cluster.add(name, capacity=ONE_GPU)
-    job = make_job()
-    container = job.container(*lasting(job), resources={"limits": ONE_GPU})
-    job.apply(replicas=2, low=1, high=2, container=container)
-    job.wait_step(world=2)
-    (_, holder), names = seat_of(job), sorted(job.pods())
-    name = holder if who == "the coordinator" else next(one for one in names if one != holder)
-    lost = job.pods()[name]
-    zombie = workers(job)[name]
-    node = cluster[lost["spec"]["nodeName"]]
-    node.cut_off()
-    job.wait_step(world=1)
-    job.wait_step(world=2)
-    places = {p["spec"].get("nodeName") for n, p in job.pods().items() if n != name}
-    assert node.name not in places
-    taken = newest(job.seen())[0].time_s
-    assert all(
-        each.time_s < taken for each in job.seen() if each.pid == zombie and each.node == name
-    )
-    # It may live: nobody gives a seat back for it.
-    assert "is dead: the lease" not in operator.report()
-    # Its agent reaches the others again, before its kubelet hears that the pod is gone.
-    node.heal(pods_alone=True)
-    until(lambda: f"node {name} (incarnation" in cluster.report(), "the zombie is turned away")
-    node.heal()
-    job.wait_pods("the zombie is gone", lambda pods: lost["metadata"]["uid"] not in _uids(pods))
-    job.wait_step(world=2)
-
-
-def _uids(pods):
-    return {pod["metadata"]["uid"] for pod in pods.values()}
 
 
 def test_what_is_wrong_with_a_manifest_is_told_at_once_and_for_good(cluster, operator, make_job):
@@ -179,22 +110,6 @@ def test_what_is_wrong_with_a_manifest_is_told_at_once_and_for_good(cluster, ope
     assert not name.pods() and not ranges.pods()
 
 
-def test_jobs_side_by_side_end_and_can_be_suspended(cluster, operator, make_job):
-    cluster.add("a")
-    jobs = [make_job(name, steps=200) for name in ("one", "two")]
-    for job in jobs:
-        job.apply(replicas=1, low=1, high=1)
-    for job in jobs:
-        job.wait_step(world=1)
-    patch = {"spec": {"suspend": True}}
-    jobs[0].kubectl("patch", "ej/one", "--type=merge", "-p", json.dumps(patch))
-    jobs[0].wait_condition("Suspended")
-    jobs[0].wait_pods("none is left", lambda pods: not pods)
-    jobs[1].wait_condition("Succeeded")
-    jobs[0].kubectl("patch", "ej/one", "--type=merge", "-p", '{"spec": {"suspend": false}}')
-    jobs[0].wait_condition("Succeeded")
-
-
 @pytest.mark.soak
 def test_a_stock_torchrun_grows_and_shrinks(cluster, operator, make_job):
     for name in ("a", "b", "c"):
@@ -210,21 +125,3 @@ def test_a_stock_torchrun_grows_and_shrinks(cluster, operator, make_job):
 
 def _last(seen):
     return seen[-1].world
-
-
-@pytest.mark.soak
-def test_a_node_that_dies_is_replaced_without_waiting_for_its_eviction(cluster, operator, make_job):
-    for name in ("a", "b", "c"):
-        cluster.add(name, capacity=ONE_GPU)
-    job = make_job()
-    job.apply(replicas=2, low=1, high=2, container=job.container(resources={"limits": ONE_GPU}))
-    job.wait_step(world=2)
-    node = cluster.node_of(job.space, "train-worker-0")
-    died = time.monotonic()
-    node.die()
-    job.wait_step(world=1)
-    job.wait_step(world=2)
-    assert time.monotonic() - died < 120
-    node.start()
-    job.wait_pods("the dead one is gone", lambda pods: len(pods) == 2)
-    wait_log(cluster.plane, job.space, "train-worker-1", "elastane")

@@ -4,8 +4,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from elastic_jobs import ONE_GPU
 
-ONE_GPU = {"nvidia.com/gpu": "1"}
 BUDGET = {
     "apiVersion": "policy/v1beta1",
     "kind": "PodDisruptionBudget",

@@ -1,6 +1,6 @@
 """How ElasticJobs end on a real control plane: exit codes, policies, limits, what is left behind.
 
-Their pods do not train: each is a shell that does what it is told.
+Most of their pods do not train: each is a shell that does what it is told.
 """
 
 import json
@@ -115,3 +115,19 @@ def _running(count):
 
 def _uids(job):
     return {pod["metadata"]["uid"] for pod in job.pods().values()}
+
+
+def test_jobs_side_by_side_end_and_can_be_suspended(cluster, operator, make_job):
+    cluster.add("a")
+    jobs = [make_job(name, steps=200) for name in ("one", "two")]
+    for job in jobs:
+        job.apply(replicas=1, low=1, high=1)
+    for job in jobs:
+        job.wait_step(world=1)
+    patch = {"spec": {"suspend": True}}
+    jobs[0].kubectl("patch", "ej/one", "--type=merge", "-p", json.dumps(patch))
+    jobs[0].wait_condition("Suspended")
+    jobs[0].wait_pods("none is left", lambda pods: not pods)
+    jobs[1].wait_condition("Succeeded")
+    jobs[0].kubectl("patch", "ej/one", "--type=merge", "-p", '{"spec": {"suspend": false}}')
+    jobs[0].wait_condition("Succeeded")

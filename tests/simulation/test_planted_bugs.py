@@ -172,7 +172,7 @@ def test_a_store_that_outlives_its_attempt_is_found(monkeypatch):
 def test_an_offer_that_others_may_know_is_found_when_it_is_made_again(monkeypatch):
     original = AgentCore._link
     monkeypatch.setattr(AgentCore, "_link", lambda self, offer: original(self, None))
-    assert "met those of" in first_failure(2000)
+    assert "met those of" in first_failure(200, first=1_900)
 
 
 def test_a_stale_address_of_rank_0_is_found(monkeypatch):
@@ -342,7 +342,7 @@ def test_the_other_side_of_a_partition_forgotten_is_found(monkeypatch):
 def test_an_agent_that_never_isolates_itself_is_found(monkeypatch):
     monkeypatch.setattr(AgentCore, "_mind_isolation", lambda self: None)
     # Two sides at once, or one that outlives the job which ended without it.
-    found = first_failure(4000, first=2000)
+    found = first_failure(200, first=5_300)
     assert "two sides train" in found or "after the job's end" in found
 
 

@@ -161,6 +161,9 @@ class ControlPlane:
             f"--root-ca-file={self.certificates.authority}", f"--controllers={CONTROLLERS}",
             "--feature-gates=BoundServiceAccountTokenVolume=true",
             "--node-monitor-period=1s", f"--node-monitor-grace-period={NODE_SILENT_S}s",
+            "--horizontal-pod-autoscaler-sync-period=1s",
+            "--horizontal-pod-autoscaler-cpu-initialization-period=1s",
+            "--horizontal-pod-autoscaler-initial-readiness-delay=0s",
             *_SILENT,
         ]  # fmt: skip
 

@@ -33,7 +33,7 @@ LIVENESS_S = (
 # Workers that recover in place wait for peers that nobody knows to be gone, at a meeting and in a
 # collective, and those that come are gathered and waited for by a drain.
 IN_PLACE_S = MEETING_TIMEOUT_S + COLLECTIVE_TIMEOUT_S + TIMING.gather_max_s + TIMING.drain_timeout_s
-# A job that has ended is known to have by all agents, which have stopped their workers, within this.
+# All agents know that a job has ended, and have stopped their workers, within this.
 TOLD_S = TIMING.silence_s + TIMING.shutdown_timeout_s + STOP_MARGIN_S
 # A job that has had its nodes for so long after the last fault does not end for want of them.
 ENOUGH_S = 40.0

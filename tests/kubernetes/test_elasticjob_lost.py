@@ -1,0 +1,74 @@
+"""ElasticJobs whose nodes are lost to the cluster: cut off from it, or dead."""
+
+import json
+import time
+
+import pytest
+from bed.network import SERVICE
+from bed_pods import wait_log
+from elastic_jobs import ONE_GPU, seat_of, workers
+from jobs import newest, until
+
+
+def lasting(job):
+    """Options for pods to be known by what outlives them: a service account's token does not."""
+    told = json.loads(job.plane.admin.read_text())
+    told["clusters"][0]["cluster"]["server"] = f"https://{SERVICE[0]}:{SERVICE[1]}"
+    (job.folder / "kubeconfig").write_text(json.dumps(told))
+    return ("--rdzv-conf", f"kubeconfig=/job/kubeconfig,namespace={job.space}")
+
+
+@pytest.mark.parametrize("who", ["the coordinator", "another"])
+def test_a_pod_behind_a_partition_is_replaced_and_does_no_step_more(
+    cluster, operator, make_job, who
+):
+    for name in ("a", "b", "c"):
+        cluster.add(name, capacity=ONE_GPU)
+    job = make_job()
+    container = job.container(*lasting(job), resources={"limits": ONE_GPU})
+    job.apply(replicas=2, low=1, high=2, container=container)
+    job.wait_step(world=2)
+    (_, holder), names = seat_of(job), sorted(job.pods())
+    name = holder if who == "the coordinator" else next(one for one in names if one != holder)
+    lost = job.pods()[name]
+    zombie = workers(job)[name]
+    node = cluster[lost["spec"]["nodeName"]]
+    node.cut_off()
+    job.wait_step(world=1)
+    job.wait_step(world=2)
+    places = {p["spec"].get("nodeName") for n, p in job.pods().items() if n != name}
+    assert node.name not in places
+    taken = newest(job.seen())[0].time_s
+    assert all(
+        each.time_s < taken for each in job.seen() if each.pid == zombie and each.node == name
+    )
+    # It may live: nobody gives a seat back for it.
+    assert "is dead: the lease" not in operator.report()
+    # Its agent reaches the others again, before its kubelet hears that the pod is gone.
+    node.heal(pods_alone=True)
+    until(lambda: f"node {name} (incarnation" in cluster.report(), "the zombie is turned away")
+    node.heal()
+    job.wait_pods("the zombie is gone", lambda pods: lost["metadata"]["uid"] not in _uids(pods))
+    job.wait_step(world=2)
+
+
+def _uids(pods):
+    return {pod["metadata"]["uid"] for pod in pods.values()}
+
+
+@pytest.mark.soak
+def test_a_node_that_dies_is_replaced_without_waiting_for_its_eviction(cluster, operator, make_job):
+    for name in ("a", "b", "c"):
+        cluster.add(name, capacity=ONE_GPU)
+    job = make_job()
+    job.apply(replicas=2, low=1, high=2, container=job.container(resources={"limits": ONE_GPU}))
+    job.wait_step(world=2)
+    node = cluster.node_of(job.space, "train-worker-0")
+    died = time.monotonic()
+    node.die()
+    job.wait_step(world=1)
+    job.wait_step(world=2)
+    assert time.monotonic() - died < 120
+    node.start()
+    job.wait_pods("the dead one is gone", lambda pods: len(pods) == 2)
+    wait_log(cluster.plane, job.space, "train-worker-1", "elastane")
