@@ -144,7 +144,8 @@ class Checks:
     def members_before(self, fence: Fence) -> tuple[Member, ...]:
         """Return who was in the last world that was settled before the one of `fence`."""
         # By time: an endpoint that has no memory settles a round again.
-        before = [known for known in self._durable if known != fence]
+        known = [*self._durable]
+        before = known[: known.index(fence)] if fence in self._durable else known
         return self._durable[before[-1]] if before else ()
 
     def settled_between(self, first: Fence, last: Fence) -> list[tuple[Member, ...]]:
