@@ -181,7 +181,10 @@ class Kubelet:
         return found[-1]
 
     async def do_cut(self, is_cut: bool, pods_alone: bool = False) -> None:
-        """Partition the node from all others and from the API server, or heal it."""
+        """Partition the node from all others and from the API server, or heal it.
+
+        `pods_alone`: the pods, and not the kubelet, which goes on as it was.
+        """
         boxes = [run.sandbox for run in self.pods.values() if not run.is_done and run.sandbox]
         if is_cut and not pods_alone:
             self.api.connected.clear()
