@@ -1,0 +1,30 @@
+"""A worker whose replica differed: its agent tells, of the group that it is of, and changes nothing."""
+
+import pytest
+from test_core_agent import FENCE, Agent
+
+from elastane.core.effects import Tell, Transmit
+from elastane.core.events import ReplicaDiffered
+from elastane.core.model import Fence
+from elastane.core.notes import EventKind
+
+REASON = "rank 5 after 40 steps: net.weight"
+
+
+def differed(fence):
+    return ReplicaDiffered(fence=fence, rank=5, local_rank=1, steps=40, reason=REASON)
+
+
+def test_it_is_told_with_its_rank_and_its_step_and_nobody_is_asked():
+    agent = Agent().running()
+    agent.does(differed(FENCE))
+    note = agent.effect(Tell).note
+    assert (note.kind, note.reason, note.fence) == (EventKind.REPLICA_DIFFERED, REASON, FENCE)
+    assert note.data == {"rank": 5, "local_rank": 1, "steps": 40}
+    assert not agent.effect(Transmit)
+
+
+@pytest.mark.parametrize("fence", [Fence(2, 0), Fence(9, 0)])
+def test_of_a_group_that_is_no_more_nothing_is_told(fence):
+    agent = Agent().running()
+    assert agent.does(differed(fence)) == []
