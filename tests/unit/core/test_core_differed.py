@@ -1,4 +1,4 @@
-"""A worker whose replica differed: its agent tells, of the group that it is of, and changes nothing."""
+"""A worker whose replica differed: its agent tells, of the group that it is of, and does no more."""
 
 import pytest
 from test_core_agent import FENCE, Agent
