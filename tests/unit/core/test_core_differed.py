@@ -1,4 +1,4 @@
-"""A worker whose replica differed: its agent tells, of the group that it is of, and does no more."""
+"""A worker whose replica differed: its agent tells of it, and does no more."""
 
 import pytest
 from test_core_agent import FENCE, Agent
