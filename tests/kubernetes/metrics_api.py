@@ -72,10 +72,12 @@ class MetricsApi:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # While it is announced and not there, no namespace can be deleted.
-        self.plane.ask("DELETE", f"{SERVICES}/{NAME}")
-        self.server.shutdown()
-        self.server.server_close()
+        try:
+            # While it is announced and not there, no namespace can be deleted.
+            self.plane.ask("DELETE", f"{SERVICES}/{NAME}")
+        finally:
+            self.server.shutdown()
+            self.server.server_close()
 
     def _is_served(self) -> bool:
         with contextlib.suppress(AssertionError, OSError):

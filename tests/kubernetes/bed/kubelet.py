@@ -183,10 +183,10 @@ class Kubelet:
     async def do_cut(self, is_cut: bool, pods_alone: bool = False) -> None:
         """Partition the node from all others and from the API server, or heal it.
 
-        `pods_alone`: the pods, and not the kubelet, which goes on as it was.
+        `pods_alone`: of what is healed; the kubelet stays as it was.
         """
         boxes = [run.sandbox for run in self.pods.values() if not run.is_done and run.sandbox]
-        if is_cut and not pods_alone:
+        if is_cut:
             self.api.connected.clear()
         lines = [f"link set {box.device} {'down' if is_cut else 'up'}" for box in boxes]
         if lines and self.setting.switch_pid is not None:
