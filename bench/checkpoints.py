@@ -60,6 +60,18 @@ def copies(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> str:
     return line(what, [peer], own)
 
 
+def after_each(workers: int, folder: str, rows: dict[str, dict[str, Result]]) -> str:
+    """Return the line of a save after each step, of so many workers on this machine."""
+    every = measured("steps", 0.1, folder, "--nproc-per-node", str(workers))
+    rows[f"steps of {workers}"] = every
+    more = 100 * (median_s(every, "with") / median_s(every, "without") - 1)
+    return line(
+        f"0.1 GB, steps of 50 ms, workers: {workers}; a save after each step",
+        [f"no saves: {1000 * median_s(every, 'without'):.2f} ms a step"],
+        f"{1000 * median_s(every, 'with'):.2f} ms, {more:+.1f}%",
+    )
+
+
 def median_s(results: dict[str, Result], name: str) -> float:
     return statistics.median(results[name].seconds)
 
@@ -125,16 +137,7 @@ def main() -> int:
     args = parser.parse_args()
     about, rows = machine(), dict[str, dict[str, Result]]()
     lines = [line for gb in args.gb for line in of_size(gb, args.folder, rows)]
-    every = measured("steps", 0.1, args.folder, "--nproc-per-node", "2")
-    rows["steps"] = every
-    more = 100 * (median_s(every, "with") / median_s(every, "without") - 1)
-    lines.append(
-        line(
-            "0.1 GB, steps of 50 ms, two workers: a save after each step",
-            [f"no saves: {1000 * median_s(every, 'without'):.2f} ms a step"],
-            f"{1000 * median_s(every, 'with'):.2f} ms, {more:+.1f}%",
-        )
-    )
+    lines += [after_each(workers, args.folder, rows) for workers in (1, 2)]
     lines += [copies(gb, args.folder, rows) for gb in (0.1, *args.gb)]
     print(
         f"Measured by `python -m bench checkpoints` on {about['date']}: {about['cores']} cores of"
