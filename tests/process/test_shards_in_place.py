@@ -62,6 +62,19 @@ class Sharding:
         self.cluster.wait(there, f"{count} steps of a world of {world}")
         return self.alive()
 
+    def wait_some(self, count: int, world: int) -> set[int]:
+        """Wait until some have each made so many more steps; returns their pids."""
+        begun = {pid: len(lines) for pid, lines in self.said().items()}
+        far: set[int] = set()
+
+        def there() -> bool:
+            now = self.said()
+            far.update(p for p in self.alive() if len(now.get(p, ())) >= begun.get(p, 0) + count)
+            return len(far) >= world
+
+        self.cluster.wait(there, f"{count} steps of a world of {world} and of those who wait")
+        return far
+
     def alive(self) -> set[int]:
         return {pid for node in self.cluster.nodes if node.is_alive for pid in node.workers()}
 
@@ -291,3 +304,54 @@ def test_without_replicas_a_leave_saves_first_and_no_step_is_made_again(tmp_path
     made = [line["step"] for lines in job.said().values() for line in lines if line["world"] == 2]
     (restored,) = {line["step"] for ls in job.said("restored").values() for line in ls} - {0}
     assert restored == max(made) + 1
+
+
+@pytest.mark.timeout(200)
+def test_replicas_of_two_nodes_each_are_lost_and_come_back_whole(tmp_path):
+    """Of three nodes that are left one waits, and goes on once there is another for its replica."""
+    job = Sharding(tmp_path, 2, nnodes="2:4", nproc_per_node=1)
+    with job.cluster:
+        nodes = [job.cluster.start(name) for name in "abcd"]
+        pids = job.wait_steps(3, world=4)
+        nodes[1].kill()
+        assert len(job.wait_some(3, 2)) == 2
+        assert job.alive() < pids
+        nodes.append(job.cluster.start("e"))
+        assert pids - job.wait_steps(3, world=4) == pids - job.alive()
+        # Of which replica the next one is does not matter.
+        nodes[2].kill(), nodes[4].stop()
+        job.wait_some(3, 2)
+        ends_alike(job, 2)
+        assert not job.cluster.events("restart")
+
+
+@pytest.mark.timeout(200)
+def test_survivors_of_a_replica_over_nodes_make_the_step_that_others_have_made(tmp_path):
+    job = Sharding(tmp_path, 2, CUT, nnodes="2:4", nproc_per_node=1)
+    with job.cluster:
+        for name in "abcd":
+            job.cluster.start(name)
+        job.cluster.wait((job.said_folder / "cut").exists, "the cut")
+        pids = job.wait_steps(3, world=4)
+        ends_alike(job, 4)
+    behind = [pid for pid in pids if CUT not in job.steps(pid) and 0 in job.steps(pid)]
+    assert len(behind) == 1
+    assert job.steps(behind[0], "body").count(CUT) == 1, "the step is not dealt again"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_last_replica_over_nodes_goes_on_from_what_was_saved(tmp_path, leaves):
+    job = Sharding(tmp_path, 2, where=str(tmp_path / "ck"), nnodes="2:3", nproc_per_node=1)
+    with job.cluster:
+        nodes = [job.cluster.start(name) for name in "ab"]
+        before = job.wait_steps(4, world=2)
+        _ = nodes[1].stop() if leaves else nodes[1].kill()
+        job.cluster.start("c")
+        assert not job.wait_steps(4, world=2) & before
+        job.ends_exact(2)
+        assert not job.cluster.events("restart")
+        (restored,) = {line["step"] for ls in job.said("restored").values() for line in ls} - {0}
+    made = [line["step"] for pid in before for line in job.said()[pid]]
+    assert restored == max(made) + 1 if leaves else restored <= max(made) + 1

@@ -143,7 +143,7 @@ def test_a_worker_that_asks_no_more_does_not_outlast_the_drain_timeout(tmp_path:
         one.send(signal.SIGTERM)
         assert one.wait(15) == DRAINED
         (ended,) = one.events("drain-ended")
-        assert "did not checkpoint within the time" in ended["reason"]
+        assert "did not checkpoint" in ended["reason"]
 
 
 def test_a_drain_gives_all_workers_the_same_step_to_checkpoint_at(tmp_path: Path) -> None:

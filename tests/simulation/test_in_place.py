@@ -61,7 +61,12 @@ def test_no_step_is_lost_or_made_twice_in_any_history(chunk, store_backed):
 
 @MODES
 def test_nor_where_workers_take_part_by_whole_nodes(store_backed):
-    holds(play(range(2 * CHUNK), [store_backed], in_place=True, whole_nodes=True), whole_nodes=True)
+    holds(play(range(2 * CHUNK), [store_backed], in_place=True, span=1), span=1)
+
+
+@MODES
+def test_nor_where_a_replica_is_of_two_nodes(store_backed):
+    holds(play(range(2 * CHUNK), [store_backed], in_place=True, span=2), span=2)
 
 
 @pytest.mark.soak
@@ -71,6 +76,16 @@ def test_no_step_is_lost_or_made_twice_in_a_million_histories(store_backed):
     first = CHUNK * CHUNKS
     jobs = len(os.sched_getaffinity(0))
     holds(play(range(first, first + SOAK_SEEDS), [store_backed], jobs, in_place=True))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(36_000)
+@pytest.mark.parametrize("span", [1, 2, 3])
+@MODES
+def test_nor_of_a_state_that_is_sharded_over_replicas(store_backed, span):
+    seeds = range(2 * CHUNK, 2 * CHUNK + SOAK_SEEDS // 10)
+    jobs = len(os.sched_getaffinity(0))
+    holds(play(seeds, [store_backed], jobs, in_place=True, span=span), span=span)
 
 
 def test_histories_meet_what_they_are_meant_to_meet():
@@ -86,6 +101,15 @@ def test_histories_meet_what_they_are_meant_to_meet():
     assert regrouped > 100 and healed > 100, (regrouped, healed)
     assert restarts > 40 and ended > 20, (restarts, ended)
     assert len(kinds) == 30
+
+
+def test_histories_of_replicas_over_nodes_meet_worlds_that_are_to_be_evened_out():
+    uneven = 0
+    for seed in range(100):
+        history = History(setting_of(seed, store_backed=True, in_place=True, span=2))
+        history.run()
+        uneven += history.cluster.story.text().count("make no whole replica, and give way")
+    assert uneven > 20, uneven
 
 
 def test_histories_of_the_other_kind_are_not_changed_by_this_one():

@@ -211,7 +211,7 @@ def test_the_last_that_leave_during_a_drain_and_do_not_save_are_found(monkeypatc
 def test_a_node_that_takes_part_with_some_of_its_workers_is_found(monkeypatch):
     least = regroup._needed
     monkeypatch.setattr(regroup, "_needed", lambda state, found: least(state, []))
-    assert "has a part of the workers of" in first_failure(50, whole_nodes=True)
+    assert "has a part of the workers of" in first_failure(50, span=1)
 
 
 def test_a_coordinator_that_forgets_that_nodes_are_whole_is_found(monkeypatch):
@@ -219,7 +219,7 @@ def test_a_coordinator_that_forgets_that_nodes_are_whole_is_found(monkeypatch):
 
     def forgets(state, node, holding):
         take(state, node, holding)
-        node.whole = False
+        node.sharding = None
 
     monkeypatch.setattr(holdings, "take", forgets)
-    assert "has a part of the workers of" in first_failure(100, whole_nodes=True)
+    assert "has a part of the workers of" in first_failure(100, span=1)

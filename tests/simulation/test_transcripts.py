@@ -14,9 +14,9 @@ def test_the_page_of_the_protocol_is_what_happens():
     assert replayed(page) == page, "elastane sim --transcript docs/protocol.md prints the new page"
 
 
-def test_the_page_has_twenty_four_situations():
+def test_the_page_has_twenty_five_situations():
     page = PAGE.read_text("utf-8")
-    assert page.count("\n## ") == page.count("```transcript\n> job ") == 24
+    assert page.count("\n## ") == page.count("```transcript\n> job ") == 25
 
 
 def test_a_page_without_its_output_gets_it():

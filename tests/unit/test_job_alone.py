@@ -263,7 +263,7 @@ def test_a_mesh_that_the_world_cannot_be_made_of_is_refused(job):
 
 def test_a_mesh_that_is_another_on_another_worker_is_refused(job, monkeypatch):
     others = "elastane.job.world.gathered"
-    monkeypatch.setattr(others, lambda group, said: [said, [*said[:2], 2]])
+    monkeypatch.setattr(others, lambda group, said: [said, [*said[:2], 2, said[3]]])
     with pytest.raises(JobError, match=r"called with 1, 2, by rank"):
         job.device_mesh(shard=1)
 

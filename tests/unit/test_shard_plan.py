@@ -25,7 +25,7 @@ def test_the_groups_of_a_seat_are_its_row_and_its_column_by_the_ranks_of_the_wor
     from elastane.comms.construction import Wiring
 
     mesh = MeshGroups(2)
-    mesh.settle([1, 2, 3, 0], [5, 5, 6, 6], 2)  # ranks 0 to 3 sit at 1, 2, 3, 0
+    mesh.settle([1, 2, 3, 0], 2)  # ranks 0 to 3 sit at 1, 2, 3, 0
     world = Wiring(2, 4, "host", 1, "7.0", serves=True)
     replicate, shard = mesh.wirings(world)
     assert (replicate.members, replicate.rank) == ((0, 2), 1)
@@ -35,50 +35,50 @@ def test_the_groups_of_a_seat_are_its_row_and_its_column_by_the_ranks_of_the_wor
 
 
 def test_where_nobody_lacks_anything_nothing_is_given():
-    found = plan([claim(0), claim(1), claim(0), claim(1)])
+    found = plan([claim(0), claim(1), claim(0), claim(1)], 2)
     assert (found.handovers, found.advancing, found.lost) == ((), (), ())
 
 
 def test_who_holds_nothing_gets_its_shard_from_one_that_holds_the_same():
-    found = plan([claim(0), claim(1), claim(0, **NEW), claim(1)])
+    found = plan([claim(0), claim(1), claim(0, **NEW), claim(1)], 2)
     assert found.handovers == (Handover(2, (0,), near=True),)
     assert not found.advancing
 
 
 def test_who_is_ready_makes_the_update_that_others_have_made_and_then_gives():
     one_behind = {"committed": 4, "ready": True}
-    found = plan([claim(0), claim(1, **one_behind), claim(0), claim(1, **NEW)])
+    found = plan([claim(0), claim(1, **one_behind), claim(0), claim(1, **NEW)], 2)
     assert found.committed == 5 and found.leader == 0
     assert found.advancing == (1,)
     assert found.handovers == (Handover(3, (1,), near=True),)
 
 
 def test_where_nobody_that_lives_has_made_the_update_it_is_dealt_again():
-    found = plan([claim(shard, ready=True) for shard in (0, 1, 0)] + [claim(1, **NEW)])
+    found = plan([claim(shard, ready=True) for shard in (0, 1, 0)] + [claim(1, **NEW)], 2)
     assert found.committed == 5 and not found.advancing
 
 
 def test_half_a_shard_is_not_one():
-    found = plan([claim(0), claim(1, holds=False, torn=True), claim(0), claim(1, **NEW)])
+    found = plan([claim(0), claim(1, holds=False, torn=True), claim(0), claim(1, **NEW)], 2)
     assert found.lost == (1,)
 
 
 def test_before_the_first_step_what_each_has_built_is_right():
-    found = plan([claim(shard, **FRESH) for shard in (0, 1, 0, 1)])
+    found = plan([claim(shard, **FRESH) for shard in (0, 1, 0, 1)], 2)
     assert not (found.lost or found.advancing or found.handovers)
-    some = plan([claim(0, committed=0), claim(0, **FRESH), claim(1, **FRESH), claim(1, **NEW)])
+    some = plan([claim(0, committed=0), claim(0, **FRESH), claim(1, **FRESH), claim(1, **NEW)], 2)
     assert not some.lost
 
 
 def test_workers_that_all_came_later_do_not_begin_anew():
-    assert plan([claim(shard, **NEW) for shard in (0, 1, 0, 1)]).lost == (0, 1)
+    assert plan([claim(shard, **NEW) for shard in (0, 1, 0, 1)], 2).lost == (0, 1)
 
 
 def test_in_every_world_of_four_each_shard_comes_from_its_own_holders_or_is_lost():
     kinds = [{}, NEW, {"committed": 4, "ready": True}, {"committed": 5, "holds": False}]
     for chosen in itertools.product(kinds, repeat=4):
         claims = [claim(rank % 2, **kind) for rank, kind in enumerate(chosen)]
-        found = plan(claims)
+        found = plan(claims, 2)
         assert not {each % 2 for each in found.advancing} & set(found.lost)
         has = {r for r, c in enumerate(claims) if c.holds and c.committed == found.committed}
         has |= {*found.advancing}

@@ -14,8 +14,8 @@ def tracked(*meshes, optimizers=1):
     return SimpleNamespace(sharded=sharded, optimizers=[object()] * optimizers)
 
 
-def mesh(*, sole=False, one_node=True):
-    return SimpleNamespace(made=MADE, is_sole=sole, is_on_one_node=one_node, shards=4)
+def mesh(*, sole=False):
+    return SimpleNamespace(made=MADE, is_sole=sole, shards=4)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,6 @@ def mesh(*, sole=False, one_node=True):
         (tracked(MADE), mesh(), "", ""),
         (tracked(MADE, optimizers=2), mesh(), "", ""),
         (tracked(MADE), mesh(sole=True), "each of 4 workers holds a shard", ""),
-        (tracked(MADE), mesh(sole=True, one_node=False), "spans nodes", "spans nodes"),
         (tracked(MADE), None, "not over job.device_mesh()", "not over job.device_mesh()"),
         (tracked(MADE, object()), mesh(), "not over", "not over"),
         (tracked(MADE, optimizers=0), mesh(), "job.track(optimizer=", "job.track(optimizer="),

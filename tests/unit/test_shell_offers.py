@@ -10,6 +10,7 @@ from elastane.agent.shell import AgentShell
 from elastane.core.effects import Exit
 from elastane.core.events import GroupAble, Linked, Signalled
 from elastane.core.model import Fence, Offer
+from elastane.core.sharding import Sharding
 
 
 class Core:
@@ -35,7 +36,7 @@ def test_each_session_offers_a_port_of_its_own(group):
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=warm))
         shell = AgentShell(core, setup, port, tell=None)
         # The port that workers speak of was given up while their word waited in the queue.
-        late = GroupAble(Fence(1, 0), (0,), Offer(first.port, True), whole=True)
+        late = GroupAble(Fence(1, 0), (0,), Offer(first.port, True), sharding=Sharding())
         for event in (Linked(), Linked(), late, Signalled("SIGTERM")):
             shell.post(event)
         await shell.run()
@@ -46,4 +47,4 @@ def test_each_session_offers_a_port_of_its_own(group):
     held = port.offer
     port.close()
     assert len({first.port, once.port, again.port}) == 3
-    assert again == held == able.offer and able.whole
+    assert again == held == able.offer and able.sharding

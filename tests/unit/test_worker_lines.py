@@ -8,6 +8,7 @@ import pytest
 
 from elastane.agent import lines as of_lines
 from elastane.agent.lines import Lines
+from elastane.core.sharding import Sharding
 from elastane.runtime.workerline import Able, Finished, encode
 
 
@@ -84,14 +85,14 @@ def test_what_nobody_else_holds_is_theirs_until_they_say_otherwise_or_hang_up():
     async def scenario():
         heard = Heard()
         with heard.lines.open(0) as one, heard.lines.open(1) as other:
-            one.send(encode(Able(sole=True)))
+            one.send(encode(Able(Sharding(sole=True))))
             await heard.wait(1)
-            other.send(encode(Able(sole=True)))
+            other.send(encode(Able(Sharding(sole=True))))
             await heard.wait(2)
-            other.send(encode(Able()))
+            other.send(encode(Able(Sharding())))
             await heard.wait(3)
-            assert heard.lines.sole
+            assert heard.lines.sharding.sole
         await heard.wait_closed(0)
-        assert not heard.lines.sole
+        assert heard.lines.sharding is None
 
     asyncio.run(scenario())

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable
 
 from elastane.core.model import Assignment, Fence
+from elastane.core.sharding import Sharding, of_node
 from elastane.runtime import workerline
 from elastane.runtime.streams import WorkerStreams
 from elastane.runtime.workerline import (
@@ -41,8 +42,7 @@ class Lines:
 
     def __init__(self, changed: Callable[[], None], lost: Callable[[Fence, str], None]) -> None:
         self.able: set[int] = set()
-        self.whole = False  # they enter a world all together, or not at all
-        self._sole: set[int] = set()  # hold what nobody else does
+        self._shardings: dict[int, Sharding] = {}
         self.ready: set[int] = set()  # spares that wait in init(); their numbers are negative
         self.finished: set[int] = set()
         # Were able, and have hung up: most have ended, and are soon told as failed.
@@ -94,8 +94,9 @@ class Lines:
             end.close()
         if local_rank in self.able:
             self._parted.add(local_rank)
-        for ranks in (self.able, self.ready, self.finished, self._sole):
+        for ranks in (self.able, self.ready, self.finished):
             ranks.discard(local_rank)
+        self._shardings.pop(local_rank, None)
 
     @property
     def not_known_unable(self) -> set[int]:
@@ -106,9 +107,9 @@ class Lines:
         return self.able | self._parted
 
     @property
-    def sole(self) -> bool:
-        """Whether some hold what nobody else does."""
-        return bool(self._sole)
+    def sharding(self) -> Sharding | None:
+        """What they hold together of a state that is sharded; None: it is not."""
+        return of_node(self._shardings.values())
 
     def explained(self, local_rank: int) -> None:
         """Forget a worker that has hung up: its end was told, or it lives on."""
@@ -144,10 +145,10 @@ class Lines:
         match message:
             case Ready():
                 self.ready.add(local_rank)
-            case Able(whole=whole, sole=sole) if local_rank >= 0:
+            case Able(sharding=sharding) if local_rank >= 0:
                 self.able.add(local_rank)
-                self.whole = self.whole or whole
-                (self._sole.add if sole else self._sole.discard)(local_rank)
+                if sharding is not None:
+                    self._shardings[local_rank] = sharding
                 self.finished.discard(local_rank)
                 self._changed()
             case Finished():

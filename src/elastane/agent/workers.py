@@ -266,7 +266,7 @@ class WorkerGroup:
             if len(able) == self.setup.run.local_world_size:
                 self._spares.begin(self.world)
             fence, lines = self.assignment.fence, self._lines
-            self.post(GroupAble(fence, able, self.port.offer, lines.whole, lines.sole))
+            self.post(GroupAble(fence, able, self.port.offer, lines.sharding))
 
     def _post_started(self, workers: list[Worker]) -> None:
         by_local_rank = sorted(workers, key=lambda worker: worker.local_rank)

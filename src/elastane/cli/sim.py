@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastane.errors import ExitCode, UsageError
 
@@ -26,7 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seeds", metavar="N", type=int, default=1, help="how many seeds (default: 1)")
     add("--mode", choices=[*_MODES], default="both", help="jobs with a store, without, or both")
     add("--in-place", action="store_true", help="jobs whose workers recover in place")
-    add("--whole-nodes", action="store_true", help="of these, such as take part by whole nodes")
+    what = "of these, such as shard their state over replicas of N nodes"
+    add("--span", metavar="N", type=int, default=0, help=what)
     add("--story", action="store_true", help="tell what happened, also where all held")
     add("--jobs", metavar="N", type=int, default=1, help="processes (default: 1)")
     add("--without", metavar="N,N", default="", help="leave these faults of the plan out")
@@ -84,12 +85,12 @@ def _tell(args: argparse.Namespace) -> int:
     return 0
 
 
-def _drawn(args: argparse.Namespace) -> dict[str, bool]:
+def _drawn(args: argparse.Namespace) -> dict[str, Any]:
     """Return what kind of jobs are drawn."""
-    return {"in_place": args.in_place or args.whole_nodes, "whole_nodes": args.whole_nodes}
+    return {"in_place": args.in_place or args.span > 0, "span": args.span}
 
 
-def _explain(seed: int, store_backed: bool, **drawn: bool) -> int:
+def _explain(seed: int, store_backed: bool, **drawn: Any) -> int:
     """Tell the smallest history found that fails as this one does."""
     from elastane.testing.simulation import Cut, setting_of
     from elastane.testing.simulation.shrink import shrunk

@@ -51,6 +51,13 @@ def seated(claims: Sequence[int], nodes: Sequence[int], shards: int) -> list[int
     return mesh.seats
 
 
+def is_whole(claims: Sequence[int], shards: int) -> bool:
+    """Whether ranks with these claims can be seated: in whole replicas, no shard held too often."""
+    replicas, rest = divmod(len(claims), shards)
+    held = Counter(claim % shards for claim in claims if claim != NO_SEAT)
+    return not rest and max(held.values(), default=0) <= replicas
+
+
 class _Seating:
     def __init__(self, nodes: Sequence[int], shards: int) -> None:
         self.seats = [NO_SEAT] * len(nodes)
@@ -81,8 +88,8 @@ class MeshGroups:
 
     def __init__(self, shards: int) -> None:
         self.shards = shards
+        self.span = 1  # of how many nodes a replica is, where those have alike many workers
         self.size = 0  # of the world in hand
-        self.is_on_one_node = False
         self.seat = NO_SEAT
         self._ranks: list[int] = []  # by seat
         self.made: DeviceMesh | None = None
@@ -108,9 +115,9 @@ class MeshGroups:
         """Return the number of the shard that belongs to a seat."""
         return seat % self.shards
 
-    def settle(self, seats: Sequence[int], nodes: Sequence[int], rank: int) -> None:
-        """Take note of who sits where in a world; `seats`, and the numbers of `nodes`, by rank."""
-        self.seat, self.size, self.is_on_one_node = seats[rank], len(seats), len({*nodes}) == 1
+    def settle(self, seats: Sequence[int], rank: int) -> None:
+        """Take note of who sits where in a world; `seats` by rank."""
+        self.seat, self.size = seats[rank], len(seats)
         self._ranks = sorted(range(len(seats)), key=lambda each: seats[each])
 
     def wirings(self, world: Wiring) -> tuple[Wiring, Wiring]:

@@ -6,6 +6,7 @@ import msgspec
 
 from elastane.core.messages import ToAgent, ToCoordinator
 from elastane.core.model import Failure, Fence, Offer
+from elastane.core.sharding import Sharding
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,14 +123,13 @@ class GroupGone(msgspec.Struct, frozen=True):
 class GroupAble(msgspec.Struct, frozen=True):
     """These local workers can enter another world as they are; and the offer for it.
 
-    `whole`: all workers of the node together, or none. `sole`: some hold what nobody else does.
+    `sharding`: of the state that they hold, where it is sharded.
     """
 
     fence: Fence
     workers: tuple[int, ...]
     offer: Offer
-    whole: bool = False
-    sole: bool = False
+    sharding: Sharding | None = None
 
 
 class WorkerLost(msgspec.Struct, frozen=True):

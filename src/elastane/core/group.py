@@ -9,6 +9,7 @@ import msgspec
 from elastane.core.limits import FAILURES_MAX
 from elastane.core.messages import GroupState, Holding
 from elastane.core.model import Assignment, Failure, Fence
+from elastane.core.sharding import Sharding
 
 # All failures of a report must fit a frame, whatever their alphabet; the first say the most.
 FULL_TEXTS_MAX = 32
@@ -28,8 +29,7 @@ class Group:
     assignment: Assignment
     born: Fence
     able: tuple[int, ...] = ()
-    whole: bool = False  # they enter a world all together, or not at all
-    sole: bool = False  # some of them hold what nobody else does
+    sharding: Sharding | None = None  # of the state that they hold
     in_place: bool = False  # all that have a place were able at one time, and recover in place
     renewed: set[int] = field(default_factory=set)  # failed, with a successor that was started
     phase: GroupState = "running"
@@ -59,15 +59,14 @@ class Group:
             draining=self.draining,
             able=self.able,
             in_place=self.in_place,
-            whole=self.whole,
-            sole=self.sole,
+            sharding=self.sharding,
             halted=self.halted,
             renewed=tuple(sorted(self.renewed)),
         )
 
-    def be_able(self, workers: tuple[int, ...], local_world_size: int, *, whole: bool) -> None:
+    def be_able(self, workers: tuple[int, ...], local_world_size: int) -> None:
         """These can enter another world; who has finished its steps is none of them any more."""
-        self.able, self.whole = workers, self.whole or whole
+        self.able = workers
         places = self.assignment.workers or range(local_world_size)
         self.in_place = self.in_place or {*workers}.issuperset(places)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from elastane.core.model import Assignment, JobSpec, Record, World
+from elastane.core.sharding import bounds
 
 
 def broken_succession(previous: World | None, world: World) -> str:
@@ -30,13 +31,22 @@ def broken_succession(previous: World | None, world: World) -> str:
 
 
 def broken_size(
-    spec: JobSpec, previous: World | None, world: World, holders: Collection[str] = frozenset()
+    spec: JobSpec,
+    previous: World | None,
+    world: World,
+    holders: Collection[str] = frozenset(),
+    span: int = 1,
 ) -> str:
-    """A world has from MIN to MAX nodes, each once; or only such as hold the state already."""
+    """A world has from MIN to MAX nodes, each once, or those of one replica, which is of `span`.
+
+    Or it has only such as hold the state already: more of them, and parts of replicas also fewer.
+    """
     count = len(world.members)
     before = {m.node_id for m in previous.members} | {*holders} if previous else set[str]()
     survivors = count if all(m.node_id in before for m in world.members) else 0
-    if not spec.min_nodes <= count <= max(spec.max_nodes, survivors):
+    fewest, most = bounds(spec.min_nodes, spec.max_nodes, span)
+    least = 1 if span > 1 and survivors else min(fewest, spec.min_nodes)
+    if not least <= count <= max(most, spec.max_nodes, survivors):
         return f"{world.fence} has {count} nodes, of {spec.min_nodes} to {spec.max_nodes}"
     if len({m.node_id for m in world.members}) != count:
         return f"{world.fence} holds a node twice"

@@ -240,15 +240,14 @@ class LocalWorkers:
 
     def _able(self, group: Group, event: GroupAble) -> None:
         workers, self.offer = event.workers, event.offer
-        group.be_able(workers, self.node.local_world_size, whole=event.whole)
-        group.sole = event.sole
+        group.be_able(workers, self.node.local_world_size)
+        group.sharding = event.sharding or group.sharding
         self._outbox.send(
             Able(
                 workers=workers,
                 offer=event.offer,
                 fence=group.fence,
-                whole=group.whole,
-                sole=group.sole,
+                sharding=group.sharding,
             )
         )
 

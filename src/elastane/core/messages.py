@@ -24,6 +24,7 @@ from elastane.core.model import (
     Seconds,
     Text,
 )
+from elastane.core.sharding import Sharding
 
 GroupState = Literal["running", "succeeded", "failed", "stopping"]
 # The target of a drain is one more than the furthest, and has to cross the wire as well.
@@ -45,8 +46,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     able: tuple[LocalRank, ...] = ()
     in_place: bool = False  # they recover in place, those too that have finished their steps
-    whole: bool = False  # and enter a world all together, or not at all
-    sole: bool = False  # and some hold what nobody else does
+    sharding: Sharding | None = None  # of the state that they hold
     # Why its workers make no step in their world any more, and wait for another one.
     halted: Text = ""
     renewed: tuple[LocalRank, ...] = ()  # of the failed: those with successors that were paid for
@@ -128,16 +128,13 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
     """These local workers can enter another world as they are; those of the world in force too.
 
     All of them, each time. `offer` is where the next process-group store would be, after that of
-    the world of `fence`, which the agent was told of last. `whole`: those of this node enter a
-    world all together, or not at all. `sole`: some of them hold what nobody else does; nobody
-    could heal a loss.
+    the world of `fence`, which the agent was told of last.
     """
 
     workers: tuple[LocalRank, ...]
     offer: Offer
     fence: Fence | None = None
-    whole: bool = False
-    sole: bool = False
+    sharding: Sharding | None = None
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):

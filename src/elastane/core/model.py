@@ -197,7 +197,7 @@ class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of an incident, found over all nodes."""
 
-    kind: str  # "worker" | "departure" | "timeout" | "request"
+    kind: str  # "worker" | "timeout" | "request" | "configuration"
     what: str
     node_id: str = ""
     fence: Fence | None = None

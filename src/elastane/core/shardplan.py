@@ -45,8 +45,11 @@ class Plan:
     lost: tuple[int, ...]
 
 
-def plan(claims: Sequence[Claim]) -> Plan:
-    """Return how a world comes to one state; `claims` by rank, the same on all members."""
+def plan(claims: Sequence[Claim], shards: int) -> Plan:
+    """Return how a world comes to one state; `claims` by rank, the same on all members.
+
+    `shards`: how many the state has. Where the world is of no whole replicas, nobody may hold one.
+    """
     assert claims, "a world has members"
     committed = max((claim.committed for claim in claims if claim.holds), default=0)
     right = [r for r, c in enumerate(claims) if c.holds and c.committed == committed]
@@ -57,7 +60,7 @@ def plan(claims: Sequence[Claim]) -> Plan:
     ]
     handovers: list[Handover] = []
     lost = []
-    for shard in sorted({claim.shard for claim in claims}):
+    for shard in range(shards):
         ranks = [rank for rank, claim in enumerate(claims) if claim.shard == shard]
         givers = {rank for rank in ranks if rank in right or rank in advancing}
         if not givers and not committed:

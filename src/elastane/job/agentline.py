@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 
 from elastane.core.model import Fence
+from elastane.core.sharding import Sharding
 from elastane.errors import JobError
 from elastane.runtime import workerline
 from elastane.runtime.workerline import (
@@ -112,12 +113,9 @@ class AgentLine:
             raise _no_agent("it closed the line")
         return place
 
-    def able(self, *, whole: bool, sole: bool) -> None:
-        """Say that this worker can enter another world as it is; `whole`: with all of its node.
-
-        `sole`: nobody else in this world holds what it holds.
-        """
-        self._say(Able(whole, sole))
+    def able(self, sharding: Sharding | None) -> None:
+        """Say that this worker can enter another world as it is."""
+        self._say(Able(sharding))
 
     def finished(self) -> None:
         """Say that all steps are done."""

@@ -348,7 +348,7 @@ class Job:
             return False
         self._met = True
         self._world.met(self.committed)
-        return True
+        return not self._world.is_over()
 
     def _meet_at_the_end(self) -> None:
         """Leave the steps together: who leaves knows that all others hold the last one.

@@ -39,8 +39,6 @@ def _why_never(tracked: Tracked, mesh: MeshGroups | None) -> str:
         return f"{_NO_REPLICA}: it is not over job.device_mesh()"
     if not tracked.optimizers:
         return "sharded state without its optimizer is not healed: job.track(optimizer=optimizer)"
-    if mesh.is_sole and not mesh.is_on_one_node:  # Worlds lose and gain whole nodes.
-        return f"{_NO_REPLICA}: the one that there is spans nodes"
     return ""
 
 

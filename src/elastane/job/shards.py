@@ -84,7 +84,7 @@ class Shards:
     def compare(self, cursor: Cursor) -> None:
         """Bring all members of a world to one state."""
         reset(self._tracked)
-        found = plan(self._claims(cursor))
+        found = plan(self._claims(cursor), self._mesh.shards)
         if found.lost:
             raise self._lost(found)
         rank = self._group.rank()

@@ -19,9 +19,10 @@ import torch
 
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
-from elastane.comms.mesh import MeshGroups, seated
+from elastane.comms.mesh import NO_SEAT, MeshGroups, is_whole, seated
 from elastane.core.hangs import Activity
 from elastane.core.model import Fence
+from elastane.core.sharding import NO_PART, Sharding
 from elastane.errors import ElastaneError, JobError, PeerLostError
 from elastane.job import drain
 from elastane.job.agentline import AgentLine
@@ -48,7 +49,9 @@ class Worlds:
         self.came_later = False
         # Why no other world follows one that lost a worker; "" where one does.
         self.restarts = ""
-        self._is_sole = False  # as the agent knows it
+        self._sharding: Sharding | None = None  # as the agent knows it
+        # Whether this world is of no whole replicas: its members come to one step there, no more.
+        self._is_uneven = False
         self.pulse = Pulse()
         self.group.when_begun = self.pulse.beat
 
@@ -108,9 +111,8 @@ class Worlds:
     def able(self) -> None:
         """Say that this worker can enter another world as it is."""
         if self._line is not None and not self.restarts:
-            self._is_sole = self.mesh is not None and self.mesh.is_sole
-            whole = self.mesh is not None and self.mesh.shards > 1
-            self._line.able(whole=whole, sole=self._is_sole)
+            self._sharding = self._sharded()
+            self._line.able(self._sharding)
 
     def begin(self) -> None:
         """Go on with the members of the world in hand, where there is a place in it."""
@@ -158,10 +160,21 @@ class Worlds:
 
         Steps that others have committed count as if this worker had made them.
         """
-        if self.mesh is not None and self.mesh.is_sole != self._is_sole:
+        if self._sharded() != self._sharding:
             self.able()
         if self._page is not None:
             self._page.meet(number, self.fence.round)
+
+    def is_over(self) -> bool:
+        """Wait for the end of a world that is of no whole replicas; False where it is of such.
+
+        Its members are at one step: then the coordinator can say who is to give way.
+        """
+        if not self._is_uneven:
+            return False
+        while not self.has_news:
+            time.sleep(_POLL_S)
+        return True
 
     def enter(self) -> None:
         """Wait for a place in another world, and meet its members; raises PeerLostError."""
@@ -180,10 +193,13 @@ class Worlds:
         self.mesh = mesh
         for group in mesh.groups:
             group.when_begun = self.pulse.beat
-        self.group.parts = mesh.groups
         if not self.waits:
-            self._take_seat(mesh)
-            return
+            try:
+                self._take_seat(mesh)
+                return
+            except _UnevenError as error:
+                self.able()
+                self.lose(error)
         self.able()
         while True:
             try:
@@ -230,15 +246,36 @@ class Worlds:
     def _take_seat(self, mesh: MeshGroups) -> None:
         """Agree on who sits where, and meet those of the same row and of the same column."""
         rank, size = self.group.rank(), self.group.size()
-        said = gathered(self.group, [mesh.seat, _node(), mesh.shards])
-        claims, nodes, shards = ([each[part] for each in said] for part in range(3))
+        said = gathered(self.group, [mesh.seat, _node(), mesh.shards, _node_size()])
+        claims, nodes, shards, sizes = ([each[part] for each in said] for part in range(4))
         if len(set(shards)) > 1:
             raise _not_alike(shards)
+        mesh.span = _span(mesh.shards, *set(sizes))
+        spans = mesh.span > 1 and self._line is not None  # else there is no other world
+        self._is_uneven = spans and not is_whole(claims, mesh.shards)
+        self.group.parts = () if self._is_uneven else mesh.groups
+        if self._is_uneven:
+            if NO_SEAT in claims:
+                what = f"{size} workers make no whole replicas of {mesh.shards}"
+                raise _UnevenError(what, slug="job-mesh")
+            return  # They hold what they held, and come to one step in this world.
         if size % mesh.shards:
             raise _not_whole(size, mesh.shards)
-        mesh.settle(seated(claims, nodes, mesh.shards), nodes, rank)
+        mesh.settle(seated(claims, nodes, mesh.shards), rank)
         for group, wiring in zip(mesh.groups, mesh.wirings(self.group.world.wiring), strict=True):
             self._meet(group, wiring)
+
+    def _sharded(self) -> Sharding | None:
+        """Return what to say of the state that this worker holds; None: it is not sharded."""
+        mesh = self.mesh
+        if mesh is None or mesh.shards == 1:
+            return None
+        span = mesh.span if mesh.seat != NO_SEAT else _span(mesh.shards, _node_size())
+        part = NO_PART
+        if span > 1 and mesh.seat != NO_SEAT:
+            part = mesh.shard_of(mesh.seat) // _node_size()
+        level = self.fence if self._is_uneven else None
+        return Sharding(sole=mesh.is_sole, span=span, part=part, level=level)
 
     def _meet(self, group: ElasticGroup, wiring: Wiring) -> None:
         world = WorldGroup(wiring)
@@ -283,6 +320,20 @@ def _node() -> int:
     return zlib.crc32(os.environ.get("ELASTANE_NODE", "").encode())
 
 
+def _node_size() -> int:
+    """Return how many workers this node has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _span(shards: int, size: int, *others: int) -> int:
+    """Return of how many nodes a replica is: of several, where all have so many workers."""
+    return 1 if others or shards % size else shards // size
+
+
+class _UnevenError(PeerLostError):
+    """A world of no whole replicas has members that hold nothing yet."""
+
+
 def _refuse_early(name: str) -> None:
     raise JobError(
         f"a collective ({name}) between job.device_mesh() and job.steps(), by a worker that came"
@@ -298,8 +349,8 @@ def _not_whole(size: int, shards: int) -> JobError:
     return JobError(
         f"job.device_mesh(shard={shards}) in a world of {size} workers",
         expected=f"whole replicas, each of {shards} workers, in each world",
-        next_step="an S of job.device_mesh(shard=S) that divides the workers of each node, or a"
-        " fixed size: --nnodes N, no --min-workers",
+        next_step="an S of job.device_mesh(shard=S) that divides the workers of each node, or is a"
+        " multiple of them, or a fixed size: --nnodes N, no --min-workers",
         slug="job-mesh",
     )
 

@@ -13,6 +13,7 @@ import socket
 import msgspec
 
 from elastane.core.model import Count, Fence, LocalRank, Port, Text
+from elastane.core.sharding import Sharding
 from elastane.core.unreadable import UNREADABLE
 
 LINE_FD_VARIABLE = "ELASTANE_LINE_FD"
@@ -79,14 +80,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Able(msgspec.Struct, frozen=True, tag="able"):
-    """From a worker: it can enter another world as it is; `whole`: with all of its node only.
+    """From a worker: it can enter another world as it is.
 
-    `sole`: in the world that it is in nobody else holds what it holds. It says so anew in each
-    world where that is another than it was.
+    `sharding`: of the state that it holds; it says so anew in each world where that has changed.
     """
 
-    whole: bool = False
-    sole: bool = False
+    sharding: Sharding | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -8,7 +8,15 @@ from test_core_regroup import able, dies, in_place, kinds, regrouped
 
 from elastane.core.events import Resized
 from elastane.core.limits import FENCE_WAIT_S
-from elastane.core.messages import Assign, DrainTarget, Heartbeat, Holding, Stop, Stopped
+from elastane.core.messages import (
+    Assign,
+    DrainTarget,
+    Heartbeat,
+    Holding,
+    Prepare,
+    Stop,
+    Stopped,
+)
 from elastane.core.model import Failure, Fence, Offer
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import Phase
@@ -246,6 +254,30 @@ def test_a_job_whose_budget_is_used_up_ends_only_if_the_others_do_not_train_unse
     assert (outcome is not None) == (b_is == "heard")
     if outcome is not None:
         assert "its budget pays for no other" in outcome.reason
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_budget_that_is_used_up_ends_no_job_before_its_members_may_have_come_back(comes):
+    """A worker without a place dies, and a new coordinator has not heard of all members yet."""
+    before = in_place(low=2, high=3, restarts=0)
+    steps(before, "a", "b")
+    before.join("c"), before.warms("c")
+    before.assigned["c"] = before.got("c", Prepare)[-1].assignment
+    job = Driver(before.spec, before.persisted[-1], store_backed=True)
+    job.assigned |= before.assigned
+    for node_id, ranks in (("b", (0, 1)), ("c", (1,))):
+        job.join(node_id, holding=before.holding(node_id, able=ranks, in_place=True))
+    steps(job, "b")
+    job.passes(3.0, alive="bc")
+    steps(job, "b")
+    dies(job, "c")
+    job.passes(60.0, alive="bc")
+    assert job.phase == "regrouping"
+    if comes:
+        job.join("a", holding=before.holding("a", able=(0, 1), in_place=True))
+        assert regrouped(job, "a")[3] == 5
+    job.passes(FENCE_WAIT_S - 60.0, alive="abc" if comes else "bc")
+    assert any(record.outcome for record in job.persisted) != comes
 
 
 def test_who_comes_back_in_its_grace_is_not_missed_for_a_moment():

@@ -8,11 +8,14 @@ from elastane.core.events import GroupAble, Linked, Unlinked
 from elastane.core.messages import Able, Assign, Drain, Interrupt, Join, Lost, Prepare, Stop
 from elastane.core.model import Fence, Offer
 from elastane.core.notes import EventKind
+from elastane.core.sharding import Sharding
+
+WHOLE, SOLE = Sharding(), Sharding(sole=True)
 
 
 def whole_nodes(**more):
     job = in_place(**more)
-    able(job, *more.get("nodes", "ab"), whole=True)
+    able(job, *more.get("nodes", "ab"), sharding=WHOLE)
     job.inbox.clear()
     return job
 
@@ -23,9 +26,9 @@ def test_others_wait_for_the_successor_of_a_lost_worker_whatever_the_minimum():
     assert kinds(job, "b") == [Interrupt] and kinds(job, "a") == [Interrupt, Prepare]
     (waiting,) = [note.reason for note in job.notes if note.kind is EventKind.WAITING]
     assert waiting.startswith("3 of at least 4 workers are left")
-    able(job, "a", workers=(0,), whole=True)
+    able(job, "a", workers=(0,), sharding=WHOLE)
     assert kinds(job, "b") == [Interrupt]
-    able(job, "a", whole=True)
+    able(job, "a", sharding=WHOLE)
     assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 4)
 
 
@@ -41,10 +44,10 @@ def test_a_node_that_arrives_is_taken_in_once_all_its_workers_are_there():
     job = whole_nodes(nodes="a", high=2)
     job.join("b")
     job.passes(6.0, alive="ab")
-    able(job, "b", workers=(0,), whole=True)
+    able(job, "b", workers=(0,), sharding=WHOLE)
     job.passes(6.0, alive="ab")
     assert Drain not in kinds(job, "a")
-    able(job, "b", whole=True)
+    able(job, "b", sharding=WHOLE)
     job.passes(6.0, alive="ab")
     assert kinds(job, "a")[-1] is Drain
 
@@ -53,7 +56,7 @@ def test_nobody_waits_for_the_rest_of_a_node_that_arrives():
     job = whole_nodes(nodes="ab")
     job.join("c")
     job.passes(6.0, alive="abc")
-    able(job, "c", workers=(0,), whole=True)
+    able(job, "c", workers=(0,), sharding=WHOLE)
     job.breaks("b")
     job.passes(0.2, alive="ac")
     assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 2)
@@ -63,7 +66,7 @@ def test_another_coordinator_learns_it_from_the_agents():
     before = whole_nodes(low=1)
     after = Driver(job_spec(1, 3, 3), record=before.persisted[-1])
     for node_id in "ab":
-        holding = before.holding(node_id, able=(0, 1), in_place=True, whole=True)
+        holding = before.holding(node_id, able=(0, 1), in_place=True, sharding=WHOLE)
         after.assigned[node_id] = before.assigned[node_id]
         after.join(node_id, holding=holding)
     after.inbox.clear()
@@ -73,19 +76,19 @@ def test_another_coordinator_learns_it_from_the_agents():
 
 def test_an_agent_says_it_and_brings_it_along():
     agent = Agent().running()
-    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True), whole=True))
-    assert agent.sent(Able)[0].whole
+    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True), sharding=WHOLE))
+    assert agent.sent(Able)[0].sharding == WHOLE
     agent.does(GroupAble(FENCE, (0,), Offer(7200, True)))
-    assert agent.sent(Able)[0].whole
+    assert agent.sent(Able)[0].sharding == WHOLE
     agent.does(Unlinked("EOF"))
     agent.does(Linked())
-    assert agent.sent(Join)[0].holding.whole
+    assert agent.sent(Join)[0].holding.sharding == WHOLE
 
 
 def sole(**more):
     """A job of one node, whose workers hold what nobody else does."""
     job = in_place(nodes="a", **more)
-    able(job, "a", whole=True, sole=True)
+    able(job, "a", sharding=SOLE)
     job.inbox.clear()
     return job
 
@@ -94,11 +97,11 @@ def grown(job):
     """Node b is taken in."""
     job.join("b")
     job.passes(6.0, alive="ab")
-    able(job, "b", whole=True)
+    able(job, "b", sharding=WHOLE)
     job.passes(6.0, alive="ab")
     job.marks("a", 3), job.drains("a")
     assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 4)
-    able(job, "a", whole=True, sole=True)  # with another port: b has got nothing yet
+    able(job, "a", sharding=SOLE)  # with another port: b has got nothing yet
     job.inbox.clear()
     return job
 
@@ -125,7 +128,7 @@ def test_a_worker_that_only_lost_a_connection_has_lost_nothing():
 def test_the_end_of_who_held_it_may_be_told_after_the_world_has_come_apart():
     job = sole()
     job.says("a", Lost(fence=Fence(1, 0), reason="Connection closed by peer"))
-    able(job, "a", workers=(0,), whole=True, sole=True)
+    able(job, "a", workers=(0,), sharding=SOLE)
     job.passes(2.0, alive="a")
     assert kinds(job, "a") == [Interrupt]
     dies(job, "a", local_rank=1)
@@ -142,7 +145,7 @@ def test_who_held_all_goes_on_where_one_that_came_to_it_is_lost_before_it_has_an
 
 def test_once_others_hold_it_too_a_lost_worker_is_followed_by_another():
     job = grown(sole())
-    able(job, "a", whole=True)
+    able(job, "a", sharding=WHOLE)
     dies(job, "a", local_rank=1)
     assert kinds(job, "a") == [Interrupt, Prepare]
 
@@ -151,7 +154,7 @@ def test_another_coordinator_learns_who_held_what_nobody_else_does():
     before = sole()
     after = Driver(job_spec(1, 3, 3), record=before.persisted[-1])
     after.assigned |= before.assigned
-    after.join("a", holding=before.holding("a", able=(0, 1), in_place=True, whole=True, sole=True))
+    after.join("a", holding=before.holding("a", able=(0, 1), in_place=True, sharding=SOLE))
     after.inbox.clear()
     dies(after, "a", local_rank=1)
     assert kinds(after, "a") == [Stop]
@@ -159,10 +162,10 @@ def test_another_coordinator_learns_who_held_what_nobody_else_does():
 
 def test_an_agent_says_anew_whether_its_workers_hold_what_nobody_else_does():
     agent = Agent().running()
-    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True), sole=True))
-    assert agent.sent(Able)[0].sole
+    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True), SOLE))
+    assert agent.sent(Able)[0].sharding.sole
     agent.does(Unlinked("EOF"))
     agent.does(Linked())
-    assert agent.sent(Join)[0].holding.sole
-    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True)))
-    assert not agent.sent(Able)[0].sole
+    assert agent.sent(Join)[0].holding.sharding.sole
+    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True), WHOLE))
+    assert not agent.sent(Able)[0].sharding.sole

@@ -112,10 +112,9 @@ def concluded(state: State) -> bool:
     return _close(state, state.conclusion)
 
 
-def too_few(state: State, here: int) -> bool:
+def too_few(state: State, here: int, needed: int) -> bool:
     """Not enough nodes came within join_timeout."""
     limit_s = state.spec.timing.join_timeout_s
-    needed = state.spec.min_nodes
     present = named(state.idle) or "none"
     lost = f"; before: {state.last_incident}" if state.last_incident else ""
     what = (
@@ -134,6 +133,27 @@ def too_few(state: State, here: int) -> bool:
                 "start the missing nodes with the same command, or allow fewer by --nnodes MIN:MAX,"
                 " or wait longer by --rdzv-conf join_timeout=SECONDS"
             ),
+        ),
+    )
+
+
+def no_replica(state: State) -> bool:
+    """A job whose state is sharded over more nodes than it may have."""
+    what = (
+        f"a replica of the sharded state is of {state.span} nodes, and the job has"
+        f" {state.spec.max_nodes} at most"
+    )
+    return _close(
+        state,
+        Outcome(
+            ok=False,
+            reason=what,
+            slug="job-mesh",
+            exit_code=ExitCode.CONFIGURATION,
+            cause=Cause(kind="configuration", what=what),
+            next_step="job.device_mesh(shard=S) with an S of at most all workers of the job, or"
+            " more nodes: --nnodes",
+            fence=state.world.fence if state.world else None,
         ),
     )
 

@@ -15,7 +15,7 @@ from elastane.core.messages import Assign
 from elastane.core.model import World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import Candidate, Place, assignments, choose, next_fence, world_of
-from elastane.core.rendezvous import ending, stateholders
+from elastane.core.rendezvous import ending, parts, stateholders
 from elastane.core.rendezvous.state import Node, Phase, State
 from elastane.core.rendezvous.words import named
 
@@ -27,6 +27,7 @@ def begin(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -
     """Start to gather the next world; `follow_up`: from those who were in the last one."""
     state.enter(Phase.FORMING, reason)
     state.follow_up = follow_up
+    parts.begin_anew(state)
     for node in [state.nodes[i] for i in sorted(state.holding)]:
         if node.waiting and node.fence is not None:
             state.stop(node, node.fence, reason)
@@ -38,15 +39,15 @@ def begin(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -
 def arrivals_due(state: State) -> list[str]:
     """Return who is to be taken into the running world now; empty: nobody, or not yet."""
     assert state.world is not None
-    room = state.spec.max_nodes - len(state.world.members)
-    if room <= 0 or state.idle <= state.unready:
+    room = parts.most_nodes(state) - len(state.world.members)
+    if room <= 0 or len(state.idle) - len(state.idle & state.unready) < state.span:
         state.first_arrival_s = None  # Those who only warm up are not being gathered yet.
         return []
     due_s = state.gathered_s()
     if len(state.idle) >= room or state.now_s >= due_s:  # else a crowd is counted at each arrival
         waiting = sorted(state.idle - state.unready)
         if len(waiting) >= room or state.now_s >= due_s:
-            return waiting[:room]
+            return waiting[: min(room, len(waiting) // state.span * state.span)]
     state.wait_until(due_s)
     return []
 
@@ -67,12 +68,12 @@ def rule(state: State) -> bool:
             _explain_wait(state)
         state.wait_until(due_s)
         return False
-    if len(state.idle) < state.spec.min_nodes:
+    if len(state.idle) < parts.fewest_nodes(state) or not parts.fit(state):
         state.follow_up = False
         return _wait_for_nodes(state, max(state.phase_s, fenced_s))
     if state.follow_up:
         return settle(state, state.phase_reason)
-    if len(state.idle) >= state.spec.max_nodes:
+    if len(state.idle) >= parts.most_nodes(state):
         return settle(state, "all nodes are here")
     timing = state.spec.timing
     first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
@@ -98,10 +99,12 @@ def _explain_wait(state: State) -> None:
 
 
 def _wait_for_nodes(state: State, from_s: float) -> bool:
-    needed, here = state.spec.min_nodes, len(state.idle)
+    needed, here = parts.fewest_nodes(state), len(state.idle)
     limit_s = state.spec.timing.join_timeout_s
+    if not parts.fit(state):
+        return ending.no_replica(state)
     if state.now_s >= from_s + limit_s:
-        return ending.too_few(state, here)
+        return ending.too_few(state, here, needed)
     # The names of a crowd help nobody, and each arrival would sort them.
     names = f" ({named(state.idle) or 'none'})" if here <= _CROWD else ""
     reason = (
@@ -121,12 +124,13 @@ def settle(state: State, why: str) -> bool:
     if state.follow_up and state.world is not None:
         # Nobody waits for an arrival that is not ready; a survivor is never left out for that.
         ids = ids - (state.unready - {m.node_id for m in state.world.members})
-    if len(ids) < state.spec.min_nodes:
+    if len(ids) < parts.fewest_nodes(state):
         ids = state.idle
     candidates = [
         Candidate(spec=state.nodes[i].spec, order=state.nodes[i].order) for i in sorted(ids)
     ]
-    specs = choose(state.world, candidates, state.spec.max_nodes, state.spec.static)
+    most = min(parts.most_nodes(state), len(ids) // state.span * state.span)
+    specs = choose(state.world, candidates, most, state.spec.static)
     world = world_of(next_fence(state.world, specs, state.floor), specs)
     state.in_place, state.kept = False, {}
     stateholders.accounted(state)
@@ -142,7 +146,7 @@ def put_in_force(
     `holders` have no place in the world in force, and hold the state that it began with.
     """
     fault = invariants.broken_succession(state.world, world)
-    fault = fault or invariants.broken_size(state.spec, state.world, world, holders)
+    fault = fault or invariants.broken_size(state.spec, state.world, world, holders, state.span)
     assert not fault, fault
     members = [state.nodes[member.node_id] for member in world.members]
     reason = f"{len(members)} nodes, {world.world_size} workers: {why}"
@@ -171,6 +175,7 @@ def put_in_force(
         node.marked = node.drained = node.draining = False
         state.refile(node)
         state.send(node, Assign(assignment))
+    state.uneven = parts.is_uneven(state)
     state.enter(Phase.RUNNING, reason)
     state.tell(
         EventKind.ROUND_SETTLED,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from elastane.core.messages import Holding, Interrupt
 from elastane.core.model import Assignment, Fence, Member
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous import regroup, reports, stateholders
+from elastane.core.rendezvous import parts, regroup, reports, stateholders
 from elastane.core.rendezvous.state import Claim, Node, Phase, State
 
 
@@ -30,7 +30,8 @@ def _take_workers(state: State, node: Node, holding: Holding | None, ends: dict[
     fence = assignment.fence
     node.take_places(assignment.workers or tuple(range(node.spec.local_world_size)))
     node.waiting, node.able, node.ends = assignment.waiting, {*holding.able}, ends
-    node.in_place, node.whole, node.sole = holding.in_place, holding.whole, holding.sole
+    node.in_place, node.sharding = holding.in_place, holding.sharding
+    parts.heard(state, node)
     place = untold(state, node, holding)
     if place is not None and state.world is not None:
         node.fence, node.untold = state.world.fence, True

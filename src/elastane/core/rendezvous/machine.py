@@ -25,6 +25,7 @@ from elastane.core.rendezvous import (
     door,
     ending,
     fencing,
+    parts,
     phases,
     presence,
     reports,
@@ -97,7 +98,7 @@ class Rendezvous:
         """For how long there have been too few nodes for a world that follows another."""
         state = self._state
         here = len(state.nodes) - len(state.away)
-        if state.phase != Phase.FORMING or state.world is None or here >= state.spec.min_nodes:
+        if state.phase != Phase.FORMING or state.world is None or here >= parts.fewest_nodes(state):
             return 0.0
         return state.now_s - state.phase_s
 

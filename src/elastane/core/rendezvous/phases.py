@@ -25,6 +25,7 @@ from elastane.core.ranks import member_of
 from elastane.core.rendezvous import (
     ending,
     forming,
+    parts,
     presence,
     regroup,
     reports,
@@ -90,6 +91,7 @@ def _recovering(state: State) -> bool:
         agents = {m.node_id: m.incarnation for m in state.world.members} if state.world else {}
         for node_id in missing:
             stateholders.out_of_sight(state, node_id, agents.get(node_id, ""))
+        state.late_s = state.now_s
         _hear(state)
         return _end_world(state, reason)
     forming.begin(state, "none of the last world's workers is left", follow_up=bool(present))
@@ -138,7 +140,7 @@ def _member(node: Node) -> Member:
 
 def _resume(state: State, present: list[Node]) -> bool:
     state.claim, state.running_s = None, state.now_s
-    state.in_place = regroup.is_in_place(state)
+    state.in_place, state.uneven = regroup.is_in_place(state), parts.is_uneven(state)
     state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
     state.tell(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
     state.persist()
@@ -170,6 +172,8 @@ def _running(state: State) -> bool:
         return _end_world(state, state.incident.reason)
     if len(state.succeeded) == len(state.world.members):
         return ending.success(state)
+    if state.uneven:
+        return regroup.even_out(state)
     _release_leaving(state)
     regroup.part_with(state)
     regroup.look_after(state)
@@ -226,8 +230,9 @@ def _draining(state: State) -> bool:
     if state.now_s < deadline_s:
         state.wait_until(deadline_s)
         return False
-    late = named(state.undrained)
-    state.tell(EventKind.DRAIN_ENDED, f"workers of {late} did not checkpoint within the time")
+    state.tell(EventKind.DRAIN_ENDED, f"workers of {named(state.undrained)} did not checkpoint")
+    if not _all_stop(state):
+        sizing.drained_late(state)
     return _end_world(state, state.incident.reason)
 
 

@@ -15,8 +15,15 @@ from elastane.core.messages import Interrupt, Prepare
 from elastane.core.model import Failure, Fence, World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
-from elastane.core.rendezvous import ending, forming, presence, stateholders, successors
-from elastane.core.rendezvous.state import Node, Phase, State
+from elastane.core.rendezvous import (
+    ending,
+    forming,
+    parts,
+    presence,
+    stateholders,
+    successors,
+)
+from elastane.core.rendezvous.state import Incident, Node, Phase, State
 
 _IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 
@@ -42,6 +49,8 @@ def able(state: State, node: Node, workers: tuple[int, ...]) -> None:
         state.note_arrival()
     node.able = known
     state.refile(node)
+    parts.heard(state, node)
+    state.uneven = state.uneven or parts.has_level(state, node)
     if state.phase in (Phase.RUNNING, Phase.DRAINING) and not (state.in_place or state.unable):
         state.in_place = True
         state.tell(EventKind.IN_PLACE, "all workers recover in place from now on")
@@ -83,6 +92,15 @@ def stalled(state: State) -> bool:
     return True
 
 
+def even_out(state: State) -> bool:
+    """End a world that is not of whole replicas, once all its members are at one step."""
+    if not any(parts.has_level(state, node) for node in state.members()):
+        return False
+    reason = "some of its nodes make no whole replica, and give way"
+    state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
+    return begin(state, reason)
+
+
 def begin(state: State, reason: str) -> bool:
     """End the step in hand of the world in force; its workers stay where they are."""
     assert state.world is not None
@@ -94,18 +112,21 @@ def begin(state: State, reason: str) -> bool:
 
 def has_survivors(state: State) -> bool:
     """Whether any worker has the state of the world in force, or all that it began with."""
-    if any(node.survivors and not node.leaving for node in state.members()):
-        return True
-    kept = (state.nodes[i] for i in state.kept if i in state.nodes)
-    return any(stateholders.keeps(state, node) and not node.leaving for node in kept)
+    staying = [node for node in state.members() if node.survivors and not node.leaving]
+    outside = [state.nodes[i] for i in state.kept if i in state.nodes]
+    kept = [n for n in outside if stateholders.keeps(state, n) and not n.leaving]
+    return bool(staying or kept) and parts.are_all(state, staying + kept)
 
 
 def is_beyond_healing(state: State) -> bool:
     """Whether a worker is lost that held what nobody else does: all begin from what was saved.
 
-    Nodes say so of their own workers alone, for what one holds is within one node.
+    Nodes say so of their own workers alone; that a part is lost with its node, `parts` sees.
     """
-    return any(node.sole and node.lost & {*node.workers} for node in state.members())
+    return any(
+        node.sharding is not None and node.sharding.sole and node.lost & {*node.workers}
+        for node in state.members()
+    )
 
 
 def anybody_able(state: State) -> bool:
@@ -184,6 +205,8 @@ def rule(state: State) -> bool:
     incident = state.incident
     assert incident is not None and state.world is not None
     part_with(state)
+    if not parts.fit(state):
+        return ending.no_replica(state)
     if state.away:
         return False  # Its grace to come back is short, and bounded by presence.
     if not incident.charged and incident.is_charged:
@@ -212,8 +235,13 @@ def look_after(state: State) -> None:
         return
     # Not all of the world in force: a node that departed has left its place to another.
     here = {node.id for node in state.members()}
-    room = state.spec.max_nodes - len(here | state.joinable)
+    room = parts.most_nodes(state) - len(here | state.joinable)
     arrived = sorted(state.idle - state.unready)
+    for node in parts.useless(state):
+        assert node.fence is not None
+        node.parting, node.able = True, set()
+        state.refile(node)
+        state.stop(node, node.fence, "begins anew: what its workers hold makes no whole replica")
     for node in [state.nodes[i] for i in arrived[: max(0, room)]]:
         node.fence, node.waiting = state.world.fence, True
         state.refile(node)
@@ -251,7 +279,9 @@ def _is_incomplete(state: State) -> bool:
 
 def _are_enough(state: State, found: list[Contingent]) -> bool:
     workers = sum(len(one.workers) for one in found)
-    return len(found) >= state.spec.min_nodes and workers >= _needed(state, found)
+    if not parts.are_whole(state, found):
+        return workers == sum(one.node.spec.local_world_size for one in found)
+    return len(found) >= parts.fewest_nodes(state) and workers >= _needed(state, found)
 
 
 def _needed(state: State, found: list[Contingent]) -> int:
@@ -260,12 +290,12 @@ def _needed(state: State, found: list[Contingent]) -> int:
     By default as many as the smallest of them have that are nodes enough: all of a job that has no
     node to spare, however its workers are spread over them.
     """
-    fewest = state.spec.min_nodes
+    fewest = parts.fewest_nodes(state)
     largest = max((node.spec.local_world_size for node in state.nodes.values()), default=1)
     sizes = sorted(one.node.spec.local_world_size for one in found) + [largest] * fewest
     least = state.spec.min_workers or sum(sizes[:fewest])
     # None is left out: it may be a step ahead, and is the only one that knows.
-    whole = sum(one.node.spec.local_world_size for one in found if one.node.whole)
+    whole = sum(one.node.spec.local_world_size for one in found if one.node.sharding)
     return max(least, whole)
 
 
@@ -288,27 +318,33 @@ def _contingents(state: State) -> list[Contingent]:
         if not is_sure and stateholders.keeps(state, node):
             survivors = tuple(sorted(node.able))
         one = Contingent(node, survivors, tuple(sorted(node.able - set(survivors))))
-        if node.whole and not survivors and len(one.joiners) < node.spec.local_world_size:
+        if node.sharding and not survivors and len(one.joiners) < node.spec.local_world_size:
             continue
         (staying if survivors else coming).append(one)
     staying.sort(key=lambda one: order[one.node.id])
     coming.sort(key=lambda one: one.node.order)
-    most = state.spec.max_nodes
+    most = parts.most_nodes(state)
     if go_on and (state.incident is None or not state.incident.planned):
         # Too many give way at a boundary, where all are level. So are those beside the world
         # among themselves: one of them will do.
         inside = sum(state.is_member(one.node) for one in staying)
         most = max(most, min(inside + 1, len(staying)))
-    return (staying + coming)[:most]
+    # Of those who did not come to a boundary in time (`sizing`) none may know the last step.
+    level = sorted(staying, key=lambda o: not (state.is_member(o.node) and o.node.drained))
+    chosen = {one.node.id for one in parts.chosen(state, level, coming, most)}
+    return [one for one in staying + coming if one.node.id in chosen]
 
 
 def _wait(state: State, workers: int, needed: int) -> bool:
     limit_s = state.spec.timing.join_timeout_s
     # Who is out of sight may come back, and there are enough; or train on while the job ends.
-    if state.exhausted is not None and state.now_s >= stateholders.unseen_until_s(state):
-        return ending.failure(state, state.exhausted, "its budget pays for no other")
+    if state.exhausted is not None:
+        due_s = stateholders.returning_until_s(state)
+        if state.now_s >= due_s:
+            return ending.failure(state, state.exhausted, "its budget pays for no other")
+        state.wait_until(due_s)
     if state.now_s >= state.phase_s + limit_s:
-        return ending.too_few(state, len(_contingents(state)))
+        return ending.too_few(state, len(_contingents(state)), parts.fewest_nodes(state))
     look_after(state)
     reason = (
         f"{workers} of at least {needed} workers are left; they wait with all that they hold"

@@ -92,7 +92,7 @@ def _in_place(state: State, node: Node, message: Able | Lost) -> None:
         regroup.lost_peer(state, node, message.fence, message.reason)
         return
     node.spent = node.spent and message.fence != node.fence
-    node.offer, node.whole, node.sole = message.offer, message.whole, message.sole
+    node.offer, node.sharding = message.offer, message.sharding
     regroup.able(state, node, message.workers)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from elastane.core.notes import EventKind
+from elastane.core.rendezvous import parts
 from elastane.core.rendezvous.state import State
 from elastane.core.rendezvous.words import named
 
@@ -40,11 +41,24 @@ def parting(state: State) -> str:
     gone = sorted(i for i in state.leaving & state.holding if state.is_member(state.nodes[i]))
     if gone:
         return f"{named(gone)} to leave ({named({state.nodes[i].leaving for i in gone})})"
-    surplus = [m.node_id for m in state.world.members[state.spec.max_nodes :]]
+    surplus = [m.node_id for m in state.world.members[parts.most_nodes(state) :]]
     if not surplus:
         return ""
     due_s = state.resized_s + state.spec.timing.gather_max_s
     if state.now_s < due_s:
         state.wait_until(due_s)
         return ""
-    return f"at most {state.spec.max_nodes} nodes: {named(surplus)} give way"
+    limit = f"at most {state.spec.max_nodes} nodes"
+    if state.span > 1:
+        limit += f", in whole replicas of {state.span}"
+    return f"{limit}: {named(surplus)} give way"
+
+
+def drained_late(state: State) -> None:
+    """Not all workers came to the boundary in time; nobody is beyond those that did.
+
+    Where none did, any may be a step ahead: nobody gives way then, and it is tried later.
+    """
+    assert state.incident is not None
+    if not any(node.drained for node in state.members()):
+        state.incident.planned, state.resized_s = False, state.now_s

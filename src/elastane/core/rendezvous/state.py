@@ -29,6 +29,7 @@ from elastane.core.model import (
     World,
 )
 from elastane.core.notes import EventKind, Note
+from elastane.core.sharding import Sharding
 
 
 class Phase(StrEnum):
@@ -68,8 +69,7 @@ class Node:
     parting: bool = False  # it is stopping them: it leaves, or could not stay
     workers: tuple[int, ...] = ()  # local ranks of those that have one
     able: set[int] = field(default_factory=set)  # local ranks that can enter another world
-    whole: bool = False  # they enter a world all together, or not at all
-    sole: bool = False  # some of them hold what nobody else does
+    sharding: Sharding | None = None  # of the state that they hold
     in_place: bool = False  # brought along: they recover in place, whoever has finished its steps
     holds: set[int] = field(default_factory=set)  # local ranks that have made steps, and hold them
     lost: set[int] = field(default_factory=set)  # local ranks whose processes ended since
@@ -124,7 +124,7 @@ class Node:
         """It has no workers any more."""
         self.workers, self.waiting, self.state = (), False, "running"
         self.stray, self.untold, self.parting, self.halted = False, False, False, ""
-        self.in_place = self.whole = self.sole = False
+        self.in_place, self.sharding = False, None
         self.able, self.holds, self.lost, self.prepared = set(), set(), set(), set()
         self.ends = {}
 
@@ -195,8 +195,7 @@ class State:
     running_s: float = 0.0
     previous_holder: str = ""
     holder_due_s: float | None = None  # until when it is waited for, once all others are back
-    # The range of nodes is the owner's to change, and need not be that of a command line.
-    resized: bool = False
+    resized: bool = False  # the range of nodes is not that of the command line any more
     wanted: tuple[int, int] | None = None  # a range that is not in force yet
     resized_s: float = 0.0
     fenced: frozenset[str] = frozenset()  # incarnations that the owner has given up,
@@ -225,13 +224,15 @@ class State:
     # Who has a place in the world, as `is_of_world` keeps it.
     places: Collection[str] = ()
     places_of: World | None = None
-    # Whether the workers of the world in force recover in place.
-    in_place: bool = False
+    in_place: bool = False  # the workers of the world in force recover in place,
+    uneven: bool = False  # and are no whole replicas: they make no steps (`parts`)
+    span: int = 1  # of how many nodes a replica is
     was_in_place: bool = False  # and they did until they were told to stop
     # What `stateholders` keeps: by node id, since when workers of which agent may go on unseen; and
     # the order of the nodes that hold what the world in force began with, outside of it.
     unseen: dict[str, tuple[float, str]] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
+    late_s: float = 0.0  # when this coordinator went on without members that may come back yet
     kept_is_recorded: bool = False  # the durable record names some
     lost_s: float | None = None  # when one of them first lost a peer that nobody has explained
     lost_reason: str = ""

@@ -99,6 +99,17 @@ def unseen_until_s(state: State) -> float:
     return max(since_s for since_s, _ in state.unseen.values()) + FENCE_WAIT_S
 
 
+def returning_until_s(state: State) -> float:
+    """Return until when nodes may come back with workers that are able; 0: none may.
+
+    Of those in doubt, and of the world in force, where a new coordinator went on without some.
+    """
+    members = state.world.members if state.world is not None else ()
+    lacking = any(not (m.node_id in state.nodes or is_dead(state, m.incarnation)) for m in members)
+    late_s = state.late_s + FENCE_WAIT_S if state.late_s and lacking else 0.0
+    return max(unseen_until_s(state), late_s)
+
+
 def in_doubt_until_s(state: State) -> float:
     """Return until when the state may be with workers out of sight alone; 0: it is not."""
     if any(witnesses(state, node) for node in state.members()):

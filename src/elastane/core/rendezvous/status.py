@@ -89,4 +89,8 @@ def _state_of(node: Node, member: bool) -> str:
         return "leaving"
     if node.fence is None:
         return "candidate" if node.ready else "warming up"
-    return node.state if member else "stopping"
+    if member:
+        return node.state
+    if node.waiting and not node.parting:  # beside the world in force, as its workers do
+        return "spare" if node.able else "warming up"
+    return "stopping"

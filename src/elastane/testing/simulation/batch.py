@@ -41,11 +41,11 @@ def play(
     jobs: int = 1,
     *,
     in_place: bool = False,
-    whole_nodes: bool = False,
+    span: int = 0,
 ) -> Tally:
     """Play each seed with a store (True) or without (False), as `modes` says."""
     total = Tally()
-    for tally in _chunks(seeds, modes, jobs, in_place, whole_nodes):
+    for tally in _chunks(seeds, modes, jobs, in_place, span):
         total.add(tally)
         if total.failed:
             break
@@ -53,10 +53,10 @@ def play(
 
 
 def _chunks(
-    seeds: range, modes: Sequence[bool], jobs: int, in_place: bool, whole_nodes: bool
+    seeds: range, modes: Sequence[bool], jobs: int, in_place: bool, span: int
 ) -> Iterator[Tally]:
     tasks = [
-        (seeds[at : at + _CHUNK], store_backed, in_place, whole_nodes)
+        (seeds[at : at + _CHUNK], store_backed, in_place, span)
         for at in range(0, len(seeds), _CHUNK)
         for store_backed in modes
     ]
@@ -70,14 +70,12 @@ def _chunks(
         yield from pool.map(act, *zip(*tasks, strict=True))
 
 
-def _play_chunk(seeds: range, store_backed: bool, in_place: bool, whole_nodes: bool) -> Tally:
+def _play_chunk(seeds: range, store_backed: bool, in_place: bool, span: int) -> Tally:
     tally = Tally()
     for seed in seeds:
         tally.histories += 1
         try:
-            setting = setting_of(
-                seed, store_backed=store_backed, in_place=in_place, whole_nodes=whole_nodes
-            )
+            setting = setting_of(seed, store_backed=store_backed, in_place=in_place, span=span)
             result = History(setting).run()
         except HistoryFailedError:
             tally.failed = (seed, store_backed)

@@ -14,6 +14,7 @@ from elastane.core.events import Fenced, Resized, Signalled
 from elastane.core.messages import ToAgent, ToCoordinator
 from elastane.core.model import JobSpec
 from elastane.core.notes import Note
+from elastane.core.sharding import bounds
 from elastane.core.steps import Step
 from elastane.testing.simulation.checks import Checks
 from elastane.testing.simulation.clock import HostClock, VirtualClock
@@ -73,13 +74,18 @@ class Cluster:
 
     @property
     def fewest(self) -> int:
-        """How many nodes there must be for the job to train."""
-        return self.wanted.min_nodes if self.wanted else self.spec.min_nodes
+        """How many nodes there must be for the job to train, and to begin anew."""
+        return max(self._bounds[0], (self.wanted or self.spec).min_nodes)
 
     @property
     def most(self) -> int:
         """How many nodes have a place."""
-        return self.wanted.max_nodes if self.wanted else self.spec.max_nodes
+        return self._bounds[1]
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        wanted = self.wanted or self.spec
+        return bounds(wanted.min_nodes, wanted.max_nodes, max(1, self.residents.script.span))
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
         """The job's owner wants another number of nodes."""

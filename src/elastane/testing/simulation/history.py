@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 
@@ -213,7 +214,7 @@ def replay(setting: Setting, cut: Cut) -> str:
     """Return the command that plays a history again."""
     words = f"elastane sim --seed {setting.seed} --mode {setting.mode}"
     if setting.in_place:
-        words += " --in-place" + " --whole-nodes" * setting.script.whole_nodes
+        words += " --in-place" + f" --span {setting.script.span}" * bool(setting.script.span)
     if cut.without:
         words += " --without " + ",".join(map(str, cut.without))
     if cut.nodes:
@@ -221,6 +222,6 @@ def replay(setting: Setting, cut: Cut) -> str:
     return words + " --story"
 
 
-def run_seed(seed: int, *, cut: Cut = WHOLE, **drawn: bool) -> Result:
+def run_seed(seed: int, *, cut: Cut = WHOLE, **drawn: Any) -> Result:
     """Play a history of `setting_of`; raise HistoryFailedError where something did not hold."""
     return History(setting_of(seed, **drawn), cut).run()

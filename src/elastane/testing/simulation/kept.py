@@ -22,7 +22,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     store_backed: bool
     in_place: bool
-    whole_nodes: bool
+    span: int
     cut: Cut
     was: str
 
@@ -50,14 +50,14 @@ def _kept(line: str) -> Kept:
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--without", default="")
     parser.add_argument("--in-place", action="store_true")
-    parser.add_argument("--whole-nodes", action="store_true")
+    parser.add_argument("--span", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=0)
     cut = parser.parse_args(rest)
     return Kept(
         seed=int(seed),
         store_backed=mode == "store",
         in_place=cut.in_place,
-        whole_nodes=cut.whole_nodes,
+        span=cut.span,
         cut=cut_of(cut.without, cut.nodes),
         was=was.strip(),
     )

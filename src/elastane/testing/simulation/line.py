@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from elastane.core.model import Fence, Member
+from elastane.testing.simulation import mesh
 from elastane.testing.simulation.places import Gathering, Household, Worker
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Line:
 
     def _whole(self, world: Gathering, members: Sequence[Worker]) -> None:
         """Where nodes take part whole or not at all, no worker of one is left out."""
-        if not self._cluster.residents.script.whole_nodes:
+        if not self._cluster.residents.script.span:
             return
         here = Counter(w.group.host for w in members)
         parts = [w.group.host for w in members if here[w.group.host] < w.group.size]
@@ -116,6 +117,7 @@ class Line:
     def steps(self, world: Gathering) -> None:
         """A world reduces a step."""
         self._stepped(world.fence)
+        self._require(not world.is_uneven, f"{world.fence} is of no whole replicas, and steps")
         late = [
             w.name
             for w in world.workers.values()
@@ -169,10 +171,26 @@ class Line:
         if group.phase != "running" or not held or not self.is_strict or self._ended:
             return
         furthest = max(held, key=lambda w: w.committed or 0)
+        if self._is_incomplete():
+            if self._stopped[0] <= furthest.held:  # Then that is lost too, and rightly.
+                self._stopped = (0, "")
+            return
         if node.signalled or self._cluster.checks.outcome is not None:
             self._is_kept(furthest)
             return
         self._stopped = max(self._stopped, (furthest.committed or 0, furthest.name))
+
+    def _is_incomplete(self) -> bool:
+        """Whether some shard of the furthest state is gone: what is left of it is of no use."""
+        residents = self._cluster.residents
+        span = residents.script.span
+        left = [w for group in residents.groups for w in group.workers.values()]
+        whole = [w for w in left if w.committed is not None and self._must_be_in(w)]
+        furthest = max((w.held for w in whole), default=0)
+        held = {
+            mesh.shard(w) for w in whole if w.held + (w.ready or w.stage == "applying") >= furthest
+        }
+        return span > 1 and len(held) < span * max((w.group.size for w in left), default=0)
 
     def _is_kept(self, worker: Worker) -> None:
         """Steps of a node that leaves are held by others, or saved: it parked until they were."""

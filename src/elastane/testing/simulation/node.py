@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from elastane.core.agent import AgentCore
 from elastane.core.effects import (
     AgentEffect,
@@ -21,7 +23,16 @@ from elastane.core.effects import (
     Tell,
     Transmit,
 )
-from elastane.core.events import AgentEvent, GroupGone, Linked, Tick, Told, Unlinked, Warm
+from elastane.core.events import (
+    AgentEvent,
+    GroupAble,
+    GroupGone,
+    Linked,
+    Tick,
+    Told,
+    Unlinked,
+    Warm,
+)
 from elastane.core.messages import Alive, ToAgent, Welcome
 from elastane.core.model import Assignment, NodeSpec, Offer, Outcome, Versions
 from elastane.core.steps import agent_step
@@ -108,6 +119,9 @@ class SimulatedNode:
             self.backlog.append((self.life, event))
             return
         assert self.core is not None
+        if isinstance(event, GroupAble) and self.household is not None:
+            # What is on offer now, as the agent says it; another may be since this was posted.
+            event = msgspec.structs.replace(event, offer=self.household.offer)
         self.core.progress = self.household.progress if self.household is not None else None
         self.core.met = self.household.met if self.household is not None else 0
         self.core.slept_s = self.clock.slept_s

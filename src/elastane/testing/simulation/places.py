@@ -5,14 +5,17 @@ Facts alone: who is there, what each has committed, what it does. `residents` le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from elastane.core.events import AgentEvent
 from elastane.core.model import Assignment, Fence, Offer
+from elastane.core.sharding import NO_PART
 
 # What a worker does that takes part in its world; the others wait, or have ended.
-TAKES_PART = frozenset({"meeting", "healing", "computing", "applying", "boundary", "parked"})
+TAKES_PART = frozenset(
+    {"meeting", "healing", "computing", "applying", "boundary", "parked", "level"}
+)
 # ... and those of them that wait for a peer, and notice its end.
 WAITS_FOR_PEERS = frozenset({"meeting", "healing", "computing"})
 
@@ -36,6 +39,7 @@ class Worker:
     gave_way: bool = False  # it has no place, since there were too many, and is not counted on
     met: int = 0  # the round of the last world in which it had the state
     sole: bool = False  # nobody on another node had it there
+    ready: bool = False  # it was broken off with a step that it could apply, and did not
     places: int = 0  # how many worlds it was to be in
     last: tuple[Fence, int] | None = None  # its place in the last world that began with it
 
@@ -75,6 +79,8 @@ class Household:
     drained: bool = False
     crashed: bool = False  # a worker of it has ended since it entered its world
     lacks: bool = False  # one has ended that was the only one to hold what it held
+    part: int = NO_PART  # of a replica that is of several nodes
+    level: Fence | None = None  # a world of no whole replicas, whose members are at one step
 
     @property
     def fence(self) -> Fence:
@@ -151,6 +157,7 @@ class Gathering:
     base: int = 0
     from_state: bool = False
     busy: bool = False
+    is_uneven: bool = False  # its members are no whole replicas
     finished: bool = False
 
     @property
@@ -169,9 +176,20 @@ class Gathering:
         """Whether all who came have ended, and it never began: nobody served its store."""
         return self.began_s is None and not any(w.alive for w in self.workers.values())
 
-    @property
-    def can_give(self) -> bool:
-        """Whether anybody here has the state that the others need; a checkpoint is always there."""
-        return not self.from_state or any(
-            w.world is self and w.committed == self.base for w in self.workers.values()
-        )
+
+def left_out(worlds: Iterable[Gathering], groups: Iterable[Household], *, paid: bool) -> str:
+    """Return who waits in the nodes of the newest world for a place in it; there is room.
+
+    And who is dead and has no successor, where the budget would have `paid`.
+    """
+    begun = [world for world in worlds if world.began_s is not None]
+    newest = max(begun, key=lambda world: world.began_s or 0.0, default=None)
+    hosts = {*newest.hosts} if newest is not None else set[str]()
+    out = [
+        worker.name
+        for group in groups
+        if group.phase == "running" and group.host in hosts
+        for worker in group.workers.values()
+        if worker.stage == "waiting" or (paid and worker.stage == "dead")
+    ]
+    return ", ".join(out)

@@ -21,14 +21,17 @@ from elastane.core.events import (
     WorkerSucceeded,
 )
 from elastane.core.model import Assignment, Failure, Fence
+from elastane.core.sharding import NO_PART
 from elastane.testing.simulation.clock import VirtualClock
 from elastane.testing.simulation.drains import Drains
+from elastane.testing.simulation.mesh import Mesh
 from elastane.testing.simulation.places import (
     TAKES_PART,
     WAITS_FOR_PEERS,
     Gathering,
     Household,
     Worker,
+    left_out,
 )
 from elastane.testing.simulation.workers import STALL_S, HasHosts, Script
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 MEETING_TIMEOUT_S = 15.0
 COLLECTIVE_TIMEOUT_S = 30.0
 _WATCH_S = 5.0
+_CLOSED = "Connection closed by peer [10.0.0.1]"
 # The share of a step's time in which some have applied it and others have not.
 _APPLY_SHARE = 0.3
 
@@ -56,6 +60,7 @@ class Residents:
     ) -> None:
         self._clock, self._rng, self.script = clock, rng, script
         self._can_step, self._checks = can_step, checks
+        self._mesh = Mesh(script.span, clock, rng, self._tell_able)
         self._worlds: dict[tuple[str, int, Fence], Gathering] = {}
         self._pids = 1000
         self.groups: list[Household] = []
@@ -135,23 +140,8 @@ class Residents:
         self._clock.after(lives_s + 0.01, lambda: self._gone(group))
 
     def left_out(self, *, paid: bool) -> str:
-        """Return who waits in the nodes of the newest world for a place in it; there is room.
-
-        And who is dead and has no successor, where the budget would have `paid`.
-        """
-        hosts = {h for w in self._newest() for h in w.hosts}
-        out = [
-            worker.name
-            for group in self.groups
-            if group.phase == "running" and group.host in hosts
-            for worker in group.workers.values()
-            if worker.stage == "waiting" or (paid and worker.stage == "dead")
-        ]
-        return ", ".join(out)
-
-    def _newest(self) -> list[Gathering]:
-        begun = [w for w in self._worlds.values() if w.began_s is not None]
-        return sorted(begun, key=lambda w: w.began_s or 0.0)[-1:]
+        """Return who waits for a place in the newest world, as `places.left_out` has it."""
+        return left_out(self._worlds.values(), self.groups, paid=paid)
 
     # Processes.
 
@@ -181,8 +171,8 @@ class Residents:
 
     def _tell_able(self, group: Household) -> None:
         if group.phase == "running":
-            whole = self.script.whole_nodes
-            group.feed(GroupAble(group.born, group.able, group.offer, whole, group.sole))
+            sharding = self._mesh.said(group)
+            group.feed(GroupAble(group.born, group.able, group.offer, sharding))
 
     def _die(self, worker: Worker, exit_code: int, message: str) -> None:
         group = worker.group
@@ -203,6 +193,8 @@ class Residents:
         """The process is no more; some of those that wait for it notice."""
         world, worker.world, worker.stage = worker.world, None, stage
         worker.committed, worker.able = None, False
+        if not any(each.alive for each in worker.group.workers.values()):
+            worker.group.part = NO_PART
         worker.group.lacks = worker.group.lacks or (worker.sole and stage == "dead")
         self.drains.mind(worker.group)
         if world is None:
@@ -214,11 +206,10 @@ class Residents:
                 delay_s = 0.04 + self._rng.random() * 0.02
                 self._clock.after(delay_s, lambda p=peer: self._lose(p, world))  # type: ignore[misc]
 
-    def _lose(self, worker: Worker, world: Gathering) -> None:
+    def _lose(self, worker: Worker, world: Gathering, text: str = _CLOSED) -> None:
         """A collective of the worker has failed."""
         if worker.world is not world or worker.stage not in WAITS_FOR_PEERS:
             return
-        text = "Connection closed by peer [10.0.0.1]"
         if not worker.able:
             self._die(worker, 1, f"RuntimeError: {text}")
             return
@@ -228,8 +219,10 @@ class Residents:
     def _break_off(self, worker: Worker) -> None:
         """The worker leaves its world; a step that it did not apply is not applied any more."""
         world = worker.world
-        if worker.stage == "applying" and world is not None and self._rng.random() < 0.5:
-            self._apply(worker, world)
+        if worker.stage == "applying" and world is not None:
+            worker.ready = self._rng.random() >= 0.5
+            if not worker.ready:
+                self._apply(worker, world)
         self._checks.line.breaks_off(worker)
         worker.world, worker.stage = None, "waiting" if worker.alive else worker.stage
         self.drains.mind(worker.group)
@@ -283,12 +276,18 @@ class Residents:
             self._clock.after(STALL_S, lambda: self._meet(world))
             return
         members = [world.workers[rank] for rank in range(world.size)]
-        known = [w.committed for w in members if w.committed is not None]
-        if known and any(w.group.lacks for w in members):
+        if not self._mesh.seat(world, members):
             for worker in members:
-                self._die(worker, 1, "JobError: all workers that held shard 0 are lost")
+                self._declare(worker)
+                self._lose(worker, world, "no whole replicas")
             return
+        known = [w.committed for w in members if w.committed is not None]
         base = max(known, default=self.saved_step)
+        self._mesh.advance(members, base)
+        if known and self._mesh.is_lost(members, base):
+            for worker in members:
+                self._die(worker, 1, "JobError: all workers that held a shard are lost")
+            return
         world.base, world.from_state, world.began_s = base, bool(known), self._clock.now_s
         self._checks.line.begins(world, members)
         for worker in members:
@@ -305,13 +304,17 @@ class Residents:
     def _healed(self, worker: Worker, world: Gathering) -> None:
         if worker.world is not world or worker.stage != "healing":
             return
-        if worker.committed is None and not world.can_give:
+        if worker.committed is None and not self._mesh.can_give(world, worker):
             return  # Its donor has gone; it hangs until somebody tells.
+        if world.is_uneven:
+            worker.committed = world.base
+            self._mesh.level(world)
+            return
         worker.committed = worker.calls = world.base
         worker.stage, worker.begun, worker.moved_s = "boundary", True, self._clock.now_s
         worker.met = world.fence.round
-        was, worker.sole = worker.sole, self.script.whole_nodes and len(world.hosts) == 1
-        if worker.able and worker.sole != was:
+        was, worker.sole = worker.sole, len(world.hosts) == self.script.span
+        if worker.able and (worker.sole != was or self.script.span > 1):
             self._tell_able(worker.group)
         self._declare(worker)
         self._call(worker, world)
@@ -319,6 +322,8 @@ class Residents:
     def _go_on(self, world: Gathering) -> None:
         if world.all_are("computing") and not world.busy:
             world.busy = True
+            for worker in world.workers.values():
+                worker.ready = False
             self._clock.after(self.script.step_s, lambda: self._reduce(world))
 
     def _reduce(self, world: Gathering) -> None:

@@ -113,10 +113,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, sizes=sizes, spec=spec, plan=plan)
 
 
-def setting_of(
-    seed: int, *, store_backed: bool, in_place: bool = False, whole_nodes: bool = False
-) -> Setting:
-    """Draw the job, its nodes and its faults; with `whole_nodes` the same, of such workers."""
+def setting_of(seed: int, *, store_backed: bool, in_place: bool = False, span: int = 0) -> Setting:
+    """Draw the job, its nodes and its faults; with `span` the same, of sharded state."""
     rng = random.Random(f"setting {seed} {store_backed}" + " in place" * in_place)
     nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
     low = rng.randint(1, nodes)
@@ -139,9 +137,13 @@ def setting_of(
         trap_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0, 100.0)),
         in_place=in_place,
         heal_s=rng.choice((0.05, 0.5, 2.0)) if in_place else 0.0,
-        whole_nodes=whole_nodes,
+        span=span,
     )
     sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))
+    if span > 1:  # Replicas of several nodes are of equal ones, and there is more than one.
+        nodes, most = nodes + span, spec.max_nodes + span
+        sizes = (2,) * nodes
+        spec = msgspec.structs.replace(spec, max_nodes=most)
     spares = (2,) * rng.choice((0, 0, 1, 2))
     return Setting(
         seed=seed,

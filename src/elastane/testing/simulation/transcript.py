@@ -95,6 +95,7 @@ class Play:
             leaves_on_sigterm=False,
             trap_s=0.0,
             in_place=given.get("recovers", "") == "in-place",
+            span=int(given.get("span", "0")),
         )
         mode = given.get("mode", "store")
         seed = random.Random(given.get("seed", "1"))

@@ -46,7 +46,7 @@ class Script:
     trap_s: float  # how long it goes on after SIGTERM otherwise
     in_place: bool = False  # it uses the library: see `residents`
     heal_s: float = 0.5  # what one worker's state takes to another, at the most
-    whole_nodes: bool = False  # those of a node are of use all together, or not at all
+    span: int = 0  # nodes of a replica of a state that is sharded; 0: each worker has the whole
 
 
 class HasHosts(Protocol):

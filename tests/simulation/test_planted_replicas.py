@@ -1,0 +1,54 @@
+"""Bugs planted where a replica is of two nodes, and one of the four is lost in a step's update."""
+
+import pytest
+
+from elastane.core.rendezvous import parts, regroup
+from elastane.core.rendezvous.state import Incident
+from elastane.testing.simulation import residents
+from elastane.testing.simulation.checks import Violation
+from elastane.testing.simulation.transcript import Play
+
+# In this one, those who make no whole replica are the only ones that made the update.
+AHEAD = 209
+
+
+@pytest.fixture(autouse=True)
+def slow_updates(monkeypatch):
+    monkeypatch.setattr(residents, "_APPLY_SHARE", 0.9)
+
+
+def lose_a_node(seed):
+    play = Play()
+    play.do(f"job nodes=2:4 restarts=5 steps=60 recovers=in-place mode=store span=2 seed={seed}")
+    play.do("boot n0 n1 n2 n3"), play.do("run 12")
+    play.do(f"run {seed % 20 / 14}"), play.do("crash n3"), play.do("run 6")
+    assert "make no whole replica, and give way" in play.cluster.story.text()
+    return play
+
+
+def test_whoever_is_ahead_nobody_is_left_out_before_all_are_at_one_step():
+    for seed in range(160, 230):
+        play = lose_a_node(seed)
+        assert play.cluster.checks.nodes_stepped == 2 and not play.cluster.checks.restarts_used
+
+
+def test_survivors_that_make_no_whole_replica_and_are_left_out_at_once_are_found(monkeypatch):
+    monkeypatch.setattr(parts, "_is_level", lambda state: True)
+    with pytest.raises(Violation, match="goes on from step 6 without n2"):
+        lose_a_node(AHEAD)
+
+
+def test_a_world_that_ends_before_all_its_members_are_at_one_step_is_found(monkeypatch):
+    def hasty(state):
+        state.incident = Incident(at_s=state.now_s, reason="give way", planned=True)
+        return regroup.begin(state, "give way")
+
+    monkeypatch.setattr(regroup, "even_out", hasty)
+    with pytest.raises(Violation, match="goes on from step 6 without n2"):
+        lose_a_node(AHEAD)
+
+
+def test_a_world_of_no_whole_replicas_that_does_not_end_is_found(monkeypatch):
+    monkeypatch.setattr(regroup, "even_out", lambda state: False)
+    with pytest.raises(AssertionError, match="give way"):
+        lose_a_node(90)

@@ -1,0 +1,233 @@
+"""Replicas of two nodes each: a world is of whole ones, and whoever is ahead is asked first."""
+
+import pytest
+from core_driver import Driver, job_spec
+from test_core_regroup import able, dies, in_place, kinds, regrouped
+
+from elastane.core.events import Resized
+from elastane.core.messages import Assign, Drain, Heartbeat, Interrupt, Prepare, Stop, Welcome
+from elastane.core.model import Fence
+from elastane.core.sharding import NO_PART, Sharding
+
+
+def says(job, node_id, part, *, level=None, **more):
+    able(job, node_id, sharding=Sharding(span=2, part=part, level=level), **more)
+
+
+def two_replicas(low=2, high=4, **more):
+    """Four nodes: a and c hold the first part, b and d the second."""
+    job = in_place(low=low, high=high, nodes="abcd", **more)
+    for part, node_id in enumerate("abcd"):
+        says(job, node_id, part % 2)
+    job.inbox.clear()
+    return job
+
+
+def lost(job, *node_ids):
+    for node_id in node_ids:
+        job.breaks(node_id)
+    job.passes(0.2, alive=sorted(set("abcd") - {*node_ids}))
+
+
+def test_survivors_that_are_no_whole_replicas_first_come_to_one_step_all_together():
+    job = two_replicas()
+    lost(job, "a")
+    assert [regrouped(job, each)[1:] for each in "bcd"] == [
+        (0, (0, 1), 6),
+        (2, (0, 1), 6),
+        (4, (0, 1), 6),
+    ]
+    fence = job.assigned["b"].fence
+    job.inbox.clear()
+    says(job, "b", 1), says(job, "d", 1), says(job, "c", 0)
+    job.passes(30.0, alive="bcd")
+    assert not any(kinds(job, each) for each in "bcd"), "it makes no steps, and nobody leaves"
+    says(job, "c", 0, level=fence)
+    assert [kinds(job, each) for each in "bcd"] == [[Interrupt, Assign]] * 2 + [[Interrupt]]
+    assert regrouped(job, "b") == (Fence(3, 0), 0, (0, 1), 4)
+    assert regrouped(job, "c") == (Fence(3, 0), 2, (0, 1), 4)
+    assert job.persisted[-1].restarts_used == 0
+
+
+def test_whole_replicas_that_are_left_go_on_at_once():
+    job = two_replicas()
+    lost(job, "a", "d")
+    assert regrouped(job, "b") == (Fence(2, 0), 0, (0, 1), 4)
+    assert regrouped(job, "c") == (Fence(2, 0), 2, (0, 1), 4)
+
+
+@pytest.mark.parametrize(("drained", "stay"), [("abcd", "ab"), ("bcd", "bc"), ("", "abcd")])
+def test_who_is_too_many_gives_way_and_who_came_to_the_boundary_stays(drained, stay):
+    """Who did not in time may lack the last step; and where nobody did, anybody may be ahead."""
+    job = two_replicas()
+    job.handle(Resized(min_nodes=2, max_nodes=2))
+    job.passes(6.0, alive="abcd")
+    assert job.phase == "draining"
+    for node_id in "abcd":
+        job.marks(node_id, 7)
+    for node_id in drained:
+        job.drains(node_id)
+    job.passes(31.0, alive="abcd")
+    there = [member.node_id for member in job.persisted[-1].world.members]
+    assert there == [*stay]
+    job.passes(2.0, alive="abcd")
+    assert job.phase == "running", "it is tried again later"
+
+
+def test_where_nodes_enough_hold_too_few_replicas_some_begin_anew():
+    """Four nodes are asked for, and are there: one holds the first part, three the second."""
+    job = in_place(low=4, high=6, nodes="abcdef")
+    for part, node_id in enumerate("abcdef"):
+        says(job, node_id, part % 2)
+    job.inbox.clear()
+    for node_id in "ac":
+        job.breaks(node_id)
+    job.passes(0.2, alive="bdef")
+    level = job.assigned["b"].fence
+    assert [regrouped(job, each)[3] for each in "bdef"] == [8] * 4
+    job.inbox.clear()
+    says(job, "b", 1), says(job, "d", 1), says(job, "e", 0, level=level)
+    assert [kinds(job, each) for each in "bdef"] == [[Interrupt]] * 3 + [[Interrupt, Stop]]
+    job.stops("f"), job.warms("f")
+    assert kinds(job, "f")[-1] is Prepare
+    job.assigned["f"] = job.got("f", Prepare)[-1].assignment
+    says(job, "f", NO_PART)
+    assert [regrouped(job, each)[3] for each in "bdef"] == [8] * 4
+    assert job.persisted[-1].restarts_used == 0
+
+
+def test_where_nodes_are_too_few_all_wait_with_what_they_hold():
+    job = in_place(low=4, high=6, nodes="abcd")
+    for part, node_id in enumerate("abcd"):
+        says(job, node_id, part % 2)
+    job.inbox.clear()
+    lost(job, "a")
+    assert [kinds(job, each) for each in "bcd"] == [[Interrupt]] * 3
+    job.join("e"), job.warms("e")
+    job.assigned["e"] = job.got("e", Prepare)[-1].assignment
+    says(job, "e", NO_PART)
+    assert [regrouped(job, each)[3] for each in "bcde"] == [8] * 4
+
+
+def left_with_one():
+    """A world of b and c; d waits, as it was too many."""
+    job = two_replicas()
+    lost(job, "a")
+    says(job, "b", 1), says(job, "d", 1), says(job, "c", 0, level=job.assigned["c"].fence)
+    fence = job.assigned["b"].fence
+    for part, node_id in ((1, "b"), (0, "c")):
+        says(job, node_id, part)
+        job.says(node_id, Heartbeat(fence=fence, progress=9, met=fence.round))
+    job.inbox.clear()
+    return job
+
+
+def test_who_waits_goes_on_once_there_is_another_for_its_replica():
+    job = left_with_one()
+    job.join("e"), job.warms("e")
+    assert kinds(job, "e")[-1] is Prepare
+    states = {node.node_id: node.state for node in job.machine.report().nodes}
+    assert states == {"b": "running", "c": "running", "d": "spare", "e": "warming up"}
+    says(job, "e", -1)
+    job.passes(2.5, alive="bcde")
+    assert kinds(job, "b") == kinds(job, "c") == [Drain]
+    for node_id in "bc":
+        job.marks(node_id, 7)
+    for node_id in "bc":
+        job.drains(node_id)
+    assert [regrouped(job, each)[1] for each in "bcde"] == [0, 2, 4, 6]
+    assert job.assigned["e"].world_size == 8
+
+
+def test_a_single_arrival_of_which_no_replica_comes_waits():
+    job = in_place(low=2, high=4, nodes="ab")
+    says(job, "a", 0), says(job, "b", 1)
+    job.inbox.clear()
+    job.join("c"), job.warms("c")
+    says(job, "c", -1)
+    job.passes(30.0, alive="abc")
+    assert Drain not in kinds(job, "a") + kinds(job, "b")
+
+
+def test_spares_whose_parts_are_in_the_way_begin_anew():
+    job = left_with_one()
+    job.join("e"), job.warms("e")
+    says(job, "e", 1)  # It has waited since an older world, as d has.
+    assert kinds(job, "d") + kinds(job, "e") == [Welcome, Prepare, Stop]
+
+
+def test_where_a_part_of_the_state_is_lost_all_begin_from_what_was_saved():
+    job = two_replicas()
+    lost(job, "a", "c")
+    assert kinds(job, "b") == kinds(job, "d") == [Stop]
+
+
+def test_so_they_do_where_a_worker_is_lost_that_alone_held_its_shard():
+    job = left_with_one()
+    dies(job, "c", local_rank=1)
+    assert kinds(job, "b")[-1] is Stop
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_replica_of_more_nodes_than_the_job_may_have_is_told_at_once(in_time):
+    job = in_place(low=2, high=2, nodes="ab") if in_time else Driver(job_spec())
+    if in_time:
+        able(job, "a", "b", sharding=Sharding(span=4))
+        dies(job, "a")
+    else:
+        job.join("a"), job.join("b")
+        able(job, "a", sharding=Sharding(span=4))
+        dies(job, "b")
+        job.passes(1.0, alive="ab")
+        job.stops("a", "b")
+    assert job.persisted[-1].outcome.slug == "job-mesh"
+    assert "of 4 nodes, and the job has 2 at most" in job.persisted[-1].outcome.reason
+
+
+def test_a_job_that_begins_with_too_many_for_whole_replicas_leaves_one_out():
+    job = in_place(low=1, high=3, nodes="abc")
+    able(job, "a", "b", "c", sharding=Sharding(span=2))
+    job.inbox.clear()
+    dies(job, "c")  # anything that ends the world in which they could not meet
+    assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 4)
+    assert kinds(job, "c")[-1] is not Assign
+
+
+def test_a_new_coordinator_hears_how_many_nodes_a_replica_has():
+    before = two_replicas()
+    after = Driver(before.spec, before.persisted[-1], store_backed=True)
+    after.assigned |= before.assigned
+    for part, node_id in enumerate("abcd"):
+        holding = before.holding(
+            node_id, able=(0, 1), in_place=True, sharding=Sharding(span=2, part=part % 2)
+        )
+        after.join(node_id, holding=holding)
+    after.join("e"), after.warms("e")
+    after.passes(30.0, alive="abcde")
+    assert after.phase == "running" and len(after.persisted[-1].world.members) == 4
+
+
+def test_where_all_begin_anew_another_mesh_may_be_of_another_size():
+    job = two_replicas(low=1)
+    lost(job, "a", "c")
+    job.stops("b", "d")
+    job.passes(6.0, alive="bd")
+    job.breaks("d")
+    job.passes(0.2, alive="b")
+    job.stops("b")
+    assert [member.node_id for member in job.persisted[-1].world.members] == ["b"]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_new_coordinator_goes_on_evening_a_world_out(part):
+    before = two_replicas()
+    lost(before, "a")
+    after = Driver(before.spec, before.persisted[-1], store_backed=True)
+    after.assigned |= before.assigned
+    fence = before.assigned["b"].fence
+    for node_id, held in (("b", 1), ("c", 0), ("d", 1)):
+        level = fence if held == part else None
+        sharding = Sharding(span=2, part=held, level=level)
+        holding = before.holding(node_id, able=(0, 1), in_place=True, sharding=sharding)
+        after.join(node_id, holding=holding)
+    assert regrouped(after, "b") == (Fence(3, 0), 0, (0, 1), 4)
