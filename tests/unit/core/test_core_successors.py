@@ -89,3 +89,18 @@ def test_so_it_is_where_its_node_has_not_heard_of_its_world_either():
     after.join("a", holding=Holding(assignment=first, **lost))
     after.join("b", holding=holding(after, "b", able=(0,)))
     assert kinds(after, "a").count(Prepare) == 1
+
+
+def test_so_it_is_where_it_came_before_anybody_knew_that_the_world_recovers_in_place():
+    before = in_place()
+    before.join("c"), before.warms("c")
+    beside = before.got("c", Prepare)[-1].assignment
+    job = Driver(job_spec(1, 3, 3))
+    job.join("a")
+    job.passes(4.0, alive="a")
+    job.machine._state.ends_before["c"] = ("1", {1: 77})
+    lost = {"failures": (failure(1, 77),), "state": "failed", "able": (0,), "in_place": True}
+    job.join("c", holding=Holding(assignment=beside, **lost))
+    assert not kinds(job, "c").count(Prepare)
+    able(job, "a")
+    assert kinds(job, "c").count(Prepare) == 1

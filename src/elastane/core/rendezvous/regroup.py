@@ -54,6 +54,8 @@ def able(state: State, node: Node, workers: tuple[int, ...]) -> None:
     if state.phase in (Phase.RUNNING, Phase.DRAINING) and not (state.in_place or state.unable):
         state.in_place = True
         state.tell(EventKind.IN_PLACE, "all workers recover in place from now on")
+        for waits in [each for each in state.nodes.values() if each.waiting]:
+            successors.follow(state, waits)  # Nobody could when it came.
 
 
 def is_in_place(state: State) -> bool:
