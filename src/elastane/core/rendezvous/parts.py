@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def heard(state: State, node: Node) -> None:
     """Take note of how many nodes a replica is."""
+    # While all begin anew, what comes late is said of the mesh before.
     if node.sharding is not None and state.phase is not Phase.FORMING:
         state.span = max(state.span, node.sharding.span)
 
