@@ -72,3 +72,39 @@ def test_a_node_that_dies_is_replaced_without_waiting_for_its_eviction(cluster, 
     node.start()
     job.wait_pods("the dead one is gone", lambda pods: len(pods) == 2)
     wait_log(cluster.plane, job.space, "train-worker-1", "elastane")
+
+
+def test_a_pod_that_is_killed_is_replaced_while_the_others_go_on_in_their_processes(
+    cluster, operator, make_job
+):
+    cluster.add("a")
+    job = make_job()
+    job.apply(replicas=3, low=1, high=3)
+    job.wait_step(world=3)
+    before = workers(job)
+    cluster.tell(job.space, "train-worker-1", "signal", number=9)
+    after = wait_new_worker(job, 1, before)
+    kept = ("train-worker-0", "train-worker-2")
+    assert {n: after[n] for n in kept} == {n: before[n] for n in kept}
+    job.kubectl("delete", "pod", "train-worker-2", "--wait=false")
+    wait_new_worker(job, 2, after)
+    status = job.get()["status"]
+    assert status["restarts"] >= 1
+    assert "signal 9" in job.kubectl("get", "events")
+
+
+def wait_new_worker(job, index, before):
+    """Wait until three train, and the worker of that pod is another one; returns all."""
+    name = f"train-worker-{index}"
+
+    def is_new(seen):
+        return _world(seen) == 3 and workers(job).get(name) not in (None, before[name])
+
+    job.wait(f"{name} trains again", is_new)
+    job.wait_step(world=3)
+    return workers(job)
+
+
+def _world(seen):
+    last = newest(seen)
+    return last[0].world if last else 0

@@ -325,6 +325,7 @@ def test_replicas_of_two_nodes_each_are_lost_and_come_back_whole(tmp_path):
         assert not job.cluster.events("restart")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(200)
 def test_survivors_of_a_replica_over_nodes_make_the_step_that_others_have_made(tmp_path):
     job = Sharding(tmp_path, 2, CUT, nnodes="2:4", nproc_per_node=1)
