@@ -42,7 +42,8 @@ def test_several_processes_play_the_same_histories(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["--seeds", "0"], ["--without", "x"], ["--transcript", "/nowhere.md"]]
+    "words",
+    [["--seeds", "0"], ["--span", "-1"], ["--without", "x"], ["--transcript", "/nowhere.md"]],
 )
 def test_what_cannot_be_played_is_an_error_of_usage(words, capsys):
     assert main(["sim", *words]) == 2

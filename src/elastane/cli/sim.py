@@ -39,11 +39,12 @@ def main(args: argparse.Namespace) -> int:
     """Play; 1 where a history broke what must hold, and its story is told."""
     if args.transcript:
         return _transcript(args.transcript)
-    if args.seeds < 1 or args.jobs < 1 or args.nodes < 0 or args.seed < 0:
+    if min(args.seeds, args.jobs) < 1 or min(args.nodes, args.seed, args.span) < 0:
         raise UsageError(
-            f"--seed {args.seed} --seeds {args.seeds} --jobs {args.jobs} --nodes {args.nodes}",
+            f"--seed {args.seed} --seeds {args.seeds} --jobs {args.jobs} --nodes {args.nodes}"
+            f" --span {args.span}",
             slug="usage",
-            expected="a seed from 0 on, at least one seed and one process",
+            expected="a seed from 0 on, at least one seed and one process, nodes of a replica",
         )
     if args.story or args.without or args.nodes:
         return _tell(args)
