@@ -74,8 +74,8 @@ def chosen(
     ids = {one.node.id for one in whole}
     if _is_level(state) or all(one.node.id in ids for one in holders):
         return whole
-    enough = max(len(whole), len(found) // state.span * state.span) >= fewest_nodes(state)
-    return holders if enough else whole
+    could = len(found) // state.span * state.span
+    return holders if could >= fewest_nodes(state) else whole
 
 
 def are_whole(state: State, found: Sequence[Contingent]) -> bool:

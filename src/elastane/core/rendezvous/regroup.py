@@ -331,7 +331,7 @@ def _contingents(state: State) -> list[Contingent]:
         # among themselves: one of them will do.
         inside = sum(state.is_member(one.node) for one in staying)
         most = max(most, min(inside + 1, len(staying)))
-    # Of those who did not come to a boundary in time (`sizing`) none may know the last step.
+    # Who came to the boundary stays first: the others may lack the last step (`drained_late`).
     level = sorted(staying, key=lambda o: not (state.is_member(o.node) and o.node.drained))
     chosen = {one.node.id for one in parts.chosen(state, level, coming, most)}
     return [one for one in staying + coming if one.node.id in chosen]
