@@ -144,18 +144,41 @@ def test_a_killed_keeper_is_told_and_another_takes_its_place(node):
     assert "keeper-lost" in node.words
 
 
-def test_the_answer_to_a_keep_is_taken_later_and_tells_how_the_writing_stands(node, tmp_path):
+def test_the_answer_to_a_keep_is_taken_later_and_names_the_next_slot(node):
     worker = Worker()
-    assert not worker.keeper.progress(fresh=False).busy, "nothing was kept: it is asked"
-    worker.save(1, persist_to(tmp_path / "store"))
-    assert worker.keeper.progress(fresh=False).writing == Key(0, 1, 0, 1)
-    worker.keeper.wait(Key(0, 1, 0, 1), DEADLINE_S)
-    assert worker.keeper.progress(fresh=False).writing == Key(0, 1, 0, 1), "as of then"
+    worker.save(1)
     assert worker.keeper.grant(1.0) == worker.keeper.grant(1.0), "the same until it is kept"
     other = Worker()
     worker.save(2)
     worker.keeper.close()
     until(lambda: other.steps() == [2, 1], "what was said is heard")
+
+
+def test_what_was_asked_ahead_is_the_answer_for_as_long_as_it_can_be_so(node, tmp_path):
+    worker, fence = Worker(), (1, 0)
+    worker.keeper.ask_ahead(fence)
+    assert not worker.keeper.progress(fence).busy
+    worker.save(1, persist_to(tmp_path / "store"))
+    worker.keeper.ask_ahead(fence)
+    worker.keeper.ask_ahead(fence)
+    key = Key(0, 1, 0, 1)
+    until(lambda: worker.keeper.progress(fence).published == key, "an old answer does not last")
+    worker.keeper.ask_ahead(fence)
+    worker.keeper.ask_ahead((2, 0))
+    assert worker.keeper.progress(fence).published == key, "asked for another round"
+    slot = worker.keeper.grant(DEADLINE_S)
+    worker.keeper.keep(slot, snapshot(2, SLOT_BYTES * 2, None))
+    worker.keeper.ask_ahead(fence)
+    with pytest.raises(ValueError, match=r"\w"):
+        worker.keeper.progress(fence)
+    assert worker.keeper.progress(fence).published == key
+    assert worker.steps() == [1]
+    pid = node.keeper
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid), "it is gone")
+    worker.keeper.ask_ahead(fence)
+    with pytest.raises(ConnectionError, match="lost"):
+        worker.keeper.progress(fence)
 
 
 def test_a_question_that_was_interrupted_has_no_answer_for_the_next(node, monkeypatch):

@@ -8,14 +8,18 @@ torch.distributed.checkpoint gives the same state: keys and indices, with dots b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 import torch
 
+from elastane.checkpoint.dcp import frozen
 from elastane.checkpoint.layout import Chunk, Tensor, name_of
 from elastane.comms.state import Flattening, Path, spelled
 from elastane.errors import CheckpointError
+
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class Captured:
@@ -42,7 +46,7 @@ class Captured:
             self._add(number, tensor, local.shards.get(path), path)
         self._state = state
         self.is_sharded = bool(local.shards)
-        self._kinds = [(tensor.dtype, tensor.shape) for tensor in self.tensors]
+        self._kinds = _kinds(self.tensors)
         self._identity = b""
         self._named: tuple[list[str], dict[str, tuple[Any, ...]]] | None = None
 
@@ -54,7 +58,7 @@ class Captured:
         if self.is_sharded or not self._flattening.again(state):
             return False
         parts = self._flattening.parts
-        if [(tensor.dtype, tensor.shape) for tensor in parts.tensors] != self._kinds:
+        if _kinds(parts.tensors) != self._kinds:
             return False
         self.tree, self.tensors, self.originals = parts.tree, parts.tensors, parts.tensors
         self._state = state
@@ -85,6 +89,23 @@ class Captured:
             self._named = _named(self._state)
         plain, paths = self._named
         return {name: _at(self._state, paths[name]) for name in plain}, paths
+
+    def small(self) -> Small:
+        """Return what is no tensor, which may change from now on."""
+        leaves, paths = self.leaves()
+        return Small(self.tree, {name: frozen(leaf) for name, leaf in leaves.items()}, paths)
+
+
+def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[torch.Size]]:
+    return [*map(_DTYPE, tensors)], [*map(_SHAPE, tensors)]
+
+
+class Small(msgspec.Struct, frozen=True):
+    """What a save writes beside the tensors, as it was then."""
+
+    tree: bytes
+    leaves: dict[str, Any]  # frozen
+    paths: dict[str, tuple[Any, ...]]
 
 
 class _Shard(msgspec.Struct, frozen=True):

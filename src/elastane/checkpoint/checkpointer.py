@@ -222,7 +222,7 @@ class Checkpointer:
     def _settle(self) -> None:
         """Wait until what is being copied may change."""
         if self._saver is not None:
-            self._saver.copier.settle()
+            self._saver.settle()
 
     def _tell_failures(self, failures: Sequence[Failed]) -> None:
         if environment.get("LOCAL_RANK", "0") != "0":

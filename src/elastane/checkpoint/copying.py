@@ -11,10 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import compress
+from operator import attrgetter, not_
 
 import torch
 
 SLUG = "checkpoint-overlap"
+_VERSION = attrgetter("_version")
 _log = logging.getLogger("elastane.checkpoint")
 
 
@@ -28,8 +31,8 @@ class Copier:
 
     def copy(
         self,
-        places: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
+        places: list[torch.Tensor],
+        sources: list[torch.Tensor],
         late: Sequence[bool],
         done: Callable[[], None],
     ) -> None:
@@ -38,23 +41,24 @@ class Copier:
         `done` is called when all is copied, perhaps by another thread.
         """
         self.settle()
-        pairs = [*zip(places, sources, late, strict=True)]
-        overlaps = self.may_overlap and any(late)
-        _copy([(place, source) for place, source, is_late in pairs if not (overlaps and is_late)])
-        if not overlaps:
+        if not (self.may_overlap and any(late)):
+            _copy(places, sources)
             done()
             return
-        rest = [(place, source) for place, source, is_late in pairs if is_late]
-        versions = [source._version for _, source in rest]
+        now = [*map(not_, late)]
+        _copy([*compress(places, now)], [*compress(sources, now)])
+        rest = [*compress(places, late)], [*compress(sources, late)]
+        versions = [*map(_VERSION, rest[1])]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="elastane-copy")
-        self._running = self._pool.submit(self._copy_rest, rest, versions, done)
+        self._running = self._pool.submit(self._copy_rest, *rest, versions, done)
 
-    def settle(self) -> None:
-        """Wait until the sources may change again."""
+    def settle(self) -> bool:
+        """Wait until the sources may change again; returns whether something was being copied."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
+        return running is not None
 
     def close(self) -> None:
         """Wait, and end the thread."""
@@ -64,12 +68,13 @@ class Copier:
 
     def _copy_rest(
         self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        places: list[torch.Tensor],
+        sources: list[torch.Tensor],
         versions: Sequence[int],
         done: Callable[[], None],
     ) -> None:
-        _copy(pairs)
-        if [source._version for _, source in pairs] != versions:
+        _copy(places, sources)
+        if [*map(_VERSION, sources)] != versions:
             self.may_overlap = False
             _log.warning(
                 "parameters were changed outside of an optimizer's step while they were saved:"
@@ -83,7 +88,7 @@ class Copier:
             _log.warning("a save is lost: %s [keeper-lost]", error)
 
 
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pairs:
+def _copy(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if places:
         with torch.no_grad():
-            torch._foreach_copy_([place for place, _ in pairs], [source for _, source in pairs])
+            torch._foreach_copy_(places, sources)

@@ -35,28 +35,38 @@ class Plain:
         self._written: dict[str, tuple[Any, bytes]] = {}
 
     def written(self, leaves: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return each leaf's bytes; one that cannot be pickled is left out."""
+        """Return the bytes of each of the leaves, which are `frozen`, but of what has none."""
         found = {}
         for name, value in leaves.items():
             before = self._written.get(name)
             if before is None or not _equal(before[0], value):
-                data = _saved(value)
+                data = value.data if isinstance(value, _Saved) else _saved(value)
                 if data is None:
                     continue
-                before = self._written[name] = (_kept(value), data)
+                before = self._written[name] = (value, data)
             found[name] = before[1]
         return found
 
 
-class _Never:
-    """Equal to nothing: what it stands for may change unseen."""
+class _Saved(NamedTuple):
+    """The bytes of what is no plain data; None where it cannot be pickled."""
+
+    data: bytes | None
 
 
-def _kept(value: object) -> object:
-    """Return a copy of plain data that `_equal` can compare with."""
+def frozen(leaf: Any) -> Any:
+    """Return a leaf as it is now, whatever becomes of it: plain data, or its bytes."""
+    if type(leaf) in _SCALARS:
+        return leaf
+    if (type(leaf) is list or type(leaf) is tuple) and _is_plain(leaf):
+        return type(leaf)(map(frozen, leaf))
+    return _Saved(_saved(leaf))
+
+
+def _is_plain(value: Any) -> bool:
     if type(value) is list or type(value) is tuple:
-        return type(value)(map(_kept, value))
-    return value if isinstance(value, _SCALARS) else _Never()
+        return all(map(_is_plain, value))
+    return type(value) in _SCALARS
 
 
 def _equal(kept: object, value: object) -> bool:

@@ -11,12 +11,13 @@ import torch
 import xxhash
 
 import elastane
-from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.capture import Captured, Small
 from elastane.checkpoint.dcp import METADATA, PLAIN, Plain, metadata
 from elastane.checkpoint.layout import Layout
 from elastane.checkpoint.shares import Share
 from elastane.checkpoint.slots import Slot, Sources
 from elastane.checkpoint.stored import LAYOUT, STATE, Stored, encoded
+from elastane.checkpoint.subject import World
 from elastane.core.checkpoints import Key
 from elastane.keeper.client import Keeper
 from elastane.keeper.messages import Persist, Replica, Snapshot
@@ -45,7 +46,6 @@ class Told(msgspec.Struct, frozen=True):
     """
 
     nonce: str
-    streams: bytes
     durable: bool
     copied: bool = False
     safe: str = ""
@@ -53,15 +53,21 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Plan:
-    """One rank's, for one layout and one set of ranks."""
+    """One rank's, for one layout and one set of ranks. `captured` is the first state of it."""
 
     def __init__(
-        self, keeper: Keeper, where: str, layout: Layout, share: Share, world: int
+        self,
+        keeper: Keeper,
+        where: str,
+        layout: Layout,
+        share: Share,
+        captured: Captured,
+        world: World,
     ) -> None:
         self._keeper, self._where = keeper, where
         self.layout, self.share = layout, share
-        self.sources = Sources(layout, share)
-        self._world = world
+        self.sources = Sources(layout, share, captured, world.optimizers())
+        self._world = world.members().size
         slots = SLOTS_WITH_COPIES if share.door else SLOTS
         fds = keeper.slots(slots, max(1, share.end - share.first))
         self._slots = [Slot(fd, layout, share) for fd in fds]
@@ -73,11 +79,12 @@ class Plan:
         """Return the slot that the keeper has granted."""
         return self._slots[number]
 
-    def snapshot(self, captured: Captured, key: Key, order: Order, more: Told) -> Snapshot:
-        """Return what the keeper is told of a save."""
+    def snapshot(
+        self, small: Small | None, streams: bytes, key: Key, order: Order, more: Told
+    ) -> Snapshot:
+        """Return what the keeper is told of a save; `small` is for the first rank of each node."""
         share = self.share
-        first = share.local == 0
-        files, digest = self._small_files(captured, key.step, order) if first else ({}, "")
+        files, digest = self._small_files(small, key.step, order) if small else ({}, "")
         return Snapshot(
             key=key,
             nonce=more.nonce,
@@ -88,9 +95,9 @@ class Plan:
             image_bytes=self.layout.image_bytes,
             files=files,
             layout=digest,
-            streams=more.streams,
+            streams=streams,
             replicated=self.layout.replicated,
-            together="" if self.layout.replicated else more.together,
+            together=more.together,
             persist=self._persist(order) if more.durable else None,
             replica=self._replica(more),
         )
@@ -101,17 +108,14 @@ class Plan:
             return None
         return Replica(share.door if more.copied else "", share.group, more.safe)
 
-    def _small_files(
-        self, captured: Captured, step: int, order: Order
-    ) -> tuple[dict[str, bytes], str]:
+    def _small_files(self, small: Small, step: int, order: Order) -> tuple[dict[str, bytes], str]:
         """Return the files that change with each save, and the digest of those that seldom do."""
-        leaves, paths = captured.leaves()
-        written = self._plain.written(leaves)
-        stored = Stored(captured.tree, self.share.all_ranges, step, self._world)
+        written = self._plain.written(small.leaves)
+        stored = Stored(small.tree, self.share.all_ranges, step, self._world)
         files = {STATE: encoded(stored), PLAIN: b"".join(written.values())}
         sizes = tuple(map(len, written.values()))
         if self._index is None or self._index[0] != sizes:
-            index = metadata(self.layout, [*self.share.all_ranges], written, paths)
+            index = metadata(self.layout, [*self.share.all_ranges], written, small.paths)
             seldom = {LAYOUT: self._layout, METADATA: index}
             digest = xxhash.xxh3_128_hexdigest(b"".join(seldom.values()))
             self._keeper.layout(digest, seldom, self._gasp(order))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -89,7 +90,7 @@ class Saver:
     def agree(self, captured: Captured, order: Order, word: int) -> list[Agreed]:
         """Return what all ranks say; CheckpointError where they save different steps."""
         members = self._world.members()
-        self.copier.settle()
+        self.settle()
         busy = self._is_busy() or not self._place.look()
         standing = msgspec.msgpack.encode(self._standing)
         copied = [int(nonce, 16) for nonce in reversed(self.progress.copied)] + [0, 0]
@@ -119,6 +120,11 @@ class Saver:
                 slug="checkpoint-ranks",
             )
         return heard
+
+    def settle(self) -> None:
+        """Wait until what is being copied may change; the keeper is asked for the next save."""
+        if self.copier.settle():
+            self.keeper.ask_ahead(self._world.fence)
 
     def _is_busy(self) -> bool:
         """Whether the keeper is still writing; one that is lost is followed by another."""
@@ -158,30 +164,28 @@ class Saver:
         layout, share = self._share_out(captured, heard)
         self._look_back(heard)
         nonce = heard[0].nonce
+        streams = self._streams(share)
         told = Told(
             nonce=_word(nonce),
-            streams=self._streams(share),
             durable=durable,
             copied=not any(each.copying for each in heard),
             safe=_word(self._safe),
-            together=_word(self._together),
+            together="" if layout.replicated else _word(self._together),
         )
         buffers = self._buffers(captured) if layout.replicated else {}
         # From here on nothing is exchanged: what fails, fails on this rank alone.
         keeper = self.keeper
         if self._plan is None:
-            self._plan = Plan(keeper, self._where, layout, share, len(heard))
-        plan = self._plan
-        plan.sources.find(captured, self._world.optimizers())
-        snapshot = plan.snapshot(captured, key, order, told)
-        slot = keeper.grant(GRANT_S, snapshot.together)
-        sources = plan.sources
+            self._plan = Plan(keeper, self._where, layout, share, captured, self._world)
+        plan, sources = self._plan, self._plan.sources
+        small = captured.small() if share.local == 0 else None
+        slot = keeper.grant(GRANT_S, told.together)
 
         def keep() -> None:
-            keeper.keep(slot, snapshot)
+            keeper.keep(slot, plan.snapshot(small, streams(), key, order, told))
             self._kept = nonce
 
-        views = sources.with_others(buffers)
+        views = sources.views(captured.tensors, buffers)
         self.copier.copy(plan.slot(slot).places, views, sources.late, keep)
         self.blocked_s = time.monotonic() - began_s
         return key, durable
@@ -228,15 +232,18 @@ class Saver:
             found[number], at = part.view(like.dtype).view(like.shape), at + data.numel()
         return found
 
-    def _streams(self, share: Share) -> bytes:
-        """Return this rank's random streams; all ranks' where another node may have to give."""
-        members = self._world.members()
-        own = (members.rank, RandomStreams().packed())
+    def _streams(self, share: Share) -> Callable[[], bytes]:
+        """Take this rank's random streams; all ranks' where another node may have to give.
+
+        Returns what packs them as they are now.
+        """
+        members, own = self._world.members(), RandomStreams()
         several = share.parts > 1 and members.size <= STREAMS_RANKS_MAX
         if share.places == 1 and not several:
-            return msgspec.msgpack.encode([own])
-        heard = members.texts(own[1])
-        return msgspec.msgpack.encode([*enumerate(heard)] if share.local == 0 else [])
+            rank = members.rank
+            return lambda: msgspec.msgpack.encode([(rank, own.packed())])
+        heard = members.texts(own.packed())
+        return lambda: msgspec.msgpack.encode([*enumerate(heard)] if share.local == 0 else [])
 
     def _share_out(self, captured: Captured, heard: list[Agreed]) -> tuple[Layout, Share]:
         """Return the layout and this rank's share; exchanged anew where something has changed."""

@@ -39,42 +39,39 @@ class Slot:
 
 
 class Sources:
-    """The parts of a state's tensors that one share wants; kept while the tensors stay."""
+    """The parts of a state's tensors that one share wants, in the order of a slot's places."""
 
-    def __init__(self, layout: Layout, share: Share) -> None:
-        self._pieces = layout.within(share.first, share.end)
-        self._known: list[tuple[int, tuple[int, ...]]] = []
-        self.views: list[torch.Tensor] = []
-        self.late: list[bool] = []
-
-    def find(self, captured: Captured, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Set `views`, what is to be copied in the order of a slot's places, and `late`.
-
-        What is late changes in an optimizer's step alone.
-        """
-        now = [(tensor.data_ptr(), tensor.stride()) for tensor in captured.tensors]
-        if now == self._known:
-            return
-        chunks = {chunk.tensor: chunk for chunk in captured.chunks}
-        self.views = [
-            part_of(captured.tensors[piece.tensor], piece, chunks[piece.tensor].offsets)
-            for piece in self._pieces
+    def __init__(
+        self,
+        layout: Layout,
+        share: Share,
+        captured: Captured,
+        optimizers: Iterable[torch.optim.Optimizer],
+    ) -> None:
+        pieces = layout.within(share.first, share.end)
+        self._numbers = [piece.tensor for piece in pieces]
+        offsets = {chunk.tensor: chunk.offsets for chunk in captured.chunks}
+        self._parts = [
+            (at, piece, offsets[piece.tensor])
+            for at, piece in enumerate(pieces)
+            if tuple(captured.tensors[piece.tensor].shape) != piece.shape
         ]
         stepped = _stepped(optimizers)
         on_cpu = all(tensor.device.type == "cpu" for tensor in captured.tensors)
-        self.late = [on_cpu and now[piece.tensor][0] in stepped for piece in self._pieces]
-        self._known = now
+        is_stepped = [tensor.data_ptr() in stepped for tensor in captured.tensors]
+        # What changes in an optimizer's step alone.
+        self.late = [on_cpu and is_stepped[number] for number in self._numbers]
 
-    def with_others(self, others: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return `views`, with these tensors, by number, in the place of this rank's own."""
-        if not others:
-            return self.views
-        return [
-            part_of(others[piece.tensor], piece, (0,) * len(piece.shape))
-            if piece.tensor in others
-            else view
-            for piece, view in zip(self._pieces, self.views, strict=True)
-        ]
+    def views(
+        self, tensors: Sequence[torch.Tensor], others: Mapping[int, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return them, of these `tensors`; `others`, by number, are taken in place of those."""
+        if others:
+            tensors = [others.get(number, own) for number, own in enumerate(tensors)]
+        found = [tensors[number] for number in self._numbers]
+        for at, piece, offsets in self._parts:
+            found[at] = part_of(found[at], piece, offsets)
+        return found
 
 
 def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:

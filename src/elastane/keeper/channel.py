@@ -20,6 +20,7 @@ _LENGTH_BYTES = 4
 # The kernel takes no more than 253 at once (SCM_MAX_FD).
 _DESCRIPTORS_AT_ONCE = 200
 _PIECE_BYTES = 1 << 20
+_JOINED_BYTES_MAX = 64 << 10
 
 
 class Channel:
@@ -37,8 +38,12 @@ class Channel:
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a frame and what comes beside it."""
         self._end.settimeout(KEEPER_STALL_S)
-        self._end.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little"))
-        self._end.sendall(frame)
+        head = len(frame).to_bytes(_LENGTH_BYTES, "little")
+        if len(frame) <= _JOINED_BYTES_MAX:
+            self._end.sendall(head + frame)  # The other end is woken once.
+        else:
+            self._end.sendall(head)
+            self._end.sendall(frame)
         for at in range(0, len(descriptors), _DESCRIPTORS_AT_ONCE):
             some = descriptors[at : at + _DESCRIPTORS_AT_ONCE]
             socket.send_fds(self._end, [b"\0"], list(some))

@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from elastane.runtime import environment
 # Between two looks at what one waits for: the first, and the longest.
 _PAUSE_S = 0.001
 _PAUSE_MAX_S = 0.05
+# So long a keeper is taken for busy that was busy when it was asked ahead.
+_BUSY_S = 0.05
 A = TypeVar("A")
 
 
@@ -68,8 +71,10 @@ class Keeper:
         self._pid = os.getpid()
         self._lost = ""
         self._slots: tuple[int, ...] = ()
-        self._owes = False  # the answer to `keep` has not been taken yet
-        self._kept: messages.Kept | None = None
+        self._owed: deque[type[messages.Answer]] = deque()  # answers that were not taken yet
+        self._spare: int | None = None  # the slot that came with the answer to the last `keep`
+        self._ahead: Progress | None = None  # the answer to a question that was asked ahead
+        self._asked, self._asked_s = (0, 0), 0.0
         self.id = self.door = ""
         self.survives = False
 
@@ -113,7 +118,7 @@ class Keeper:
         request = messages.Slots(count, slot_bytes)
         with self._lock:
             answer, descriptors = self._exchange(request, KEEPER_SLOTS_S)
-            self._slots, self._kept = _as(answer, messages.HasSlots).slots, None
+            self._slots, self._spare = _as(answer, messages.HasSlots).slots, None
         return descriptors
 
     def grant(self, timeout_s: float, together: str = "") -> int:
@@ -155,19 +160,32 @@ class Keeper:
         with self._lock:
             self._settle()
             self._say(messages.Keep(self._slots[slot], snapshot))
-            self._owes = True
+            self._spare = None
+            self._owed.append(messages.Granted)
 
-    def progress(self, fence: tuple[int, int] = (0, 0), *, fresh: bool = True) -> Progress:
-        """Return how the writing stands; unless `fresh`, as of the last `keep` if there was one.
+    def ask_ahead(self, fence: tuple[int, int]) -> None:
+        """Have the next `progress` wait for no answer; never fails: the next question does.
+
+        Where something is being done by now, that is so for an optimizer's step alone.
+        """
+        with self._lock, contextlib.suppress(ConnectionError):
+            self._say(messages.Ask(fence))
+            self._owed.append(messages.Stands)
+            self._asked, self._asked_s = fence, time.monotonic()
+
+    def progress(self, fence: tuple[int, int] = (0, 0)) -> Progress:
+        """Return how the writing stands.
 
         `fence` is the round and attempt of the worker: what an older one writes is then waited for
         no longer than it has to be.
         """
-        if not fresh:
-            with self._lock:
-                self._settle()
-                if self._kept is not None:
-                    return self._kept.progress
+        with self._lock:
+            self._settle()
+            ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._asked == fence:
+            is_idle = not (ahead.busy or ahead.copying)
+            if is_idle or time.monotonic() - self._asked_s < _BUSY_S:
+                return ahead
         return self._ask(messages.Ask(fence), messages.Stands).progress
 
     def wait(self, key: Key, timeout_s: float) -> Progress:
@@ -226,17 +244,18 @@ class Keeper:
         """Return the slot that came with the answer to the last `keep`, once."""
         with self._lock:
             self._settle()
-            slot = self._kept.slot if self._kept is not None else None
-            if self._kept is not None:
-                self._kept = messages.Kept(None, self._kept.progress)
+            slot, self._spare = self._spare, None
             return slot
 
     def _settle(self) -> None:
-        """Take the answer to the last `keep`; the lock is held."""
-        if self._owes:
-            self._owes = False
-            self._kept = None
-            self._kept = _as(self._heard(KEEPER_ANSWER_S)[0], messages.Kept)
+        """Take the answers that were not waited for; the lock is held."""
+        while self._owed:
+            kind = self._owed.popleft()  # also of one that is refused
+            match _as(self._heard(KEEPER_ANSWER_S)[0], kind):
+                case messages.Granted(slot=slot):
+                    self._spare = slot
+                case messages.Stands(progress=progress):
+                    self._ahead = progress
 
     def _say(self, request: messages.Request) -> None:
         assert os.getpid() == self._pid, "a forked process has no keeper: connect() in it"
@@ -272,6 +291,7 @@ class Keeper:
             if self._lost:
                 # The answer may come yet, and would be taken for that of the next request.
                 self._channel.close()
+                self._owed.clear()
 
 
 def _beside(answer: messages.Answer) -> int:

@@ -23,7 +23,7 @@ from elastane.core.replicas import COPIES_MAX
 from elastane.core.unreadable import UNREADABLE
 
 # Both sides refuse another: they may be of two installations.
-VERSION = 2
+VERSION = 3
 LAST_GASP = "last gasp"
 # The file of each part with the streams of its workers: a list of them, in msgpack.
 STREAMS_FILE = "streams-{:05d}.msgpack"
@@ -259,16 +259,9 @@ class HasSlots(msgspec.Struct, frozen=True, tag="slots"):
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """To `Grant`; None: not yet."""
+    """To `Grant`, and to `Keep`: the slot to fill next; None: there is none yet."""
 
     slot: SlotNumber | None
-
-
-class Kept(msgspec.Struct, frozen=True, tag="kept"):
-    """To `Keep`: the slot to fill next, if one is free already, and how the writing stands."""
-
-    slot: SlotNumber | None
-    progress: Progress
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -295,7 +288,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 Request = Hello | Slots | Grant | Layout | Keep | Ask | Read | Release | WentOn
-Answer = Welcome | HasSlots | Granted | Kept | Done | Stands | Given | Refused
+Answer = Welcome | HasSlots | Granted | Done | Stands | Given | Refused
 encode = msgspec.msgpack.Encoder().encode
 _request = msgspec.msgpack.Decoder(Request).decode
 _answer = msgspec.msgpack.Decoder(Answer).decode

@@ -184,7 +184,7 @@ def _done(shelf: Shelf, number: int, request: messages.Request) -> _Answer:
     match request:
         case messages.Keep(slot=slot, snapshot=snapshot):
             shelf.keep(number, slot, snapshot)
-            answer = messages.Kept(shelf.grant(number, spare=True), shelf.progress())
+            answer = messages.Granted(shelf.grant(number, spare=True))
         case messages.Grant(overdue=overdue, together=together):
             answer = messages.Granted(shelf.grant(number, overdue=overdue, together=together))
         case messages.Ask(fence=fence):

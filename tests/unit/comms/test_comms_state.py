@@ -180,6 +180,44 @@ def test_a_training_state_is_taken_apart_again_while_it_is_made_of_the_same_thin
     assert not flattening.again(second)
 
 
+def test_tensors_that_come_in_the_place_of_others_are_found_however_deep_they_lie():
+    first, second, other = (torch.full((2,), number) for number in (1.0, 2.0, 3.0))
+    state = {"flat": {"a": first, "b": second}, "deep": {0: {"x": first}, 1: {"x": second}}}
+    flattening = Flattening(state)
+    for change in (
+        lambda: None,
+        lambda: None,
+        lambda: state["flat"].update(b=other),
+        lambda: state["deep"][1].update(x=other),
+        lambda: state["deep"].update({1: {"x": first}}),
+        lambda: state.update(flat={"a": second, "b": first}),
+    ):
+        change()
+        assert flattening.again(state) and _same_parts(flattening.parts, flatten(state))
+    for change in (
+        lambda: state["deep"][0].update(y=first),
+        lambda: state["deep"].update({0: {"z": first}}),
+        lambda: state["deep"].update({0: {}, 1: {"x": first, "y": first}}),
+        lambda: state["deep"].update({0: [first]}),
+        lambda: state.update(flat={"b": second, "a": first}),
+        lambda: state.update(flat={"a": 1.0, "b": 2.0}),
+    ):
+        change()
+        assert not flattening.again(state)
+        flattening = Flattening(state)
+        assert flattening.again(state) and _same_parts(flattening.parts, flatten(state))
+
+
+def test_a_parameter_whose_data_was_replaced_is_taken_as_it_is_now():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    flattening = Flattening({"x": parameter})
+    for number in (1.0, 2.0, 3.0):
+        assert flattening.again({"x": parameter})
+        parameter.data = torch.full((2,), number)
+    assert flattening.again({"x": parameter})
+    assert flattening.parts.tensors[0].tolist() == [3.0, 3.0]
+
+
 def test_a_parameter_is_taken_as_it_lives_and_without_its_history():
     net = torch.nn.Linear(2, 2)
     flattening = Flattening(dict(net.named_parameters()))
