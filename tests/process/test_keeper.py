@@ -154,6 +154,23 @@ def test_the_answer_to_a_keep_is_taken_later_and_names_the_next_slot(node):
     until(lambda: other.steps() == [2, 1], "what was said is heard")
 
 
+def test_what_a_worker_has_changed_in_its_last_moments_is_found_before_anybody_asks(node):
+    worker = Worker()
+    worker.save(1)
+
+    def is_digested() -> bool:
+        (held,) = worker.keeper.held()
+        worker.keeper.release(held)
+        return held.verified
+
+    until(is_digested, "its digest")
+    for slot in worker.slots:
+        slot[5] = 250
+    worker.keeper.close()
+    until(lambda: "snapshot of step 1 changed in memory" in node.words, "it is found")
+    assert Worker().steps() == []
+
+
 def test_what_was_asked_ahead_is_the_answer_for_as_long_as_it_can_be_so(node, tmp_path):
     worker, fence = Worker(), (1, 0)
     worker.keeper.ask_ahead(fence)

@@ -184,6 +184,28 @@ def test_a_snapshot_is_checked_against_its_digest_before_it_is_given_out(one):
     assert one.held(2) == [(1, True)]
 
 
+def test_the_newest_is_checked_when_the_last_worker_is_gone_and_not_again_when_asked(
+    one, monkeypatch
+):
+    sources, digested = one.shelf._sources, []
+    monkeypatch.setattr(one.shelf, "_sources", lambda name: digested.append(1) or sources(name))
+    one.save(1)
+    until(lambda: one.shelf._digests._known, "its digest")
+    one.shelf.came(2)
+    one.shelf.gone(WORKER)
+    one.shelf.check_ahead()
+    assert len(digested) == 1, "another worker is there, which may never ask"
+    one.shelf.gone(2)
+    one.shelf.check_ahead()
+    one.shelf.came(3)
+    assert one.held(3) == [(1, True)] and len(digested) == 2
+    one.shelf.gone(3)
+    one.shelf.leave()
+    until(lambda: one.shelf.is_idle, "it is over")
+    one.shelf.check_ahead()
+    assert len(digested) == 2, "nobody comes any more"
+
+
 def test_a_snapshot_that_changed_is_no_last_gasp(one):
     one.shelf.layout(Layout("L", {}, persist_to("/nowhere")))
     one.save(1, layout="L")

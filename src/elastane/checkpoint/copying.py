@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import compress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import compress, pairwise
 from operator import attrgetter, not_
 
 import torch
 
 SLUG = "checkpoint-overlap"
+# Less is copied sooner than another thread is awake.
+_SHARE_BYTES_MIN = 8 << 20
 _VERSION = attrgetter("_version")
 _log = logging.getLogger("elastane.checkpoint")
 
 
 class Copier:
-    """One rank's; its thread is there from the first copy that is made behind a step."""
+    """One rank's; its threads are there from the first copy that wants them."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -42,16 +44,14 @@ class Copier:
         """
         self.settle()
         if not (self.may_overlap and any(late)):
-            _copy(places, sources)
+            self._copy_now(places, sources)
             done()
             return
         now = [*map(not_, late)]
-        _copy([*compress(places, now)], [*compress(sources, now)])
+        self._copy_now([*compress(places, now)], [*compress(sources, now)])
         rest = [*compress(places, late)], [*compress(sources, late)]
         versions = [*map(_VERSION, rest[1])]
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="elastane-copy")
-        self._running = self._pool.submit(self._copy_rest, *rest, versions, done)
+        self._running = self._threads().submit(self._copy_rest, *rest, versions, done)
 
     def settle(self) -> bool:
         """Wait until the sources may change again; returns whether something was being copied."""
@@ -65,6 +65,26 @@ class Copier:
         self.settle()
         if self._pool is not None:
             self._pool.shutdown()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            helpers = max(1, torch.get_num_threads() - 1)
+            self._pool = ThreadPoolExecutor(helpers, thread_name_prefix="elastane-copy")
+        return self._pool
+
+    def _copy_now(self, places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy in as many threads as torch has for one operation.
+
+        torch would share out each tensor by itself, which gains nothing for tensors of some MB.
+        """
+        first, *others = _shares_of(sources, torch.get_num_threads())
+        jobs = [self._threads().submit(_copy, places[each], sources[each]) for each in others]
+        try:
+            _copy(places[first], sources[first])
+        finally:
+            wait(jobs)
+        for job in jobs:
+            job.result()
 
     def _copy_rest(
         self,
@@ -86,6 +106,18 @@ class Copier:
             done()
         except OSError as error:
             _log.warning("a save is lost: %s [keeper-lost]", error)
+
+
+def _shares_of(tensors: list[torch.Tensor], count: int) -> list[slice]:
+    """Cut tensors into so many neighbouring runs of some equal size, fewer where they are small."""
+    sizes = [tensor.nbytes if tensor.device.type == "cpu" else 0 for tensor in tensors]
+    share_bytes = max(_SHARE_BYTES_MIN, sum(sizes) / count)
+    cuts, filled = [0], 0
+    for number, size in enumerate(sizes):
+        if len(cuts) < count and filled >= share_bytes * len(cuts):
+            cuts.append(number)
+        filled += size
+    return [slice(*ends) for ends in pairwise([*cuts, len(tensors)])]
 
 
 def _copy(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -135,6 +135,9 @@ class Service:
             if shelf is not None:
                 shelf.gone(number)
             self._forget(number)
+        if shelf is not None:
+            with contextlib.suppress(OSError):  # Who asks for it is told then.
+                shelf.check_ahead()
 
     def _welcomed(self, number: int, channel: Channel) -> Shelf:
         """Hear a worker's first words, and let it in."""

@@ -99,6 +99,12 @@ class Shelf:
             self._carry_out(self._books.gone(worker))
         self._let_go()
 
+    def check_ahead(self) -> None:
+        """Check the newest, where all workers are gone, before their successors ask for it."""
+        if not (self._books.workers or self._is_leaving):
+            with self._checking:
+                self._check_newest()
+
     def slots(self, worker: int, wish: Slots) -> tuple[tuple[int, ...], list[int]]:
         """Return the numbers of a worker's slots, and a new descriptor of each."""
         with self._lock:
@@ -284,10 +290,7 @@ class Shelf:
         return with_copies(order, self.neighbour.given(name)) if gasp else order
 
     def _hurries(self, name: Name) -> bool:
-        """Whether there is reason not to wait long for the others; the lock is not held.
-
-        Once there is a later round, who has not done its part of this may be dead.
-        """
+        """Whether not to wait long: in a later round, the others may be dead; without the lock."""
         return self._is_leaving or self._is_past(name)
 
     def _is_past(self, name: Name) -> bool:

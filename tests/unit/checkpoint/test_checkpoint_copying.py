@@ -1,0 +1,56 @@
+"""A copy that is shared out among threads is the whole of it, and in equal shares."""
+
+import pytest
+import torch
+
+from elastane.checkpoint.copying import Copier, _shares_of
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("sizes_mb", "count", "shares"),
+    [
+        ([], 2, [0]),
+        ([0, 0], 4, [2]),
+        ([1] * 64, 2, [32, 32]),
+        ([1] * 64, 4, [16, 16, 16, 16]),
+        ([1] * 64, 64, [8] * 8),
+        ([64, 1, 1], 2, [1, 2]),
+        ([1, 1, 64, 0], 2, [3, 1]),
+        ([4, 4], 2, [2]),
+        ([32, 32, 0], 1, [3]),
+    ],
+)
+def test_shares_are_neighbours_of_some_equal_size(sizes_mb, count, shares):
+    tensors = [torch.empty(size * MB, dtype=torch.uint8) for size in sizes_mb]
+    found = _shares_of(tensors, count)
+    assert [share.stop - share.start for share in found] == shares
+    assert [number for share in found for number in range(share.start, share.stop)] == list(
+        range(len(tensors))
+    )
+
+
+def test_all_is_copied_whatever_is_copied_at_once_and_in_however_many_threads(monkeypatch):
+    sources = [torch.randn(size * MB // 4) for size in (1, 9, 3, 20, 5)]
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for late in ([False] * 5, [True] * 5, [True, False, False, False, True]):
+            places, done = [torch.zeros_like(source) for source in sources], []
+            copier = Copier()
+            copier.copy(places, sources, late, lambda done=done: done.append(1))
+            at_once = [place for place, is_late in zip(places, late, strict=True) if not is_late]
+            wanted = [each for each, is_late in zip(sources, late, strict=True) if not is_late]
+            assert all(map(torch.equal, at_once, wanted))
+            copier.close()
+            assert all(map(torch.equal, places, sources)) and done == [1]
+
+
+def test_what_cannot_be_copied_in_another_thread_is_told_in_this_one(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    sources = [torch.randn(4 * MB), torch.randn(4 * MB)]
+    places = [torch.zeros(4 * MB), torch.zeros(3)]
+    copier = Copier()
+    with pytest.raises(RuntimeError, match="size"):
+        copier.copy(places, sources, [False, False], lambda: None)
+    copier.close()
