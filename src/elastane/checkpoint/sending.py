@@ -8,23 +8,37 @@ first are compared on arrival; the manifest comes last, as always.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from queue import Queue
 
 import msgspec
 import torch
 
 from elastane.checkpoint.members import Members
-from elastane.checkpoint.reading import PARCEL_BYTES, memory_of, read_whole
-from elastane.core.checkpoints import MANIFEST, FileRecord, Manifest
+from elastane.checkpoint.reading import memory_of, read_whole
+from elastane.core.checkpoints import CHUNK_BYTES, MANIFEST, FileRecord, Manifest
 from elastane.errors import CheckpointError
+from elastane.storage.aligned import pages
 from elastane.storage.protocol import Storage
 from elastane.storage.records import RecordError, read_record
 
-# Parts that are read while one is on its way.
+# Parts that are read while one is on its way, and that wait to be written while one is written.
 _AHEAD = 2
+# One that comes, those that wait, and one that is written.
+_BUFFERS = _AHEAD + 2
+
+
+def _spans(record: FileRecord) -> list[tuple[int, int]]:
+    """Return where each part of a file begins, and how long it is.
+
+    A part is a chunk: who writes it asks for the next when it needs this one no more.
+    """
+    size = record.size_bytes
+    return [(at, min(CHUNK_BYTES, size - at)) for at in range(0, size, CHUNK_BYTES)]
 
 
 class _Announced(msgspec.Struct, frozen=True, array_like=True):
@@ -50,12 +64,13 @@ class Sending:
             writes = self._members.rank in writers
             trouble = self._begin() if writes else ""
             manifest = msgspec.msgpack.decode(content, type=_Announced)
-            for record in manifest.files:
-                parcels = self._parcels(record, mine=mine)
-                if writes and not trouble:
-                    trouble = self._written(record, parcels)
-                for _ in parcels:
-                    pass  # What is left of it belongs to the others' collectives.
+            with ThreadPoolExecutor(1, thread_name_prefix="elastane-bring") as helper:
+                for record in manifest.files:
+                    parcels = self._given(record, helper) if mine else self._heard(record)
+                    if writes and not trouble:
+                        trouble = self._taken(record, parcels, helper)
+                    for _ in parcels:
+                        pass  # What is left of it belongs to the others' collectives.
             if writes and not trouble:
                 trouble = self._published(manifest.content)
         self._insist(trouble)
@@ -86,48 +101,73 @@ class Sending:
             return str(error)
         return ""
 
-    def _written(self, record: FileRecord, parcels: Iterator[torch.Tensor]) -> str:
+    def _taken(self, record: FileRecord, parcels: Iterator[torch.Tensor], helper: Executor) -> str:
+        """Have what comes written while more comes; returns why it could not be."""
+        coming: Queue[torch.Tensor | None] = Queue(_AHEAD)
+        writing = helper.submit(self._written, record, coming)
+        try:
+            for parcel in parcels:
+                coming.put(parcel)
+        finally:
+            coming.put(None)
+        return writing.result()
+
+    def _written(self, record: FileRecord, coming: Queue[torch.Tensor | None]) -> str:
         path = f"{self._folder}/{record.name}"
+        parcels = iter(coming.get, None)
         try:
             found = self._storage.write(path, map(memory_of, parcels))
         except OSError as error:
             return f"{path}: {error}"
+        finally:
+            for _ in parcels:
+                pass  # Who puts them there waits for room.
         return "" if found == record else f"{path} did not arrive as it was sent"
 
-    def _parcels(self, record: FileRecord, *, mine: bool) -> Iterator[torch.Tensor]:
-        """Yield a file part by part, as all ranks hear it; the next is read meanwhile."""
-        size = record.size_bytes
-        spans = [(at, min(PARCEL_BYTES, size - at)) for at in range(0, size, PARCEL_BYTES)]
-        if not mine:
-            for _, length in spans:
-                data = torch.empty(length, dtype=torch.uint8)
-                self._members.spread(data, self._source)
-                yield data
-            return
+    def _heard(self, record: FileRecord) -> Iterator[torch.Tensor]:
+        """Yield a file part by part, each in memory that is used again after some others."""
+        for number, (_, size) in enumerate(_spans(record)):
+            data = self._buffers[number % _BUFFERS][:size]
+            self._members.spread(data, self._source)
+            yield data
+
+    def _given(self, record: FileRecord, helper: Executor) -> Iterator[torch.Tensor]:
+        """Yield a file part by part, as the others hear it; the next ones are read meanwhile."""
         path = f"{self._folder}/{record.name}"
         fd = self._storage.open_local(path)
+        spans, coming = _spans(record), deque[Future[torch.Tensor]]()
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="elastane-bring") as pool:
-                coming = deque(pool.submit(self._read, path, fd, *span) for span in spans[:_AHEAD])
-                for number in range(len(spans)):
+            for number in range(len(spans) + _AHEAD):
+                if number < len(spans):
+                    memory = self._buffers[number % _BUFFERS]
+                    coming.append(helper.submit(self._read, path, fd, memory, *spans[number]))
+                if number >= _AHEAD:
                     data = coming.popleft().result()
-                    for span in spans[number + _AHEAD : number + _AHEAD + 1]:
-                        coming.append(pool.submit(self._read, path, fd, *span))
                     self._members.spread(data, self._source)
                     yield data
         finally:
+            wait(coming)
             if fd is not None:
                 os.close(fd)
 
-    def _read(self, path: str, fd: int | None, at: int, size: int) -> torch.Tensor:
+    @functools.cached_property
+    def _buffers(self) -> list[torch.Tensor]:
+        """Memory that lies as a disk takes it."""
+        return [torch.frombuffer(pages(CHUNK_BYTES), dtype=torch.uint8) for _ in range(_BUFFERS)]
+
+    def _read(
+        self, path: str, fd: int | None, memory: torch.Tensor, at: int, size: int
+    ) -> torch.Tensor:
         """Read a part; what cannot be read is zeros, which its digest shows on arrival."""
-        data = torch.zeros(size, dtype=torch.uint8)
-        with contextlib.suppress(OSError):
+        data = memory[:size]
+        try:
             if fd is not None:
                 read_whole(fd, at, memory_of(data))
             else:
                 content = self._storage.read(path, offset=at, size=size)
-                data[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                data[:] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        except (OSError, RuntimeError, ValueError):
+            data.zero_()
         return data
 
     def _insist(self, trouble: str) -> None:

@@ -179,7 +179,8 @@ class _Buffer:
 
 def pages(size_bytes: int) -> mmap.mmap:
     """Return memory that lies on pages: on huge ones where it can, which are quicker to touch."""
-    memory = mmap.mmap(-1, size_bytes)
+    # Shared memory, which is mmap's default, has huge pages on few hosts.
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # EINVAL: a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -105,7 +105,7 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
         optimizer.zero_grad()
         step += 1
         saver = getattr(checkpointer, "_saver", None)
-        copied = saver.keeper.progress(fresh=False).copied if saver else ()
+        copied = saver.keeper.progress().copied if saver else ()
         told("step", step=step, rank=rank, copied=copied)
         checkpointer.maybe_save(step)
         enough = torch.ones(1) * (rank == 0 and (folder / "enough").exists())
