@@ -251,6 +251,7 @@ def places_for(layout: Layout, live: Mapping[str, Any]) -> tuple[list[Any], list
     Tensors that live and fit are used as they are; for others there is new memory.
     """
     captured = Captured(live)
+    originals = captured.originals
     by_name = {name: number for number, name in enumerate(captured.names)}
     offsets = {chunk.tensor: chunk.offsets for chunk in captured.chunks}
     tensors: list[Any] = []
@@ -258,7 +259,7 @@ def places_for(layout: Layout, live: Mapping[str, Any]) -> tuple[list[Any], list
     for number, spec in enumerate(layout.tensors):
         own = by_name.get(spec.name, -1)
         if own >= 0 and captured.specs[own] == spec:
-            local, whole = captured.tensors[own], captured.originals[own]
+            local, whole = captured.tensors[own], originals[own]
             at = offsets.get(own, (0,) * local.dim())
         else:
             local = whole = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.capture import Captured, held_of
 from elastane.checkpoint.layout import Layout, Piece, dtype_of
 from elastane.checkpoint.shares import Share
 
@@ -82,14 +82,8 @@ def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {}).values()
                 tensors = [each for each in state if isinstance(each, torch.Tensor)]
-                found |= {_local(each).data_ptr() for each in (parameter, *tensors)}
+                found |= {held_of(each).data_ptr() for each in (parameter, *tensors)}
     return found
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor that may be sharded."""
-    held: torch.Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
-    return held
 
 
 def part_of(tensor: torch.Tensor, piece: Piece, offsets: Sequence[int]) -> torch.Tensor:

@@ -1,6 +1,11 @@
 """A state that is taken apart for each save anew, while what it is made of stays the same."""
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastane.checkpoint.capture import Captured
 
@@ -31,3 +36,48 @@ def test_another_shape_kind_or_part_is_another_state():
     halved = state()
     halved["net"]["weight"] = halved["net"]["weight"].half()
     assert not Captured(state()).again(halved)
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of two ranks, of which this process is one; nothing is ever sent."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh, rows=4, placement=None, **more):
+    local = [torch.full((rows // 2, 3), number) for number in (1.0, 2.0)]
+    placements = [placement or Shard(0)]
+    first, second = (DTensor.from_local(each, mesh, placements) for each in local)
+    return {"net": {"a": first, "b": second}, "lr": [0.1], **more}
+
+
+def test_the_next_save_of_a_sharded_state_has_the_parts_of_its_own_time(mesh):
+    captured, now = Captured(sharded(mesh)), sharded(mesh)
+    held = now["net"]["b"].to_local()
+    held.fill_(7.0)
+    identity = captured.identity()
+    assert captured.again(now)
+    fresh = Captured(now)
+    assert captured.is_sharded and captured.identity() == fresh.identity() == identity
+    assert [chunk.offsets for chunk in captured.chunks] == [(2, 0), (2, 0)]
+    assert [t.data_ptr() for t in captured.tensors] == [t.data_ptr() for t in fresh.tensors]
+    assert captured.tensors[1].data_ptr() == held.data_ptr()
+    assert captured.originals == [now["net"]["a"], now["net"]["b"]]
+
+
+def test_another_sharding_is_another_state(mesh, monkeypatch):
+    plain = sharded(mesh)
+    plain["net"]["b"] = plain["net"]["b"].to_local()
+    for other in (
+        sharded(mesh, rows=6),
+        sharded(mesh, placement=Replicate()),
+        sharded(mesh, more=1),
+        plain,
+        state(),
+    ):
+        assert not Captured(sharded(mesh)).again(other)
+    captured = Captured(sharded(mesh))
+    monkeypatch.setattr(type(mesh), "get_coordinate", lambda self: (0,))
+    assert not captured.again(sharded(mesh)), "this process has become another rank"
