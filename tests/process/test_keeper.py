@@ -194,7 +194,7 @@ def test_what_was_asked_ahead_is_the_answer_for_as_long_as_it_can_be_so(node, tm
     os.kill(pid, signal.SIGKILL)
     until(lambda: not alive(pid), "it is gone")
     worker.keeper.ask_ahead(fence)
-    with pytest.raises(ConnectionError, match="lost|not there any more"):
+    with pytest.raises(ConnectionError, match=r"lost|not there any more"):
         worker.keeper.progress(fence)
 
 
