@@ -25,6 +25,7 @@ from supervise import alive
 
 from elastane.core.checkpoints import Key
 from elastane.keeper import messages
+from elastane.keeper.arena import close_all
 from elastane.keeper.channel import Channel
 from elastane.keeper.client import Keeper, connected
 
@@ -171,33 +172,6 @@ def test_what_a_worker_has_changed_in_its_last_moments_is_found_before_anybody_a
     assert Worker().steps() == []
 
 
-def test_what_was_asked_ahead_is_the_answer_for_as_long_as_it_can_be_so(node, tmp_path):
-    worker, fence = Worker(), (1, 0)
-    worker.keeper.ask_ahead(fence)
-    assert not worker.keeper.progress(fence).busy
-    worker.save(1, persist_to(tmp_path / "store"))
-    worker.keeper.ask_ahead(fence)
-    worker.keeper.ask_ahead(fence)
-    key = Key(0, 1, 0, 1)
-    until(lambda: worker.keeper.progress(fence).published == key, "an old answer does not last")
-    worker.keeper.ask_ahead(fence)
-    worker.keeper.ask_ahead((2, 0))
-    assert worker.keeper.progress(fence).published == key, "asked for another round"
-    slot = worker.keeper.grant(DEADLINE_S)
-    worker.keeper.keep(slot, snapshot(2, SLOT_BYTES * 2, None))
-    worker.keeper.ask_ahead(fence)
-    with pytest.raises(ValueError, match=r"\w"):
-        worker.keeper.progress(fence)
-    assert worker.keeper.progress(fence).published == key
-    assert worker.steps() == [1]
-    pid = node.keeper
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: not alive(pid), "it is gone")
-    worker.keeper.ask_ahead(fence)
-    with pytest.raises(ConnectionError, match=r"lost|not there any more"):
-        worker.keeper.progress(fence)
-
-
 def test_a_question_that_was_interrupted_has_no_answer_for_the_next(node, monkeypatch):
     worker = Worker()
     worker.save(1)
@@ -287,6 +261,7 @@ def test_garbage_ends_the_connection_that_it_came_by_and_nothing_else(node, nois
             if hello:
                 Channel(end).send(messages.encode(messages.Hello(messages.VERSION)))
                 Channel(end).receive(1 << 20, DEADLINE_S)
+                close_all(Channel(end).receive_descriptors(1))
             end.sendall(noise)
             end.shutdown(socket.SHUT_WR)
             end.settimeout(DEADLINE_S)

@@ -2,7 +2,8 @@
 
 Steps are counted alike on all ranks; of time rank 0's clock is believed, and asked for it only at
 steps whose number all ranks know (`stride`), so that between them nothing is exchanged. "auto" is
-Young's and Daly's interval, from what a save has cost and how often the job has failed.
+Young's and Daly's interval, from what a save has cost and how often the job has failed. Of saves
+that come more often than storage takes them, `Pace` says which it is given.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from elastane.core.cadence import interval
+from elastane.core.cadence import interval, rest_s
 from elastane.errors import ConfigurationError
 
 _log = logging.getLogger("elastane.checkpoint")
@@ -101,6 +102,26 @@ class Cadence:
         step_s = max(1e-6, (now_s - before[1]) / (step - before[0]))
         wanted = self.interval_s() / _LOOKS / step_s
         return int(min(_STRIDE_MAX, 2 ** max(0, math.floor(math.log2(max(1.0, wanted))))))
+
+
+class Pace:
+    """One rank's: for how long storage rests that saves outpace."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._until_s = 0.0
+
+    def rests(self, *, busy: bool) -> bool:
+        """Tell whether a save that is due now stays in memory; `busy`: storage is at work."""
+        now_s = self._clock()
+        if busy:  # From when it was seen so last: saves may be rare.
+            self._until_s = now_s + rest_s(now_s - self._began_s)
+        return now_s < self._until_s
+
+    def begun(self) -> None:
+        """A save goes to storage now."""
+        self._began_s, self._until_s = self._clock(), 0.0
 
 
 def _positive(name: str, value: float | int | None) -> float | None:

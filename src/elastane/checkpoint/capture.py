@@ -7,7 +7,7 @@ torch.distributed.checkpoint gives the same state: keys and indices, with dots b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class Captured:
-    """What a state is made of; `tensors` are those of the state, by their numbers in `tree`.
+    """What a state is made of; `tensors` are those of the state, by their numbers in its tree.
 
     Of one that is sharded, `tensors` has this rank's part, and `originals` the whole as it lives.
     """
@@ -31,40 +31,45 @@ class Captured:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._localizer = local = _Localizer()
         self._flattening = Flattening(local.taken(state, ()))
-        parts = self._flattening.parts
-        self.tree = parts.tree
-        self.tensors = parts.tensors
-        self.paths = [_dotted(path) for path in parts.paths]
+        self.tensors = self._flattening.tensors
+        self.paths = [_dotted(path) for path in self._flattening.paths]
         self.names = _unique([".".join(path) for path in self.paths])
         self.specs: list[Tensor] = []
         self.chunks: list[Chunk] = []
-        for number, (tensor, path) in enumerate(zip(self.tensors, parts.paths, strict=True)):
-            self._add(number, tensor, local.shards.get(path), path)
+        for number, path in enumerate(self._flattening.paths):
+            self._add(number, self.tensors[number], local.shards.get(path), path)
         self._state = state
         self.is_sharded = bool(local.shards)
         self._kinds = _kinds(self.tensors)
         self._identity = b""
         self._named: tuple[list[str], dict[str, tuple[Any, ...]]] | None = None
 
-    def again(self, state: Mapping[str, Any]) -> bool:
+    def again(self, state: Mapping[str, Any], doubtful: Sequence[int] | None = None) -> bool:
         """Take `state` in place of the one before; False, and nothing is of use, if it differs.
 
-        In more than its values: in what it is made of.
+        In more than its values: in what it is made of. Where all tensors are the same objects as
+        before, the `doubtful` ones alone, by their numbers, are looked at: whether all `are_alike`
+        is to be asked before they are copied.
         """
         local = self._localizer.again(state)
         if local is None or not self._flattening.again(local):
             return False
-        parts = self._flattening.parts
-        if _kinds(parts.tensors) != self._kinds:
-            return False
-        self.tree, self.tensors, self._state = parts.tree, parts.tensors, state
-        return True
+        self.tensors, self._state = self._flattening.tensors, state
+        return self.are_alike(None if self._flattening.has_new else doubtful)
+
+    def are_alike(self, numbers: Sequence[int] | None = None) -> bool:
+        """Whether tensors, all unless it is said which, have the types and shapes that they had."""
+        if numbers is None:
+            return _kinds(self.tensors) == self._kinds
+        dtypes, shapes = self._kinds
+        had = [dtypes[number] for number in numbers], [shapes[number] for number in numbers]
+        return _kinds([self.tensors[number] for number in numbers]) == had
 
     @property
     def originals(self) -> list[torch.Tensor]:
         """The tensors as they live, by their numbers."""
         found = self._localizer.originals
-        pairs = zip(self._flattening.parts.paths, self.tensors, strict=True)
+        pairs = zip(self._flattening.paths, self.tensors, strict=True)
         return [found.get(path, tensor) for path, tensor in pairs]
 
     def _add(self, number: int, tensor: torch.Tensor, shard: _Shard | None, path: Path) -> None:
@@ -93,6 +98,10 @@ class Captured:
         plain, paths = self._named
         return {name: _at(self._state, paths[name]) for name in plain}, paths
 
+    def tree(self) -> bytes:
+        """Pack what is around the tensors, as it was when the state was taken."""
+        return self._flattening.parts.tree
+
     def small(self) -> Small:
         """Return what is no tensor, which may change from now on."""
         leaves, paths = self.leaves()
@@ -104,9 +113,9 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[tor
 
 
 class Small(msgspec.Struct, frozen=True):
-    """What a save writes beside the tensors, as it was then."""
+    """What a save writes beside the tensors, as it was then; until the state is taken again."""
 
-    tree: bytes
+    tree: Callable[[], bytes]
     leaves: dict[str, Any]  # frozen
     paths: dict[str, tuple[Any, ...]]
 

@@ -62,7 +62,7 @@ class Checkpointer:
         self._subject: Subject | None = None
         self._saver: Saver | None = None
         self._captured: Captured | None = None
-        self._era = 0
+        self._era, self._job = 0, environment.get("TORCHELASTIC_RUN_ID", "")
         self._last: Key | None = None
         self._missed = ""  # why what was asked for was not saved
         self._told: set[str] = set()
@@ -178,11 +178,14 @@ class Checkpointer:
                 next_step='checkpointer.restore(job), or restore({"model": model, ...})',
                 slug="checkpoint-restore-first",
             )
+        self._settle()
         state = self._subject.state()
-        if self._captured is None or not self._captured.again(state):
+        # What somebody waits for is not to be dropped.
+        doubtful = None if reason in ("asked", "leave") else self._saver.doubtful
+        if self._captured is None or not self._captured.again(state, doubtful):
             self._captured = Captured(state)
         captured = self._captured
-        order = Order(step, reason, self._keep, environment.get("TORCHELASTIC_RUN_ID", ""))
+        order = Order(step, reason, self._keep, self._job)
         try:
             heard = self._agreed(self._saver, captured, order)
             self._tell_failures(self._saver.progress.failures)
@@ -225,7 +228,7 @@ class Checkpointer:
             self._saver.settle()
 
     def _tell_failures(self, failures: Sequence[Failed]) -> None:
-        if environment.get("LOCAL_RANK", "0") != "0":
+        if not failures or environment.get("LOCAL_RANK", "0") != "0":
             return  # One worker of a node tells it.
         for failure in failures:
             self._tell(

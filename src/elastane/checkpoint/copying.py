@@ -3,7 +3,8 @@
 Parameters and the state of optimizers are changed by an optimizer's step alone, so they may be
 copied while the next forward and backward run; `settle` waits for that, and is to be called before
 anything changes them. Where something did change them unseen, by their version counters, what was
-copied is thrown away, and from then on everything is copied at once.
+copied is thrown away, and from then on everything is copied at once. Whether tensors still have
+the shapes and types that they had is looked at behind the next step as well.
 """
 
 from __future__ import annotations
@@ -30,35 +31,39 @@ class Copier:
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self.may_overlap = True
+        self.may_look_late = True
 
     def copy(
         self,
         places: list[torch.Tensor],
         sources: list[torch.Tensor],
         late: Sequence[bool],
-        done: Callable[[], None],
+        done: Callable[[bool], None],
+        is_alike: Callable[[], bool],
     ) -> None:
         """Copy each source into its place; those that are `late` after this has returned.
 
-        `done` is called when all is copied, perhaps by another thread.
+        `done` is called when all is copied, and told whether that is behind the training, in
+        another thread; then `is_alike` is asked before, and nothing is copied where it is not.
         """
         self.settle()
         if not (self.may_overlap and any(late)):
             self._copy_now(places, sources)
-            done()
+            done(False)
             return
-        now = [*map(not_, late)]
-        self._copy_now([*compress(places, now)], [*compress(sources, now)])
-        rest = [*compress(places, late)], [*compress(sources, late)]
+        rest = places, sources
+        if not all(late):
+            now = [*map(not_, late)]
+            self._copy_now([*compress(places, now)], [*compress(sources, now)])
+            rest = [*compress(places, late)], [*compress(sources, late)]
         versions = [*map(_VERSION, rest[1])]
-        self._running = self._threads().submit(self._copy_rest, *rest, versions, done)
+        self._running = self._threads().submit(self._copy_rest, *rest, versions, done, is_alike)
 
-    def settle(self) -> bool:
-        """Wait until the sources may change again; returns whether something was being copied."""
+    def settle(self) -> None:
+        """Wait until the sources may change again."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
-        return running is not None
 
     def close(self) -> None:
         """Wait, and end the thread."""
@@ -91,8 +96,17 @@ class Copier:
         places: list[torch.Tensor],
         sources: list[torch.Tensor],
         versions: Sequence[int],
-        done: Callable[[], None],
+        done: Callable[[bool], None],
+        is_alike: Callable[[], bool],
     ) -> None:
+        if not is_alike():
+            self.may_look_late = False
+            _log.warning(
+                "tensors have got another shape or type, in place: that save is dropped, the next"
+                " is of what they are now [%s]",
+                SLUG,
+            )
+            return
         _copy(places, sources)
         if [*map(_VERSION, sources)] != versions:
             self.may_overlap = False
@@ -103,7 +117,7 @@ class Copier:
             )
             return
         try:
-            done()
+            done(True)
         except OSError as error:
             _log.warning("a save is lost: %s [keeper-lost]", error)
 

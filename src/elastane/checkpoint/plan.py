@@ -111,7 +111,7 @@ class Plan:
     def _small_files(self, small: Small, step: int, order: Order) -> tuple[dict[str, bytes], str]:
         """Return the files that change with each save, and the digest of those that seldom do."""
         written = self._plain.written(small.leaves)
-        stored = Stored(small.tree, self.share.all_ranges, step, self._world)
+        stored = Stored(small.tree(), self.share.all_ranges, step, self._world)
         files = {STATE: encoded(stored), PLAIN: b"".join(written.values())}
         sizes = tuple(map(len, written.values()))
         if self._index is None or self._index[0] != sizes:

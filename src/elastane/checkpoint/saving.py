@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 import xxhash
 
+from elastane.checkpoint.cadence import Pace
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copying import Copier
 from elastane.checkpoint.doors import door_of, without_copies
@@ -73,7 +74,7 @@ class Saver:
         self._planned_for = 0
         self._shared: tuple[Layout, Share] | None = None
         self._plan: Plan | None = None
-        self.copier = Copier()
+        self.copier, self._pace = Copier(), Pace()
         self.blocked_s = self.write_s = 0.0
         self._kept = self._safe = self._together = 0
         self.progress = Progress()  # the keeper's, as of the last save
@@ -90,8 +91,8 @@ class Saver:
     def agree(self, captured: Captured, order: Order, word: int) -> list[Agreed]:
         """Return what all ranks say; CheckpointError where they save different steps."""
         members = self._world.members()
-        self.settle()
         busy = self._is_busy() or not self._place.look()
+        busy = self._rests(order, busy=busy) or busy
         standing = msgspec.msgpack.encode(self._standing)
         copied = [int(nonce, 16) for nonce in reversed(self.progress.copied)] + [0, 0]
         own = Agreed(
@@ -122,9 +123,19 @@ class Saver:
         return heard
 
     def settle(self) -> None:
-        """Wait until what is being copied may change; the keeper is asked for the next save."""
-        if self.copier.settle():
-            self.keeper.ask_ahead(self._world.fence)
+        """Wait until what is being copied may change."""
+        self.copier.settle()
+
+    @property
+    def doubtful(self) -> Sequence[int] | None:
+        """Which tensors must be known to be as they were before the next save; None: all."""
+        looks_late = self.copier.may_overlap and self.copier.may_look_late
+        return self._plan.sources.doubtful if self._plan is not None and looks_late else None
+
+    def _rests(self, order: Order, *, busy: bool) -> bool:
+        """Whether storage is spared this save, which memory has."""
+        is_asked = order.reason not in ("step", "time")
+        return not is_asked and self.keeper.survives and self._pace.rests(busy=busy)
 
     def _is_busy(self) -> bool:
         """Whether the keeper is still writing; one that is lost is followed by another."""
@@ -158,6 +169,8 @@ class Saver:
         """
         began_s = time.monotonic()
         durable = not any(each.busy for each in heard)
+        if durable:
+            self._pace.begun()
         key = Key(era, *self._world.fence, order.step)
         if not durable and not self.keeper.survives:
             return key, False
@@ -181,12 +194,13 @@ class Saver:
         small = captured.small() if share.local == 0 else None
         slot = keeper.grant(GRANT_S, told.together)
 
-        def keep() -> None:
-            keeper.keep(slot, plan.snapshot(small, streams(), key, order, told))
+        def keep(behind: bool) -> None:
+            keeper.keep(slot, plan.snapshot(small, streams(), key, order, told), heard=behind)
             self._kept = nonce
 
         views = sources.views(captured.tensors, buffers)
-        self.copier.copy(plan.slot(slot).places, views, sources.late, keep)
+        places = plan.slot(slot).places
+        self.copier.copy(places, views, sources.late, keep, captured.are_alike)
         self.blocked_s = time.monotonic() - began_s
         return key, durable
 

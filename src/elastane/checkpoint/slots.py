@@ -61,6 +61,9 @@ class Sources:
         is_stepped = [tensor.data_ptr() in stepped for tensor in captured.tensors]
         # What changes in an optimizer's step alone.
         self.late = [on_cpu and is_stepped[number] for number in self._numbers]
+        # Of which it has to be known before they are copied, or cut, that they are as they were.
+        at_once = [n for n, late in zip(self._numbers, self.late, strict=True) if not late]
+        self.doubtful = sorted({*at_once, *(piece.tensor for _, piece, _ in self._parts)})
 
     def views(
         self, tensors: Sequence[torch.Tensor], others: Mapping[int, torch.Tensor]

@@ -76,6 +76,7 @@ class Objects:
         self._tracked = Tracked()
         self._tracked.add({**objects, CHECKPOINTER: checkpointer})
         self._members = of_process()
+        self.fence = fence_of_process()  # what the launcher says
 
     def state(self) -> dict[str, Any]:
         """Return the objects' states by name."""
@@ -114,11 +115,6 @@ class Objects:
     def is_lost(self, error: Exception) -> bool:
         """Never: such a script ends, and is started anew."""
         return False
-
-    @property
-    def fence(self) -> tuple[int, int]:
-        """What the launcher says."""
-        return fence_of_process()
 
 
 def fence_of_process() -> tuple[int, int]:

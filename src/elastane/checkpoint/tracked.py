@@ -93,12 +93,7 @@ class Tracked:
 
     def state(self) -> dict[str, Any]:
         """Return all states, by name; tensors are those of the objects, not copies."""
-        return {
-            name: {"state": thing.get_state()}
-            if isinstance(thing, torch.Generator)
-            else thing.state_dict()
-            for name, thing in self._objects.items()
-        }
+        return {name: _state_of(thing) for name, thing in self._objects.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Give all objects the states of another worker's; JobError where names differ."""
@@ -161,7 +156,9 @@ class RandomStreams:
         self._torch = torch.get_rng_state()
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state() if numpy is not None else None
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        # Asked for its state, it would begin to use the GPU.
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state() if used else None
 
     def packed(self) -> bytes:
         """Return them as bytes, for `restore_streams`."""
@@ -219,6 +216,15 @@ def _is_stateful(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(
         getattr(thing, "load_state_dict", None)
     )
+
+
+def _state_of(thing: Any) -> Any:
+    if isinstance(thing, torch.Generator):
+        return {"state": thing.get_state()}
+    if getattr(type(thing), "state_dict", None) is torch.nn.Module.state_dict:
+        # The parameters themselves: another tensor of each costs four times as long.
+        return thing.state_dict(keep_vars=True)
+    return thing.state_dict()
 
 
 def _bare(thing: Any) -> Any:

@@ -67,18 +67,25 @@ class Flattening:
     def __init__(self, state: object) -> None:
         taker = _Taker()
         self._tree = taker.take(state, ())
-        self.parts = Parts(msgspec.msgpack.encode(self._tree), taker.tensors, taker.paths)
-        self._tensors: list[torch.Tensor] = []
+        self.tensors, self.paths = taker.tensors, taker.paths
+        self.has_new = True  # tensors that were not looked at before
         self._known: dict[int, _Known] = {}  # by the identity of a list of the tree, which stays
 
+    @property
+    def parts(self) -> Parts:
+        """What `flatten` gives, of the state that was taken apart last."""
+        return Parts(msgspec.msgpack.encode(self._tree), self.tensors, self.paths)
+
     def again(self, state: object) -> bool:
-        """Take `state` apart into `parts`; False, and nothing is of use, where it is another."""
-        self._tensors = []
+        """Take `state` apart in the place of the one before.
+
+        False, and nothing is of use, where it is made of other things.
+        """
+        self.tensors, self.has_new = [], False
         try:
             self._tree = self._refilled(self._tree, state)
         except _DiffersError:
             return False
-        self.parts = Parts(msgspec.msgpack.encode(self._tree), self._tensors, self.parts.paths)
         return True
 
     def _refilled(self, node: Tree, value: Any) -> Tree:
@@ -90,16 +97,21 @@ class Flattening:
             raise _DiffersError
         letter = node[0]
         if letter == "T":
-            self._tensors.append(_alias(value))
+            self._take(value)
         elif letter == _MAPPINGS.get(kind, ""):
             self._refill_pairs(node[1], value)
         elif letter == _SEQUENCES.get(kind, ""):
             if len(node[1]) != len(value):
                 raise _DiffersError
-            node[1][:] = map(self._refilled, node[1], value)
+            if not _are_ints(node[1], value):
+                node[1][:] = map(self._refilled, node[1], value)
         else:
             raise _DiffersError
         return node
+
+    def _take(self, value: Any) -> None:
+        self.tensors.append(_alias(value))
+        self.has_new = True
 
     def _refill_pairs(self, pairs: list[list[Tree]], value: dict[Any, Any]) -> None:
         if len(pairs) != len(value):
@@ -108,17 +120,17 @@ class Flattening:
         if known is None:
             known = self._known[id(pairs)] = _Known(_depth(pairs))
         if known.has(value):
-            self._tensors += known.tensors
+            self.tensors += known.tensors
             return
-        began = len(self._tensors)
+        began = len(self.tensors)
         for pair, (key, each) in zip(pairs, value.items(), strict=True):
             if type(key) is not type(pair[0]) or key != pair[0]:
                 raise _DiffersError
             if known.depth == 1:
-                self._tensors.append(_alias(each))
+                self._take(each)
             else:
                 pair[1] = self._refilled(pair[1], each)
-        known.take(value, self._tensors[began:])
+        known.take(value, self.tensors[began:])
 
 
 class _Known:
@@ -131,29 +143,41 @@ class _Known:
         self.depth = depth
         self._keys: list[Any] = []
         self._inner: list[Any] = []
-        self.tensors: list[torch.Tensor] = []
+        self._held: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []  # as they are in `Parts`
+        self._aliases: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def has(self, value: dict[Any, Any]) -> bool:
         """Tell whether `value` is the same, down to the last tensor."""
         if not self.tensors:
             return False
         if self.depth == 1:
-            return _same(value, self._keys) and _same(value.values(), self.tensors)
-        inner = [*value.values()]
-        return (
-            [*map(type, inner), *map(len, inner)] == self._inner
-            and _same(chain(value, *inner), self._keys)
-            and _same(chain.from_iterable(map(_VALUES, inner)), self.tensors)
-        )
+            is_same = _same(value, self._keys) and _same(value.values(), self._held)
+        else:
+            inner = [*value.values()]
+            is_same = (
+                [*map(type, inner), *map(len, inner)] == self._inner
+                and _same(chain(value, *inner), self._keys)
+                and _same(chain.from_iterable(map(_VALUES, inner)), self._held)
+            )
+        if not is_same:
+            return False
+        try:
+            # A parameter may hold other memory by now: weights were exchanged for averages.
+            return all(map(torch.Tensor.is_set_to, *self._aliases))
+        except RuntimeError:
+            return False  # It is on a device now that cannot tell.
 
-    def take(self, value: dict[Any, Any], aliases: list[torch.Tensor]) -> None:
+    def take(self, value: dict[Any, Any], tensors: list[torch.Tensor]) -> None:
         """Take in a mapping, whose tensors are these in `Parts`."""
         if not self.depth:
             return
         inner = [*value.values()] if self.depth == 2 else []
         held = chain.from_iterable(map(_VALUES, inner)) if inner else value.values()
-        # An alias shares what its tensor holds now, and perhaps not what it will hold later.
-        self.tensors = aliases if _same(held, aliases) else []
+        self._held, self.tensors = [*held], tensors
+        pairs = zip(tensors, self._held, strict=True)
+        aliases = [(alias, own) for alias, own in pairs if alias is not own]
+        self._aliases = [alias for alias, _ in aliases], [own for _, own in aliases]
         self._inner = [*map(type, inner), *map(len, inner)]
         self._keys = [*chain(value, *inner)]
 
@@ -171,6 +195,12 @@ def _depth(pairs: list[list[Tree]]) -> int:
 def _same(one: Iterable[Any], other: list[Any]) -> bool:
     """Whether both are the same objects; as many of them, or what there are more does not count."""
     return all(map(is_, one, other))
+
+
+def _are_ints(parts: list[Tree], value: Sequence[Any]) -> bool:
+    """Whether a sequence is the same whole numbers, as an optimizer's of its parameters are."""
+    kinds = {*map(type, parts), *map(type, value)}
+    return kinds == {int} and parts == [*value]
 
 
 class _DiffersError(Exception):

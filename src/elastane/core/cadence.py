@@ -14,6 +14,8 @@ from elastane.core.limits import (
     CHECKPOINT_INTERVAL_MAX_S,
     CHECKPOINT_INTERVAL_MIN_S,
     CHECKPOINT_MTBF_S,
+    CHECKPOINT_REST_MAX_S,
+    CHECKPOINT_WRITING_SHARE,
 )
 
 
@@ -56,6 +58,14 @@ def interval(cost_s: float, failures: int, lived_s: float, write_s: float = 0.0)
     if best > most:
         return Interval(most, f"{why}; {_spell(most)} is the most")
     return Interval(best, why)
+
+
+def rest_s(write_s: float) -> float:
+    """Return how long storage rests that has written for so many seconds, before it gets a save.
+
+    That is where saves are due more often than it takes them; they stay in memory meanwhile.
+    """
+    return min(write_s * (1 / CHECKPOINT_WRITING_SHARE - 1), CHECKPOINT_REST_MAX_S)
 
 
 def _daly(cost_s: float, mtbf: float) -> float:

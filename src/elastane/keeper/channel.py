@@ -73,6 +73,11 @@ class Channel:
             raise
         return found
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has come, and the peer has not ended either."""
+        return not self._poll.poll(0)
+
     def close(self) -> None:
         """Close this end."""
         self._end.close()

@@ -13,25 +13,23 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from elastane.core.checkpoints import Key
 from elastane.core.limits import KEEPER_ANSWER_BYTES_MAX, KEEPER_ANSWER_S, KEEPER_SLOTS_S
 from elastane.keeper import messages
 from elastane.keeper.channel import Channel
 from elastane.keeper.messages import HeldWords, Persist, Progress, Snapshot
+from elastane.keeper.page import Page
 from elastane.keeper.starting import KEEPER_VARIABLE, start_own_keeper
 from elastane.runtime import environment
 
 # Between two looks at what one waits for: the first, and the longest.
 _PAUSE_S = 0.001
 _PAUSE_MAX_S = 0.05
-# So long a keeper is taken for busy that was busy when it was asked ahead.
-_BUSY_S = 0.05
 A = TypeVar("A")
 
 
@@ -57,6 +55,14 @@ class Held:
         return self.words.verified
 
 
+class _Stands(NamedTuple):
+    """What the keeper answered to a worker of this fence; the page had that number."""
+
+    number: int
+    fence: tuple[int, int]
+    progress: Progress
+
+
 class Keeper:
     """A connection to the keeper of this node, or to one of this process's own.
 
@@ -71,10 +77,10 @@ class Keeper:
         self._pid = os.getpid()
         self._lost = ""
         self._slots: tuple[int, ...] = ()
-        self._owed: deque[type[messages.Answer]] = deque()  # answers that were not taken yet
-        self._spare: int | None = None  # the slot that came with the answer to the last `keep`
-        self._ahead: Progress | None = None  # the answer to a question that was asked ahead
-        self._asked, self._asked_s = (0, 0), 0.0
+        self._is_owed = False  # the answer to the last `keep`
+        self._spare: int | None = None  # the slot that came with it
+        self._page: Page | None = None
+        self._stands: _Stands | None = None
         self.id = self.door = ""
         self.survives = False
 
@@ -90,12 +96,16 @@ class Keeper:
         end = connected(path) if path else start_own_keeper(environment.snapshot())
         keeper = cls(Channel(end))
         try:
-            welcome = keeper._ask(messages.Hello(messages.VERSION, group), messages.Welcome)
+            hello = messages.Hello(messages.VERSION, group)
+            with keeper._lock:
+                answer, pages = keeper._exchange(hello, KEEPER_ANSWER_S)
+            welcome = _as(answer, messages.Welcome)
             if welcome.version != messages.VERSION:
                 raise ConnectionError(
                     f"the keeper of snapshots speaks version {welcome.version}, this worker"
                     f" {messages.VERSION}: agent and worker are of two installations of elastane"
                 )
+            keeper._page = Page(*pages)
         except BaseException:
             keeper.close()
             raise
@@ -108,6 +118,8 @@ class Keeper:
         with self._lock:
             self._lost = self._lost or "it was closed"
             self._channel.close()
+            if self._page is not None:
+                self._page.close()
 
     def slots(self, count: int, slot_bytes: int) -> list[int]:
         """Return the descriptors of at least `count` slots of this size, which are the caller's.
@@ -150,8 +162,8 @@ class Keeper:
         """
         self._ask(messages.Layout(digest, dict(files), gasp), messages.Done)
 
-    def keep(self, slot: int, snapshot: Snapshot) -> None:
-        """Say what the granted slot now holds; returns once that is said.
+    def keep(self, slot: int, snapshot: Snapshot, *, heard: bool = False) -> None:
+        """Say what the granted slot now holds; returns once that is said, or `heard`.
 
         From then on the keeper has it, also if this process dies. What it answers is taken by the
         next call, which raises ValueError where it was refused: a round trip to a process that
@@ -160,33 +172,28 @@ class Keeper:
         with self._lock:
             self._settle()
             self._say(messages.Keep(self._slots[slot], snapshot))
-            self._spare = None
-            self._owed.append(messages.Granted)
-
-    def ask_ahead(self, fence: tuple[int, int]) -> None:
-        """Have the next `progress` wait for no answer; never fails: the next question does.
-
-        Where something is being done by now, that is so for an optimizer's step alone.
-        """
-        with self._lock, contextlib.suppress(ConnectionError):
-            self._say(messages.Ask(fence))
-            self._owed.append(messages.Stands)
-            self._asked, self._asked_s = fence, time.monotonic()
+            self._spare, self._is_owed = None, True
+            if heard:
+                self._settle()
 
     def progress(self, fence: tuple[int, int] = (0, 0)) -> Progress:
-        """Return how the writing stands.
+        """Return how the writing stands; the keeper is asked where that has changed.
 
         `fence` is the round and attempt of the worker: what an older one writes is then waited for
         no longer than it has to be.
         """
         with self._lock:
             self._settle()
-            ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._asked == fence:
-            is_idle = not (ahead.busy or ahead.copying)
-            if is_idle or time.monotonic() - self._asked_s < _BUSY_S:
-                return ahead
-        return self._ask(messages.Ask(fence), messages.Stands).progress
+            assert self._page is not None, "it came with the welcome"
+            # Before the answer, which may be newer.
+            number = self._page.number() if not self._lost else -1
+            known = self._stands
+            is_known = known is not None and known.number == number and fence <= known.fence
+            if known is None or not is_known or not self._channel.is_quiet:
+                answer, _ = self._exchange(messages.Ask(fence), KEEPER_ANSWER_S)
+                known = _Stands(number, fence, _as(answer, messages.Stands).progress)
+                self._stands = known
+            return known.progress
 
     def wait(self, key: Key, timeout_s: float) -> Progress:
         """Return once `key`, or a newer one, is durable, or its writing has failed.
@@ -248,14 +255,10 @@ class Keeper:
             return slot
 
     def _settle(self) -> None:
-        """Take the answers that were not waited for; the lock is held."""
-        while self._owed:
-            kind = self._owed.popleft()  # also of one that is refused
-            match _as(self._heard(KEEPER_ANSWER_S)[0], kind):
-                case messages.Granted(slot=slot):
-                    self._spare = slot
-                case messages.Stands(progress=progress):
-                    self._ahead = progress
+        """Take the answer that was not waited for; the lock is held."""
+        if self._is_owed:
+            self._is_owed = False  # also where it is refused
+            self._spare = _as(self._heard(KEEPER_ANSWER_S)[0], messages.Granted).slot
 
     def _say(self, request: messages.Request) -> None:
         assert os.getpid() == self._pid, "a forked process has no keeper: connect() in it"
@@ -291,11 +294,13 @@ class Keeper:
             if self._lost:
                 # The answer may come yet, and would be taken for that of the next request.
                 self._channel.close()
-                self._owed.clear()
+                self._is_owed = False
 
 
 def _beside(answer: messages.Answer) -> int:
     match answer:
+        case messages.Welcome(version=messages.VERSION):
+            return 1
         case messages.HasSlots(slots=slots):
             return len(slots)
         case messages.Given(held=held):

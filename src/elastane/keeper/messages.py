@@ -23,7 +23,7 @@ from elastane.core.replicas import COPIES_MAX
 from elastane.core.unreadable import UNREADABLE
 
 # Both sides refuse another: they may be of two installations.
-VERSION = 3
+VERSION = 4
 LAST_GASP = "last gasp"
 # The file of each part with the streams of its workers: a list of them, in msgpack.
 STREAMS_FILE = "streams-{:05d}.msgpack"
@@ -242,8 +242,9 @@ class WentOn(msgspec.Struct, frozen=True, tag="went-on"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """To `Hello`: who keeps, and whether it outlives the worker.
 
-    `door` is where it takes copies from other nodes' keepers; without a host where only the workers
-    know by which address others reach this node, "" where it takes none.
+    Beside it comes the page of memory that turns when what `Stands` tells has changed. `door` is
+    where it takes copies from other nodes' keepers; without a host where only the workers know by
+    which address others reach this node, "" where it takes none.
     """
 
     version: int

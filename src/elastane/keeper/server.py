@@ -148,7 +148,11 @@ class Service:
         shelf.came(number)
         try:
             answer = messages.Welcome(messages.VERSION, self.id, self._survives, self._at)
-            channel.send(messages.encode(answer))
+            page = shelf.standing.page.descriptor()
+            try:
+                channel.send(messages.encode(answer), [page])
+            finally:
+                os.close(page)
         except BaseException:
             shelf.gone(number)
             raise

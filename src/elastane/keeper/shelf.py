@@ -39,6 +39,7 @@ from elastane.keeper.neighbour import Neighbour
 from elastane.keeper.news import News
 from elastane.keeper.peers import Neighbours
 from elastane.keeper.scribe import Heard, Patience, Scribe, is_others
+from elastane.keeper.standing import Standing
 from elastane.keeper.writing import Failure, Order, Source, last_gasp, with_copies
 
 _log = logging.getLogger("elastane.keeper")
@@ -73,6 +74,7 @@ class Shelf:
         self._scribe = Scribe(Heard(self._durable, self._written, tell))
         self.neighbour = Neighbour()
         self._courier = Courier(origin, neighbours, self._copied)
+        self.standing = Standing(self._books, self._scribe, self._courier)
         self._alone_since_s = time.monotonic()
         self._is_missed = self._is_leaving = False
         self._seen = (0, 0)  # the latest round and attempt of the workers
@@ -170,17 +172,8 @@ class Shelf:
     def progress(self, fence: tuple[int, int] = (0, 0)) -> Progress:
         """Return how the writing stands, to a worker of this round and attempt."""
         with self._lock:
-            books, self._seen = self._books, max(self._seen, fence)
-            return Progress(
-                writing=books.writing.key if books.writing else None,
-                waiting=books.waiting.key if books.waiting else None,
-                published=books.published,
-                failures=self._scribe.failures,
-                last_write_s=self._scribe.last[0],
-                last_write_bytes=self._scribe.last[1],
-                copying=self._courier.books.copying is not None,
-                copied=self._courier.copied,
-            )
+            self._seen = max(self._seen, fence)
+            return self.standing.now()
 
     def read(self, worker: int) -> tuple[list[HeldWords], list[int]]:
         """Return what is whole here, and parts of others', and descriptors, until `release`."""
@@ -256,6 +249,7 @@ class Shelf:
                 case Drop(slot):
                     self._dropped.append(self._memory.pop(slot)[0])
         self._digests.newest = next(iter(self._books.whole()), None)
+        self.standing.look()
 
     def _begin(self, name: Name, *, gasp: bool) -> list[Effect]:
         """Start the writing; return what follows where it cannot be started."""
@@ -302,6 +296,7 @@ class Shelf:
         """A key is durable; in the thread that writes."""
         with self._lock:
             self._books.durable(key)
+            self.standing.look()
 
     def _written(self, order: Order, failure: Failure | None) -> None:
         """A writing has ended; in the thread that wrote."""

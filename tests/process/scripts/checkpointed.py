@@ -56,12 +56,12 @@ def may_die(folder: Path) -> None:
 
     keep = Keeper.keep
 
-    def dies(self: Keeper, *args: object) -> None:
+    def dies(self: Keeper, *args: object, **more: object) -> None:
         left = (folder / "torn").read_text() if (folder / "torn").exists() else ""
         if left:
             (folder / "torn").write_text(left[:-1])
             os.kill(os.getpid(), signal.SIGKILL)
-        keep(self, *args)
+        keep(self, *args, **more)
 
     Keeper.keep = dies
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from elastane.checkpoint.cadence import Pace
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.plan import Order
 from elastane.checkpoint.saving import Saver
+from elastane.core.checkpoints import Key
 from elastane.errors import CheckpointError
 from elastane.keeper.messages import Progress
 from elastane.keeper.writing import _is_gone
@@ -21,9 +23,10 @@ class Known:
 
 class Idle:
     id, survives, door = "keeper", True, ""
+    writing = None
 
     def progress(self, fence):
-        return Progress()
+        return Progress(writing=self.writing)
 
 
 class Two:
@@ -60,3 +63,25 @@ def test_a_save_that_another_writer_has_given_up_is_seen_to_be_gone(tmp_path):
     assert not _is_gone(repository, "save/part")
     (tmp_path / "save" / "part").unlink()
     assert _is_gone(repository, "save/part")
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_storage_rests_that_saves_outpace_but_not_from_what_was_asked_for(survives):
+    keeper, now_s = Idle(), [100.0]
+    keeper.survives = survives
+    saver, captured = Saver(Two(7), keeper, "/nowhere", Known()), Captured({"x": torch.ones(2)})
+    saver._pace = Pace(lambda: now_s[0])
+
+    def busy(reason):
+        return bool(saver.agree(captured, Order(7, reason, 3, ""), 1)[0].busy)
+
+    assert not busy("step")
+    keeper.writing = Key(0, 3, 1, 6)
+    now_s[0] += 2.0
+    assert busy("step") and busy("asked")
+    keeper.writing = None
+    # Without an agent there is no memory to go on from, and what is left out is lost.
+    assert busy("step") is busy("time") is survives
+    assert not busy("asked") and not busy("leave")
+    now_s[0] += 6.1
+    assert not busy("step")

@@ -23,7 +23,7 @@ def test_the_next_save_has_the_values_of_its_own_time():
     names, identity = captured.names, captured.identity()
     assert captured.again(now)
     fresh = Captured(now)
-    assert (captured.tree, captured.names, captured.identity()) == (fresh.tree, names, identity)
+    assert (captured.tree(), captured.names, captured.identity()) == (fresh.tree(), names, identity)
     assert captured.leaves() == fresh.leaves()
     assert captured.leaves()[0]["optimizer.param_groups.0.lr"] == 0.7
     live = [now["net"]["weight"], now["net"]["bias"]]
@@ -36,6 +36,17 @@ def test_another_shape_kind_or_part_is_another_state():
     halved = state()
     halved["net"]["weight"] = halved["net"]["weight"].half()
     assert not Captured(state()).again(halved)
+
+
+def test_a_shape_or_type_that_changed_in_place_is_seen_where_it_is_looked_for():
+    for change in (lambda t: t.resize_(5), lambda t: setattr(t, "data", t.data.double())):
+        held = {"a": torch.ones(2), "b": torch.ones(3)}
+        captured = Captured(held)
+        assert captured.again(held) and captured.again(held, [0]) and captured.are_alike()
+        change(held["b"])
+        assert captured.again(held, [0]) and captured.again(held, [])
+        assert not captured.are_alike() and not captured.are_alike([1])
+        assert not captured.again(held, [1]) and not captured.again(held)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from elastane.checkpoint.cadence import Cadence
+from elastane.checkpoint.cadence import Cadence, Pace
 
 
 class Clock:
@@ -89,3 +89,34 @@ def test_auto_says_once_how_often_and_why(caplog):
     assert len(told) == 1
     assert "a checkpoint each" in told[0]
     assert "fails every" in told[0]
+
+
+def given(pace, clock, writes_s, saves_s):
+    """Drive saves at these times; returns when storage was given one, that takes so long."""
+    found, until_s = [], 0.0
+    for clock.now_s in saves_s:
+        busy = clock.now_s < until_s
+        if not pace.rests(busy=busy) and not busy:
+            pace.begun()
+            found.append(clock.now_s)
+            until_s = clock.now_s + writes_s
+    return found
+
+
+def test_storage_that_saves_outpace_is_written_a_quarter_of_the_time():
+    clock = Clock()
+    pace = Pace(clock)
+    assert given(pace, clock, 2.5, range(100, 160)) == [*range(100, 160, 8)]
+
+
+def test_storage_that_is_slow_rests_some_seconds_and_no_more():
+    clock = Clock()
+    pace = Pace(clock)
+    assert given(pace, clock, 30.0, range(100, 200)) == [100, 139, 178]
+
+
+def test_storage_that_takes_each_save_is_given_each():
+    clock = Clock()
+    pace = Pace(clock)
+    assert given(pace, clock, 0.9, range(100, 120)) == [*range(100, 120)]
+    assert given(pace, clock, 400.0, range(300, 3000, 300)) == [*range(300, 3000, 600)]

@@ -222,5 +222,37 @@ def test_a_parameter_is_taken_as_it_lives_and_without_its_history():
     net = torch.nn.Linear(2, 2)
     flattening = Flattening(dict(net.named_parameters()))
     assert flattening.again(dict(net.named_parameters()))
-    weight = flattening.parts.tensors[0]
+    weight = flattening.tensors[0]
     assert not weight.requires_grad and weight.data_ptr() == net.weight.data_ptr()
+    assert flattening.again(dict(net.named_parameters())) and flattening.tensors[0] is weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: setattr(p, "data", torch.ones(2, 2)),
+        lambda p: setattr(p, "data", p.data.half()),
+        lambda p: setattr(p, "data", p.data.t()),
+        lambda p: setattr(p, "data", p.data[:1]),
+        lambda p: torch.utils.swap_tensors(p, torch.nn.Parameter(torch.ones(2, 2))),
+        lambda p: torch.utils.swap_tensors(p, torch.nn.Parameter(torch.ones(2, device="meta"))),
+    ],
+    ids=["other", "half", "turned", "part", "swapped", "elsewhere"],
+)
+def test_a_parameter_that_is_the_same_object_with_other_memory_is_new(change):
+    state = {"x": torch.nn.Parameter(torch.arange(4.0).view(2, 2)), "y": torch.zeros(1)}
+    flattening = Flattening(state)
+    assert flattening.has_new
+    assert flattening.again(state) and flattening.has_new
+    assert flattening.again(state) and not flattening.has_new
+    before = flattening.tensors[0]
+    change(state["x"])
+    assert before.tolist() == [[0.0, 1.0], [2.0, 3.0]], "what is being copied stays as it is"
+    assert flattening.again(state) and flattening.has_new
+    now = flattening.tensors[0]
+    assert (now.device, now.shape, now.dtype) == (
+        state["x"].device,
+        state["x"].shape,
+        state["x"].dtype,
+    )
+    assert now.device.type == "meta" or torch.equal(now, state["x"])

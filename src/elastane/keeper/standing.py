@@ -1,0 +1,38 @@
+"""How a shelf's writing and copying stand, for workers that want to know it before each save."""
+
+from __future__ import annotations
+
+from elastane.core.snapshots import Snapshots
+from elastane.keeper.courier import Courier
+from elastane.keeper.messages import Progress
+from elastane.keeper.page import OwnPage
+from elastane.keeper.scribe import Scribe
+
+
+class Standing:
+    """One shelf's, under whose lock it is asked; `page` turns whenever something else is true."""
+
+    def __init__(self, books: Snapshots, scribe: Scribe, courier: Courier) -> None:
+        self._books, self._scribe, self._courier = books, scribe, courier
+        self.page = OwnPage()
+        self._last = self.now()
+
+    def now(self) -> Progress:
+        """Return how it stands."""
+        return Progress(
+            writing=self._books.writing.key if self._books.writing else None,
+            waiting=self._books.waiting.key if self._books.waiting else None,
+            published=self._books.published,
+            failures=self._scribe.failures,
+            last_write_s=self._scribe.last[0],
+            last_write_bytes=self._scribe.last[1],
+            copying=self._courier.books.copying is not None,
+            copied=self._courier.copied,
+        )
+
+    def look(self) -> None:
+        """Turn the page if it has changed; called after whatever may change it."""
+        now = self.now()
+        if now != self._last:
+            self._last = now
+            self.page.turn()

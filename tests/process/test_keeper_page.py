@@ -1,0 +1,122 @@
+"""How a worker knows, without a question, that its keeper stands as it did; and when to ask."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+
+import pytest
+from keeper_support import SLOT_BYTES, Node, Worker, persist_to, snapshot
+from process_harness import DEADLINE_S, until
+from supervise import alive
+
+from elastane.core.checkpoints import Key
+from elastane.keeper.page import OwnPage, Page
+
+FENCE = (1, 0)
+
+
+@pytest.fixture
+def node(tmp_path):
+    with Node(tmp_path) as node:
+        yield node
+
+
+@pytest.fixture
+def worker(node):
+    """A worker that counts its questions."""
+    worker = Worker()
+    say, worker.asked = worker.keeper._say, []
+    worker.keeper._say = lambda request: (worker.asked.append(type(request).__name__), say(request))
+    return worker
+
+
+def test_a_page_turns_for_all_who_have_it_and_nobody_else_can_turn_it_or_cut_it_short():
+    own = OwnPage()
+    pages = [Page(own.descriptor()) for _ in range(2)]
+    assert [page.number() for page in pages] == [0, 0]
+    own.turn()
+    assert [page.number() for page in pages] == [1, 1]
+    with pytest.raises(TypeError):
+        pages[0]._memory[0] = 7
+    descriptor = own.descriptor()
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+    pages[0].close()
+    pages[0].close()
+    assert pages[1].number() == 1
+
+
+def test_a_page_that_cannot_be_mapped_leaves_no_descriptor(tmp_path):
+    path = tmp_path / "short"
+    path.write_bytes(b"")
+    descriptor = os.open(path, os.O_RDONLY)
+    with pytest.raises(ValueError, match="mmap"):
+        Page(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_the_keeper_is_asked_again_when_something_has_changed_and_only_then(worker, tmp_path):
+    keeper, key = worker.keeper, Key(0, 1, 0, 1)
+    for _ in range(3):
+        assert not keeper.progress(FENCE).busy
+    assert worker.asked == ["Ask"]
+    assert keeper.progress().published is None and worker.asked == ["Ask"], "an older round"
+    assert not keeper.progress((2, 0)).busy and worker.asked == ["Ask", "Ask"], "a later one"
+    worker.save(1, persist_to(tmp_path / "store"))
+    until(lambda: keeper.progress(FENCE).published == key, "it is seen")
+    until(lambda: not keeper.progress(FENCE).busy, "it has ended")
+    before = len(worker.asked)
+    worker.save(2)  # Nothing of it is written.
+    for _ in range(3):
+        assert keeper.progress(FENCE).published == key
+    assert "Ask" not in worker.asked[before:]
+
+
+def test_what_fails_is_seen_as_well(worker, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    assert not worker.keeper.progress(FENCE).failures
+    worker.save(1, persist_to(tmp_path / "file" / "store"))
+    until(lambda: worker.keeper.progress(FENCE).failures, "the failure")
+
+
+def test_a_refusal_is_told_by_whatever_is_asked_next(worker):
+    slot = worker.keeper.grant(DEADLINE_S)
+    worker.keeper.keep(slot, snapshot(2, SLOT_BYTES * 2, None))
+    with pytest.raises(ValueError, match=r"slot \d+ does not hold"):
+        worker.keeper.progress(FENCE)
+    assert not worker.keeper.progress(FENCE).busy
+    with pytest.raises(ValueError, match=r"slot \d+ does not hold"):
+        worker.keeper.keep(slot, snapshot(2, SLOT_BYTES * 2, None), heard=True)
+    assert not worker.keeper.progress(FENCE).busy
+
+
+def test_a_keeper_that_is_gone_does_not_stand_as_it_did(node, worker):
+    worker.save(1)
+    assert not worker.keeper.progress(FENCE).busy
+    pid = node.keeper
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid), "it is gone")
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match=r"lost|not there any more"):
+            worker.keeper.progress(FENCE)
+
+
+def test_a_worker_that_lets_go_leaves_no_page_behind(node):
+    def mapped() -> int:
+        return sum("elastane-page" in line for line in open("/proc/self/maps"))
+
+    before, descriptors = mapped(), len(os.listdir("/proc/self/fd"))
+    workers = [Worker() for _ in range(3)]
+    assert mapped() == before + 3
+    for worker in workers:
+        worker.slots = [slot for slot in worker.slots if isinstance(slot, mmap.mmap)]
+        worker.keeper.close()
+    assert mapped() == before
+    for worker in workers:
+        for slot in worker.slots:
+            slot.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
