@@ -220,6 +220,7 @@ def _shares_of(wanted: Sequence[Wanted]) -> list[Sequence[Wanted]]:
 
 
 def _fill_one(layout: Layout, image: Image, wanted: Sequence[Wanted]) -> None:
+    spare = torch.empty(0, dtype=torch.uint8)  # Memory that is new for each piece costs more.
     for piece, destination, common in wanted:
         at = layout.data_at(piece)
         target = part_of(destination.tensor, Piece(piece.tensor, *common, 0), destination.offsets)
@@ -227,7 +228,11 @@ def _fill_one(layout: Layout, image: Image, wanted: Sequence[Wanted]) -> None:
         if is_whole and target.device.type == "cpu" and target.is_contiguous():
             image.read_into(at, memory_of(target))
             continue
-        whole = torch.empty(piece.shape, dtype=destination.tensor.dtype)
+        dtype = destination.tensor.dtype
+        size = torch.Size(piece.shape).numel() * dtype.itemsize
+        if spare.numel() < size:
+            spare = torch.empty(size, dtype=torch.uint8)
+        whole = spare[:size].view(dtype).view(piece.shape)
         image.read_into(at, memory_of(whole))
         with torch.no_grad():
             target.copy_(part_of(whole, Piece(piece.tensor, *common, 0), piece.offsets))
