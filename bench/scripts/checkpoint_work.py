@@ -41,14 +41,15 @@ class Trained:
 
     def __init__(self, gb: float) -> None:
         rows = max(1, int(gb * 1e9 / 12 / TENSORS / 1000))
-        self.net = torch.nn.ParameterList(
-            [torch.nn.Parameter(torch.randn(rows, 1000)) for _ in range(TENSORS)]
-        )
+        parts = [torch.nn.Parameter(torch.randn(rows, 1000)) for _ in range(TENSORS)]
+        # In several modules: what they call their parts is made anew for each state.
+        layers = [torch.nn.ParameterList(parts[at : at + 4]) for at in range(0, TENSORS, 4)]
+        self.net = torch.nn.ModuleList(layers)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), fused=True)
         self.bytes = 3 * 4 * rows * 1000 * TENSORS
 
     def step(self) -> None:
-        for parameter in self.net:
+        for parameter in self.net.parameters():
             parameter.grad = (
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             )

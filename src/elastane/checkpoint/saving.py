@@ -230,9 +230,9 @@ class Saver:
         DDP goes on with rank 0's too, in its next forward.
         """
         members = self._world.members()
-        there = {buffer.data_ptr() for buffer in self._world.buffers() if buffer.numel()}
-        if members.size == 1 or not there:
+        if members.size == 1:
             return {}
+        there = {buffer.data_ptr() for buffer in self._world.buffers() if buffer.numel()}
         numbers = [n for n, t in enumerate(captured.tensors) if t.numel() and t.data_ptr() in there]
         if not numbers:
             return {}

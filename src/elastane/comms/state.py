@@ -142,6 +142,7 @@ class _Known:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._keys: list[Any] = []
+        self._kinds: list[type] = []
         self._inner: list[Any] = []
         self._held: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []  # as they are in `Parts`
@@ -152,13 +153,13 @@ class _Known:
         if not self.tensors:
             return False
         if self.depth == 1:
-            is_same = _same(value, self._keys) and _same(value.values(), self._held)
+            is_same = _same(value.values(), self._held) and self._has_keys([*value])
         else:
             inner = [*value.values()]
             is_same = (
                 [*map(type, inner), *map(len, inner)] == self._inner
-                and _same(chain(value, *inner), self._keys)
                 and _same(chain.from_iterable(map(_VALUES, inner)), self._held)
+                and self._has_keys([*chain(value, *inner)])
             )
         if not is_same:
             return False
@@ -180,6 +181,11 @@ class _Known:
         self._aliases = [alias for alias, _ in aliases], [own for _, own in aliases]
         self._inner = [*map(type, inner), *map(len, inner)]
         self._keys = [*chain(value, *inner)]
+        self._kinds = [*map(type, self._keys)]
+
+    def _has_keys(self, keys: list[Any]) -> bool:
+        # A module makes those of its parts anew each time. Of other types they would be others.
+        return [*map(type, keys)] == self._kinds and keys == self._keys
 
 
 def _depth(pairs: list[list[Tree]]) -> int:

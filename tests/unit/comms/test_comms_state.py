@@ -256,3 +256,23 @@ def test_a_parameter_that_is_the_same_object_with_other_memory_is_new(change):
         state["x"].dtype,
     )
     assert now.device.type == "meta" or torch.equal(now, state["x"])
+
+
+def test_the_parts_of_modules_are_known_by_their_names_and_keys_of_other_types_are_others():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    first = net.state_dict(keep_vars=True)
+    flattening = Flattening({"net": first})
+    assert flattening.again({"net": net.state_dict(keep_vars=True)}) and flattening.has_new
+    again = net.state_dict(keep_vars=True)
+    assert any(one is not other for one, other in zip(first, again, strict=True))
+    assert flattening.again({"net": again}) and not flattening.has_new
+    held = torch.ones(2)
+    flattening = Flattening({0: held, 1: held})
+    assert flattening.again({0: held, 1: held}) and flattening.again({0: held, 1: held})
+    assert not flattening.has_new
+    assert not flattening.again({0: held, True: held})
+    flattening = Flattening({0: {"a": held}, 1: {"b": held}})
+    for _ in range(2):
+        assert flattening.again({0: {"a": held}, 1: {"b": held}})
+    assert not flattening.has_new
+    assert not flattening.again({0: {"a": held}, 1: {"c": held}})
