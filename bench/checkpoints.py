@@ -1,6 +1,6 @@
 """What saving costs the training, and what getting back takes, beside torch's own ways.
 
-    python -m bench.checkpoints [--gb SIZE ...] [--folder PATH]
+    python -m bench.checkpoints [--gb SIZE ...] [--large SIZE ...] [--folder PATH]
 
 A model with its AdamW state of so many GB (10^9 bytes). Peers and ours take turns in one process;
 medians. "Blocked" is what the loop stands for; "written" is until the checkpoint is durable.
@@ -128,15 +128,38 @@ def of_size(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[
     ]
 
 
+def of_large(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[str]:
+    """Return the lines of a size that leaves no room for the peers beside it."""
+    found = rows[f"large {gb:g} GB"] = measured("large", gb, folder, "--nproc-per-node", "1")
+    size = f"{gb:g} GB"
+    return [
+        line(
+            f"{size}: the loop stands for a save",
+            [f"memcpy: {cell(found, 'memcpy')}"],
+            f"{cell(found, 'ours, behind the next step')}; copied at once:"
+            f" {cell(found, 'ours, at once', 'memcpy')}",
+        ),
+        line(
+            f"{size}: until it is durable, from when it was copied",
+            [f"the disk past the page cache, one file: {cell(found, 'raw disk')}"],
+            cell(found, "ours, written", "raw disk"),
+        ),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.checkpoints", description=__doc__)
     parser.add_argument(
         "--gb", type=float, nargs="*", default=[1.0], help="4 did not fit into 24 GiB"
     )
+    parser.add_argument(
+        "--large", type=float, nargs="*", default=[4.0], help="ours alone: takes 4.5 times as much"
+    )
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     args = parser.parse_args()
     about, rows = machine(), dict[str, dict[str, Result]]()
     lines = [line for gb in args.gb for line in of_size(gb, args.folder, rows)]
+    lines += [line for gb in args.large for line in of_large(gb, args.folder, rows)]
     lines += [after_each(workers, args.folder, rows) for workers in (1, 2)]
     lines += [copies(gb, args.folder, rows) for gb in (0.1, *args.gb)]
     print(

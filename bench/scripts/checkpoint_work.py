@@ -1,6 +1,7 @@
 """One measurement of checkpoints; what it finds goes to FOLDER/found.json.
 
 checkpoint_work.py single GB FOLDER        saves and loads of one process, ours and torch's
+checkpoint_work.py large GB FOLDER         saves of ours alone, beside the disk and a memcpy
 checkpoint_work.py memory GB FOLDER        a worker dies; its successor restores from memory
 checkpoint_work.py steps GB FOLDER         steps of 50 ms, with a save after each and without
 checkpoint_work.py sharded GB FOLDER       so much on each node: saves, and steps with them
@@ -8,6 +9,7 @@ checkpoint_work.py bring GB FOLDER         rank 0's folder has a checkpoint, ran
 """
 
 import json
+import mmap
 import os
 import shutil
 import socket
@@ -110,12 +112,10 @@ def single(gb: float, folder: Path) -> dict:
         note("dcp.async_save, written", time.perf_counter() - begun_s)
     idle(checkpointer)
     checkpointer.close()
+    stored = elsewhere(folder)
     for _ in range(TURNS):
         note("torch.load", timed(lambda: torch.load(folder / "one.pt", weights_only=True)))
-        fresh = Trained(gb)
-        again = elastane.Checkpointer(folder / "ck")
-        note("ours, from storage", timed(lambda f=fresh, a=again: a.restore(f.objects())))
-        again.close()
+        note("ours, from storage", from_storage(stored, Trained(gb)))
         fresh = Trained(gb)
 
         def load(fresh: Trained = fresh) -> None:
@@ -125,6 +125,62 @@ def single(gb: float, folder: Path) -> dict:
 
         note("torch.load, into the objects", timed(load))
     return found
+
+
+def large(gb: float, folder: Path) -> dict:
+    """Save what leaves no room for the peers."""
+    found: dict[str, list[float]] = {}
+    trained = Trained(gb)
+    trained.step()
+    checkpointer = elastane.Checkpointer(folder / "ck", keep=1)
+    checkpointer.restore(trained.objects())
+    checkpointer.save(1)
+    checkpointer.wait()
+    copier = checkpointer._saver.copier
+    one, other = torch.randn(trained.bytes // 16), torch.randn(trained.bytes // 16)
+    for number in range(2, TURNS + 2):
+        idle(checkpointer)
+        found.setdefault("memcpy", []).append(4 * timed(lambda: one.copy_(other)))
+        copier.may_overlap = False
+        took_s = timed(lambda n=number: checkpointer.save(2 * n))
+        found.setdefault("ours, at once", []).append(took_s)
+        found.setdefault("ours, written", []).append(timed(checkpointer.wait))
+        idle(checkpointer)
+        copier.may_overlap = True
+        took_s = timed(lambda n=number: checkpointer.save(2 * n + 1))
+        found.setdefault("ours, behind the next step", []).append(took_s)
+        checkpointer.wait()
+        idle(checkpointer)
+        took_s = timed(lambda: raw_write(folder / "raw", trained.bytes))
+        found.setdefault("raw disk", []).append(took_s)
+    checkpointer.close()
+    return found
+
+
+def raw_write(path: Path, size: int) -> None:
+    """Write so much past the page cache, one block after the other, and make it durable."""
+    block = mmap.mmap(-1, 16 << 20)
+    block.write(os.urandom(len(block)))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    for at in range(0, size, len(block)):
+        os.pwrite(descriptor, block, at)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    path.unlink()
+
+
+def elsewhere(folder: Path) -> Path:
+    """Have the checkpoints where the keeper holds nothing of them in memory."""
+    return Path(shutil.copytree(folder / "ck", folder / "elsewhere"))
+
+
+def from_storage(where: Path, trained: Trained) -> float:
+    """Restore into it; returns the seconds."""
+    checkpointer, restored = elastane.Checkpointer(where), []
+    took_s = timed(lambda: restored.append(checkpointer.restore(trained.objects())))
+    assert restored[0].where == str(where), restored
+    checkpointer.close()
+    return took_s
 
 
 def idle(checkpointer: elastane.Checkpointer) -> None:
@@ -313,7 +369,7 @@ def raw_copy(path: Path, folder: Path) -> float:
 
 if __name__ == "__main__":
     mode, size, where = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
-    modes = {"single": single, "memory": memory, "steps": steps, "sharded": sharded, "bring": bring}
+    modes = {each.__name__: each for each in (single, large, memory, steps, sharded, bring)}
     result = modes[mode](size, where)
     if result:
         (where / "found.json").write_text(json.dumps(result))
