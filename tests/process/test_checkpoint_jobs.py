@@ -277,6 +277,8 @@ def test_training_goes_on_while_storage_is_away_and_the_user_is_told_once(tmp_pa
         (tmp_path / "away").write_text("no folder")
         exchange(tmp_path / "ck", tmp_path / "away")
         job.wait_steps(10)
+        # Storage may have been resting.
+        job.cluster.wait(lambda: "training goes on" in node.output, "the user is told")
         node.kill_worker(0)
         job.wait_steps(5)  # from memory, though storage is away
         exchange(tmp_path / "ck", tmp_path / "away")
