@@ -71,34 +71,46 @@ def durable(path: Path, state: dict) -> None:
         os.fsync(file.fileno())
 
 
-def single(gb: float, folder: Path) -> dict:
+def saves(trained: Trained, folder: Path, of_memcpy: float = 1.0) -> dict[str, list[float]]:
+    """Save again and again, in turn with a copy of so much of it, which counts as the whole.
+
+    They are apart from the peers: what those leave behind in the kernel slows the memory.
+    """
     found: dict[str, list[float]] = {}
-
-    def note(name: str, seconds: float) -> None:
-        found.setdefault(name, []).append(seconds)
-
-    trained = Trained(gb)
-    trained.step()
-    checkpointer = elastane.Checkpointer(folder / "ck", keep=2)
+    checkpointer = elastane.Checkpointer(folder / "ck", keep=1)
     checkpointer.restore(trained.objects())
     checkpointer.save(1)
     checkpointer.wait()
     copier = checkpointer._saver.copier
-    one, other = torch.randn(trained.bytes // 4), torch.randn(trained.bytes // 4)
-    copy = partial(one.copy_, other)
+    count = int(trained.bytes * of_memcpy) // 4
+    one, other = torch.randn(count), torch.randn(count)
+
+    def note(name: str, action: Callable[[], object], times: float = 1.0) -> None:
+        found.setdefault(name, []).append(times * timed(action))
+
     for number in range(2, TURNS + 2):
         idle(checkpointer)
-        # In turn with the copy that it is compared with, and apart from the peers: what they leave
-        # behind in the kernel slows the memory.
-        note("memcpy", timed(copy))
+        note("memcpy", partial(one.copy_, other), 1 / of_memcpy)
         copier.may_overlap = False
-        note("ours, at once", timed(lambda n=number: checkpointer.save(2 * n)))
-        note("ours, written", timed(checkpointer.wait))
+        note("ours, at once", partial(checkpointer.save, 2 * number))
+        note("ours, written", checkpointer.wait)
         idle(checkpointer)
         copier.may_overlap = True
-        note("ours, behind the next step", timed(lambda n=number: checkpointer.save(2 * n + 1)))
+        note("ours, behind the next step", partial(checkpointer.save, 2 * number + 1))
         checkpointer.wait()
-    del one, other, copy
+    idle(checkpointer)
+    checkpointer.close()
+    return found
+
+
+def single(gb: float, folder: Path) -> dict:
+    trained = Trained(gb)
+    trained.step()
+    found = saves(trained, folder)
+
+    def note(name: str, seconds: float) -> None:
+        found.setdefault(name, []).append(seconds)
+
     for _ in range(TURNS):
         note("torch.save, durable", timed(lambda: durable(folder / "one.pt", trained.state())))
         shutil.rmtree(folder / "dcp", ignore_errors=True)
@@ -110,8 +122,6 @@ def single(gb: float, folder: Path) -> dict:
         note("dcp.async_save, blocked", time.perf_counter() - begun_s)
         saving[0].result()
         note("dcp.async_save, written", time.perf_counter() - begun_s)
-    idle(checkpointer)
-    checkpointer.close()
     stored = elsewhere(folder)
     for _ in range(TURNS):
         note("torch.load", timed(lambda: torch.load(folder / "one.pt", weights_only=True)))
@@ -128,32 +138,11 @@ def single(gb: float, folder: Path) -> dict:
 
 
 def large(gb: float, folder: Path) -> dict:
-    """Save what leaves no room for the peers."""
-    found: dict[str, list[float]] = {}
+    """Save what leaves no room for the peers; then write as much to the disk."""
     trained = Trained(gb)
     trained.step()
-    checkpointer = elastane.Checkpointer(folder / "ck", keep=1)
-    checkpointer.restore(trained.objects())
-    checkpointer.save(1)
-    checkpointer.wait()
-    copier = checkpointer._saver.copier
-    one, other = torch.randn(trained.bytes // 16), torch.randn(trained.bytes // 16)
-    for number in range(2, TURNS + 2):
-        idle(checkpointer)
-        found.setdefault("memcpy", []).append(4 * timed(lambda: one.copy_(other)))
-        copier.may_overlap = False
-        took_s = timed(lambda n=number: checkpointer.save(2 * n))
-        found.setdefault("ours, at once", []).append(took_s)
-        found.setdefault("ours, written", []).append(timed(checkpointer.wait))
-        idle(checkpointer)
-        copier.may_overlap = True
-        took_s = timed(lambda n=number: checkpointer.save(2 * n + 1))
-        found.setdefault("ours, behind the next step", []).append(took_s)
-        checkpointer.wait()
-        idle(checkpointer)
-        took_s = timed(lambda: raw_write(folder / "raw", trained.bytes))
-        found.setdefault("raw disk", []).append(took_s)
-    checkpointer.close()
+    found = saves(trained, folder, of_memcpy=0.25)
+    found["raw disk"] = [timed(lambda: raw_write(folder / "raw", trained.bytes)) for _ in "123"]
     return found
 
 
