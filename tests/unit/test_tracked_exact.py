@@ -2,7 +2,7 @@
 
 import torch
 
-from elastane.checkpoint.tracked import Tracked
+from elastane.checkpoint.tracked import RandomStreams, Tracked
 from elastane.comms.digest import state_digest
 
 
@@ -40,3 +40,16 @@ def test_replicas_are_taken_over_too():
     taker.load_replicas(giver.replicas())
     assert state_digest(taker.replicas()) == state_digest(giver.replicas())
     assert state_digest(taker.state()) == state_digest(giver.state())
+
+
+def test_random_streams_are_taken_without_beginning_to_use_a_gpu(monkeypatch):
+    def begin():
+        raise AssertionError("this would initialize CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", begin)
+    streams = RandomStreams()
+    drawn = torch.rand(3)
+    streams.restore()
+    assert torch.equal(torch.rand(3), drawn)

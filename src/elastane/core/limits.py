@@ -167,8 +167,8 @@ CHECKPOINT_POLL_MAX_S = 0.5
 CHECKPOINT_INTERVAL_MIN_S = 10.0
 # ... and no rarer: estimates of what is rare are poor, and nobody likes to lose an hour.
 CHECKPOINT_INTERVAL_MAX_S = 1800.0
-# Where saves are due more often than storage takes them, it is written so much of the time: what is
-# written slows the steps beside it (12% of an optimizer's step that is bound by memory), ...
+# Where saves are due more often than storage takes them, it is written so much of the time, or a
+# little more: that slows the steps beside it (an optimizer's, bound by memory, by an eighth), ...
 CHECKPOINT_WRITING_SHARE = 0.25
 # ... but it rests no longer than this: what a slow storage takes is not made rarer.
 CHECKPOINT_REST_MAX_S = 10.0

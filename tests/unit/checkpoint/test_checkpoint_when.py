@@ -103,7 +103,7 @@ def given(pace, clock, writes_s, saves_s):
     return found
 
 
-def test_storage_that_saves_outpace_is_written_a_quarter_of_the_time():
+def test_storage_that_saves_outpace_rests_three_times_as_long_as_it_was_seen_to_write():
     clock = Clock()
     pace = Pace(clock)
     assert given(pace, clock, 2.5, range(100, 160)) == [*range(100, 160, 8)]
