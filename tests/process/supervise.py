@@ -64,14 +64,22 @@ def marked(mark: str) -> set[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` is a process that is not a zombie."""
-    return state(pid) not in ("", "Z", "X")
+    """Whether `pid` is a process with a thread that is not a zombie.
 
-
-def state(pid: int) -> str:
-    """Return the letter of a process's state, or an empty string where there is none."""
+    Of one that is killed the first thread may be a zombie while others still hold what is open.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    return any(state(pid, thread) not in ("", "Z", "X") for thread in threads)
+
+
+def state(pid: int, thread: int | str = "") -> str:
+    """Return the letter of the state of a process, or a thread of it; empty where there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/task/{thread or pid}/stat").read_text()
+        return stat.rpartition(") ")[2][:1]
     except OSError:
         return ""
 

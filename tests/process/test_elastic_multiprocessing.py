@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from process_harness import until
+from supervise import alive
 
 from elastane.elastic.multiprocessing import (
     DefaultLogsSpecs,
@@ -63,13 +64,6 @@ def envs_of(count):
 
 def start(fn, args, specs=None, method="fork"):
     return start_processes("t", fn, args, envs_of(len(args)), specs or SPECS(), start_method=method)
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])

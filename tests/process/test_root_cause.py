@@ -18,11 +18,10 @@ from supervise import Agent, words_agent, write_script
 
 # All workers meet and agree on a moment. The culprit fails then, the second one a little later; the
 # others lose a peer after that, as gloo says it. How long an exit takes is up to chance. A worker
-# notes the moments before and after its fault, and whether it stood still then: a busy machine may
-# put one fault after another that was to come later.
+# notes the moment before its fault, its error file says when it was seen: a busy machine may put
+# one fault after another that was to come later.
 BODY = """
     import atexit, json, os, random, sys, time
-    from resource import RUSAGE_SELF, getrusage
     runs, gap_s = int(sys.argv[1]), float(sys.argv[2])
     if RESTARTS == runs:
         sys.exit(0)
@@ -39,23 +38,14 @@ BODY = """
     wait_for(f"at.{RESTARTS}")
     at_s = float((FOLDER / f"at.{RESTARTS}").read_text())
     place = plan.index(RANK) if RANK in plan else len(plan)
-    time.sleep(max(0.0, at_s + place * gap_s - time.monotonic() - 0.003))
-    while time.monotonic() < at_s + place * gap_s:
-        pass
+    time.sleep(max(0.0, at_s + place * gap_s - time.monotonic()))
     tell("before", time.monotonic_ns())
     if gap_s > 0.01 and place < len(plan) and RESTARTS % 3 == 0:
         tell("left")
         os._exit(9)
-    try:
-        if place == len(plan):
-            raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1431")
-        raise ValueError(f"culprit {place}")
-    finally:
-        after_ns, switches = time.monotonic_ns(), getrusage(RUSAGE_SELF)[14:]
-        # At exit the traceback is on file: was the CPU given to others until then, also by a wait?
-        atexit.register(
-            lambda: getrusage(RUSAGE_SELF)[14:] == switches and tell("after", after_ns)
-        )
+    if place == len(plan):
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1431")
+    raise ValueError(f"culprit {place}")
 """
 
 
@@ -74,21 +64,14 @@ def blamed(one: Agent) -> list[int]:
 
 
 def _interval(folder: Path, rank: int, restart: int) -> tuple[int, int]:
-    """Between which moments a worker failed; one that stood still meanwhile cannot say."""
+    """Between which moments a worker failed: by its own word, and by its error file or exit."""
     before = int((folder / f"before.{rank}.{restart}").read_text())
-    after = folder / f"after.{rank}.{restart}"
-    if after.exists():
-        # What a processor that was taken away costs is seen by nobody but in the time on file.
-        return before, max([int(after.read_text()), *_on_file_ns(folder, rank, restart)])
-    left_by_exit = (folder / f"left.{rank}.{restart}").exists()
-    return before, before + 200_000 if left_by_exit else before + 1_000_000_000
-
-
-def _on_file_ns(folder: Path, rank: int, restart: int) -> list[int]:
-    """When a worker failed by its error file."""
-    files = folder.glob(f"*/logs/*/round_1/attempt_{restart}/rank_{rank}/error.json")
-    told = [json.loads(file.read_text())["message"]["extraInfo"] for file in files]
-    return [int(extra["monotonic_ns"]) for extra in told]
+    if (folder / f"left.{rank}.{restart}").exists():
+        return before, before + 200_000
+    (file,) = folder.glob(f"*/logs/*/round_1/attempt_{restart}/rank_{rank}/error.json")
+    on_file = int(json.loads(file.read_text())["message"]["extraInfo"]["monotonic_ns"])
+    assert before < on_file, "the time on file is none of this fault's"
+    return before, on_file
 
 
 def _seen(one: Agent) -> dict[int, list[float]]:
@@ -148,9 +131,9 @@ def one_run(folder: Path, nodes: int, runs: int, gap_s: float) -> int:
         first, second = sorted((_interval(folder, one, restart), one) for one in pair)
         if second[0][0] - first[0][1] < gap_s * 0.5e9:
             continue  # They were not that far apart: a process stood still in between.
-        is_told = (folder / f"after.{first[1]}.{restart}").exists()
+        is_left = (folder / f"left.{first[1]}.{restart}").exists()
         seen_apart_s = seen[second[1]][restart] - seen[first[1]][restart]
-        if not is_told and seen_apart_s < gap_s * 0.5:
+        if is_left and seen_apart_s < gap_s * 0.5:
             continue  # Of an exit alone nobody knows more than its agent: one stood still.
         judged += 1
         if rank != first[1]:

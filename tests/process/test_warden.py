@@ -13,18 +13,10 @@ from pathlib import Path
 
 import pytest
 from process_harness import SCRIPTS, eventually, until
+from supervise import alive
 
 from elastane.runtime.kernel import become_subreaper
 from elastane.runtime.warden import Warden, sweep
-
-
-def alive(pid: int) -> bool:
-    """Whether `pid` is a process that is not a zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
-    except OSError:
-        return False
-    return state[0] not in "ZX"
 
 
 def pids(path: Path) -> list[int]:

@@ -15,8 +15,9 @@ from elastane.core.messages import Assign, Stopped
 from elastane.core.model import Fence, Offer
 from elastane.core.ranks import Place, assignments, member_of
 from elastane.core.rendezvous import door, ending, forming, phases, presence, reports
+from elastane.core.rendezvous.incident import Incident
 from elastane.core.rendezvous.machine import Rendezvous
-from elastane.core.rendezvous.state import Incident, State
+from elastane.core.rendezvous.state import State
 from elastane.testing.simulation import HistoryFailedError, run_seed
 from elastane.testing.simulation.cluster import Cluster
 from elastane.testing.simulation.election import Election

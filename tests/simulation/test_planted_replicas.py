@@ -3,7 +3,7 @@
 import pytest
 
 from elastane.core.rendezvous import parts, regroup
-from elastane.core.rendezvous.state import Incident
+from elastane.core.rendezvous.incident import Incident
 from elastane.testing.simulation import residents
 from elastane.testing.simulation.checks import Violation
 from elastane.testing.simulation.transcript import Play

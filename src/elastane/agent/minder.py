@@ -38,7 +38,7 @@ class Minder:
         self,
         members: Callable[[], list[Worker]],
         lines: Lines,
-        failed: Callable[[Failure], None],
+        failed: Callable[[Failure, float], None],
         spawn: SpawnTask,
         setup: GroupSetup,
     ) -> None:
@@ -130,7 +130,7 @@ class Minder:
 
     def _give_up(self, worker: Worker, pid: int, text: str) -> None:
         worker.given_up = True
-        self._failed(worker.failure(pid, EXIT_UNKNOWN, LastWords(text)))
+        self._failed(worker.failure(pid, EXIT_UNKNOWN, LastWords(text)), time.monotonic())
 
 
 async def _ended(process: WorkerProcess) -> bool:

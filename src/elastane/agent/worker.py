@@ -92,16 +92,13 @@ class Worker:
             return words
         return replace(words, message=f"{self.verdict}\n{words.message}".rstrip())
 
-    def failure(
-        self, pid: int, code: int, words: LastWords, age_s: float = 0.0, evidence: str = ""
-    ) -> Failure:
+    def failure(self, pid: int, code: int, words: LastWords, evidence: str = "") -> Failure:
         """Return its end as the coordinator is told."""
         return Failure(
             local_rank=self.local_rank,
             rank=self.rank,
             pid=pid,
             exit_code=code,
-            age_s=age_s,
             message=_bounded(words.message, len(self.verdict)),
             error_file=words.error_file,
             log_file=self.streams.stderr_path,

@@ -219,8 +219,7 @@ class WorkerGroup:
             evidence = kill_evidence(self._memory, read_memory(), process.peak_bytes, code)
         # The error file's time is the fault's own; its process ended by and by after that.
         failed_s = min(ended_s, words.failed_s or ended_s)
-        age_s = time.monotonic() - failed_s
-        self._post_failed(worker.failure(process.pid, code, words, age_s, evidence))
+        self._post_failed(worker.failure(process.pid, code, words, evidence), failed_s)
 
     def _begin_more(self, local_ranks: tuple[int, ...], beside: Assignment) -> None:
         if not self._stopping:
@@ -276,11 +275,12 @@ class WorkerGroup:
     def _post_not_started(self, local_rank: int, rank: int, reason: str) -> None:
         code = EXIT_NOT_STARTED
         self._post_failed(
-            Failure(local_rank=local_rank, rank=rank, pid=0, exit_code=code, message=reason)
+            Failure(local_rank=local_rank, rank=rank, pid=0, exit_code=code, message=reason),
+            time.monotonic(),
         )
 
-    def _post_failed(self, failure: Failure) -> None:
-        self.post(WorkerFailed(self.assignment.fence, failure))
+    def _post_failed(self, failure: Failure, ended_s: float) -> None:
+        self.post(WorkerFailed(self.assignment.fence, failure, ended_s))
 
     def _post_lost(self, fence: Fence, reason: str) -> None:
         self.post(WorkerLost(self.assignment.fence, fence, reason))

@@ -107,10 +107,14 @@ class WorkerSucceeded(msgspec.Struct, frozen=True):
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):
-    """A worker ended otherwise, or could not be started."""
+    """A worker ended otherwise, or could not be started; `ended_s` is on the clock of `handle`.
+
+    It may wait until it is handled, each event for another time: ages would change their order.
+    """
 
     fence: Fence
     failure: Failure
+    ended_s: float
 
 
 class GroupGone(msgspec.Struct, frozen=True):

@@ -108,25 +108,27 @@ class Group:
         places = self.assignment.workers
         return not self.assignment.waiting and (not places or local_rank in places)
 
-    def was_stopped(self, failure: Failure, now_s: float) -> bool:
-        """Whether the worker ended because it was told to, and not of a fault before that."""
-        return self.stop_from_s is not None and now_s - failure.age_s >= self.stop_from_s
+    def was_stopped(self, ended_s: float) -> bool:
+        """Whether a worker ended because it was told to, and not of a fault before that."""
+        return self.stop_from_s is not None and ended_s >= self.stop_from_s
 
-    def add_failure(self, failure: Failure, now_s: float) -> None:
+    def add_failure(self, failure: Failure, ended_s: float) -> None:
         """Keep `failure` with its end on the own clock, so that its age is right when told."""
         if len(self.failures) >= FULL_TEXTS_MAX:
             failure = msgspec.structs.replace(failure, message=failure.message[-SHORT_TEXT_CHARS:])
         self.renewed.discard(failure.local_rank)
         self.able = tuple(i for i in self.able if i != failure.local_rank)
         if len(self.failures) < FAILURES_MAX or failure.local_rank in self.failures:
-            self.failures[failure.local_rank] = (now_s - failure.age_s, failure)
+            self.failures[failure.local_rank] = (ended_s, failure)
 
     def aged_failures(self, now_s: float) -> tuple[Failure, ...]:
         """Return the failures with their ages as of `now_s`."""
-        return tuple(
-            msgspec.structs.replace(failure, age_s=max(0.0, now_s - ended_s))
-            for ended_s, failure in self.failures.values()
-        )
+        return tuple(aged(failure, ended_s, now_s) for ended_s, failure in self.failures.values())
+
+
+def aged(failure: Failure, ended_s: float, now_s: float) -> Failure:
+    """Return `failure` with its age as of `now_s`."""
+    return msgspec.structs.replace(failure, age_s=max(0.0, now_s - ended_s))
 
 
 def failure_data(failure: Failure, *, stopped: bool) -> dict[str, str | int | float | bool]:

@@ -30,7 +30,7 @@ from elastane.core.events import (
     WorkerLost,
     WorkerSucceeded,
 )
-from elastane.core.group import Group, failure_data
+from elastane.core.group import Group, aged, failure_data
 from elastane.core.limits import ISOLATION_LIMIT_S
 from elastane.core.messages import (
     Able,
@@ -90,8 +90,8 @@ class LocalWorkers:
                 self._tell(EventKind.WORKERS_STARTED, f"{len(pids)} workers", pids=str(pids))
             case WorkerSucceeded(fence=fence, local_rank=rank) if group and fence == group.born:
                 self._succeeded(group, rank)
-            case WorkerFailed(fence=fence, failure=failure) if group and fence == group.born:
-                self._failed(group, failure)
+            case WorkerFailed(fence=fence) if group and fence == group.born:
+                self._failed(group, event.failure, event.ended_s)
             case GroupAble(fence=fence) if group and fence == group.born:
                 self._able(group, event)
             case WorkerLost(fence=fence, world=world, reason=reason) if (
@@ -270,16 +270,16 @@ class LocalWorkers:
             group.phase = "succeeded"
             self._outbox.send(Succeeded(group.fence))
 
-    def _failed(self, group: Group, failure: Failure) -> None:
-        stopped = group.was_stopped(failure, self.now_s)
-        data = failure_data(failure, stopped=stopped)
+    def _failed(self, group: Group, failure: Failure, ended_s: float) -> None:
+        stopped = group.was_stopped(ended_s)
+        data = failure_data(aged(failure, ended_s, self.now_s), stopped=stopped)
         self._tell(EventKind.WORKER_EXITED, failure_text(failure), **data)
         if stopped:
             return
         # One that failed before it was told to stop may be the first cause of all.
         if group.phase != "stopping" and group.has_place(failure.local_rank):
             group.phase = "failed"
-        group.add_failure(failure, self.now_s)
+        group.add_failure(failure, ended_s)
         failures = group.aged_failures(self.now_s)
         self._outbox.send(Failed(fence=group.fence, failures=failures))
 

@@ -184,7 +184,7 @@ class Member:
             return
         rank = group.assignment.rank_base
         failed = Failure(local_rank=0, rank=rank, pid=os.getpid(), exit_code=1, message=failure)
-        self.post(WorkerFailed(fence, failed))
+        self.post(WorkerFailed(fence, failed, time.monotonic()))
 
     def succeed(self, fence: Fence) -> None:
         """All that the caller ran in `fence` succeeded, and it will run nothing more."""

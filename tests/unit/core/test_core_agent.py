@@ -104,7 +104,17 @@ class Agent:
 
 def failed(rank=0):
     failure = Failure(local_rank=rank, rank=rank, pid=1, exit_code=-9)
-    return WorkerFailed(FENCE, failure)
+    return WorkerFailed(FENCE, failure, 0.0)
+
+
+def test_failures_keep_their_order_however_long_each_waits_to_be_handled():
+    agent = Agent().running()
+    for now_s, local_rank, ended_s in ((5.0, 1, 1.0), (5.1, 0, 1.001)):
+        agent.now_s = now_s
+        one = Failure(local_rank=local_rank, rank=local_rank, pid=1, exit_code=1)
+        agent.does(WorkerFailed(FENCE, one, ended_s))
+    ages = {failure.local_rank: failure.age_s for failure in agent.sent(Failed)[-1].failures}
+    assert ages[1] - ages[0] == pytest.approx(0.001)
 
 
 def test_it_registers_with_what_it_holds_and_what_it_has_seen():

@@ -74,7 +74,7 @@ class Agent:
             self.effects += self.core.handle(event, self.now_s)
 
     def fails(self, local_rank, pid=50):
-        self.does(WorkerFailed(Fence(1, 0), failure(local_rank, pid)))
+        self.does(WorkerFailed(Fence(1, 0), failure(local_rank, pid), self.now_s))
 
     def sent(self, kind):
         found = [e.message for e in self.effects if isinstance(e, Transmit)]

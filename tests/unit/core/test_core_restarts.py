@@ -2,17 +2,18 @@
 
 import pytest
 from core_driver import Driver, job_spec
+from msgspec.structs import replace
 
 from elastane.core import limits
 from elastane.core.budget import RestartBudget
 from elastane.core.diagnosis import Sighting, exit_text, headline, is_lost_peer, root_cause
-from elastane.core.messages import Close, Drain, DrainTarget, Stop, Stopped
+from elastane.core.messages import Close, Drain, DrainTarget, Failed, Stop, Stopped
 from elastane.core.model import Failure, Fence, Offer
 
 
-def failure(rank, message="", exit_code=1, age_s=0.0):
+def failure(rank, message="", exit_code=1, age_s=0.0, local_rank=0):
     return Failure(
-        local_rank=0, rank=rank, pid=7, exit_code=exit_code, age_s=age_s, message=message
+        local_rank=local_rank, rank=rank, pid=7, exit_code=exit_code, age_s=age_s, message=message
     )
 
 
@@ -42,6 +43,21 @@ def test_a_used_up_budget_ends_the_job_with_the_root_cause(driver):
     assert "ValueError: boom" in outcome.reason and "--max-restarts 0" in outcome.reason
     assert (outcome.exit_code, outcome.cause.consequences) == (1, 1)
     assert job.persisted[-1].outcome == outcome
+
+
+def test_of_two_failures_of_a_node_the_first_is_the_cause_however_late_it_was_told(driver):
+    """The first report was half a second under way, the next, with both failures, no time."""
+    job = driver(job_spec(1, 1, restarts=0))
+    job.join("a")
+    fence = job.assigned["a"].fence
+    first, second = failure(1, "ValueError: 1"), failure(0, "ValueError: 0", local_rank=1)
+    job.now_s += 0.5
+    job.says("a", Failed(fence=fence, failures=(first,)))
+    both = (replace(first, age_s=0.5), replace(second, age_s=0.3))
+    job.says("a", Failed(fence=fence, failures=both))
+    job.stops("a")
+    job.passes(0.4, alive="a")
+    assert job.got("a", Close)[0].outcome.cause.failure.rank == 1
 
 
 def test_failures_that_the_end_of_a_leaving_node_caused_cost_nothing_where_its_word_came_late(

@@ -8,7 +8,8 @@ from elastane.core.limits import VERDICT_S
 from elastane.core.messages import Close
 from elastane.core.model import Cause, Failure, Outcome
 from elastane.core.notes import EventKind
-from elastane.core.rendezvous.state import Incident, Phase, State
+from elastane.core.rendezvous.incident import Incident
+from elastane.core.rendezvous.state import Phase, State
 from elastane.core.rendezvous.words import named
 from elastane.errors import ExitCode
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from elastane.core.effects import Finished
 from elastane.core.limits import CLOSE_S, FENCE_WAIT_S, HOLDER_GRACE_S, STALLS_MAX, STOP_MARGIN_S
 from elastane.core.messages import Drain, DrainTarget, Release
-from elastane.core.model import Fence, Member, Record, World
+from elastane.core.model import Fence, Record, World
 from elastane.core.notes import EventKind
 from elastane.core.ranks import member_of
 from elastane.core.rendezvous import (
@@ -32,7 +32,8 @@ from elastane.core.rendezvous import (
     sizing,
     stateholders,
 )
-from elastane.core.rendezvous.state import Incident, Node, Phase, State
+from elastane.core.rendezvous.incident import Incident
+from elastane.core.rendezvous.state import Node, Phase, State
 from elastane.core.rendezvous.words import named
 
 
@@ -125,17 +126,14 @@ def _last_world(state: State) -> tuple[list[str], list[Node]]:
 def _adopt_claim(state: State, present: list[Node]) -> None:
     assert state.claim is not None, "recovering needs a record or a claim"
     fence = state.claim.fence
-    state.world = World(fence=fence, members=tuple(_member(node) for node in present))
+    members = [member_of(n.spec, () if n.has_all_places else n.workers) for n in present]
+    state.world = World(fence=fence, members=tuple(members))
     for node in [*state.nodes.values()]:
         state.refile(node)  # What they said of themselves counts from now on.
     state.intact = sum(state.is_member(node) for node in present) == state.claim.size
     if not state.intact:
         # Not the membership that this round had: whatever follows is another round.
         state.hold_up(Fence(fence.round, fence.attempt + 1))
-
-
-def _member(node: Node) -> Member:
-    return member_of(node.spec, () if node.has_all_places else node.workers)
 
 
 def _resume(state: State, present: list[Node]) -> bool:

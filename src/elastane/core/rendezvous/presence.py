@@ -12,7 +12,8 @@ from elastane.core.events import Broken
 from elastane.core.limits import REJOIN_GRACE_S
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import stateholders
-from elastane.core.rendezvous.state import Incident, Node, Phase, State
+from elastane.core.rendezvous.incident import Incident
+from elastane.core.rendezvous.state import Node, Phase, State
 
 
 def broken(state: State, event: Broken) -> None:

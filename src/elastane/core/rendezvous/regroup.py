@@ -23,7 +23,8 @@ from elastane.core.rendezvous import (
     stateholders,
     successors,
 )
-from elastane.core.rendezvous.state import Incident, Node, Phase, State
+from elastane.core.rendezvous.incident import Incident
+from elastane.core.rendezvous.state import Node, Phase, State
 
 _IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 

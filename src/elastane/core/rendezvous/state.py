@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elastane.core.budget import RestartBudget
-from elastane.core.diagnosis import Sighting
 from elastane.core.effects import Persist, RendezvousEffect, Send, Tell
 from elastane.core.events import Received
 from elastane.core.messages import GroupState, Stop, ToAgent, ToCoordinator
@@ -29,6 +28,7 @@ from elastane.core.model import (
     World,
 )
 from elastane.core.notes import EventKind, Note
+from elastane.core.rendezvous.incident import Incident
 from elastane.core.sharding import Sharding
 
 
@@ -127,32 +127,6 @@ class Node:
         self.in_place, self.sharding = False, None
         self.able, self.holds, self.lost, self.prepared = set(), set(), set(), set()
         self.ends = {}
-
-
-@dataclass(slots=True, kw_only=True)
-class Incident:
-    """Why the world in force is being ended, and what was seen since it began."""
-
-    at_s: float
-    reason: str
-    planned: bool
-    sightings: list[Sighting] = field(default_factory=list)
-    departed: list[str] = field(default_factory=list)
-    charged: bool = False  # the budget has paid for it
-    seen: set[tuple[str, int]] = field(default_factory=set)  # node and local rank of the sightings
-
-    def see(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
-        """Put `failures` of a node on the time line, each once."""
-        for failure in failures:
-            if (node_id, failure.local_rank) not in self.seen:
-                self.seen.add((node_id, failure.local_rank))
-                at_s = now_s - failure.age_s
-                self.sightings.append(Sighting(node_id=node_id, at_s=at_s, failure=failure))
-
-    @property
-    def is_charged(self) -> bool:
-        """Whether it uses the restart budget: failed workers do, departures never."""
-        return bool(self.sightings) and not self.planned and not self.departed
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from elastane.core.messages import Prepare
 from elastane.core.model import Assignment, Failure, World
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import ending
-from elastane.core.rendezvous.state import Incident, Node, State
+from elastane.core.rendezvous.incident import Incident
+from elastane.core.rendezvous.state import Node, State
 
 
 def follow(state: State, node: Node) -> None:

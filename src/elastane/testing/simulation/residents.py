@@ -187,7 +187,7 @@ class Residents:
         )
         group.crashed = True
         self._end(worker, "dead")
-        group.feed(WorkerFailed(group.born, failure))
+        group.feed(WorkerFailed(group.born, failure, self._clock.now_s))
 
     def _end(self, worker: Worker, stage: str) -> None:
         """The process is no more; some of those that wait for it notice."""

@@ -303,7 +303,7 @@ class Training:
             exit_code=exit_code,
             message=message,
         )
-        group.feed(WorkerFailed(group.fence, failure))
+        group.feed(WorkerFailed(group.fence, failure, self._clock.now_s))
 
     def _peers_notice(self, lost: LocalGroup) -> None:
         """Neighbours in the ring fail in some tens of milliseconds; others hang."""
