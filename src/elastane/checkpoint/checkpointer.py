@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 
 from elastane.checkpoint.cadence import Cadence
 from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.lending import Loan
 from elastane.checkpoint.place import Place, absolute
 from elastane.checkpoint.plan import Order
 from elastane.checkpoint.restoring import Restored, Restorer
@@ -62,6 +63,7 @@ class Checkpointer:
         self._subject: Subject | None = None
         self._saver: Saver | None = None
         self._captured: Captured | None = None
+        self._loan: Loan | None = None
         self._era, self._job = 0, environment.get("TORCHELASTIC_RUN_ID", "")
         self._last: Key | None = None
         self._missed = ""  # why what was asked for was not saved
@@ -87,7 +89,10 @@ class Checkpointer:
         if not subject.is_new:
             return None  # The others give it their state, and with it ours.
         restorer = Restorer(subject, keeper, repository)
-        restored, self._era = restorer.newest(place, strict=self._strict)
+        try:
+            restored, self._era = restorer.newest(place, strict=self._strict)
+        finally:
+            self._loan = restorer.loan
         self._cadence.failures += restored is not None  # A run that goes on was cut short.
         if restored is not None:
             self._saver.go_on_from(restored.nonce, missed=restored.missed)
@@ -138,6 +143,9 @@ class Checkpointer:
 
     def close(self) -> None:
         """Let go of the keeper, which ends what it is writing. Idempotent."""
+        if self._loan is not None:
+            self._loan.wait()
+            self._loan = None
         if self._saver is not None:
             self._saver.close()
         self._saver = self._captured = None

@@ -21,8 +21,9 @@ from elastane.errors import CheckpointError
 
 # Small enough for even shares, large enough that a thousand bytes around each do not count.
 PIECE_BYTES = 4 << 20
-# Blobs of at least the latter begin at whole pages of the image: so do the parts that it is cut
-# into, and a disk that is written past its cache takes the pages of memory as they lie.
+# Data of at least the latter begins at a page of the image, and its blob in the page before that,
+# where the image can be cut: a disk that is written past its cache takes the pages of memory as
+# they lie, and a process that maps them has the tensors as they lie.
 PAGE_BYTES = 4096
 PAGED_BYTES = 1 << 18
 
@@ -78,10 +79,24 @@ class Layout(msgspec.Struct, frozen=True):
         low = bisect_left(self.pieces, first, key=lambda piece: piece.at)
         return self.pieces[low : bisect_left(self.pieces, end, key=lambda piece: piece.at)]
 
-    def cut(self, parts: int) -> list[int]:
-        """Return where even parts of a replicated image begin, between blobs, and its end."""
-        edges = [piece.at for piece in self.pieces] + [self.image_bytes]
-        return [_nearest(edges, self.image_bytes * part // parts) for part in range(parts + 1)]
+    def cut(self, parts: int, first: int, end: int) -> list[int]:
+        """Return where even parts of a part of the image begin, and its end: between blobs.
+
+        At a page, where one is near.
+        """
+        pieces = self.within(first, end)
+        edges = [first, *(piece.at for piece in pieces), end]
+        paged = [at - at % PAGE_BYTES for at in (p.at for p in pieces if self.is_paged(p))]
+        found = [first]
+        for part in range(1, parts):
+            at = first + (end - first) * part // parts
+            edge = _nearest(paged or edges, at)
+            found.append(edge if abs(edge - at) <= PIECE_BYTES else _nearest(edges, at))
+        return [*found, end]
+
+    def is_paged(self, piece: Piece) -> bool:
+        """Whether the data of a piece begins at a page."""
+        return self.frame(piece).data_bytes >= PAGED_BYTES
 
 
 def lay_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> Layout:
@@ -109,11 +124,12 @@ class _Maker:
     def add(self, chunk: Chunk) -> None:
         dtype = dtype_of(self._tensors[chunk.tensor].dtype)
         for offsets, shape in _pieces(chunk, dtype.itemsize):
-            size_bytes = frame_of(dtype, shape).size_bytes
-            if size_bytes >= PAGED_BYTES:
+            frame = frame_of(dtype, shape)
+            if frame.data_bytes >= PAGED_BYTES:
                 self.end_page()
+                self.at += -len(frame.head) % PAGE_BYTES
             self._pieces.append(Piece(chunk.tensor, offsets, shape, self.at))
-            self.at += size_bytes
+            self.at += frame.size_bytes
 
     def end_page(self) -> None:
         """Go on at the next page; what lies between is zero."""
@@ -144,6 +160,9 @@ def _pieces(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
         return
     length = chunk.shape[along]
     step = max(1, length * PIECE_BYTES // whole)
+    # As many as fill whole pages: then the pieces can be mapped one behind the other.
+    in_pages = PAGE_BYTES // math.gcd(whole // length, PAGE_BYTES)
+    step -= step % in_pages if step > in_pages else 0
     for first in range(0, length, step):
         offsets, shape = list(chunk.offsets), list(chunk.shape)
         offsets[along] += first

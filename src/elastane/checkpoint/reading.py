@@ -62,11 +62,17 @@ class Pieces:
 
     def read_into(self, at: int, memory: memoryview) -> None:
         """Read what one of the descriptors has."""
+        place = self.place(at, len(memory))
+        if place is None:
+            raise _missing(at, len(memory))
+        read_whole(*place, memory)
+
+    def place(self, at: int, size: int) -> tuple[int, int] | None:
+        """Return the descriptor that has all of this, and where in it."""
         for first, end, fd in self._pieces:
-            if first <= at and at + len(memory) <= end:
-                read_whole(fd, at - first, memory)
-                return
-        raise _missing(at, len(memory))
+            if first <= at and at + size <= end:
+                return fd, at - first
+        return None
 
 
 class Files:

@@ -26,6 +26,7 @@ from elastane.checkpoint.choosing import (
 )
 from elastane.checkpoint.gathering import gather
 from elastane.checkpoint.layout import Layout, dtype_of
+from elastane.checkpoint.lending import Lender, Loan
 from elastane.checkpoint.looking import Looking, without
 from elastane.checkpoint.members import Members
 from elastane.checkpoint.place import Place
@@ -88,6 +89,8 @@ class Restorer:
         self._subject, self._keeper, self._repository = subject, keeper, repository
         self._members: Members = subject.members()
         self._held: dict[Save, Held] = {}
+        self._lent: tuple[Lender, Held] | None = None
+        self.loan: Loan | None = None  # what was restored may lie in a snapshot for a while
 
     def newest(self, place: Place, *, strict: bool) -> tuple[Restored | None, int]:
         """Restore the newest valid state, if any; returns with it the era that it begins.
@@ -108,6 +111,10 @@ class Restorer:
             if restored is None:
                 self._subject.unprepare()
         finally:
+            if self._lent is not None and self._lent[0].has_lent:
+                # Also of what could not be loaded: some of it may have been.
+                held.remove(self._lent[1])
+                self.loan = Loan(self._keeper, *self._lent)
             for each in held:
                 self._keeper.release(each)
         fences = [each.fence for each in heard if each.fence is not None]
@@ -212,8 +219,13 @@ class Restorer:
         return _Opened(layout_from(small[0]), stored_from(small[1]), image, streams)
 
     def _read(self, opened: _Opened, choice: Choice) -> dict[str, Any]:
-        tensors, destinations = places_for(opened.layout, self._subject.state())
         image: Image = opened.image
+        # Of a sharded state a rank has a part; what it hears is in its own memory.
+        lender, self._lent = None, None
+        if isinstance(image, Pieces) and not choice.spans:
+            lender = Lender(opened.layout, image)
+            self._lent = lender, self._held[choice.save]
+        tensors, destinations = places_for(opened.layout, self._subject.state(), lender)
         try:
             if choice.spans:
                 gather(opened.layout, image, choice.spans, destinations, self._members)
@@ -245,10 +257,13 @@ def opened_files(storage: Storage, folder: str) -> tuple[Layout, Stored, Files]:
     return layout, stored, Files(storage, folder, stored.ranges)
 
 
-def places_for(layout: Layout, live: Mapping[str, Any]) -> tuple[list[Any], list[Destination]]:
+def places_for(
+    layout: Layout, live: Mapping[str, Any], lender: Lender | None = None
+) -> tuple[list[Any], list[Destination]]:
     """Return a tensor for each of the layout's, and what is to be read into which.
 
-    Tensors that live and fit are used as they are; for others there is new memory.
+    Tensors that live and fit are used as they are; others are lent, or there is new memory for
+    them.
     """
     captured = Captured(live)
     originals = captured.originals
@@ -261,6 +276,9 @@ def places_for(layout: Layout, live: Mapping[str, Any]) -> tuple[list[Any], list
         if own >= 0 and captured.specs[own] == spec:
             local, whole = captured.tensors[own], originals[own]
             at = offsets.get(own, (0,) * local.dim())
+        elif lender is not None and (lent := lender.tensor(number)) is not None:
+            tensors.append(lent)
+            continue
         else:
             local = whole = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
             at = (0,) * local.dim()

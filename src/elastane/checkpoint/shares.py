@@ -6,8 +6,8 @@ keepers of one place write one checkpoint together; each place has one of its ow
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -83,7 +83,7 @@ def _of_place(
     layout: Layout, nodes: list[list[int]], members: Sequence[Standing]
 ) -> dict[int, Share]:
     if layout.replicated:
-        cuts = layout.cut(len(nodes))
+        cuts = layout.cut(len(nodes), 0, layout.image_bytes)
         written = [[(cuts[n], cuts[n + 1])] for n in range(len(nodes))]
     else:
         bounds = layout.bounds
@@ -111,10 +111,7 @@ def _kept(
         return [(layout.bounds[rank], layout.bounds[rank + 1]) for rank in node]
     # A keeper that dies with its workers needs no more than it writes.
     first, end = (0, layout.image_bytes) if members[node[0]].survives else written[0]
-    edges = [piece.at for piece in layout.within(first, end)] + [end]
-    ideal = (first + (end - first) * n // len(node) for n in range(len(node)))
-    cuts = [*(edges[bisect_left(edges, at)] for at in ideal), end]
-    return [(cuts[n], cuts[n + 1]) for n in range(len(node))]
+    return [*pairwise(layout.cut(len(node), first, end))]
 
 
 def _named(node: int, spans: Sequence[tuple[int, int]]) -> tuple[Range, ...]:

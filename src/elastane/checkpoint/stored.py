@@ -46,7 +46,7 @@ def layout_from(data: bytes) -> Layout:
     layout = _decoded(_decode_layout, data, LAYOUT)
     at = 0
     for piece in layout.pieces:
-        if not at <= piece.at < at + PAGE_BYTES or not 0 <= piece.tensor < len(layout.tensors):
+        if not at <= piece.at < at + 2 * PAGE_BYTES or not 0 <= piece.tensor < len(layout.tensors):
             raise _unreadable(LAYOUT, f"a piece is said to lie at {piece.at}, not after {at}")
         tensor = layout.tensors[piece.tensor]
         dims = zip(piece.offsets, piece.shape, tensor.shape, strict=False)

@@ -215,16 +215,18 @@ class Snapshots:
 
     def read(self, worker: int, count: int | None = None) -> list[Name]:
         """A worker reads the newest whole snapshots, all or `count`, until it says otherwise."""
-        names = self.whole()[:count]
-        for name in names:
+        for name in (names := self.whole()[:count]):
             self._snapshots[name].readers[worker] += 1
         return names
 
+    def reads(self, worker: int) -> bool:
+        """Whether a worker has not released all that it was given to read."""
+        return any(worker in snapshot.readers for snapshot in self._snapshots.values())
+
     def release(self, worker: int, name: Name) -> list[Effect]:
         """A worker has read a snapshot; one that it did not read is nothing."""
-        snapshot = self._snapshots.get(name)
-        if snapshot is not None:
-            snapshot.readers -= Counter([worker])
+        if name in self._snapshots:
+            self._snapshots[name].readers -= Counter([worker])
         self._trim()
         return self._taken()
 
@@ -232,8 +234,7 @@ class Snapshots:
         """A worker is no more: what it was filling is nothing, what it has kept stays."""
         last = self._workers.pop(worker)
         for slot in self._slots.values():
-            if slot.owner == worker:
-                slot.granted = False
+            slot.granted &= slot.owner != worker
         for snapshot in self._snapshots.values():
             snapshot.readers.pop(worker, None)
         if last is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import struct
 import threading
@@ -130,6 +131,11 @@ class Service:
             _log.error("worker %d (pid %d) is not listened to any more: %s", number, pid, error)
         finally:
             channel.close()
+            if shelf is not None and ends >= 0 and shelf.reads(number):
+                # Its tensors may lie in what it has not released, and its line alone have ended.
+                poll = select.poll()
+                poll.register(ends, select.POLLIN)
+                poll.poll()
             if ends >= 0:
                 os.close(ends)
             if shelf is not None:

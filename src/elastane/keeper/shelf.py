@@ -192,6 +192,11 @@ class Shelf:
         own = [(each, [next(descriptors) for _ in each.pieces]) for each in words]
         return merged([*own, *self.neighbour.given()])
 
+    def reads(self, worker: int) -> bool:
+        """Whether a worker has not released what it was given."""
+        with self._lock:
+            return self._books.reads(worker)
+
     def release(self, worker: int, name: Name) -> None:
         """A worker has read a snapshot."""
         with self._lock:

@@ -1,7 +1,7 @@
 """Kernel calls that the standard library lacks, and the placing of descriptors.
 
-Owns: prctl, membarrier, holes in files, affinity, the memory of the command line. Knows nothing of
-workers or commands. Fails with OSError as the os module does. Linux only.
+Owns: prctl, membarrier, holes in files, private maps, affinity, the memory of the command line.
+Knows nothing of workers or commands. Fails with OSError as the os module does. Linux only.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import platform
 import resource
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -25,6 +26,7 @@ _BARRIER_FOR_REGISTERED, _BARRIER_REGISTER = 2, 4
 # Where there is no membarrier: a store buffer drains within microseconds.
 _DRAIN_S = 0.001
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+_NO_ACCESS, _MAP_FIXED, _MAP_FAILED, _MADV_POPULATE_WRITE = 0, 0x10, ctypes.c_void_p(-1).value, 23
 # Past the largest descriptor that anybody holds; close_range(2) is what closerange calls.
 _DESCRIPTOR_MAX = 1 << 20
 
@@ -32,6 +34,10 @@ _DESCRIPTOR_MAX = 1 << 20
 _DESCRIPTORS_AT_START = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_longlong)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -90,6 +96,49 @@ def allocate(fd: int, size_bytes: int) -> None:
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise OSError(number, os.strerror(number))
+
+
+def map_privately(parts: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+    """Map parts of files one behind the other; returns address and size.
+
+    Each part is (descriptor, offset, size): offsets are whole pages, and sizes all but the last's.
+    What is written there goes to nobody; a page that was not written to follows its file.
+    """
+    size = sum(part_size for _, _, part_size in parts)
+    address = at = _map(0, size, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    try:
+        for descriptor, offset, part_size in parts:
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            _map(at, part_size, access, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, offset)
+            at += part_size
+    except OSError:
+        unmap(address, size)
+        raise
+    return address, size
+
+
+def unmap(address: int, size: int) -> None:
+    """Undo `map_privately`."""
+    _libc.munmap(address, size)
+
+
+def take_pages(address: int, size: int) -> None:
+    """Have this process's own pages under a range of its memory, with what can be read there.
+
+    OSError EINVAL where the kernel does not know how (before Linux 5.14).
+    """
+    before = address % mmap.PAGESIZE
+    if _libc.madvise(address - before, size + before, _MADV_POPULATE_WRITE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _map(address: int, size: int, access: int, kind: int, descriptor: int, offset: int) -> int:
+    found = _libc.mmap(address, size, access, kind, descriptor, offset)
+    if found is None or found == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(found)
 
 
 def bind_to_cpus(cpus: Iterable[int]) -> None:

@@ -1,0 +1,159 @@
+"""What is restored from memory lies in the snapshot for a while, and nobody's save gets into it."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from unittest import mock
+
+import pytest
+import torch
+from keeper_support import Node
+
+from elastane.checkpoint import lending
+from elastane.checkpoint.checkpointer import Checkpointer
+from elastane.runtime import kernel
+
+
+class Trained:
+    """A model of some pages, and its optimizer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(1000, 1100)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    def objects(self) -> dict:
+        return {"net": self.net, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        self.net(torch.ones(1, 1000)).pow(2).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def moments(self) -> list[torch.Tensor]:
+        return [v for held in self.optimizer.state.values() for v in held.values()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.net.parameters(), *self.moments()]
+
+    def equals(self, other: Trained) -> bool:
+        pairs = zip(self.tensors(), other.tensors(), strict=True)
+        return all(torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.fixture
+def node(tmp_path):
+    if not lending.can_lend():
+        pytest.skip("the kernel has no MADV_POPULATE_WRITE, or gives huge pages to all")
+    with Node(tmp_path) as node:
+        yield node
+
+
+@pytest.fixture
+def known(node, tmp_path):
+    """What was saved at step 3, by a process that is gone as far as the keeper knows."""
+    one = Trained()
+    with Checkpointer(tmp_path / "ck") as ck:
+        ck.restore(one.objects())
+        for _ in range(3):
+            one.step()
+        ck.save(3)
+    return one
+
+
+def save_others(where, times: int = 6) -> None:
+    """Fill all slots that may be filled; what it restores is its own at once."""
+    other = Trained()
+    with mock.patch.object(lending, "can_lend", lambda: False), Checkpointer(where) as ck:
+        ck.restore(other.objects())
+        for number in range(times):
+            other.step()
+            ck.save(100 + number)
+
+
+def test_training_goes_on_from_the_snapshot_as_if_it_had_never_stopped(known, tmp_path):
+    two = Trained()
+    with Checkpointer(tmp_path / "ck") as ck:
+        assert ck.restore(two.objects()).where == "memory"
+        assert ck._loan is not None, "it was lent"
+        assert two.equals(known)
+        for step in range(4, 10):
+            known.step()
+            two.step()
+            ck.save(step)
+            assert two.equals(known), step
+
+
+@pytest.fixture
+def held_up(monkeypatch):
+    """No tensor gets memory of its own before this is set."""
+    go, take = threading.Event(), kernel.take_pages
+
+    def wait(address: int, size: int) -> None:
+        assert go.wait(60)
+        take(address, size)
+
+    monkeypatch.setattr(kernel, "take_pages", wait)
+    yield go
+    go.set()
+
+
+def test_others_do_not_save_into_what_is_lent(known, tmp_path, held_up):
+    two = Trained()
+    ck = Checkpointer(tmp_path / "ck")
+    assert ck.restore(two.objects()).where == "memory"
+    save_others(tmp_path / "ck")
+    assert two.equals(known)
+    held_up.set()
+    ck.close()
+    save_others(tmp_path / "ck")
+    assert two.equals(known)
+
+
+def test_a_line_that_breaks_does_not_let_others_save_into_what_is_lent(known, tmp_path, held_up):
+    two = Trained()
+    ck = Checkpointer(tmp_path / "ck")
+    assert ck.restore(two.objects()).where == "memory"
+    ck._saver.keeper.close()
+    save_others(tmp_path / "ck")
+    assert two.equals(known)
+    held_up.set()
+    ck.close()
+    save_others(tmp_path / "ck")
+    assert two.equals(known)
+
+
+def test_memory_that_is_not_there_costs_a_slot_and_no_value(known, tmp_path, monkeypatch, caplog):
+    def refuse(address: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    two = Trained()
+    monkeypatch.setattr(kernel, "take_pages", refuse)
+    with Checkpointer(tmp_path / "ck") as ck:
+        assert ck.restore(two.objects()).where == "memory"
+        ck._loan.wait()
+        assert "stays in the memory of its snapshot: [Errno 12]" in caplog.text
+        for step in range(4, 10):
+            known.step()
+            two.step()
+            ck.save(step)
+            assert two.equals(known), step
+
+
+def test_what_could_not_be_loaded_whole_is_ones_own_as_well(known, tmp_path):
+    class Unwilling(torch.nn.Linear):
+        def load_state_dict(self, *_: object, **__: object) -> None:
+            raise RuntimeError("it does not fit")
+
+    two = Trained()
+    unwilling = Unwilling(1000, 1100)
+    # In this order: the optimizer has been loaded when the model refuses.
+    objects = {"optimizer": two.optimizer, "net": unwilling}
+    ck = Checkpointer(tmp_path / "ck")
+    with pytest.raises(RuntimeError, match="does not fit"):
+        ck.restore(objects)
+    ck.close()
+    save_others(tmp_path / "ck")
+    for own, right in zip(two.moments(), known.moments(), strict=True):
+        assert torch.equal(own, right)

@@ -1,0 +1,177 @@
+"""Tensors that lie in a snapshot's memory are those that were saved, and go their own way."""
+
+import errno
+import gc
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastane.checkpoint import lending
+from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.layout import PAGE_BYTES, lay_out
+from elastane.checkpoint.lending import Lender
+from elastane.checkpoint.reading import Pieces
+from elastane.checkpoint.shares import Share
+from elastane.checkpoint.slots import Slot
+from elastane.runtime import kernel
+
+# Of one piece, of several, in one row of several, and of pieces that end within a page.
+SHAPES = {"one": (1000, 700), "several": (3000, 1000), "row": (1, 3_000_001), "within": (999, 4097)}
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    lending.can_lend.cache_clear()
+    if not lending.can_lend():
+        pytest.skip("the kernel has no MADV_POPULATE_WRITE, or gives huge pages to all")
+    yield
+    lending.can_lend.cache_clear()
+
+
+class Image:
+    """The image of a state, in the slots of some workers."""
+
+    def __init__(self, state, slots=1):
+        captured = Captured(state)
+        self.layout = lay_out(captured.specs, [captured.chunks])
+        self.numbers = {spec.name: number for number, spec in enumerate(captured.specs)}
+        cuts = self.layout.cut(slots, 0, self.layout.image_bytes)
+        self.pieces, self.slots = [], []
+        for first, end in itertools.pairwise(cuts):
+            fd = os.memfd_create("elastane-test-slot")
+            os.ftruncate(fd, end - first)
+            slot = Slot(os.dup(fd), self.layout, Share(0, 1, first, end, 0, 1, (), ()))
+            within = self.layout.within(first, end)
+            for place, piece in zip(slot.places, within, strict=True):
+                box = tuple(
+                    slice(at, at + length)
+                    for at, length in zip(piece.offsets, piece.shape, strict=True)
+                )
+                place.copy_(captured.tensors[piece.tensor][box])
+            self.pieces.append((first, end, fd))
+            self.slots.append(slot)
+
+    def lender(self):
+        return Lender(self.layout, Pieces(self.pieces))
+
+    def fill(self, value):
+        """As the next save does."""
+        for slot in self.slots:
+            for place in slot.places:
+                place.fill_(value)
+
+    def close(self):
+        for _, _, fd in self.pieces:
+            os.close(fd)
+
+
+def mapped():
+    return Path("/proc/self/maps").read_text().count("elastane-test-slot")
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_what_lies_in_whole_pages_is_lent_and_is_what_was_saved(slots):
+    state = {name: torch.randn(shape) for name, shape in SHAPES.items()} | {"few": torch.ones(9)}
+    image = Image(state, slots)
+    lender = image.lender()
+    lent = {name: lender.tensor(number) for name, number in image.numbers.items()}
+    image.close()
+    assert {name for name, tensor in lent.items() if tensor is None} == {"few", "within"}
+    for name in ("one", "several", "row"):
+        tensor = lent[name]
+        assert torch.equal(tensor, state[name]) and tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == 4 * tensor.numel(), "what torch.save writes"
+        assert not tensor.data_ptr() % PAGE_BYTES
+
+
+def test_what_is_written_to_a_lent_tensor_stays_in_this_process():
+    image = Image({"one": torch.ones(1000, 700)})
+    tensor = image.lender().tensor(0)
+    tensor += 1
+    assert bool((tensor == 2).all())
+    assert bool((image.slots[0].places[0] == 1).all())
+    assert torch.equal(image.lender().tensor(0), torch.ones(1000, 700))
+    image.close()
+
+
+def test_a_tensor_that_is_settled_does_not_see_what_the_slot_is_filled_with():
+    state = {"several": torch.randn(3000, 1000), "one": torch.randn(1000, 700)}
+    image = Image(state, 2)
+    lender = image.lender()
+    lent = [lender.tensor(number) for number in range(2)]
+    lent[0][7] = 3.0
+    lender.settle()
+    image.fill(0.0)
+    image.close()
+    assert bool((lent[0][7] == 3.0).all())
+    lent[0][7] = state["several"][7]
+    assert torch.equal(lent[0], state["several"]) and torch.equal(lent[1], state["one"])
+
+
+def test_what_nobody_has_any_more_is_unmapped_and_gets_no_memory(monkeypatch):
+    before = mapped()
+    image = Image({"one": torch.ones(1000, 700), "two": torch.ones(1000, 700)})
+    own = mapped()
+    lender = image.lender()
+    one, two = lender.tensor(0), lender.tensor(1)
+    view = two[5:]
+    del one, two
+    gc.collect()
+    assert mapped() == own + 1, "a view holds its tensor's memory"
+    taken = []
+    monkeypatch.setattr(kernel, "take_pages", lambda address, size: taken.append(address))
+    lender.settle()
+    assert taken == [view.data_ptr() - 5 * 700 * 4]
+    del view
+    image.slots.clear()
+    image.close()
+    gc.collect()
+    assert mapped() == before
+
+
+def test_nothing_is_lent_where_the_kernel_cannot_make_it_ones_own(monkeypatch):
+    def refuse(address, size):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    lending.can_lend.cache_clear()
+    monkeypatch.setattr(kernel, "take_pages", refuse)
+    image = Image({"one": torch.ones(1000, 700)})
+    assert image.lender().tensor(0) is None
+    image.close()
+
+
+@pytest.mark.parametrize("by", ["host", "torch"])
+def test_nothing_is_lent_where_new_memory_is_in_huge_pages(monkeypatch, tmp_path, by):
+    lending.can_lend.cache_clear()
+    if by == "host":
+        (tmp_path / "enabled").write_text("[always] madvise never\n")
+        monkeypatch.setattr(lending, "_HUGE_PAGES", tmp_path / "enabled")
+    else:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    image = Image({"one": torch.ones(1000, 700)})
+    assert image.lender().tensor(0) is None
+    image.close()
+
+
+def test_a_process_that_has_all_the_maps_it_may_have_reads(monkeypatch):
+    def refuse(parts):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(kernel, "map_privately", refuse)
+    image = Image({"one": torch.ones(1000, 700)})
+    lender = image.lender()
+    assert lender.tensor(0) is None and not lender.has_lent
+    image.close()
+
+
+def test_parts_that_cannot_be_mapped_leave_nothing_mapped():
+    image = Image({"one": torch.ones(1000, 700)})
+    fd = image.pieces[0][2]
+    before = mapped()
+    with pytest.raises(OSError, match="Invalid argument"):
+        kernel.map_privately([(fd, 0, PAGE_BYTES), (fd, 1, PAGE_BYTES)])
+    assert mapped() == before
+    image.close()
