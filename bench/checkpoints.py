@@ -121,6 +121,11 @@ def of_size(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[
             cell(back, "ours, from memory", "torch.load, into the objects"),
         ),
         line(
+            f"{size}: the same, and the first step right behind it",
+            [f"torch.load, into the objects: {cell(back, 'torch.load, and a step')}"],
+            cell(back, "ours, and a step", "torch.load, and a step"),
+        ),
+        line(
             f"{size}: brought to a folder that lacks it, durable",
             [f"raw socket: {cell(brought, 'raw socket')}"],
             cell(brought, "ours", "raw socket"),

@@ -185,7 +185,9 @@ def memory(gb: float, folder: Path) -> dict:
     # So that the keeper does not take the workers for gone meanwhile.
     keeper = Keeper.connect(str(folder / "ck"))
     if attempt and attempt % 2 == 0:
-        note(folder, "torch.load, into the objects", timed(lambda: load(trained, folder)))
+        took_s = timed(lambda: load(trained, folder))
+        note(folder, "torch.load, into the objects", took_s)
+        note(folder, "torch.load, and a step", took_s + timed(trained.step))
     took_s = timed(lambda: checkpointer.restore(trained.objects()))
     if attempt == 0:
         trained.step()
@@ -194,6 +196,8 @@ def memory(gb: float, folder: Path) -> dict:
         checkpointer.wait()
     elif attempt % 2:
         note(folder, "ours, from memory", took_s)
+        # What lies in the snapshot gets memory of its own meanwhile.
+        note(folder, "ours, and a step", took_s + timed(trained.step))
     if attempt < 2 * TURNS:
         os.kill(os.getpid(), 9)
     keeper.close()

@@ -143,9 +143,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Let go of the keeper, which ends what it is writing. Idempotent."""
-        if self._loan is not None:
-            self._loan.wait()
-            self._loan = None
+        self._end_loan()
         if self._saver is not None:
             self._saver.close()
         self._saver = self._captured = None
@@ -231,9 +229,16 @@ class Checkpointer:
         return heard
 
     def _settle(self) -> None:
-        """Wait until what is being copied may change."""
+        """Wait until what is being copied may change, and what was restored is here alone."""
+        self._end_loan()
         if self._saver is not None:
             self._saver.settle()
+
+    def _end_loan(self) -> None:
+        """Have each page copied by who does that: read before, it costs the training ten times."""
+        if self._loan is not None:
+            self._loan.wait()
+            self._loan = None
 
     def _tell_failures(self, failures: Sequence[Failed]) -> None:
         if not failures or environment.get("LOCAL_RANK", "0") != "0":

@@ -9,13 +9,14 @@ process that reads it has ended, also where the line to it broke.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,14 +30,16 @@ if TYPE_CHECKING:
     from elastane.keeper.client import Held, Keeper
 
 _log = logging.getLogger("elastane.checkpoint")
-# Given pages at a time: others that change this process's maps wait so long, some milliseconds.
-_STRIDE_BYTES = 4 << 20
-_THREADS = 2
+# Given pages at a time: others that change this process's maps wait so long, a tenth of a
+# millisecond.
+_STRIDE_BYTES = 1 << 18
+# Until it is begun with, unless somebody waits: what a script does first would be held up by it.
+_REST_S = 1.0
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class _Lent(NamedTuple):
-    """The memory of a tensor: there for as long as that is."""
+    """Some of the memory of a tensor: there for as long as that is."""
 
     memory: weakref.ref[memoryview]
     address: int
@@ -51,7 +54,7 @@ class Lender:
         self._pieces: dict[int, list[Piece]] = {}
         for piece in layout.pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
-        self._lent: list[_Lent] = []
+        self._left: deque[_Lent] = deque()
 
     def tensor(self, number: int) -> torch.Tensor | None:
         """Return the tensor of this number; None where it does not lie so, and has to be read."""
@@ -67,20 +70,27 @@ class Lender:
         memory = memoryview((ctypes.c_ubyte * size).from_address(address))
         # Not at exit: threads may be in these tensors until the process ends.
         weakref.finalize(memory, kernel.unmap, address, size).atexit = False
-        self._lent.append(_Lent(weakref.ref(memory), address, size))
+        held = weakref.ref(memory)
+        for at in range(0, size, _STRIDE_BYTES):
+            self._left.append(_Lent(held, address + at, min(_STRIDE_BYTES, size - at)))
         return torch.frombuffer(memory, dtype=dtype_of(spec.dtype)).view(spec.shape)
 
     @property
     def has_lent(self) -> bool:
         """Whether there are tensors that lie in the snapshot."""
-        return bool(self._lent)
+        return bool(self._left)
 
     def settle(self) -> None:
-        """Give all that still live memory of their own; OSError where there is none."""
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="elastane-loan") as pool:
-            for _ in pool.map(_settle, self._lent):
-                pass  # The first fault, if any.
-        self._lent.clear()
+        """Give all that still live memory of their own; OSError where there is none.
+
+        Several threads may do so together: this returns when there is nothing left to begin with.
+        """
+        with contextlib.suppress(IndexError):
+            while True:
+                lent = self._left.popleft()
+                memory = lent.memory()  # Held, so that it is not unmapped meanwhile.
+                if memory is not None:
+                    kernel.take_pages(lent.address, lent.size)
 
     def _parts(self, number: int) -> Sequence[tuple[int, int, int]]:
         """Return where the data of a tensor lies, if that is one page behind the other."""
@@ -103,34 +113,37 @@ class Lender:
         return parts
 
 
-def _settle(lent: _Lent) -> None:
-    for at in range(0, lent.size, _STRIDE_BYTES):
-        memory = lent.memory()  # Held, so that it is not unmapped meanwhile.
-        if memory is None:
-            return
-        kernel.take_pages(lent.address + at, min(_STRIDE_BYTES, lent.size - at))
-        del memory
-
-
 class Loan:
     """A snapshot that tensors lie in, until they do not."""
 
     def __init__(self, keeper: Keeper, lender: Lender, held: Held) -> None:
         self._lender, self._keeper, self._held = lender, keeper, held
+        self._awaited, self._helping, self._fault = threading.Event(), threading.Lock(), ""
         # It holds the keeper: were that closed, the snapshot would be let go of.
-        self._thread = threading.Thread(target=self._settle, name="elastane-loan", daemon=True)
+        self._thread = threading.Thread(target=self._end, name="elastane-loan", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until each tensor has memory of its own."""
+        """Help, until each tensor has memory of its own."""
+        with self._helping:
+            self._awaited.set()
+            self._settle()
         self._thread.join()
 
     def _settle(self) -> None:
         try:
             self._lender.settle()
         except OSError as error:
+            self._fault = str(error)
+
+    def _end(self) -> None:
+        self._awaited.wait(_REST_S)
+        self._settle()
+        with self._helping:  # Who helps has its last part in hand.
+            pass
+        if self._fault:
             # Training goes on, and saves: into the other slots.
-            _log.warning("what was restored stays in the memory of its snapshot: %s", error)
+            _log.warning("what was restored stays in the memory of its snapshot: %s", self._fault)
             return
         try:
             self._keeper.release(self._held)
