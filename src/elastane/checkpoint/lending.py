@@ -2,7 +2,8 @@
 
 What is read into new memory costs the clearing of each page and a copy into it. Here the pages of
 the snapshot are mapped instead, for this process alone: the tensors are there at once, and a page
-is copied when it is first written to, by the training or by a thread that sees to all of them.
+is copied when it is first written to. That is done for all of them before the training does it:
+by whoever waits for it, and by a thread that begins by itself after a while.
 Until then the snapshot has to stay as it is: the keeper holds it until it is released, or until the
 process that reads it has ended, also where the line to it broke.
 """
