@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 import torch
 
+from elastane.checkpoint.statedicts import ModuleState, OptimizerState
 from elastane.errors import JobError
 
 _NAME_IT = "name what heals a peer: job.track(model=model, optimizer=optimizer)"
@@ -24,6 +25,7 @@ class Tracked:
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
+        self._states: dict[str, Callable[[], Any]] = {}
         self._prepared: list[torch.optim.Optimizer] = []
 
     def add(self, objects: Mapping[str, Any]) -> None:
@@ -38,6 +40,7 @@ class Tracked:
                     "a module, an optimizer, a scheduler, a scaler, a sampler, a generator",
                 )
             self._objects[name] = _bare(thing)
+            self._states[name] = _states_of(self._objects[name])
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -93,7 +96,7 @@ class Tracked:
 
     def state(self) -> dict[str, Any]:
         """Return all states, by name; tensors are those of the objects, not copies."""
-        return {name: _state_of(thing) for name, thing in self._objects.items()}
+        return {name: state() for name, state in self._states.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Give all objects the states of another worker's; JobError where names differ."""
@@ -218,13 +221,17 @@ def _is_stateful(thing: Any) -> bool:
     )
 
 
-def _state_of(thing: Any) -> Any:
+def _states_of(thing: Any) -> Callable[[], Any]:
+    """Return what gives its state."""
     if isinstance(thing, torch.Generator):
-        return {"state": thing.get_state()}
-    if getattr(type(thing), "state_dict", None) is torch.nn.Module.state_dict:
-        # The parameters themselves: another tensor of each costs four times as long.
-        return thing.state_dict(keep_vars=True)
-    return thing.state_dict()
+        return lambda: {"state": thing.get_state()}
+    own = getattr(type(thing), "state_dict", None)
+    if own is torch.nn.Module.state_dict:
+        return ModuleState(thing)
+    if own is torch.optim.Optimizer.state_dict:
+        return OptimizerState(thing)
+    state: Callable[[], Any] = thing.state_dict
+    return state
 
 
 def _bare(thing: Any) -> Any:

@@ -184,8 +184,9 @@ class _Known:
         self._kinds = [*map(type, self._keys)]
 
     def _has_keys(self, keys: list[Any]) -> bool:
-        # A module makes those of its parts anew each time. Of other types they would be others.
-        return [*map(type, keys)] == self._kinds and keys == self._keys
+        # They may be made anew each time. Of other types they would be others.
+        is_same = len(keys) == len(self._keys) and _same(keys, self._keys)
+        return is_same or ([*map(type, keys)] == self._kinds and keys == self._keys)
 
 
 def _depth(pairs: list[list[Tree]]) -> int:
