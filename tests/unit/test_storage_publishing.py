@@ -213,6 +213,15 @@ def test_who_is_behind_the_fence_publishes_nothing(repository, newer):
     assert repository.newest_valid().found.key.step == 3
 
 
+def test_whose_part_a_later_round_has_removed_is_told_of_the_fence_not_of_missing_parts(repository):
+    part(repository, 0)
+    save(repository, 3, round=2)
+    repository.prune(1)
+    assert repository.unfinished() == []
+    with pytest.raises(FencedError):
+        repository.publish_when_whole(FOLDER, 2, wait_s=0)
+
+
 def test_a_fence_can_be_asked_for_before_anything_is_written(repository):
     repository.check_fence(key_of(900))
     save(repository, 3, round=2)

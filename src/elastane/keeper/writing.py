@@ -94,7 +94,12 @@ class Writer:
     def write(self, order: Order) -> Written:
         """Write and publish what somebody asked for."""
         with _told():
-            return self._publish(order, folder_name(*order.name), order.name.nonce)
+            try:
+                return self._publish(order, folder_name(*order.name), order.name.nonce)
+            except FileNotFoundError:
+                # A later round removes what earlier ones have not finished, while they write it.
+                self._repository(order.persist.where).check_fence(order.name.key)
+                raise
 
     def gasp(self, order: Order) -> Written:
         """Write and publish what is newest here, unless something as new is there.

@@ -108,6 +108,8 @@ class Publication:
             if not self._missing:
                 return self._publish()
             if over:
+                # A later round removes what earlier ones have not finished, records and all.
+                check_fence(self._storage, _key_of(self._folder))
                 raise self._incomplete(wait_s)
             sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
             over = stop() or time.monotonic() >= deadline_s
@@ -192,6 +194,12 @@ class Publication:
             expected="the record of each writer; the checkpoint before this one stays",
             next_step="look at why those writers failed; the next save tries anew",
         )
+
+
+def _key_of(folder: str) -> Key:
+    parsed = parse_folder(folder)
+    assert parsed is not None, folder
+    return parsed[0]
 
 
 def _conflict(folder: str, reason: str) -> CheckpointError:

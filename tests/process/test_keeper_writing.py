@@ -1,11 +1,15 @@
-"""When the writer of a last gasp stands in for others, whose parts it has copies of."""
+"""A keeper's writer: it stands in for others, whose parts it has copies of; it is fenced off."""
+
+import os
 
 import pytest
 from keeper_support import SLOT_BYTES, persist_to, published
+from small_saves import opened, save
 
-from elastane.core.checkpoints import Key
+from elastane.core.checkpoints import Key, part_name
 from elastane.core.snapshots import Name
 from elastane.keeper.arena import close_all, make_slot
+from elastane.keeper.messages import STREAMS_FILE
 from elastane.keeper.writing import Failure, Order, Source, Writer, Written
 
 
@@ -13,7 +17,7 @@ from elastane.keeper.writing import Failure, Order, Source, Writer, Written
 def order(tmp_path):
     made = []
 
-    def make(part, *others, past=False):
+    def make(part, *others, past=False, **asked):
         begin, end = part * SLOT_BYTES, (part + 1) * SLOT_BYTES
         share = {"part": part, "parts": 2, "small": part == 0, "wait_s": 0.05}
         ranges = ((f"__{part}_0.distcp", begin, end),)
@@ -24,10 +28,9 @@ def order(tmp_path):
             sources=(Source(begin, end, made[-1]),),
             files={"state.msgpack": b"7"},
             streams=b"",
-            stop=lambda: False,
-            hurry=lambda: False,
             is_past=lambda: past,
             others=others,
+            **{"stop": lambda: False, "hurry": lambda: False, **asked},
         )
 
     yield make
@@ -56,3 +59,34 @@ def test_nobody_stands_in_for_one_that_has_come(order, tmp_path):
         Writer().gasp(order(1))
     written = Writer().gasp(order(0, order(1)))
     assert written.parts == (0,) and published(tmp_path) == [(7, "step")]
+
+
+@pytest.mark.parametrize("during", ["mkdir", "stop", "hurry"])
+def test_what_a_later_round_removes_before_it_is_published_is_fenced_off(
+    order, tmp_path, monkeypatch, during
+):
+    """Not a file that is missing, nor a writer that did not finish: its round is over.
+
+    It is removed as soon as its folder is made, while its files are written, and after that.
+    """
+    repository, seen, mkdir = opened(tmp_path), [], os.mkdir
+    repository.storage.place()
+
+    def remove(*made, **where):
+        if made:
+            mkdir(*made, **where)
+        if not seen:
+            seen.append([path.name for path in tmp_path.glob("step-*/*")])
+            save(repository, 3, round=2)
+            repository.prune(1)
+        return False
+
+    if during == "mkdir":
+        monkeypatch.setattr(os, "mkdir", remove)
+    with pytest.raises(Failure) as failed:
+        Writer().write(order(0, **({} if during == "mkdir" else {during: remove})))
+    assert failed.value.slug == "checkpoint-fenced"
+    all_of_it = ["__0_0.distcp", part_name(0, 2), "state.msgpack", STREAMS_FILE.format(0)]
+    written = {"mkdir": [], "stop": all_of_it[:1], "hurry": all_of_it}
+    assert sorted(seen[0]) == written[during]
+    assert published(tmp_path) == [(3, "step")]
