@@ -1,4 +1,4 @@
-"""How a worker knows, without a question, that its keeper stands as it did; and when to ask."""
+"""How a worker knows, without a question, how its keeper stands; and when to ask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from process_harness import DEADLINE_S, until
 from supervise import alive
 
 from elastane.core.checkpoints import Key
-from elastane.keeper.page import OwnPage, Page
+from elastane.keeper.messages import Done, encode
+from elastane.keeper.page import WORDS_BYTES_MAX, OwnPage, Page
 
 FENCE = (1, 0)
 
@@ -32,12 +33,13 @@ def worker(node):
     return worker
 
 
-def test_a_page_turns_for_all_who_have_it_and_nobody_else_can_turn_it_or_cut_it_short():
+def test_a_page_says_it_to_all_who_have_it_and_nobody_else_can_turn_it_or_cut_it_short():
     own = OwnPage()
     pages = [Page(own.descriptor()) for _ in range(2)]
-    assert [page.number() for page in pages] == [0, 0]
-    own.turn()
-    assert [page.number() for page in pages] == [1, 1]
+    assert [(page.number(), page.words(0)) for page in pages] == [(0, None)] * 2
+    own.turn(b"so it is")
+    assert [(page.number(), page.words(1)) for page in pages] == [(1, b"so it is")] * 2
+    assert pages[0].words(0) is None
     with pytest.raises(TypeError):
         pages[0]._memory[0] = 7
     descriptor = own.descriptor()
@@ -47,6 +49,21 @@ def test_a_page_turns_for_all_who_have_it_and_nobody_else_can_turn_it_or_cut_it_
     pages[0].close()
     pages[0].close()
     assert pages[1].number() == 1
+
+
+def test_a_page_says_nothing_that_it_does_not_say_whole():
+    own = OwnPage()
+    page = Page(own.descriptor())
+    own.turn(b"before")
+    own.turn(bytes(WORDS_BYTES_MAX + 1))
+    assert page.number() == 2 and page.words(2) is None, "too long"
+    longest = os.urandom(WORDS_BYTES_MAX)
+    own.turn(longest)
+    assert page.words(3) == longest
+    for at in range(32):  # Seen by a processor that sees one change and not yet another.
+        own.turn(b"so it is")
+        own._memory[at] ^= 1
+        assert page.number() != own._number or page.words(page.number()) is None, at
 
 
 def test_a_page_that_cannot_be_mapped_leaves_no_descriptor(tmp_path):
@@ -59,21 +76,31 @@ def test_a_page_that_cannot_be_mapped_leaves_no_descriptor(tmp_path):
         os.fstat(descriptor)
 
 
-def test_the_keeper_is_asked_again_when_something_has_changed_and_only_then(worker, tmp_path):
+def test_the_keeper_is_asked_once_in_a_round_and_says_by_itself_what_changes(worker, tmp_path):
     keeper, key = worker.keeper, Key(0, 1, 0, 1)
     for _ in range(3):
         assert not keeper.progress(FENCE).busy
     assert worker.asked == ["Ask"]
     assert keeper.progress().published is None and worker.asked == ["Ask"], "an older round"
     assert not keeper.progress((2, 0)).busy and worker.asked == ["Ask", "Ask"], "a later one"
+    worker.asked.clear()
     worker.save(1, persist_to(tmp_path / "store"))
     until(lambda: keeper.progress(FENCE).published == key, "it is seen")
     until(lambda: not keeper.progress(FENCE).busy, "it has ended")
-    before = len(worker.asked)
     worker.save(2)  # Nothing of it is written.
     for _ in range(3):
         assert keeper.progress(FENCE).published == key
-    assert "Ask" not in worker.asked[before:]
+    assert "Keep" in worker.asked and "Ask" not in worker.asked
+
+
+@pytest.mark.parametrize("words", [None, b"?", encode(Done())], ids=["none", "odd", "another"])
+def test_what_the_page_does_not_say_is_asked_for(worker, monkeypatch, tmp_path, words):
+    assert not worker.keeper.progress(FENCE).busy
+    monkeypatch.setattr(Page, "words", lambda page, number: words)
+    worker.asked.clear()
+    worker.save(1, persist_to(tmp_path / "store"))
+    until(lambda: worker.keeper.progress(FENCE).published == Key(0, 1, 0, 1), "it is seen")
+    assert "Ask" in worker.asked
 
 
 def test_what_fails_is_seen_as_well(worker, tmp_path):

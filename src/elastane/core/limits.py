@@ -169,7 +169,7 @@ CHECKPOINT_INTERVAL_MIN_S = 10.0
 CHECKPOINT_INTERVAL_MAX_S = 1800.0
 # Where saves are due more often than storage takes them, it is written so much of the time, or a
 # little more: that slows the steps beside it (an optimizer's, bound by memory, by an eighth), ...
-CHECKPOINT_WRITING_SHARE = 0.25
+CHECKPOINT_WRITING_SHARE = 0.0625
 # ... but it rests no longer than this: what a slow storage takes is not made rarer.
 CHECKPOINT_REST_MAX_S = 10.0
 # Before anything has failed, a job is taken to be one that fails once a day: between the 3 hours of

@@ -56,7 +56,7 @@ class Held:
 
 
 class _Stands(NamedTuple):
-    """What the keeper answered to a worker of this fence; the page had that number."""
+    """What the keeper said, which knows of this fence; the page had that number."""
 
     number: int
     fence: tuple[int, int]
@@ -177,22 +177,21 @@ class Keeper:
                 self._settle()
 
     def progress(self, fence: tuple[int, int] = (0, 0)) -> Progress:
-        """Return how the writing stands; the keeper is asked where that has changed.
+        """Return how the writing stands: what the keeper says of it in memory, or answers.
 
         `fence` is the round and attempt of the worker: what an older one writes is then waited for
         no longer than it has to be.
         """
         with self._lock:
             self._settle()
-            assert self._page is not None, "it came with the welcome"
-            # Before the answer, which may be newer.
-            number = self._page.number() if not self._lost else -1
             known = self._stands
-            is_known = known is not None and known.number == number and fence <= known.fence
-            if known is None or not is_known or not self._channel.is_quiet:
-                answer, _ = self._exchange(messages.Ask(fence), KEEPER_ANSWER_S)
-                known = _Stands(number, fence, _as(answer, messages.Stands).progress)
-                self._stands = known
+            # A channel that is not quiet has ended: then that is told, by asking.
+            is_told = known is not None and fence <= known.fence and self._channel.is_quiet
+            if known is None or not is_told:
+                known = self._asked(fence)
+            elif known.number != (number := self._number()):
+                known = self._read(number, known.fence) or self._asked(known.fence)
+            self._stands = known
             return known.progress
 
     def wait(self, key: Key, timeout_s: float) -> Progress:
@@ -246,6 +245,25 @@ class Keeper:
         self._settle()
         self._say(request)
         return self._heard(timeout_s)
+
+    def _number(self) -> int:
+        assert self._page is not None, "it came with the welcome"
+        return -1 if self._lost else self._page.number()
+
+    def _asked(self, fence: tuple[int, int]) -> _Stands:
+        """Ask how it stands; the lock is held."""
+        number = self._number()  # Before the answer, which may be newer.
+        answer, _ = self._exchange(messages.Ask(fence), KEEPER_ANSWER_S)
+        return _Stands(number, fence, _as(answer, messages.Stands).progress)
+
+    def _read(self, number: int, fence: tuple[int, int]) -> _Stands | None:
+        """Return what the page says under this number; None where it has to be asked for."""
+        words = self._page.words(number) if self._page is not None and not self._lost else None
+        with contextlib.suppress(ValueError):
+            match messages.answer_of(words or b""):
+                case messages.Stands(progress):
+                    return _Stands(number, fence, progress)
+        return None
 
     def _granted_with_the_last(self) -> int | None:
         """Return the slot that came with the answer to the last `keep`, once."""

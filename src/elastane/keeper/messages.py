@@ -242,7 +242,7 @@ class WentOn(msgspec.Struct, frozen=True, tag="went-on"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """To `Hello`: who keeps, and whether it outlives the worker.
 
-    Beside it comes the page of memory that turns when what `Stands` tells has changed. `door` is
+    Beside it comes the page of memory that says what `Stands` would (`keeper.page`). `door` is
     where it takes copies from other nodes' keepers; without a host where only the workers know by
     which address others reach this node, "" where it takes none.
     """

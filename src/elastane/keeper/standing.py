@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from elastane.core.snapshots import Snapshots
 from elastane.keeper.courier import Courier
-from elastane.keeper.messages import Progress
+from elastane.keeper.messages import Progress, Stands, encode
 from elastane.keeper.page import OwnPage
 from elastane.keeper.scribe import Scribe
 
 
 class Standing:
-    """One shelf's, under whose lock it is asked; `page` turns whenever something else is true."""
+    """One shelf's, under whose lock it is asked; `page` says what `Stands` would."""
 
     def __init__(self, books: Snapshots, scribe: Scribe, courier: Courier) -> None:
         self._books, self._scribe, self._courier = books, scribe, courier
         self.page = OwnPage()
-        self._last = self.now()
+        self._last: Progress | None = None
+        self.look()
 
     def now(self) -> Progress:
         """Return how it stands."""
@@ -35,4 +36,4 @@ class Standing:
         now = self.now()
         if now != self._last:
             self._last = now
-            self.page.turn()
+            self.page.turn(encode(Stands(now)))

@@ -77,11 +77,13 @@ def test_storage_rests_that_saves_outpace_but_not_from_what_was_asked_for(surviv
 
     assert not busy("step")
     keeper.writing = Key(0, 3, 1, 6)
-    now_s[0] += 2.0
+    now_s[0] += 0.5
     assert busy("step") and busy("asked")
     keeper.writing = None
     # Without an agent there is no memory to go on from, and what is left out is lost.
     assert busy("step") is busy("time") is survives
     assert not busy("asked") and not busy("leave")
-    now_s[0] += 6.1
+    now_s[0] += 7.4
+    assert busy("step") is survives
+    now_s[0] += 0.2
     assert not busy("step")

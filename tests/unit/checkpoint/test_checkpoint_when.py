@@ -103,10 +103,11 @@ def given(pace, clock, writes_s, saves_s):
     return found
 
 
-def test_storage_that_saves_outpace_rests_three_times_as_long_as_it_was_seen_to_write():
+def test_storage_that_saves_outpace_rests_fifteen_times_as_long_as_it_was_seen_to_write():
     clock = Clock()
     pace = Pace(clock)
-    assert given(pace, clock, 2.5, range(100, 160)) == [*range(100, 160, 8)]
+    saves_s = [100 + 0.25 * number for number in range(160)]
+    assert given(pace, clock, 0.4, saves_s) == saves_s[::16]
 
 
 def test_storage_that_is_slow_rests_some_seconds_and_no_more():
