@@ -23,7 +23,7 @@ from elastane.core.replicas import COPIES_MAX
 from elastane.core.unreadable import UNREADABLE
 
 # Both sides refuse another: they may be of two installations.
-VERSION = 4
+VERSION = 5
 LAST_GASP = "last gasp"
 # The file of each part with the streams of its workers: a list of them, in msgpack.
 STREAMS_FILE = "streams-{:05d}.msgpack"
