@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_support import QUICK, asynchronous, elect, poll
@@ -129,9 +130,17 @@ async def test_a_read_only_folder_is_named_and_can_still_be_read(small) -> None:
         await store.compare_and_set("k", b"2", entry.version)
 
 
+@pytest.mark.parametrize("late_s", [0.0, 0.1], ids=["in time", "a thread that begins late"])
 @asynchronous
-async def test_a_folder_that_hangs_holds_up_neither_loop_nor_caller(tmp_path) -> None:
+async def test_a_folder_that_hangs_holds_up_neither_loop_nor_caller(
+    tmp_path, monkeypatch, late_s
+) -> None:
     hanging, release = threading.Event(), threading.Event()
+    replace = FileStore._replace
+
+    def replaced(*args: Any) -> Any:
+        release.wait(late_s)
+        return replace(*args)
 
     def on_step(step: str) -> None:
         if hanging.is_set() and step == "synced":
@@ -139,6 +148,7 @@ async def test_a_folder_that_hangs_holds_up_neither_loop_nor_caller(tmp_path) ->
 
     store = FileStore(tmp_path, timeout_s=0.3, on_step=on_step)
     entry = await store.compare_and_set("k", b"1", 0)
+    monkeypatch.setattr(FileStore, "_replace", replaced)
     hanging.set()
     begun, turns = time.monotonic(), 0
     writing = asyncio.ensure_future(store.compare_and_set("k", b"2", entry.version))

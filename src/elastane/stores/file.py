@@ -27,6 +27,7 @@ import logging
 import os
 import shutil
 import stat
+import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ class FileStore:
         self._identity: Page | None = None
         self._sightings: dict[str, _Sighting] = {}
         self._skipped: set[Path] = set()
+        self._running = threading.local()  # of the operation that a thread runs: until when it may
 
     async def get(self, key: str) -> Entry | None:
         """See Store.get."""
@@ -137,8 +139,11 @@ class FileStore:
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run a blocking operation on the folder within the bound."""
+        # From here on, as for the caller: the operation itself may begin later.
+        until_s = self.clock() + self.timeout_s
 
         def checked() -> T:
+            self._running.until_s = until_s
             self._check_identity()
             return call()
 
@@ -218,10 +223,10 @@ class FileStore:
         self._identity = reading.page
 
     def _hooks(self) -> Hooks:
-        deadline = self.clock() + self.timeout_s
+        until_s = getattr(self._running, "until_s", self.clock() + self.timeout_s)
 
         def guard() -> None:
-            if self.clock() > deadline:  # the caller was told so: do not write behind its back
+            if self.clock() >= until_s:  # the caller was told so: do not write behind its back
                 raise hangs(self.folder, self.timeout_s)
 
         return Hooks(on_step=self.on_step, on_skip=self._skip, guard=guard)
