@@ -19,6 +19,7 @@ from store_support import QUICK, asynchronous, elect, poll, take
 from elastane.core.limits import Timing
 from elastane.core.model import JobSpec, Record
 from elastane.errors import StoreError
+from elastane.stores import pages as pages_module
 from elastane.stores.file import FileStore
 from elastane.stores.pages import Hooks, Page, Pages, Reading
 
@@ -233,6 +234,25 @@ def test_a_writer_that_slept_through_the_pruning_of_its_number_has_no_effect(tmp
     except StoreError as error:
         assert error.slug == "store-unsure"
     assert pages.latest() == before
+
+
+def test_a_writer_whose_flush_many_others_outrun_knows_that_it_won(tmp_path, monkeypatch) -> None:
+    writing = pages_after(tmp_path, 3)[0]
+    flush = pages_module.sync_folder
+
+    def overtaken(path: Path) -> None:
+        monkeypatch.setattr(pages_module, "sync_folder", flush)
+        for _ in range(30):
+            page = others.append(others.latest(), "value", b"later")
+            assert page
+            others.tidy(page)
+        flush(path)
+
+    others = Pages(tmp_path, tmp_path, hooks())
+    monkeypatch.setattr(pages_module, "sync_folder", overtaken)
+    won = writing.append(writing.latest(), "value", b"first")
+    assert won
+    assert others.latest().top == won.number + 30
 
 
 def test_a_writer_into_the_last_gap_knows_that_it_lost(tmp_path) -> None:

@@ -130,9 +130,12 @@ class Pages:
         if not linked:
             return None
         self._hooks.on_step("linked")
+        # At once: during the flush, others may write more pages than are kept.
+        if not self._took_effect(page):
+            return None
         sync_folder(self.path)
         self._hooks.on_step("durable")
-        return page if self._took_effect(page) else None
+        return page
 
     def tidy(self, page: Page, keep: int = _PAGES_KEPT) -> None:
         """Remove what `page` has made obsolete.
