@@ -73,7 +73,7 @@ lint: env ## style, formatting, types and layers
 	$(BIN)/lint-imports
 
 test: lint ## lint, then all tests but the soak
-	$(PYTEST) -n 2 $(PURE) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
+	$(PYTEST) -n 2 --dist worksteal $(PURE) $(ARGS) || [ $$? -eq $(NONE_CHOSEN) ]
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target lane-1 lane-2
 
 lane-1:
@@ -101,7 +101,7 @@ kubernetes-bed: ## build the control plane that tests/kubernetes need, once (thr
 coverage: env ## branches that tests reach: all of core, 90% of the rest of the control plane (half an hour)
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(COVERED) -n 2 $(filter-out $(UNCOVERED), $(PURE)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
+	$(COVERED) -n 2 --dist worksteal $(filter-out $(UNCOVERED), $(PURE)) $(ARGS) || [ $$? -eq $(TESTS_FAILED) ]
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target covered-1 covered-2
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage json --quiet -o build/coverage/rooms.json

@@ -82,7 +82,8 @@ def test_lightning_with_two_nodes_of_one_device(tmp_path: Path) -> None:
 def test_accelerate(tmp_path: Path) -> None:
     script = str(SCRIPTS / "accelerate_train.py")
     words = ("--standalone", "--nproc-per-node", "2", script, str(tmp_path), str(EPOCHS))
-    agent = start(tmp_path, *words, preload="torch,torch.distributed,torch.optim,accelerate")
+    preload = "torch,torch.distributed,torch.optim,torch._dynamo,accelerate"
+    agent = start(tmp_path, *words, preload=preload)
     recovered(ends_well(tmp_path, agent), 2)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
+from jobs import PRELOAD_OPTIMIZER
 
 from elastane.testing import LocalCluster
 
@@ -34,7 +35,7 @@ class Saving:
         script = [str(word) for word in words]
         options = {"nnodes": "1", "nproc_per_node": 2, "max_restarts": 1000, **options}
         options |= {
-            "preload": "torch,torch.distributed,torch.optim",
+            "preload": PRELOAD_OPTIMIZER,
             "rdzv_conf": {"crash_loop": 0},
         }
         self.cluster = LocalCluster(script, folder=folder / "c", **options)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
+from jobs import PRELOAD_OPTIMIZER
 
 from elastane.job.trail import read_trail
 from elastane.testing import LocalCluster
@@ -32,7 +33,7 @@ class Changing:
         self.told = Growing(folder / "said")
         script = [str(SCRIPT), str(folder / "said"), "0", "0.03"]
         options = {"nnodes": "1:5", "nproc_per_node": 1, "max_restarts": 1000, "tee": "0"}
-        options["preload"] = "torch,torch.distributed,torch.optim"
+        options["preload"] = PRELOAD_OPTIMIZER
         options["rdzv_conf"] = {"last_call": 0.3, "crash_loop": 0}
         env = {"ELASTANE_TRAIL": str(folder / "a" / "trail.jsonl")}
         self.cluster = LocalCluster(script, folder=folder / "c", env=env, **options)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
+from jobs import PRELOAD_OPTIMIZER
 
 from elastane.testing import LocalCluster
 
@@ -31,7 +32,7 @@ class Healed:
         self.said_in.mkdir()
         self._told = Growing(self.said_in)
         options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 100, **more}
-        options |= {"preload": "torch,torch.distributed,torch.optim", "tee": "0"}
+        options |= {"preload": PRELOAD_OPTIMIZER, "tee": "0"}
         options["rdzv_conf"] = {"last_call": 0.3, "crash_loop": 0}
         script = [str(SCRIPT), str(self.said_in), how, str(verify_every)]
         self.cluster = LocalCluster(script, folder=folder / "c", **options)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from growing import Growing
+from jobs import PRELOAD_OPTIMIZER
 
 from elastane.runtime.page import PAGE_BYTES, Page
 from elastane.testing import Fault, FaultPlan, LocalCluster
@@ -36,7 +37,7 @@ class InPlace:
         self._told = Growing(folder / "said")
         script = [str(SCRIPT), str(folder / "said"), "1000000", str(STEP_S)]
         options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 1000, **options}
-        options |= {"preload": "torch,torch.distributed,torch.optim", "tee": "0"}
+        options |= {"preload": PRELOAD_OPTIMIZER, "tee": "0"}
         self.cluster = LocalCluster(script, folder=folder / "c", **options)
 
     def said(self, what: str = "committed") -> dict[int, list[dict]]:
