@@ -260,7 +260,8 @@ def test_a_store_whose_host_is_dying_is_left_for_the_next_world(
     monkeypatch.setattr(module, "open_attempt_store", fails_once)
     joining = [plain.run(a.next_rendezvous), plain.run(b.next_rendezvous)]
     until(lost.is_set, "the store is lost")
-    gone = joining[0] if joining[0].done() or not joining[1].done() else joining[1]
+    until(lambda: any(each.done() for each in joining), "the store's host has its world")
+    gone = next(each for each in joining if each.done())
     leaving, other = (a, joining[1]) if gone is joining[0] else (b, joining[0])
     gone.result(WAIT_S)
     leaving._membership.leave("it dies")

@@ -111,17 +111,21 @@ class Pace:
         self._clock = clock
         self._began_s = clock()
         self._until_s = 0.0
+        self._fence: tuple[int, int] | None = None
 
-    def rests(self, *, busy: bool) -> bool:
-        """Tell whether a save that is due now stays in memory; `busy`: storage is at work."""
+    def rests(self, fence: tuple[int, int], *, busy: bool) -> bool:
+        """Tell whether a save that is due now stays in memory; `busy`: storage is at work.
+
+        Not the first of a world: of folders that are a node's own, an arrival's holds nothing.
+        """
         now_s = self._clock()
         if busy:  # From when it was seen so last: saves may be rare.
             self._until_s = now_s + rest_s(now_s - self._began_s)
-        return now_s < self._until_s
+        return now_s < self._until_s and fence == self._fence
 
-    def begun(self) -> None:
-        """A save goes to storage now."""
-        self._began_s, self._until_s = self._clock(), 0.0
+    def begun(self, fence: tuple[int, int]) -> None:
+        """A save of this round and attempt goes to storage now."""
+        self._began_s, self._until_s, self._fence = self._clock(), 0.0, fence
 
 
 def _positive(name: str, value: float | int | None) -> float | None:

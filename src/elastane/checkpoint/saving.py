@@ -134,8 +134,9 @@ class Saver:
 
     def _rests(self, order: Order, *, busy: bool) -> bool:
         """Whether storage is spared this save, which memory has."""
-        is_asked = order.reason not in ("step", "time")
-        return not is_asked and self.keeper.survives and self._pace.rests(busy=busy)
+        if order.reason not in ("step", "time") or not self.keeper.survives:
+            return False
+        return self._pace.rests(self._world.fence, busy=busy)
 
     def _is_busy(self) -> bool:
         """Whether the keeper is still writing; one that is lost is followed by another."""
@@ -170,7 +171,7 @@ class Saver:
         began_s = time.monotonic()
         durable = not any(each.busy for each in heard)
         if durable:
-            self._pace.begun()
+            self._pace.begun(self._world.fence)
         key = Key(era, *self._world.fence, order.step)
         if not durable and not self.keeper.survives:
             return key, False

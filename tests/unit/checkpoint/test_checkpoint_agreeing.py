@@ -71,6 +71,7 @@ def test_storage_rests_that_saves_outpace_but_not_from_what_was_asked_for(surviv
     keeper.survives = survives
     saver, captured = Saver(Two(7), keeper, "/nowhere", Known()), Captured({"x": torch.ones(2)})
     saver._pace = Pace(lambda: now_s[0])
+    saver._pace.begun(saver._world.fence)
 
     def busy(reason):
         return bool(saver.agree(captured, Order(7, reason, 3, ""), 1)[0].busy)

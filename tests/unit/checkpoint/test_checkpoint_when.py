@@ -96,8 +96,8 @@ def given(pace, clock, writes_s, saves_s):
     found, until_s = [], 0.0
     for clock.now_s in saves_s:
         busy = clock.now_s < until_s
-        if not pace.rests(busy=busy) and not busy:
-            pace.begun()
+        if not pace.rests((1, 0), busy=busy) and not busy:
+            pace.begun((1, 0))
             found.append(clock.now_s)
             until_s = clock.now_s + writes_s
     return found
@@ -114,6 +114,22 @@ def test_storage_that_is_slow_rests_some_seconds_and_no_more():
     clock = Clock()
     pace = Pace(clock)
     assert given(pace, clock, 30.0, range(100, 200)) == [100, 139, 178]
+
+
+def test_the_first_save_of_a_world_goes_to_storage_once_that_is_free():
+    clock = Clock()
+    pace = Pace(clock)
+    pace.begun((1, 0))
+    clock.now_s = 100.5
+    assert pace.rests((1, 0), busy=True)
+    assert not pace.rests((2, 0), busy=True), "it waits for storage alone"
+    clock.now_s = 101.0
+    assert pace.rests((1, 0), busy=False)
+    assert not pace.rests((2, 0), busy=False)
+    pace.begun((2, 0))
+    clock.now_s = 101.5
+    assert pace.rests((2, 0), busy=True)
+    assert pace.rests((2, 0), busy=False)
 
 
 def test_storage_that_takes_each_save_is_given_each():
