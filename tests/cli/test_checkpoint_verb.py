@@ -121,7 +121,9 @@ def test_prune_keeps_at_least_one(place, capsys, keep):
 
 def test_a_place_without_checkpoints_is_told_as_such(tmp_path, capsys):
     missing = tmp_path / "missing"
-    assert told(capsys, "ls", missing)[:2] == (0, f"no checkpoints at {missing}\n")
+    said = f"no checkpoints at {missing}: there is no such folder\n"
+    assert told(capsys, "ls", missing)[:2] == (0, said)
+    assert told(capsys, "ls", tmp_path)[:2] == (0, f"no checkpoints at {tmp_path}\n")
     for act in ("verify", "show"):
         code, _, err = told(capsys, act, missing)
         assert code == 1 and "[checkpoint-unknown]" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import random
 import subprocess
@@ -10,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from growing import Growing
 from jobs import PRELOAD_OPTIMIZER
 
+from elastane.cli.main import main
 from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "checkpointed.py"
@@ -251,7 +254,7 @@ def test_a_job_in_place_whose_nodes_all_leave_saves_the_step_that_it_leaves_at(t
     assert min(line["step"] for line in again.said("step")) == made + 1
 
 
-def test_sharded_state_is_restored_in_worlds_of_other_sizes(tmp_path):
+def test_sharded_state_is_restored_in_worlds_of_other_sizes_and_exported_whole(tmp_path):
     where = str(tmp_path / "ck")
     sums = []
     for number, world in enumerate((2, 3, 1)):
@@ -266,6 +269,11 @@ def test_sharded_state_is_restored_in_worlds_of_other_sizes(tmp_path):
         if number:
             was = (sums[number - 1]["steps"], sums[number - 1]["weights"])
             assert {(each["step"], each["weights"]) for each in restored} == {was}
+        exported = tmp_path / f"{number}.pt"
+        assert main(["checkpoint", "export", where, str(exported), "--only", "model"]) == 0
+        whole = torch.load(exported, weights_only=True).values()
+        digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in whole))
+        assert digest.hexdigest() == sums[number]["weights"]
     steps = [each["steps"] for each in sums]
     assert steps == sorted(set(steps))
 

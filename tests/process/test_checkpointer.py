@@ -250,6 +250,7 @@ def test_other_objects_than_were_saved_are_named(tmp_path):
         ({"keep": True}, "keep is True"),
         ({"every_steps": 0}, "every_steps is 0"),
         ({"every_steps": "10"}, "every_steps is '10'"),
+        ({"every_steps": 1.5}, "every_steps is 1.5"),
         ({"every_s": -1}, "every_s is -1"),
         ({"every_s": "often"}, "every_s is 'often'"),
     ],

@@ -102,10 +102,21 @@ def test_what_comes_too_late_is_refused(job):
     for step, _ in job.steps(loader_of(), until_step=1):
         with step:
             pass
-    with pytest.raises(JobError, match="has begun"):
+    with pytest.raises(JobError, match=r"job.steps\(\) came first"):
         job.track(net=net_of())
     with pytest.raises(JobError, match="another loader"):
         next(iter(job.steps(loader_of(), until_step=2)))
+
+
+def test_what_is_tracked_comes_before_the_one_restore(job, tmp_path):
+    job.track(net=net_of())
+    with elastane.Checkpointer(tmp_path / "ck") as checkpointer:
+        checkpointer.restore(job)
+        first = r"checkpointer.restore\(job\) came first"
+        with pytest.raises(JobError, match=first):
+            job.track(other=net_of())
+        with pytest.raises(JobError, match=first):
+            elastane.Checkpointer(tmp_path / "other").restore(job)
 
 
 def everything(net, optimizers, scheduler):

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from elastane.core.cadence import interval, rest_s
-from elastane.errors import ConfigurationError
+from elastane.errors import CheckpointError, ConfigurationError
 
 _log = logging.getLogger("elastane.checkpoint")
 # Rank 0 looks at its clock so many times in an interval.
@@ -32,7 +34,7 @@ class Cadence:
         every_s: float | Literal["auto"] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._every_steps = _positive("every_steps", every_steps)
+        self._every_steps = _positive("every_steps", every_steps, Integral)
         self._every_s = every_s if every_s == "auto" else _positive("every_s", every_s)
         self._clock = clock
         self.stride = 1
@@ -128,12 +130,48 @@ class Pace:
         self._began_s, self._until_s, self._fence = self._clock(), 0.0, fence
 
 
-def _positive(name: str, value: float | int | None) -> float | None:
-    if value is not None and (isinstance(value, (str, bool)) or not value > 0):
+def _positive(name: str, value: Any, kind: type[Real] | type[Integral] = Real) -> Any:
+    fits = type(value) is not bool and isinstance(value, kind) and float(value) > 0
+    if value is not None and not fits:
         raise ConfigurationError(
             f"{name} is {value!r}",
-            expected="more than 0, or None" + (', or "auto"' if name == "every_s" else ""),
+            expected="a whole number of at least 1, or None"
+            if kind is Integral
+            else 'more than 0, or None, or "auto"',
             next_step="Checkpointer(where, every_steps=500) or every_s=600",
             slug="checkpoint-cadence",
         )
     return value
+
+
+def steps_done(step: Any) -> int:
+    """Return how many steps a user says are done; CheckpointError for what is no such number."""
+    try:
+        number = operator.index(step)  # also NumPy's, and those in tensors
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise not_a_step(step)
+    return number
+
+
+def not_a_step(step: Any) -> CheckpointError:
+    """Return the error for a step after which nothing can be saved."""
+    return CheckpointError(
+        f"step {step!r} has not happened",
+        expected="a step that was committed, or how many steps are done, from 1",
+        next_step="call it behind the body of the step",
+        slug="checkpoint-step",
+    )
+
+
+def at_least_one(keep: int) -> int:
+    """Return how many checkpoints are kept; ConfigurationError where that is none."""
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ConfigurationError(
+            f"keep is {keep!r}",
+            expected="how many checkpoints are left, at least 1",
+            next_step="Checkpointer(where, keep=3)",
+            slug="checkpoint-cadence",
+        )
+    return keep

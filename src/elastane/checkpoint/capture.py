@@ -7,7 +7,7 @@ torch.distributed.checkpoint gives the same state: keys and indices, with dots b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 
 from elastane.checkpoint.dcp import frozen
 from elastane.checkpoint.layout import Chunk, Tensor, name_of
-from elastane.comms.state import Flattening, Path, spelled
+from elastane.comms.state import DEPTH_MAX, Flattening, Path, spelled
 from elastane.errors import CheckpointError
 
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
@@ -42,7 +42,7 @@ class Captured:
         self.is_sharded = bool(local.shards)
         self._kinds = _kinds(self.tensors)
         self._identity = b""
-        self._named: tuple[list[str], dict[str, tuple[Any, ...]]] | None = None
+        self._named: _Named | None = None
 
     def again(self, state: Mapping[str, Any], doubtful: Sequence[int] | None = None) -> bool:
         """Take `state` in place of the one before; False, and nothing is of use, if it differs.
@@ -74,11 +74,11 @@ class Captured:
 
     def _add(self, number: int, tensor: torch.Tensor, shard: _Shard | None, path: Path) -> None:
         if tensor.is_quantized:
-            raise CheckpointError(
-                f"{spelled(path)} is a quantized tensor",
-                expected="dense tensors",
-                next_step="keep its int_repr(), scale and zero point in its place",
-                slug="checkpoint-state",
+            keep = "keep its int_repr(), scale and zero point in its place"
+            raise _refused(path, "a quantized tensor", keep)
+        if tensor.is_meta:
+            raise _refused(
+                path, "of the meta device, without data", "module.to_empty() before that"
             )
         shape = tuple(tensor.shape)
         whole, offsets = (shard.shape, shard.offsets) if shard else (shape, (0,) * len(shape))
@@ -95,8 +95,8 @@ class Captured:
         """Return what is no tensor, by torch's names for it, and torch's path of every name."""
         if self._named is None:
             self._named = _named(self._state)
-        plain, paths = self._named
-        return {name: _at(self._state, paths[name]) for name in plain}, paths
+        leaves = {name: _at(self._state, keys) for name, keys in self._named.leaves.items()}
+        return leaves, self._named.paths
 
     def tree(self) -> bytes:
         """Pack what is around the tensors, as it was when the state was taken."""
@@ -106,6 +106,15 @@ class Captured:
         """Return what is no tensor, which may change from now on."""
         leaves, paths = self.leaves()
         return Small(self.tree, {name: frozen(leaf) for name, leaf in leaves.items()}, paths)
+
+
+def _refused(path: Path, what: str, next_step: str) -> CheckpointError:
+    return CheckpointError(
+        f"{spelled(path)} is {what}",
+        expected="dense tensors",
+        next_step=next_step,
+        slug="checkpoint-state",
+    )
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[torch.Size]]:
@@ -156,6 +165,8 @@ class _Localizer:
     def taken(self, value: Any, path: Path) -> Any:
         if isinstance(value, torch.Tensor):
             return self._local(value, path) if hasattr(value, "to_local") else value
+        if len(path) > DEPTH_MAX:
+            return value  # What takes it apart refuses it, with its place.
         if type(value) in (list, tuple):
             return type(value)(self.taken(each, (*path, n)) for n, each in enumerate(value))
         if isinstance(value, dict):
@@ -199,18 +210,47 @@ def held_of(tensor: Any) -> torch.Tensor:
     return held if type(held) is torch.Tensor else tensor.to_local()
 
 
-def _named(state: Mapping[str, Any]) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
-    """Return torch's names for what is no tensor, and the path of every name."""
+class _Named(NamedTuple):
+    """Where each leaf that is no tensor stands, by torch's names; and torch's path of every name.
+
+    In torch's paths all keys are text.
+    """
+
+    leaves: dict[str, Path]
+    paths: dict[str, tuple[Any, ...]]
+
+
+def _named(state: Mapping[str, Any]) -> _Named:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     try:
         flat, paths = flatten_state_dict(dict(state))
     except ValueError:  # Two keys that make one name: torch alone cannot read those.
-        return [], {}
-    return [name for name, value in flat.items() if not isinstance(value, torch.Tensor)], paths
+        return _Named({}, {})
+    wanted = {
+        paths[name]: (name, value)
+        for name, value in flat.items()
+        if not isinstance(value, torch.Tensor)
+    }
+    return _Named(dict(_found(state, (), (), wanted)), paths)
 
 
-def _at(state: Any, path: Sequence[Any]) -> Any:
+def _found(
+    value: Any, path: tuple[Any, ...], keys: Path, wanted: Mapping[tuple[Any, ...], tuple[str, Any]]
+) -> Iterator[tuple[str, Path]]:
+    """Yield the keys themselves of what is wanted by paths of torch's; 1 and "1" are one there."""
+    name, leaf = wanted.get(path, ("", None))
+    if name and leaf is value:
+        yield name, keys
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _found(each, (*path, str(key)), (*keys, key), wanted)
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _found(each, (*path, number), (*keys, number), wanted)
+
+
+def _at(state: Any, path: Path) -> Any:
     for key in path:
         state = state[key]
     return state

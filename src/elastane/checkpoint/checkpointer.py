@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from elastane.checkpoint.cadence import Cadence
+from elastane.checkpoint.cadence import Cadence, at_least_one, not_a_step, steps_done
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.lending import Loan
 from elastane.checkpoint.place import Place, absolute
@@ -24,7 +24,7 @@ from elastane.checkpoint.restoring import Restored, Restorer
 from elastane.checkpoint.saving import WAIT_S, Agreed, Saver, insist_durable, not_saved
 from elastane.checkpoint.subject import Objects, Subject
 from elastane.core.checkpoints import Key
-from elastane.errors import CheckpointError, ConfigurationError, ElastaneError
+from elastane.errors import CheckpointError, ElastaneError
 from elastane.keeper.client import Keeper
 from elastane.keeper.messages import Failed
 from elastane.runtime import environment
@@ -59,7 +59,7 @@ class Checkpointer:
         if every_steps is None and every_s is None:
             every_s = "auto"
         self._cadence = Cadence(every_steps, every_s)
-        self._keep, self._strict = _at_least_one(keep), strict
+        self._keep, self._strict = at_least_one(keep), strict
         self._subject: Subject | None = None
         self._saver: Saver | None = None
         self._captured: Captured | None = None
@@ -93,6 +93,8 @@ class Checkpointer:
             restored, self._era = restorer.newest(place, strict=self._strict)
         finally:
             self._loan = restorer.loan
+        if restored is None:
+            Captured(subject.state())  # What cannot be saved is refused now, not at the first save.
         self._cadence.failures += restored is not None  # A run that goes on was cut short.
         if restored is not None:
             self._saver.go_on_from(restored.nonce, missed=restored.missed)
@@ -114,12 +116,7 @@ class Checkpointer:
         """Save now; waits for the one before to be written. On all ranks."""
         number = _number_of(step)
         if not number:
-            raise CheckpointError(
-                f"save({step!r}): that step has not happened",
-                expected="a step that was committed, or how many steps are done, from 1",
-                next_step="call it behind the body of the step",
-                slug="checkpoint-step",
-            )
+            raise not_a_step(step)
         self._missed = ""
         self._save(number, "asked")
 
@@ -272,17 +269,6 @@ def _keeper(where: str) -> Keeper:
 
 def _number_of(step: Any) -> int:
     """Return how many steps are done after this one; 0 where it did not happen."""
-    if isinstance(step, int):
-        return step
-    return step.number + 1 if step.committed else 0
-
-
-def _at_least_one(keep: int) -> int:
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ConfigurationError(
-            f"keep is {keep!r}",
-            expected="how many checkpoints are left, at least 1",
-            next_step="Checkpointer(where, keep=3)",
-            slug="checkpoint-cadence",
-        )
-    return keep
+    if hasattr(step, "committed"):
+        return int(step.number) + 1 if step.committed else 0
+    return steps_done(step)

@@ -7,8 +7,11 @@ is left out. The file appears whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +34,12 @@ class Exported(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()
 
 
-def export(repository: Repository, found: Found, to: Path, only: str = "") -> Exported:
-    """Write a checkpoint to one file, by its suffix; `only`: what was saved under this name."""
+def insist_on_file(to: Path) -> None:
+    """Refuse a file that cannot be written, before a long way is gone to it.
+
+    UsageError for a suffix that says nothing, CheckpointError for a folder that takes no file and
+    for safetensors where that is not installed.
+    """
     if to.suffix not in SUFFIXES:
         raise UsageError(
             f"{to}: the suffix says what is written, and {to.suffix or 'none'} says nothing",
@@ -40,14 +47,48 @@ def export(repository: Repository, found: Found, to: Path, only: str = "") -> Ex
             next_step=f"elastane checkpoint export WHERE {to.with_suffix('.pt')}",
             slug="bad-option-value",
         )
+    if to.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise CheckpointError(
+            f"{to.name}: the package safetensors is not installed",
+            expected="it, or another suffix",
+            next_step="pip install safetensors",
+            slug="checkpoint-export",
+        )
+    with _partial(to):
+        pass
+
+
+def export(repository: Repository, found: Found, to: Path, only: str = "") -> Exported:
+    """Write a checkpoint to one file, by its suffix; `only`: what was saved under this name.
+
+    CheckpointError where it cannot be written; what was there before stays.
+    """
     state = _chosen(load_found(repository, found), only)
-    partial = to.with_name(f".{to.name}.{os.getpid()}")
-    try:
+    with _partial(to) as partial:
         left_out = _saved(state, partial, to.suffix)
         partial.replace(to)
-    finally:
-        partial.unlink(missing_ok=True)
     return Exported(str(to), to.stat().st_size, left_out)
+
+
+@contextlib.contextmanager
+def _partial(to: Path) -> Iterator[Path]:
+    """Give the file that is written in place of `to`, empty; none is left."""
+    partial = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        if to.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        partial.touch()
+        yield partial
+    except OSError as error:
+        raise CheckpointError(
+            f"{to} cannot be written: {error.strerror or error}",
+            expected="a file in a folder that takes it, with room for the whole state",
+            next_step="make that, or name another file",
+            slug="checkpoint-export",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def _chosen(state: Mapping[str, Any], only: str) -> dict[str, Any]:
@@ -66,22 +107,26 @@ def _chosen(state: Mapping[str, Any], only: str) -> dict[str, Any]:
 
 
 def _saved(state: Mapping[str, Any], path: Path, suffix: str) -> tuple[str, ...]:
-    if suffix != ".safetensors":
+    left_out: tuple[str, ...] = ()
+    if suffix == ".safetensors":
+        captured = Captured(state)
+        left_out = tuple(sorted(captured.leaves()[0]))
+        _save_tensors(dict(zip(captured.names, captured.tensors, strict=True)), path)
+    else:
         with path.open("wb") as file:
             torch.save(dict(state), file)
-            os.fsync(file.fileno())
-        return ()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return left_out
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    mode = path.stat().st_mode
     try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise CheckpointError(
-            f"{path.name}: the package safetensors is not installed",
-            expected="it, or another suffix",
-            next_step="pip install safetensors",
-            slug="checkpoint-export",
-        ) from None
-    captured = Captured(state)
-    pairs = zip(captured.names, captured.tensors, strict=True)
-    save_file({name: tensor.contiguous().clone() for name, tensor in pairs}, path)
-    plain, _ = captured.leaves()
-    return tuple(sorted(plain))
+        save_file({name: each.contiguous().clone() for name, each in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    path.chmod(mode)  # safetensors makes a file of its own, for its owner alone.

@@ -13,6 +13,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from elastane.checkpoint.patience import Patience
+
+_PATIENCE = Patience()
+
 
 class Members(Protocol):
     """All ranks call the same in the same order."""
@@ -26,7 +30,10 @@ class Members(Protocol):
         """How many there are."""
 
     def numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return what each rank says, by rank: as many numbers of 64 bits as this one."""
+        """Return what each rank says, by rank: as many numbers of 64 bits as this one.
+
+        Here ranks meet that come when the script lets them: one that waits for long is told.
+        """
 
     def texts(self, said: bytes) -> list[bytes]:
         """Return what each rank says, by rank."""
@@ -55,8 +62,8 @@ class Alone:
 class OfGroup:
     """The ranks of a process group that takes tensors of the CPU."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, patience: Patience = _PATIENCE) -> None:
+        self._group, self._patience = group, patience
 
     @property
     def rank(self) -> int:
@@ -70,6 +77,10 @@ class OfGroup:
 
     def numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return what each rank says."""
+        with self._patience:
+            return self._numbers(numbers)
+
+    def _numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         said = torch.tensor(numbers, dtype=torch.int64)
         heard = [torch.zeros_like(said) for _ in range(self.size)]
         dist.all_gather(heard, said, group=self._group)
@@ -77,7 +88,7 @@ class OfGroup:
 
     def texts(self, said: bytes) -> list[bytes]:
         """Return what each rank says; two collectives."""
-        lengths = [length for (length,) in self.numbers([len(said)])]
+        lengths = [length for (length,) in self._numbers([len(said)])]
         own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         if said:
             own[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
@@ -97,4 +108,5 @@ def of_process() -> Members:
         return Alone()
     if "gloo" in str(dist.get_backend()):
         return OfGroup(dist.group.WORLD)
-    return OfGroup(dist.new_group(backend="gloo"))
+    with _PATIENCE:
+        return OfGroup(dist.new_group(backend="gloo"))

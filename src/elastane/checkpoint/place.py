@@ -18,9 +18,22 @@ from elastane.storage.trouble import told_of, trouble
 _ANSWER_S = 20.0
 
 
+def named(where: str | os.PathLike[str]) -> str:
+    """Return the text of a place; ConfigurationError where it is none."""
+    text = os.fspath(where) if isinstance(where, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text:
+        raise ConfigurationError(
+            f"where is {where!r}",
+            expected="a folder, or a URL that fsspec knows",
+            next_step="Checkpointer('runs/demo')",
+            slug="storage-url",
+        )
+    return text
+
+
 def absolute(where: str | os.PathLike[str]) -> str:
     """Return a place as every process of this node finds it; refuses one process's memory."""
-    text = os.fspath(where)
+    text = named(where)
     if text.startswith("memory:"):
         raise ConfigurationError(
             f"{text} is the memory of one process, and checkpoints are written by another",
@@ -28,7 +41,7 @@ def absolute(where: str | os.PathLike[str]) -> str:
             next_step="Checkpointer('runs/demo')",
             slug="storage-url",
         )
-    return text if "://" in text else str(Path(text).absolute())
+    return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 class Place:

@@ -97,6 +97,7 @@ class Restorer:
 
         CheckpointError where there is something and nothing of it can be restored.
         """
+        self._members.numbers([0])  # They meet: a rank that waits alone is told.
         self._subject.prepare()
         held = self._keeper.held()
         # One that was not digested yet is as whole; one that does not pass is not among them.
@@ -273,7 +274,7 @@ def places_for(
     destinations: list[Destination] = []
     for number, spec in enumerate(layout.tensors):
         own = by_name.get(spec.name, -1)
-        if own >= 0 and captured.specs[own] == spec:
+        if own >= 0 and captured.specs[own] == spec and not _overlaps(captured.tensors[own]):
             local, whole = captured.tensors[own], originals[own]
             at = offsets.get(own, (0,) * local.dim())
         elif lender is not None and (lent := lender.tensor(number)) is not None:
@@ -285,6 +286,11 @@ def places_for(
         tensors.append(whole)
         destinations.append(Destination(number, at, local))
     return tensors, destinations
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one, as in what was expanded: nothing can be read into that."""
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_whole(held: Held) -> bool:

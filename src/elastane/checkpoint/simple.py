@@ -15,15 +15,16 @@ from typing import Any
 import msgspec
 import torch
 
+from elastane.checkpoint.cadence import at_least_one, steps_done
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.members import Alone, Members
-from elastane.checkpoint.place import Place, absolute
+from elastane.checkpoint.place import Place, absolute, named
 from elastane.checkpoint.plan import Order
 from elastane.checkpoint.reading import fill
 from elastane.checkpoint.restoring import opened_files, places_for
 from elastane.checkpoint.saving import Saver, insist_durable
-from elastane.checkpoint.subject import fence_of_process, insist_on_names
-from elastane.checkpoint.tracked import load_exactly
+from elastane.checkpoint.subject import fence_of_process, insist_on_mapping, insist_on_names
+from elastane.checkpoint.tracked import bare, give, has_state, states_of
 from elastane.comms.state import build
 from elastane.core.checkpoints import era_beyond
 from elastane.keeper.client import Keeper
@@ -50,6 +51,7 @@ def save_checkpoint(
     where it could not be written; the checkpoints before it stay.
     """
     subject = _Given(state)
+    step, keep = steps_done(step), at_least_one(keep)
     repository = Repository(open_storage(absolute(where)))
     with told_of(repository.storage.where):
         newest = repository.newest_fence()
@@ -75,7 +77,7 @@ def load_checkpoint(
     else was saved is in `Loaded.state`. CheckpointError where a name was not saved, where there are
     checkpoints and none is valid, or, if `strict`, where the newest is not.
     """
-    repository = Repository(open_storage(os.fspath(where)))
+    repository = Repository(open_storage(named(where)))
     with told_of(repository.storage.where):
         found = repository.newest_valid(strict=strict).found
     if found is None:
@@ -85,7 +87,8 @@ def load_checkpoint(
         if not set(into) <= set(state):
             insist_on_names(state, into)
         for name, thing in into.items():
-            _load(thing, state[name])
+            if has_state(thing):
+                give(name, bare(thing), state[name])
     return Loaded(found.key.step, state, found.folder)
 
 
@@ -106,17 +109,11 @@ def load_found(
     return state
 
 
-def _load(thing: Any, state: Any) -> None:
-    if isinstance(thing, torch.optim.Optimizer):
-        load_exactly(thing, state)
-    elif callable(getattr(thing, "load_state_dict", None)):
-        thing.load_state_dict(state)
-
-
 class _Given:
     """What the caller gave, saved by this process alone."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
+        insist_on_mapping(given)
         self._given = given
 
     @property
@@ -139,6 +136,6 @@ class _Given:
     def state(self) -> dict[str, Any]:
         """Return the state of each, or what was given."""
         return {
-            name: thing.state_dict() if callable(getattr(thing, "state_dict", None)) else thing
+            name: states_of(bare(thing))() if has_state(thing) else thing
             for name, thing in self._given.items()
         }

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from elastane.checkpoint.members import Members, of_process
-from elastane.checkpoint.tracked import Tracked
+from elastane.checkpoint.tracked import Tracked, has_state
 from elastane.errors import CheckpointError
 from elastane.runtime import environment
 
@@ -73,9 +74,18 @@ class Objects:
     why = ""
 
     def __init__(self, objects: Mapping[str, Any], checkpointer: Any) -> None:
+        insist_on_mapping(objects)
+        if CHECKPOINTER in objects:
+            raise _unnamed(f"{CHECKPOINTER!r} is what the Checkpointer itself is saved as")
+        for name, thing in objects.items():
+            if not has_state(thing):
+                raise _unnamed(
+                    f"{name!r} is a {type(thing).__name__}, without state_dict() and"
+                    " load_state_dict()"
+                )
         self._tracked = Tracked()
         self._tracked.add({**objects, CHECKPOINTER: checkpointer})
-        self._members = of_process()
+        self._members = _of_world()
         self.fence = fence_of_process()  # what the launcher says
 
     def state(self) -> dict[str, Any]:
@@ -121,6 +131,37 @@ def fence_of_process() -> tuple[int, int]:
     """Return round and attempt as the launcher says them; of torchrun the restarts."""
     attempt = environment.get("ELASTANE_ATTEMPT") or environment.get("TORCHELASTIC_RESTART_COUNT")
     return _number(environment.get("ELASTANE_ROUND")), _number(attempt)
+
+
+def insist_on_mapping(objects: object) -> None:
+    """CheckpointError where this is no mapping of names to what is saved under them."""
+    if not isinstance(objects, Mapping):
+        raise _unnamed(f"a {type(objects).__name__} has no names for what is saved")
+    for name in objects:
+        if not isinstance(name, str):
+            raise _unnamed(f"{name!r} is no name for what is saved")
+
+
+def _unnamed(what: str) -> CheckpointError:
+    return CheckpointError(
+        what,
+        expected="a mapping of texts to models, optimizers and so on, or a job of elastane.init()",
+        next_step='{"model": model, "optimizer": optimizer}',
+        slug="checkpoint-state",
+    )
+
+
+def _of_world() -> Members:
+    members = of_process()
+    ranks = _number(environment.get("WORLD_SIZE"))
+    if ranks > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise CheckpointError(
+            f"WORLD_SIZE is {ranks}, and there is no process group: each rank would save alone",
+            expected="torch.distributed.init_process_group() before restore()",
+            next_step="call it first; of a job of elastane.init(), restore(job)",
+            slug="checkpoint-ranks",
+        )
+    return members
 
 
 def insist_on_names(stored: Mapping[str, Any], named: Mapping[str, Any]) -> None:

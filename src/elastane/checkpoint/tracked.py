@@ -17,6 +17,7 @@ import torch
 from elastane.checkpoint.statedicts import ModuleState, OptimizerState
 from elastane.errors import JobError
 
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _NAME_IT = "name what heals a peer: job.track(model=model, optimizer=optimizer)"
 
 
@@ -33,18 +34,18 @@ class Tracked:
         for name, thing in objects.items():
             if name in self._objects:
                 raise _refused(f"track({name}=...): there is one of this name", "each name once")
-            if not (_is_stateful(thing) or isinstance(thing, torch.Generator)):
+            if not has_state(thing):
                 kind = type(thing).__name__
                 raise _refused(
                     f"track({name}=...): a {kind} has no state_dict() and load_state_dict()",
                     "a module, an optimizer, a scheduler, a scaler, a sampler, a generator",
                 )
-            self._objects[name] = _bare(thing)
-            self._states[name] = _states_of(self._objects[name])
+            self._objects[name] = bare(thing)
+            self._states[name] = states_of(self._objects[name])
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The modules, without what DDP wraps around them."""
+        """The modules, `bare`."""
         return [thing for thing in self._objects.values() if isinstance(thing, torch.nn.Module)]
 
     @property
@@ -107,12 +108,7 @@ class Tracked:
                 "the same names on all workers, before the first step",
             )
         for name, thing in self._objects.items():
-            if isinstance(thing, torch.Generator):
-                thing.set_state(state[name]["state"])
-            elif isinstance(thing, torch.optim.Optimizer):
-                load_exactly(thing, state[name])
-            else:
-                thing.load_state_dict(state[name])
+            give(name, thing, state[name])
 
     def replicas(self) -> dict[str, Any]:
         """Return what is the same on all members: parameters, and the state of optimizers."""
@@ -134,6 +130,23 @@ class Tracked:
                         parameter.copy_(held[each])
             else:
                 load_exactly(thing, held)
+
+
+def give(name: str, thing: Any, state: Any) -> None:
+    """Have a bare object take over a state; what it raises then says of which name."""
+    try:
+        if isinstance(thing, torch.Generator):
+            thing.set_state(state["state"])
+        elif isinstance(thing, torch.optim.Optimizer):
+            load_exactly(thing, state)
+        else:
+            thing.load_state_dict(state)
+    except Exception as error:
+        error.add_note(
+            f"elastane: {name!r} does not take the state that was saved as {name!r}: build it as it"
+            " was then, or take that state apart: elastane.load_checkpoint(where).state"
+        )
+        raise
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -215,14 +228,14 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _is_stateful(thing: Any) -> bool:
-    return callable(getattr(thing, "state_dict", None)) and callable(
-        getattr(thing, "load_state_dict", None)
-    )
+def has_state(thing: Any) -> bool:
+    """Whether it is an object whose state is saved; else it is a value."""
+    methods = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
+    return isinstance(thing, torch.Generator) or all(map(callable, methods))
 
 
-def _states_of(thing: Any) -> Callable[[], Any]:
-    """Return what gives its state."""
+def states_of(thing: Any) -> Callable[[], Any]:
+    """Return what gives the state of a bare object."""
     if isinstance(thing, torch.Generator):
         return lambda: {"state": thing.get_state()}
     own = getattr(type(thing), "state_dict", None)
@@ -234,10 +247,16 @@ def _states_of(thing: Any) -> Callable[[], Any]:
     return state
 
 
-def _bare(thing: Any) -> Any:
-    """Return the module inside a DDP: its names are the same whether it is wrapped or not."""
-    wrapped = isinstance(thing, torch.nn.parallel.DistributedDataParallel)
-    return thing.module if wrapped else thing
+def bare(thing: Any) -> Any:
+    """Return the module inside of DDP and torch.compile: it has the same names without them."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # where something was compiled
+    while True:
+        if isinstance(thing, _WRAPPERS):
+            thing = thing.module
+        elif dynamo is not None and isinstance(thing, dynamo.OptimizedModule):
+            thing = thing._orig_mod
+        else:
+            return thing
 
 
 def _refused(what: str, expected: str) -> JobError:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,10 +56,16 @@ def files(found: Found) -> list[dict[str, Any]]:
     ]
 
 
+def none_at(where: str) -> str:
+    """Return what is said of a place without checkpoints; a folder may have been misspelt."""
+    is_there = "://" in where or Path(where).is_dir()
+    return f"no checkpoints at {where}" + ("" if is_there else ": there is no such folder")
+
+
 def listing(where: str, published: Sequence[Found], unfinished: Sequence[str]) -> list[str]:
     """Return the table of a place."""
     if not published and not unfinished:
-        return [f"no checkpoints at {where}"]
+        return [none_at(where)]
     lines = _table([_COLUMNS, *map(_row, published)]) if published else []
     lines += [f"{found.folder}: not valid: {found.reason}" for found in published if found.reason]
     return lines + [f"{name}: a save that goes on, or did not end" for name in unfinished]

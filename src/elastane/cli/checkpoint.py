@@ -150,9 +150,10 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from elastane.checkpoint.export import export
+    from elastane.checkpoint.export import export, insist_on_file
     from elastane.storage.trouble import told_of
 
+    insist_on_file(Path(args.to))
     repository = _repository(args)
     where = repository.storage.where
     with told_of(where):
@@ -185,7 +186,7 @@ def _chosen(repository: Repository, which: list[str]) -> list[Found]:
     for word in which or [""]:
         if not any(_is_meant(found, word) for found in published):
             raise CheckpointError(
-                f"no checkpoint {word} at {where}" if word else f"no checkpoints at {where}",
+                f"no checkpoint {word} at {where}" if word else view.none_at(where),
                 slug="checkpoint-unknown",
                 expected="a step, or a folder's name, that `ls` lists",
                 next_step=f"elastane checkpoint ls {where}",

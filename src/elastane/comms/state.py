@@ -7,7 +7,7 @@ refused with the place where it stands. Knows nothing of processes or digests.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_, methodcaller
@@ -26,7 +26,7 @@ Path: TypeAlias = tuple[Any, ...]
 
 _PLAIN = (type(None), bool, float, str, bytes)
 _INT64 = 1 << 63
-_DEPTH_MAX = 64
+DEPTH_MAX = 64
 _VALUES = methodcaller("values")
 _A_KEY = "(a key)"
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -216,10 +216,14 @@ class _DiffersError(Exception):
 
 def _alias(value: Any) -> torch.Tensor:
     """Return a tensor as it is in `Parts`."""
-    if type(value) not in _TENSORS or value.layout != torch.strided:
+    if not _is_dense(value):
         raise _DiffersError
     tensor: torch.Tensor = value
     return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _is_dense(value: Any) -> bool:
+    return type(value) in _TENSORS and value.layout == torch.strided and not value.is_nested
 
 
 def spelled(path: Path) -> str:
@@ -248,8 +252,8 @@ class _Taker:
         self.paths: list[Path] = []
 
     def take(self, value: object, path: Path) -> Tree:
-        if len(path) > _DEPTH_MAX:
-            raise _refused(value, spelled(path), f"nested deeper than {_DEPTH_MAX}")
+        if len(path) > DEPTH_MAX:
+            raise _refused(value, spelled(path), f"nested deeper than {DEPTH_MAX}")
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -276,7 +280,7 @@ class _Taker:
 
     def _leaf(self, value: object, path: Path) -> Tree:
         if isinstance(value, torch.Tensor):
-            if type(value) not in _TENSORS or value.layout != torch.strided:
+            if not _is_dense(value):
                 raise _refused(value, spelled(path), "not a plain dense tensor")
             return ["T", self._number(value.detach(), path)]
         if isinstance(value, torch.Generator):
@@ -286,6 +290,8 @@ class _Taker:
             return ["a", value.dtype.str, list(value.shape), self._number(raw, path)]
         if isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS:
             return ["s", value.dtype.str, value.tobytes()]
+        if isinstance(value, np.ndarray):
+            raise _refused(value, spelled(path), f"an array of {value.dtype}")
         kind = type(value)
         raise _refused(value, spelled(path), f"a {kind.__module__}.{kind.__qualname__}")
 
@@ -306,7 +312,8 @@ def _refused(value: object, where: str, why: str) -> ConfigurationError:
 
 
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t", torch.Size: "z"}
-_MAPPINGS: dict[type, str] = {dict: "d", defaultdict: "d", OrderedDict: "o"}
+# A MultiStepLR holds its milestones in a Counter.
+_MAPPINGS: dict[type, str] = {dict: "d", defaultdict: "d", OrderedDict: "o", Counter: "c"}
 
 
 def _put(node: Tree, tensors: Sequence[torch.Tensor]) -> Any:
@@ -351,6 +358,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "z": lambda tensors, parts: torch.Size(_many(tensors, parts)),
     "d": lambda tensors, pairs: dict(_pairs(tensors, pairs)),
     "o": lambda tensors, pairs: OrderedDict(_pairs(tensors, pairs)),
+    "c": lambda tensors, pairs: Counter(dict(_pairs(tensors, pairs))),
     "T": lambda tensors, number: tensors[number],
     "g": _generator,
     "a": _array,

@@ -116,13 +116,14 @@ class Job:
         """Name what the job's state is: what heals a peer, and what a lost step puts back.
 
         Models, optimizers, schedulers, scalers, samplers, generators: whatever has `state_dict`
-        and `load_state_dict`. The same names on all workers, before the first step.
+        and `load_state_dict`. The same names on all workers, before anything is restored.
         """
-        if self._feed is not None:
+        first = "job.steps()" if self._feed is not None else self._saved.restored_by
+        if first:
             raise JobError(
-                f"track({', '.join(objects)}): the job has begun its steps",
-                expected="all that is tracked, before job.steps()",
-                next_step="name it beside the others, before the loop",
+                f"track({', '.join(objects)}): {first} came first",
+                expected=f"all that is tracked, before {first}, which is called once",
+                next_step="name it beside the others, before that",
                 slug="job-track",
             )
         self._tracked.add(objects)

@@ -42,6 +42,11 @@ class SavedJob:
         self._checkpointer = checkpointer
         return self
 
+    @property
+    def restored_by(self) -> str:
+        """What has brought back the tracked objects, or found that there was nothing; or ""."""
+        return "checkpointer.restore(job)" if self._checkpointer is not None else ""
+
     def opened(self, cursor: Cursor) -> None:
         """Take the job's place in the data from now on, and go to where it was restored."""
         self._cursor = cursor

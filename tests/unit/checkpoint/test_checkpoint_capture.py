@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastane.checkpoint.capture import Captured
+from elastane.errors import ElastaneError
 
 
 def state(lr=0.1, size=3, **more):
@@ -28,6 +29,34 @@ def test_the_next_save_has_the_values_of_its_own_time():
     assert captured.leaves()[0]["optimizer.param_groups.0.lr"] == 0.7
     live = [now["net"]["weight"], now["net"]["bias"]]
     assert [t.data_ptr() for t in captured.tensors[:2]] == [t.data_ptr() for t in live]
+
+
+def test_leaves_are_found_under_keys_of_every_kind():
+    keyed = {1: 2, "1.5": 3, 1.5: {None: 4}, "1": {"a": 7}, 3: [(8, [9])]}
+    held = {"a": [{0: "x"}, torch.ones(1)], "b": keyed}
+    captured = Captured(held)
+    for value in (2, 0):
+        keyed[1] = value
+        assert captured.again(held)
+        named = {"a.0.0": "x", "b.1": value, "b.1.5": 3, "b.1.5.None": 4}
+        assert captured.leaves()[0] == {**named, "b.1.a": 7, "b.3": [(8, [9])]}
+    leaves, paths = Captured({"a": {(1, 2): 5}}).leaves()
+    assert leaves == {"a.(1, 2)": 5} and paths == {"a.(1, 2)": ("a", "(1, 2)")}
+
+
+def test_keys_that_make_one_name_are_not_torchs_to_read():
+    captured = Captured({"a": {1: 2, "1": 3}, "b": torch.ones(1)})
+    assert captured.leaves() == ({}, {}) and captured.names == ["b"]
+
+
+def test_what_no_save_could_take_is_refused_with_its_place():
+    itself = []
+    itself.append(itself)
+    quantized = torch._empty_affine_quantized(2, scale=1, zero_point=0, dtype=torch.qint8)
+    wrong = [(torch.ones(1, device="meta"), "meta device"), (quantized, "quantized")]
+    for value, why in [*wrong, (itself, "nested deeper"), ([{2, 3}], "builtins.set")]:
+        with pytest.raises(ElastaneError, match=rf"state\['a'\]\['b'\].*{why}"):
+            Captured({"a": {"b": value}})
 
 
 def test_another_shape_kind_or_part_is_another_state():

@@ -1,7 +1,7 @@
 """State goes as plain data and tensors, and comes back the same; what cannot is refused by name."""
 
 import random
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 
 import msgspec
 import numpy as np
@@ -41,6 +41,7 @@ def _state():
         "keys": {1: "a", (2, None): b"b", "c": True},
         "size": torch.Size([2, 3]),
         "default": defaultdict(list, {"x": [1]}),
+        "counter": Counter({30: 1, 60: 2}),
     }
 
 
@@ -63,14 +64,17 @@ def test_a_state_of_everything_that_is_taken_comes_back_the_same():
     state = _state()
     again = build(*flatten(state)[:2])
     assert _same(state, again)
-    assert isinstance(again["model"], OrderedDict)
+    assert isinstance(again["model"], OrderedDict) and isinstance(again["counter"], Counter)
     assert state_digest(state) == state_digest(again)
 
 
 @pytest.mark.parametrize(
     "value",
-    [object(), {1, 2}, lambda: 0, np.array([object()]), torch.eye(2).to_sparse(), random.Random()],
-    ids=["object", "set", "function", "array", "sparse", "random"],
+    [
+        *(object(), {1, 2}, lambda: 0, np.array([object()]), random.Random()),
+        *(torch.eye(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    ],
+    ids=["object", "set", "function", "array", "random", "sparse", "nested"],
 )
 def test_what_cannot_be_sent_is_named_with_its_place(value):
     with pytest.raises(ConfigurationError, match=r"state\['a'\]\[1\]") as refused:

@@ -1,0 +1,67 @@
+"""A rank that waits for the others, as it does for ever where they never call."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from elastane.checkpoint.members import OfGroup
+from elastane.checkpoint.patience import Patience
+
+SAID = "this rank has waited"
+
+
+@pytest.fixture
+def group():
+    """A group of two ranks, of which this process is one; nothing is ever sent."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def told(caplog) -> int:
+    return sum(SAID in record.getMessage() for record in caplog.records)
+
+
+def until(condition) -> None:
+    until_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def test_a_rank_that_waits_alone_is_told_once_each_time(group, caplog, monkeypatch):
+    patience, looks = Patience(0.02), 0
+    members = OfGroup(group, patience)
+
+    def nobody_comes(*_: object, **__: object) -> None:
+        until(lambda: told(caplog) > looks)
+        with monkeypatch.context() as counted:
+            seen = threading.Semaphore(0)
+            real = time.sleep
+            counted.setattr(time, "sleep", lambda s: (seen.release(), real(s)))
+            for _ in range(4):
+                seen.acquire(timeout=30)
+
+    monkeypatch.setattr(dist, "all_gather", nobody_comes)
+    threads = set()
+    for looks in range(2):
+        members.numbers([3])
+        assert told(caplog) == looks + 1, "once for each wait, however long"
+        threads.add(patience._thread)
+    assert len(threads) == 1 and threads.pop().daemon
+    assert "[checkpoint-ranks]" in caplog.text
+
+
+def test_texts_are_long_to_make_and_nobody_is_told_of_waits_for_them(group, monkeypatch):
+    class Never(Patience):
+        def __enter__(self) -> None:
+            raise AssertionError("it is watched")
+
+    members = OfGroup(group, Never())
+    monkeypatch.setattr(dist, "all_gather", lambda heard, own, group: [h.copy_(own) for h in heard])
+    assert members.texts(b"long") == [b"long", b"long"]
+    with pytest.raises(AssertionError, match="it is watched"):
+        members.numbers([0])
