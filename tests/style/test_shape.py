@@ -1,21 +1,12 @@
-"""Small rooms: the length of files and functions, the number of parameters, no sleeping tests."""
+"""The shape of code: the length of functions, the number of parameters, no sleeping tests."""
 
 import ast
 from collections import Counter
 
 from style_sources import functions_of, offenders, package_files, python_files, short, tree_of
 
-FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 PARAMETERS_MAX = 6
-
-
-def test_a_file_is_at_most_400_lines():
-    def longer(path):
-        lines = len(path.read_text("utf-8").splitlines())
-        return lines if lines > FILE_LINES_MAX else 0
-
-    assert not offenders(python_files(), longer), "divide them by what they own"
 
 
 def test_a_function_is_at_most_60_lines():
