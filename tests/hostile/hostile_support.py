@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import socket
 import threading
 import time
@@ -61,6 +62,30 @@ def processes_of(job: Job) -> list[int]:
     from jobs import left_over
 
     return [pid for pid, _ in left_over(job.mark)]
+
+
+def listening(pids: Iterable[int]) -> set[int]:
+    """Return the TCP ports on which these processes listen."""
+    inodes = {inode for pid in pids for kind, inode in links(pid) if kind == "socket"}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                found.add(int(words[1].rpartition(":")[2], 16))
+    return found
+
+
+def links(pid: int) -> set[tuple[str, str]]:
+    """Return kind and inode of a process's sockets and pipes."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                match = re.fullmatch(r"(\w+):\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}"))
+                if match:
+                    found.add((match[1], match[2]))
+    return found
 
 
 class Tap:

@@ -10,12 +10,11 @@ import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
 from attackers import connected, hear_end
-from hostile_support import Victim, descriptors, dice, processes_of, storm
+from hostile_support import Victim, descriptors, dice, links, listening, processes_of, storm
 from jobs import free_port, until
 from supervise import agent, alive, children
 
@@ -142,30 +141,6 @@ def test_garbage_and_timers_for_the_processes_of_others_harm_nobody(victim):
 def _timer(pid, number):
     request = TimerRequest(pid, "scope", time.time() - 5, number)
     return msgspec.json.encode(request) + b"\n"
-
-
-def listening(pids):
-    """Return the TCP ports on which these processes listen."""
-    inodes = {inode for pid in pids for kind, inode in links(pid) if kind == "socket"}
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in inodes:
-                found.add(int(words[1].rpartition(":")[2], 16))
-    return found
-
-
-def links(pid):
-    """Return kind and inode of a process's sockets and pipes."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                match = re.fullmatch(r"(\w+):\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}"))
-                if match:
-                    found.add((match[1], match[2]))
-    return found
 
 
 def test_the_store_of_the_process_group_bears_strangers(victim):

@@ -223,9 +223,14 @@ KEEPER_NEWS_S = 10.0
 KEEPER_DIAL_S = 5.0
 KEEPER_COPY_STALL_S = 15.0
 KEEPER_COPY_S = 600.0
-# Connections of other nodes' keepers at one time: there is one neighbour, and who is no keeper is
-# gone after HANDSHAKE_TIMEOUT_S.
+# Snapshot servers of other nodes that send a copy at one time: there is one neighbour, and few
+# others while the world changes.
 KEEPER_CALLERS_MAX = 16
+# Connections to a snapshot server that have not proved themselves yet; each is a thread. More wait
+# in the kernel's queue, which is no longer than what an honest caller can wait for.
+KEEPER_UNPROVEN_MAX = 64
+KEEPER_BACKLOG = 128
+assert (KEEPER_BACKLOG / KEEPER_UNPROVEN_MAX + 1) * UNPROVEN_PATIENCE_S < HANDSHAKE_TIMEOUT_S
 assert KEEPER_DIAL_S < KEEPER_COPY_STALL_S < KEEPER_COPY_S
 assert max(KEEPER_ANSWER_S, KEEPER_HURRY_S + KEEPER_CLAIM_S) < KEEPER_END_S < KEEPER_SLOTS_S
 assert KEEPER_PAUSE_S < KEEPER_PAUSE_MAX_S

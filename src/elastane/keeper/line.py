@@ -116,16 +116,16 @@ class Line(Generic[T]):
 
 
 def dial(door: str, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> Line[T]:
-    """Connect to another keeper's door."""
+    """Connect to the port of another snapshot server."""
     host, _, port = door.rpartition(":")
     end = socket.create_connection((host.strip("[]"), int(port)), KEEPER_DIAL_S)
     handshake = ClientHandshake(about.job, about.secrets[0], os.urandom(NONCE_BYTES))
     try:
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        until_s = _limited(end)
         config = _tls(about)
         if config is not None:
             end = tls.client_context(config).wrap_socket(end)
-        _shake(end, handshake)
+        _shake(end, handshake, until_s)
         return Line(end, handshake.codec_of(decoder))
     except BaseException:
         end.close()
@@ -133,24 +133,31 @@ def dial(door: str, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> L
 
 
 def answer(end: socket.socket, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> Line[T]:
-    """Have a caller prove itself; `end` is closed where it does not."""
+    """Have a caller prove that it knows the secret; `end` is closed where it does not."""
     first, *others = about.secrets
     handshake = ServerHandshake(about.job, first, os.urandom(NONCE_BYTES), tuple(others))
     try:
-        end.settimeout(HANDSHAKE_TIMEOUT_S)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        until_s = _limited(end)
         config = _tls(about)
         if config is not None:
             end = tls.server_context(config).wrap_socket(end, server_side=True)
-        _shake(end, handshake)
+        _shake(end, handshake, until_s)
         return Line(end, handshake.codec_of(decoder))
     except BaseException:
         end.close()
         raise
 
 
-def _shake(end: socket.socket, handshake: ClientHandshake | ServerHandshake) -> None:
-    until_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+def _limited(end: socket.socket) -> float:
+    """Prepare a socket for its handshake; returns when that has to be over, TLS included."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.settimeout(HANDSHAKE_TIMEOUT_S)
+    return time.monotonic() + HANDSHAKE_TIMEOUT_S
+
+
+def _shake(
+    end: socket.socket, handshake: ClientHandshake | ServerHandshake, until_s: float
+) -> None:
     try:
         said = handshake.start()
         while True:

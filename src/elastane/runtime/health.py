@@ -15,12 +15,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastane.runtime.unproven import Unproven
+
 # What a probe sends is a few hundred bytes, and comes at once.
 _REQUEST_BYTES_MAX = 8 << 10
 _REQUEST_S = 5.0
-# A probe is answered at once; who holds more than these open is slow on purpose, and the one that
-# waited longest makes room: the descriptors are the agent's, which needs them for workers.
+# A probe is answered at once, so a crowd of open connections is slow on purpose. At this bound the
+# oldest one makes room: the descriptors are the agent's, which needs them for workers.
 _CONNECTIONS_MAX = 64
+# A probe's request follows its connection within a round trip.
+_PATIENCE_S = 0.1
+# So a probe waits 0.2 s behind a full queue; that of Kubernetes gives up after 1 s.
+_BACKLOG = 128
+# Pause where the system has no descriptor or memory for another connection.
+_EXHAUSTED_PAUSE_S = 0.5
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -48,47 +56,71 @@ class AnswerServer:
     def __init__(self, answer: Callable[[str, str], Answer], port: int) -> None:
         self._answer = answer
         self._wished_port = port
-        self._server: asyncio.Server | None = None
-        self._open: dict[asyncio.StreamWriter, None] = {}
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._open = Unproven[asyncio.Task[None]](_CONNECTIONS_MAX, _PATIENCE_S)
 
     async def start(self) -> None:
         """Listen on all addresses of this host; raises OSError where the port is taken."""
-        self._server = await asyncio.start_server(
-            self._serve, None, self._wished_port, limit=_REQUEST_BYTES_MAX
+        dual = socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            ("", self._wished_port),
+            family=socket.AF_INET6 if dual else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=dual,
         )
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(self._listener))
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        assert self._server is not None, "start() comes first"
-        # With port 0 each address family has one of its own; IPv4's comes first here.
-        sockets = sorted(self._server.sockets, key=lambda sock: sock.family != socket.AF_INET)
-        port: int = sockets[0].getsockname()[1]
+        assert self._listener is not None, "start() comes first"
+        port: int = self._listener.getsockname()[1]
         return port
 
     def close(self) -> None:
-        """Listen no more."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        for writer in self._open:
-            writer.transport.abort()
+        """Stop listening, and drop the open connections."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = self._accepting = None
+        for serving in self._open:
+            serving.cancel()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open[writer] = None
-        if len(self._open) > _CONNECTIONS_MAX:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
-        # Who asks badly, slowly, or goes away gets no answer, and harms nobody.
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept one connection after the other, and no more than there is room for."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._open.wait_s(loop.time()))
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                await asyncio.sleep(_EXHAUSTED_PAUSE_S)
+                continue
+            if (oldest := self._open.make_room()) is not None:
+                oldest.cancel()
+            serving = loop.create_task(self._serve(sock))
+            self._open.add(serving, loop.time())
+            serving.add_done_callback(self._open.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        # Bad requests, slow ones and callers that go away get no answer.
         bad = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
-        with contextlib.suppress(*bad):
+        with sock, contextlib.suppress(*bad):
             async with asyncio.timeout(_REQUEST_S):
-                method, path = _asked(await reader.readuntil(b"\r\n\r\n"))
-                writer.write(_worded(self._answer(method, path), bodiless=method == "HEAD"))
-                await writer.drain()
-        self._open.pop(writer, None)
-        writer.close()
+                reader, writer = await asyncio.open_connection(sock=sock, limit=_REQUEST_BYTES_MAX)
+                try:
+                    method, path = _asked(await reader.readuntil(b"\r\n\r\n"))
+                    writer.write(_worded(self._answer(method, path), bodiless=method == "HEAD"))
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+                finally:
+                    writer.transport.abort()
 
 
 class HealthServer(AnswerServer):

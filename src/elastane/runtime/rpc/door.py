@@ -28,6 +28,7 @@ from elastane.core.wire import NONCE_BYTES, ServerHandshake
 from elastane.runtime.rpc.link import READ_BYTES, Link
 from elastane.runtime.rpc.sockets import host_of, make_room_for
 from elastane.runtime.tls import TlsConfig, server_context
+from elastane.runtime.unproven import Unproven
 
 if TYPE_CHECKING:
     import ssl
@@ -82,10 +83,9 @@ class Host(Protocol):
 class _Visitor:
     """A connection that has proved nothing yet."""
 
-    def __init__(self, link: ServerLink, peer_host: str, since_s: float) -> None:
+    def __init__(self, link: ServerLink, peer_host: str) -> None:
         self.link = link
         self.peer_host = peer_host
-        self.since_s = since_s
         self.task: asyncio.Task[None] | None = None
 
 
@@ -97,7 +97,7 @@ class Door:
         self._access = access
         self._host = host
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._visitors: dict[_Visitor, None] = {}
+        self._visitors = Unproven[_Visitor](UNPROVEN_MAX, UNPROVEN_PATIENCE_S)
         self._of_link: dict[ServerLink, _Visitor] = {}
         self._tls: ssl.SSLContext | None = None
         self._accepting = False
@@ -117,7 +117,7 @@ class Door:
         if self._timer is not None:
             self._timer.cancel()
         self._listener.close()
-        for visitor in list(self._visitors):
+        for visitor in self._visitors:
             self._evict(visitor, "the coordinator is closing")
 
     def count_unproven(self) -> int:
@@ -164,12 +164,10 @@ class Door:
     def _has_room(self) -> bool:
         """Whether another connection fits; where not, accepting is paused until it may."""
         loop = asyncio.get_running_loop()
-        if len(self._visitors) >= UNPROVEN_MAX:
-            oldest = next(iter(self._visitors))
-            patience_s = oldest.since_s + UNPROVEN_PATIENCE_S - loop.time()
-            if patience_s > 0:
-                self._pause(patience_s)
-                return False
+        if (wait_s := self._visitors.wait_s(loop.time())) > 0:
+            self._pause(wait_s)
+            return False
+        if (oldest := self._visitors.make_room()) is not None:
             self._evict(oldest, "made room for others before it had proved itself")
         connections = self._host.count_sessions() + len(self._visitors)
         needed = connections + DESCRIPTORS_SPARED + 1
@@ -185,8 +183,8 @@ class Door:
         first, *others = self._access.secrets()
         handshake = ServerHandshake(self._access.job, first, nonce, tuple(others))
         link = Link(handshake, self, self._buffer)
-        visitor = _Visitor(link, peer_host, loop.time())
-        self._visitors[visitor] = None
+        visitor = _Visitor(link, peer_host)
+        self._visitors.add(visitor, loop.time())
         self._of_link[link] = visitor
         visitor.task = loop.create_task(self._welcome(visitor, sock))
         # Also where it is cancelled before its first step.
@@ -213,9 +211,9 @@ class Door:
             visitor.task.cancel()
 
     def _forget(self, visitor: _Visitor) -> None:
-        self._visitors.pop(visitor, None)
+        self._visitors.discard(visitor)
         self._of_link.pop(visitor.link, None)
-        if not self._accepting and not self._closed and len(self._visitors) < UNPROVEN_MAX:
+        if not self._accepting and not self._closed and not self._visitors.is_full:
             self._resume()
 
     def _exhausted(self, what: str) -> None:
