@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
 from elastane.comms.storeclient import StoreClient
-from elastane.errors import PeerLostError
+from elastane.errors import JobError, PeerLostError
+from elastane.job.alike import make_alike
 from elastane.runtime.zygote import store
 
 HOST = "127.0.0.1"
@@ -291,15 +292,18 @@ def build_and_end(world):
 
 
 class Net(torch.nn.Module):
-    """Several buckets; buffers; one part that only even steps use."""
+    """Several buckets; buffers; one part that only even steps use.
+
+    Parameters are in another order than their gradients come: buckets are laid out again.
+    """
 
     def __init__(self):
         super().__init__()
+        self.even, self.odd = torch.nn.Linear(64, 8), torch.nn.Linear(64, 8)
         self.body = torch.nn.Sequential(
             torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(),
             *(torch.nn.Linear(64, 64) for _ in range(6)),
         )  # fmt: skip
-        self.even, self.odd = torch.nn.Linear(64, 8), torch.nn.Linear(64, 8)
 
     def forward(self, x, step=None):
         x = self.body(x)
@@ -381,19 +385,58 @@ def ddp_survives(worker, kind, size, when):
     worker.hear()
 
 
-def ddp_joined(worker, size):
-    """A survivor whose buckets were laid out anew, and a joiner whose DDP is new, go on."""
+def ddp_joined(worker, size, kind):
+    """A survivor with other buckets, which has evaluated, and a joiner whose DDP is new, go on."""
     rank = worker.number
     elastic = ElasticGroup()
     elastic.register()
     net = new_net()
     elastic.replace(build(worker, "alone", 0, 1))
-    model = DDP(net, process_group=elastic, **KINDS["plain"])
+    model = DDP(net, process_group=elastic, init_sync=False, **KINDS[kind])
     if rank == 0:
         for step in range(3):
-            gradients(model, 0, step, "plain")
+            gradients(model, 0, step, kind)
+        with torch.no_grad():
+            model(torch.ones(16, 32))
+        model.require_backward_grad_sync = False  # as within no_sync()
     elastic.replace(build(worker, "together", rank, size))
+    make_alike(elastic, committed=3 if rank == 0 else -1)
+    assert not model.require_backward_grad_sync
+    model.require_backward_grad_sync = True
     net.load_state_dict(new_net().state_dict())
-    got = [gradients(model, rank, step, "plain") for step in range(3)]
+    got = [gradients(model, rank, step, kind) for step in range(3)]
     elastic.check()
     worker.say([each.sum().item() for each in got])
+
+
+def frozen(net):
+    net.even.weight.requires_grad_(False)
+
+
+# What the worker of rank 0 does otherwise than the rest, to its net, and as arguments of DDP.
+OTHERWISE = {
+    "frozen": (frozen, {}),
+    "static": (lambda net: None, {"static_graph": True}),
+    "unused": (lambda net: None, {"find_unused_parameters": True}),
+    "buckets": (lambda net: None, {"bucket_cap_mb": 3}),
+    "buffers": (lambda net: net.body[1].register_buffer("more", torch.ones(2)), {}),
+}
+
+
+def ddp_differs(worker, size, otherwise):
+    """Rank 0 has another DDP than the rest."""
+    rank = worker.number
+    elastic = ElasticGroup()
+    elastic.register()
+    elastic.replace(build(worker, "alone", 0, 1))
+    net = new_net()
+    change, options = OTHERWISE[otherwise] if rank == 0 else (lambda net: None, {})
+    change(net)
+    model = DDP(net, process_group=elastic, **options)
+    elastic.replace(build(worker, "together", rank, size))
+    try:
+        make_alike(elastic, committed=0)
+    except JobError as error:
+        worker.say(str(error))
+    del model
+    worker.hear()

@@ -11,6 +11,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import elastane
 from elastane.checkpoint.tracked import Tracked
@@ -298,3 +299,13 @@ def test_who_came_later_uses_no_collective_before_its_first_step(job):
     job._world.begin()
     for group in groups:
         torch.distributed.all_reduce(torch.ones(1), group=group)
+
+
+def test_a_ddp_with_a_hook_that_keeps_a_state_is_refused(job):
+    net = torch.nn.Linear(4, 1)
+    model = torch.nn.parallel.DistributedDataParallel(net, process_group=job.process_group)
+    state = powerSGD_hook.PowerSGDState(process_group=job.process_group)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    job.track(net=net)
+    with pytest.raises(JobError, match=r"PowerSGDState.*\[job-ddp\]"):
+        next(job.steps(loader_of(), until_step=1))

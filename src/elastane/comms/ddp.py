@@ -6,7 +6,9 @@ survivor's the second, and a backward that was interrupted leaves a reducer half
 member makes its reducer anew whenever the world changes, by what DDP itself does after unpickling.
 Parameters, gradients, optimizer and compiled code are untouched.
 
-Private names of DDP (2.13) are used here and nowhere else.
+Other attributes decide as well which collectives a forward or a backward makes. `renew` resets one
+of them, members take `switches` from one another, and what the constructor was given is `described`
+to be compared. Private names of DDP (2.13) are used here and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,30 +16,30 @@ from __future__ import annotations
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 _MODULE = DistributedDataParallel.__module__
-# From a collective up to the DDP that asked for it there are four calls.
-_FRAMES_MAX = 12
+# Communication hooks of torch that count steps or keep random streams in their state: a worker
+# that joins later, or one that lost a step, would make other collectives than the rest.
+_STATEFUL_HOOKS = frozenset(("PowerSGDState", "PostLocalSGDState"))
 
 
-def asker(frame: FrameType | None, group: ProcessGroup) -> DistributedDataParallel | None:
-    """The DDP over `group` on whose behalf `frame` runs, if it is one that runs there.
+def constructed(frame: FrameType, group: ProcessGroup) -> DistributedDataParallel | None:
+    """Return the DDP over `group` whose method `frame` is; None where it is no such method.
 
-    Each DDP compares its parameters with the other members when it is made: then it is noticed.
+    A reducer asks its group for the size when it is made: that is how each DDP is found, one that
+    was made with `init_sync=False` too.
     """
-    for _ in range(_FRAMES_MAX):
-        if frame is None:
-            return None
-        if frame.f_globals.get("__name__") == _MODULE:
-            module = frame.f_locals.get("self")
-            if isinstance(module, DistributedDataParallel):
-                same = module.__dict__.get("process_group") is group
-                return module if same else None
-        frame = frame.f_back
-    return None
+    if frame.f_globals.get("__name__") != _MODULE:
+        return None
+    module = frame.f_locals.get("self")
+    if not isinstance(module, DistributedDataParallel):
+        return None
+    return module if module.__dict__.get("process_group") is group else None
 
 
 def renew(module: DistributedDataParallel) -> None:
@@ -50,11 +52,15 @@ def renew(module: DistributedDataParallel) -> None:
     parameters, expect_sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+    if ddp.mixed_precision is not None:
+        ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
     ddp._has_rebuilt_buckets = False
     ddp._static_graph_delay_allreduce_enqueued = False
+    # A forward without gradients leaves this False, and the next one broadcasts no buffers.
+    ddp.require_forward_param_sync = True
     for hook, state in ddp._comm_hooks:
         dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
 
@@ -63,3 +69,60 @@ def hush(module: DistributedDataParallel) -> None:
     """Let `module` reduce no gradients and broadcast no buffers: somebody else does."""
     module.require_backward_grad_sync = False
     module.require_forward_param_sync = False
+
+
+def switches(module: DistributedDataParallel) -> list[bool]:
+    """Return the attributes that a training loop sets, and that decide about collectives."""
+    return [module.require_backward_grad_sync, *module._join_config]
+
+
+def switch(module: DistributedDataParallel, values: list[bool]) -> None:
+    """Set what another member's `switches` returned."""
+    sync, *join = values
+    module.require_backward_grad_sync = sync
+    module._join_config = _JoinConfig(*join)
+
+
+def described(module: DistributedDataParallel) -> dict[str, Any]:
+    """Return by name what else decides which collectives `module` makes, as JSON has it."""
+    ddp: Any = module
+    by_id = {id(p): name for name, p in ddp.module.named_parameters()}
+    parameters, expect_sparse = ddp._build_params_for_reducer()
+    buffers = ddp.named_module_buffers.items()
+    hook = getattr(ddp, "buffer_hook", None)
+    return {
+        "torch": torch.__version__,
+        "parameters that require a gradient": [
+            f"{by_id[id(p)]} {_shape(p)}{' sparse' if sparse else ''}"
+            for p, sparse in zip(parameters, expect_sparse, strict=True)
+        ],
+        "buffers": [f"{name} {_shape(buffer)}" for name, buffer in buffers],
+        "delayed parameters": len(ddp._delay_all_reduce_params),
+        "broadcast_buffers": ddp.forward_sync_buffers,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+        "skip_all_reduce_unused_params": ddp.skip_all_reduce_unused_params,
+        "bucket_cap_mb": [ddp.bucket_bytes_cap / 2**20, *ddp.bucket_bytes_cap_list],
+        "mixed_precision": str(ddp.mixed_precision),
+        "python_reducer": ddp._use_python_reducer,
+        "communication hooks": [_name(hook) for hook, _ in getattr(ddp, "_comm_hooks", ())],
+        "buffer hook": "" if hook is None else _name(hook.buffer_comm_hook),
+    }
+
+
+def stateful_hook(module: DistributedDataParallel) -> str:
+    """Return the class of a hook's state that cannot be the same on all members; or ""."""
+    states = [state for _, state in getattr(module, "_comm_hooks", ())]
+    return next((n for n in map(_class, states) if n in _STATEFUL_HOOKS), "")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", _class(function)))
+
+
+def _class(thing: object) -> str:
+    return type(thing).__name__

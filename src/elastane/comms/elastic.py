@@ -58,8 +58,6 @@ _QUESTIONS = (
 Message: TypeAlias = tuple[torch.Tensor, int, int]
 # In what gloo says of a connection, and in nothing that it says of wrong arguments.
 _TRANSPORT = "/gloo/transport/"
-# By these a DDP makes itself known when it is made.
-_DDP_BEGINS = frozenset(("allgather", "broadcast"))
 
 
 class ElasticGroup(ProcessGroup):
@@ -70,7 +68,8 @@ class ElasticGroup(ProcessGroup):
         self._label = name
         self._world: WorldGroup | None = None
         self._works = Ledger()
-        self._ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        # By id, in the order in which they were made, which is the same on all members.
+        self._ddps: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._registered = False
         # Called as each operation begins, by the thread that begins it.
         self.when_begun: Callable[[], None] | None = None
@@ -104,16 +103,19 @@ class ElasticGroup(ProcessGroup):
             former.close()
         if self._registered:
             tables.resize(self, _members(world))
-        for module in list(self._ddps):
+        for module in self.ddps:
             ddp.renew(module)
 
-    def bind(self, module: DistributedDataParallel) -> None:
-        """Name a DDP over this group; needed only where it was made with `init_sync=False`."""
-        self._ddps.add(module)
+    @property
+    def ddps(self) -> list[DistributedDataParallel]:
+        """Each DistributedDataParallel over this group that is alive, in the order of creation."""
+        found = [module for ref in [*self._ddps.values()] if (module := ref()) is not None]
+        self._ddps = {id(module): self._ddps[id(module)] for module in found}
+        return found
 
     def hush(self) -> None:
         """Let no DDP over this group reduce or broadcast anything by itself, as in `no_sync()`."""
-        for module in list(self._ddps):
+        for module in self.ddps:
             ddp.hush(module)
 
     def close(self) -> None:
@@ -182,7 +184,13 @@ class ElasticGroup(ProcessGroup):
 
     # By these names C++ asks: DDP's reducer, functional collectives.
     getRank = rank  # noqa: N815
-    getSize = size  # noqa: N815
+
+    def getSize(self) -> int:  # noqa: N802
+        """As `size`; the reducer of a new DDP asks, and the DDP is noted."""
+        module = ddp.constructed(sys._getframe(1), self)
+        if module is not None:
+            self._ddps[id(module)] = weakref.ref(module)
+        return self.size()
 
     def getBackendName(self) -> str:  # noqa: N802
         """What a log says of the backend; of one of torch's own DDP reads options."""
@@ -256,10 +264,6 @@ class ElasticGroup(ProcessGroup):
         world = self._usable()
         if self.guard is not None:
             self.guard(name)
-        if name in _DDP_BEGINS:
-            module = ddp.asker(sys._getframe(2), self)
-            if module is not None:
-                self._ddps.add(module)
         try:
             work: Work | None = getattr(world.group, name)(*args, **kwargs)
         except (RuntimeError, PeerLostError) as error:

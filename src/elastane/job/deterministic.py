@@ -183,9 +183,8 @@ class Deterministic(Mode):
             raise _refused(
                 f"{name} was called inside a shard",
                 "collectives before or after the loop over step.batches: ranks have different"
-                " numbers of shards; of a DDP none, which job.process_group knows of",
-                "move it behind the loop; for a DDP that was made with init_sync=False,"
-                " job.process_group.bind(model)",
+                " numbers of shards",
+                "move it behind the loop",
                 where=f"step {self._step}",
             )
 

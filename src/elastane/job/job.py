@@ -25,7 +25,7 @@ from elastane.core.model import Fence
 from elastane.data.checks import whole
 from elastane.data.feed import Feed, Portion
 from elastane.errors import ElastaneError, JobError, PeerLostError
-from elastane.job import heal, sharding
+from elastane.job import alike, heal, sharding
 from elastane.job.agentline import AgentLine
 from elastane.job.deterministic import Deterministic
 from elastane.job.mode import Mode
@@ -343,6 +343,7 @@ class Job:
         try:
             if in_the_next:
                 self._world.enter()
+            alike.make_alike(self.process_group, self.committed if self._health.holds else -1)
             self._health.compare(self._open_feed.cursor)
         except (ElastaneError, RuntimeError) as error:
             self._world.lose(error)
