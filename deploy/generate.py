@@ -12,13 +12,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from elastane.cli.kubernetes import IMAGE, NAMESPACE
-from elastane.kubernetes.manifests import Installation, Object, as_yaml, installation
+from elastane.cli.kubernetes import NAMESPACE
+from elastane.kubernetes.manifests import (
+    Installation,
+    Object,
+    as_yaml,
+    installation,
+    roles_for_jobs,
+)
 from elastane.kubernetes.model.spec import ElasticJobSpec, WorkerSpec
 from elastane.kubernetes.schema import schema_of
 
 FOLDER = Path(__file__).parent
 _NOTE = "# Made by deploy/generate.py.\n"
+# To be replaced by an overlay: no registry has a name of this domain (RFC 2606).
+IMAGE = "set-an-image.invalid/elastane"
+_OPERATOR = "elastane-operator"
 _RIGHTS = ("ServiceAccount", "ClusterRole", "ClusterRoleBinding")
 
 
@@ -31,7 +40,7 @@ def files() -> dict[Path, str]:
         "definition.yaml": definition,
         "namespace.yaml": _of(whole, "Namespace"),
         "rights.yaml": _of(whole, *_RIGHTS),
-        "operator.yaml": _of(whole, "Deployment"),
+        "operator.yaml": _of(whole, "Service", "Deployment"),
     }
     made = {base / name: _NOTE + as_yaml(documents) for name, documents in parts.items()}
     made[base / "kustomization.yaml"] = _NOTE + as_yaml(
@@ -44,14 +53,15 @@ def files() -> dict[Path, str]:
         ]
     )
     made[chart / "crds/elasticjobs.yaml"] = _NOTE + as_yaml(definition)
-    (everywhere,) = _of(whole, "ClusterRole")
+    everywhere = _named(whole, "ClusterRole", _OPERATOR)
     narrow = installation(Installation(namespace=NAMESPACE, image=IMAGE, watch_namespace="jobs"))
     in_one = next(one for one in _of(narrow, "Role") if one["metadata"]["namespace"] == "jobs")
     own = next(one for one in _of(narrow, "Role") if one["metadata"]["namespace"] == NAMESPACE)
-    (of_nodes,) = _of(narrow, "ClusterRole")
+    of_nodes = _named(narrow, "ClusterRole", f"{_OPERATOR}-jobs")
     rules = {"everywhere": everywhere, "jobs": in_one, "lease": own, "nodes": of_nodes}
     for name, role in rules.items():
         made[chart / f"files/rules-{name}.yaml"] = _NOTE + _bare(role["rules"])
+    made[chart / "files/cluster-roles.yaml"] = _NOTE + as_yaml(roles_for_jobs())
     schema = json.dumps(job_values_schema(), indent=2)
     made[Path("helm/elastic-job/values.schema.json")] = schema + "\n"
     return made
@@ -100,6 +110,10 @@ def job_values_schema() -> dict[str, Any]:
 
 def _of(documents: list[Object], *kinds: str) -> list[Object]:
     return [one for one in documents if one["kind"] in kinds]
+
+
+def _named(documents: list[Object], kind: str, name: str) -> Object:
+    return next(one for one in _of(documents, kind) if one["metadata"]["name"] == name)
 
 
 def _bare(rules: list[Object]) -> str:

@@ -73,10 +73,20 @@ class Operator:
         self.part.process.wait(20)
 
 
+def older_server(plane: ControlPlane) -> list[str]:
+    """The option of `crd` and `install` for a server before 1.25, which knows no CEL."""
+    version = plane.ask("GET", "/version")
+    return (
+        ["--without-rules"]
+        if (version["major"], int(version["minor"].rstrip("+"))) < ("1", 25)
+        else []
+    )
+
+
 def install_definition(plane: ControlPlane) -> None:
     """Apply what `elastane kubernetes crd` prints, and wait until it is served."""
     done = Part("crd", plane.folder)
-    done.start([*VERB, "crd"])
+    done.start([*VERB, "crd", *older_server(plane)])
     assert done.process is not None
     assert done.process.wait(60) == 0, done.tail()
     plane.kubectl("apply", "-f", str(done.log))

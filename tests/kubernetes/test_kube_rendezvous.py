@@ -16,7 +16,10 @@ def allow(plane, space):
     """What docs/rdzv-conf.md says that the service account needs."""
     meta = {"name": "trainer", "namespace": space}
     verbs = ["get", "list", "watch", "create", "update", "delete"]
-    rule = {"apiGroups": ["", "coordination.k8s.io"], "resources": ["secrets", "leases"]}
+    rule = {
+        "apiGroups": ["", "coordination.k8s.io"],
+        "resources": ["configmaps", "secrets", "leases"],
+    }
     where = f"{RBAC}/namespaces/{space}"
     plane.ask("POST", f"{where}/roles", {"metadata": meta, "rules": [{**rule, "verbs": verbs}]})
     who = {"kind": "ServiceAccount", "name": "default", "namespace": space}

@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 from bed.parts import Part
-from elastic_jobs import install_definition
+from elastic_jobs import install_definition, older_server
 from jobs import until
 
 VERB = [sys.executable, "-m", "elastane", "kubernetes"]
@@ -22,7 +22,14 @@ def printed(*words):
 @pytest.fixture
 def installed(control_plane):
     """The kubeconfig of the operator's own account, which has the rights that it was given."""
-    control_plane.kubectl("apply", "-f", "-", given=printed("install", "--replicas", "0"))
+    control_plane.kubectl(
+        "apply",
+        "-f",
+        "-",
+        given=printed(
+            "install", "--image", "none", "--replicas", "0", *older_server(control_plane)
+        ),
+    )
     install_definition(control_plane)
     return control_plane.account("elastane-operator", "elastane-system")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bed.setting import Image
+from elastic_jobs import older_server
 from walkthrough import files, is_like, played, section, shell
 
 PAGE = Path(__file__).parents[2] / "docs" / "kubernetes.md"
@@ -28,7 +29,9 @@ def here(control_plane, cluster, tmp_path):
     for name, text in files(section(PAGE.read_text(), TITLE)).items():
         (tmp_path / name).write_text(text)
     environ = {"PATH": path, "HOME": str(tmp_path), "KUBECONFIG": str(config)}
-    yield shell(tmp_path, environ)
+    run, more = shell(tmp_path, environ), " ".join(older_server(control_plane))
+    install = "elastane kubernetes install"
+    yield lambda command: run(command.replace(install, f"{install} {more}"))
     clean_up(control_plane)
 
 

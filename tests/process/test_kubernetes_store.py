@@ -120,11 +120,11 @@ async def test_a_silent_holder_is_judged_by_ones_own_clock_alone(place):
 
 
 @placed
-async def test_an_emptied_secret_is_an_empty_value(place):
+async def test_an_emptied_config_map_is_an_empty_value(place):
     store = place.store()
     written = await store.compare_and_set("j/record", b"x", 0)
-    path = f"/api/v1/namespaces/{place.space}/secrets/elastane-j.record"
-    place.plane.ask("PATCH", path, {"data": None}, kind="merge-patch+json")
+    path = f"/api/v1/namespaces/{place.space}/configmaps/elastane-j.record"
+    place.plane.ask("PATCH", path, {"binaryData": None}, kind="merge-patch+json")
     found = await store.get("j/record")
     assert found.value == b"" and found.version > written.version
     await store.close()

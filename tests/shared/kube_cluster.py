@@ -14,6 +14,7 @@ from kube_pods import BEGIN_S, SimPod, spec_of
 from elastane.kubernetes.model import (
     CreateObject,
     CreatePod,
+    CreateToken,
     DeleteJob,
     DeleteObject,
     DeletePod,
@@ -65,6 +66,8 @@ class Cluster:
         }
         self.events = []
         self.actions = []
+        # Secrets, which the operator may create and never sees.
+        self.tokens = set()
         self.relist()
 
     # The API server.
@@ -167,6 +170,7 @@ class Cluster:
             if pod.asked_s is None:
                 self.ask(pod, 30)
         self.objects.clear()
+        self.tokens.clear()
         if not self.pods:
             self.job = None
 
@@ -265,6 +269,8 @@ class Cluster:
         self.actions.append(action)
         if isinstance(action, (CreateObject, DeleteObject)):
             self._change_object(action)
+        elif isinstance(action, CreateToken):
+            self.tokens.add(action.name)
         elif isinstance(action, PatchObject):
             return self._patch(action)
         elif isinstance(action, CreatePod):

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from style_sources import ROOT, SRC
 
-from elastane.kubernetes.manifests import NODE_RIGHTS, RIGHTS
-from elastane.kubernetes.model import JobStatus
+from elastane.kubernetes.manifests import JOB_RIGHTS, NODE_RIGHTS, RIGHTS
+from elastane.kubernetes.model import JobStatus, names
 from elastane.kubernetes.model.spec import (
     REPLICAS_MAX,
     ElasticJobSpec,
@@ -23,7 +23,7 @@ from elastane.kubernetes.model.spec import (
     SchedulingPolicy,
     WorkerSpec,
 )
-from elastane.kubernetes.operator.probes import _COUNTERS
+from elastane.kubernetes.operator.probes import _COUNTERS, _OF_A_JOB
 from elastane.kubernetes.reconcile import bounds, conditions
 from elastane.kubernetes.reconcile.rules import documented
 from elastane.kubernetes.schema import schema_of
@@ -83,19 +83,23 @@ def _type(schema):
     if schema["type"] == "integer":
         top = f" to {high}" if high is not None and high < 1_000_000 else " and more"
         return f"{low}{top}" if low is not None else "number"
-    names = {"string": "text", "boolean": "true, false", "array": "list", "object": "object"}
-    return names[schema["type"]]
+    kinds = {"string": "text", "boolean": "true, false", "array": "list", "object": "object"}
+    return kinds[schema["type"]]
 
 
-def rights_table():
+def rights_table(rights=(*RIGHTS, *NODE_RIGHTS)):
     rows = ["| API group | resources | verbs | what for |", "|---|---|---|---|"]
-    for group, resources, verbs, why in (*RIGHTS, *NODE_RIGHTS):
+    for group, resources, verbs, why in rights:
         shown = ", ".join(f"`{one}`" for one in resources)
         rows.append(f"| {group or 'core'} | {shown} | {', '.join(verbs)} | {why} |")
     return "\n".join(rows)
 
 
-@pytest.mark.parametrize("made", [fields_table, rights_table])
+def jobs_rights_table():
+    return rights_table(JOB_RIGHTS)
+
+
+@pytest.mark.parametrize("made", [fields_table, rights_table, jobs_rights_table])
 def test_the_tables_are_those_of_the_code(made):
     assert made() in page(), f"{made()}\n\npython tests/style/test_kubernetes_page.py"
 
@@ -161,13 +165,13 @@ def test_the_metrics_are_those_that_there_are():
     shown = {name for row in table("metric") for name in words(row[0])}
     others = {"elastane_reconcile_seconds", "elastane_operator_leader"}
     others |= {f"elastane_{one}" for one in ("jobs", "pods", "queue_depth", "workers_busy")}
-    assert shown == set(_COUNTERS) | others
+    assert shown == {*_COUNTERS, *_OF_A_JOB} | others
 
 
 @pytest.mark.parametrize(
     ("text", "value", "factor"),
     [
-        ("at most (\\d+) characters", bounds.NAME_CHARS_MAX, 1),
+        ("at most (\\d+) characters", names.NAME_CHARS_MAX, 1),
         ("within ten minutes it waits: (\\d+) s", bounds.BACKOFF_FIRST_S, 1),
         ("up to (\\d+) minutes", bounds.BACKOFF_MAX_S, 60),
         ("PendingFirst`\\).*?(\\d+) s where the template", bounds.GRACE_S, 1),
@@ -203,4 +207,4 @@ def test_what_shows_code_of_the_repository_names_what_exists():
 
 
 if __name__ == "__main__":
-    print(fields_table(), rights_table(), sep="\n\n")
+    print(fields_table(), rights_table(), jobs_rights_table(), sep="\n\n")

@@ -289,7 +289,7 @@ async def test_all_agents_get_one_secret() -> None:
 async def test_a_finished_job_leaves_its_record_and_tells_late_agents() -> None:
     backend = MemoryBackend()
     a, b, late = Node(backend, "a"), Node(backend, "b"), JobKeys(MemoryStore(backend), "j")
-    await late.token()
+    assert await a.keys.token() == await late.token()
     await a.election.campaign()
     await a.election.publish(HERE)
     waiting = asyncio.ensure_future(b.election.campaign())

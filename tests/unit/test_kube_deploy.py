@@ -60,15 +60,17 @@ def test_what_is_made_of_the_code_is_up_to_date(path, text):
     assert (DEPLOY / path).read_text() == text, "python deploy/generate.py"
 
 
+IMAGE = {"image": {"repository": "r/e"}}
 OPERATORS = [
-    ({}, ()),
-    ({"replicas": 2}, ("--replicas=2",)),
+    (IMAGE, ("--image=r/e",)),
+    (IMAGE | {"replicas": 2}, ("--image=r/e", "--replicas=2")),
     ({"image": {"repository": "r/e", "tag": "1.0"}}, ("--image=r/e:1.0",)),
-    ({"watchNamespace": "jobs"}, ("--watch-namespace=jobs",)),
-    ({"watchNamespace": SPACE}, (f"--watch-namespace={SPACE}",)),
+    (IMAGE | {"watchNamespace": "jobs"}, ("--image=r/e", "--watch-namespace=jobs")),
+    (IMAGE | {"watchNamespace": SPACE}, ("--image=r/e", f"--watch-namespace={SPACE}")),
 ]
 OTHER_VALUES = {
-    "image": {"pullPolicy": "Always"},
+    "image": {"repository": "r/e", "pullPolicy": "Always"},
+    "podMonitor": True,
     "imagePullSecrets": [{"name": "key"}],
     "jsonLogs": True,
     "podAnnotations": {"a": "b"},
@@ -104,8 +106,23 @@ def test_the_operators_chart_follows_its_release_and_its_other_values():
     assert template["metadata"]["annotations"] == {"a": "b"}
     for key in ("imagePullSecrets", "nodeSelector", "tolerations", "affinity", "priorityClassName"):
         assert template["spec"][key] == values[key]
+    (monitor,) = [one for one in made if one["kind"] == "PodMonitor"]
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": container["ports"][0]["name"]}]
     (binding,) = [one for one in made if one["kind"] == "ClusterRoleBinding"]
     assert binding["subjects"][0]["namespace"] == "ops"
+
+
+def test_a_second_release_leaves_out_the_roles_of_the_cluster():
+    values = IMAGE | {"watchNamespace": "jobs", "clusterRoles": False}
+    checked("elastane-operator", values)
+    made = render_chart(CHARTS / "elastane-operator", "x", SPACE, values)
+    roles = [one["metadata"]["name"] for one in made if one["kind"] == "ClusterRole"]
+    assert roles == ["elastane-operator-jobs"]
+
+
+def test_the_operators_chart_is_refused_without_an_image():
+    with pytest.raises(jsonschema.ValidationError):
+        checked("elastane-operator", {})
 
 
 PLAIN = {"image": "train:1", "args": ["train.py"]}

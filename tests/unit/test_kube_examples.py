@@ -75,19 +75,12 @@ def test_a_sample_is_valid_and_nothing_of_it_is_pruned(name, job):
 
 @pytest.mark.parametrize(("name", "job"), JOBS, ids=[name for name, _ in JOBS])
 def test_a_sample_becomes_its_pods(name, job):
-    decision = decided(job, suspend=False)
+    decision = decided(job)
     assert "Failed" not in {one.type for one in decision.status.conditions}, decision.status
     pods = [action for action in decision.actions if isinstance(action, CreatePod)]
     assert len(pods) == job["spec"]["replicaSpecs"]["Worker"]["replicas"]
     warned = [told for told in decision.events if told.type == "Warning"]
     assert not warned
-
-
-def test_the_one_that_waits_for_its_turn_makes_no_pod():
-    waiting = dict(JOBS)["queued"]
-    decision = decided(waiting)
-    assert decision.status.phase == "Suspended"
-    assert not [action for action in decision.actions if isinstance(action, CreatePod)]
 
 
 @pytest.mark.parametrize(("name", "job"), JOBS, ids=[name for name, _ in JOBS])

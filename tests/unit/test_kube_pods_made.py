@@ -5,9 +5,15 @@ import copy
 import pytest
 from kube_cluster import Cluster, spec_of
 
-from elastane.kubernetes.model import CreateObject, CreatePod, DeleteObject, PatchObject
+from elastane.kubernetes.model import (
+    CreateObject,
+    CreatePod,
+    CreateToken,
+    DeleteObject,
+    PatchObject,
+)
 from elastane.kubernetes.model.names import MADE_OF
-from elastane.stores.kubernetes.names import lease_of, secrets_of
+from elastane.stores.kubernetes.names import token_of
 
 
 def begun(spec=None):
@@ -89,14 +95,15 @@ def test_the_four_arguments_come_before_the_users(more, values):
 
 
 @pytest.mark.parametrize("word", ["--rdzv_id=mine", "--rdzv-id=mine", "--rdzv-id"])
-def test_an_id_of_the_users_is_the_only_one_and_the_one_that_is_allowed(word):
+def test_an_id_of_the_users_is_the_only_one_and_names_the_token(word):
     spec = spec_of()
     given = [word, *(["mine"] if word.endswith("id") else []), "train.py"]
     spec["replicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["args"] = given
     args = worker_of(spec)["args"]
     assert args[2] == "--nnodes=1:4"
     assert args[3:] == given
-    assert set(secrets_of("mine")) <= allowed(begun(spec)[1], "secrets")
+    tokens = [one for one in begun(spec)[1].actions if isinstance(one, CreateToken)]
+    assert [one.name for one in tokens] == [token_of("mine")]
 
 
 def test_a_job_that_is_made_anew_has_another_id():
@@ -184,11 +191,6 @@ def objects_of(decision):
     return {(action.kind, action.name): action.manifest for action in made}
 
 
-def allowed(decision, resource, kind="Role"):
-    rules = objects_of(decision)[kind, "j"]["rules"]
-    return {n for r in rules if resource in r["resources"] for n in r.get("resourceNames", ())}
-
-
 def test_objects_come_before_the_pods_that_need_them():
     _, decision = begun()
     kinds = [isinstance(action, CreatePod) for action in decision.actions]
@@ -228,19 +230,40 @@ def test_pods_that_the_manifest_names_have_a_service_each_as_the_originals_had(m
         assert made[name]["spec"]["selector"]["replica-index"] == name[-1]
 
 
-def test_access_is_to_the_jobs_own_objects_and_no_more():
+def test_a_jobs_account_is_bound_to_the_installed_cluster_role():
     _, decision = begun()
-    assert allowed(decision, "secrets") == set(secrets_of("j-job00000"))
-    assert allowed(decision, "leases") == {lease_of("j-job00000")}
-    assert allowed(decision, "configmaps") == {"j-directive", "j-report"}
-    rules = objects_of(decision)["Role", "j"]["rules"]
-    for rule in rules:
-        assert rule.get("resourceNames") or rule["verbs"] == ["create"]
-        assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
-    writes = [r for r in rules if "j-directive" in r.get("resourceNames", ())]
-    assert writes[0]["verbs"] == ["get", "list", "watch"]
     binding = objects_of(decision)["RoleBinding", "j"]
-    assert binding["roleRef"]["name"] == binding["subjects"][0]["name"] == "j"
+    role = binding["roleRef"]
+    assert (role["kind"], role["name"]) == ("ClusterRole", "elastane-job")
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "j", "namespace": "ns"}]
+
+
+def test_a_jobs_token_is_a_secret_that_its_pods_get_as_a_variable():
+    cluster, decision = begun()
+    assert cluster.tokens == {token_of("j-job00000")}
+    (env,) = [one for one in worker_of(spec_of())["env"] if one["name"] == "ELASTANE_TOKEN"]
+    assert env["valueFrom"]["secretKeyRef"] == {"name": token_of("j-job00000"), "key": "value"}
+    (made,) = [one for one in decision.actions if isinstance(one, CreateToken)]
+    assert made.manifest["metadata"]["ownerReferences"][0]["uid"] == "job00000-1"
+    assert "data" not in made.manifest, "the shell draws it"
+    cluster.settle()
+    assert sum(isinstance(one, CreateToken) for one in cluster.actions) == 1
+
+
+def test_a_deleted_token_is_made_again_for_a_pod_that_lacks_it():
+    cluster, _ = begun()
+    cluster.tokens.clear()
+    cluster.by_name("j-worker-0").waiting = "CreateContainerConfigError"
+    cluster.relist()
+    cluster.operate()
+    assert cluster.tokens == {token_of("j-job00000")}
+
+
+def test_a_token_of_the_users_replaces_the_jobs():
+    given = {"name": "ELASTANE_TOKEN", "value": "mine"}
+    spec = spec_of()
+    spec["replicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["env"] = [given]
+    assert [one for one in worker_of(spec)["env"] if one["name"] == given["name"]] == [given]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +272,7 @@ def test_access_is_to_the_jobs_own_objects_and_no_more():
         (spec_of(rdzvEndpoint="etcd:2379"), {"Service", "ConfigMap"}),
         (spec_of(launcher="torchrun"), {"Service", "ConfigMap"}),
         (changed(serviceAccountName="mine"), {"Service", "ConfigMap"}),
-        (spec_of(), {"Service", "ConfigMap", "ServiceAccount", "Role", "RoleBinding"}),
+        (spec_of(), {"Service", "ConfigMap", "ServiceAccount", "RoleBinding"}),
     ],
 )
 def test_access_is_given_only_where_it_is_needed(spec, kinds):
@@ -257,7 +280,7 @@ def test_access_is_given_only_where_it_is_needed(spec, kinds):
     assert {kind for kind, _ in objects_of(decision)} == kinds
     account = cluster.by_name("j-worker-0").manifest["spec"].get("serviceAccountName")
     named = spec["replicaSpecs"]["Worker"]["template"]["spec"].get("serviceAccountName")
-    assert account == (named or ("j" if "Role" in kinds else None))
+    assert account == (named or ("j" if "RoleBinding" in kinds else None))
 
 
 def test_the_directive_holds_the_bounds_and_an_edit_reaches_it():
@@ -274,13 +297,14 @@ def test_what_somebody_changed_or_removed_is_mended():
     cluster, _ = begun()
     del cluster.objects["Service", "j"]
     cluster.objects["ConfigMap", "j-directive"]["data"] = {"min": "9", "odd": "1"}
-    cluster.objects["Role", "j"]["metadata"]["annotations"][MADE_OF] = "an older version's"
-    cluster.objects["Role", "j"]["rules"] = []
+    binding = cluster.objects["RoleBinding", "j"]
+    binding["metadata"]["annotations"][MADE_OF] = "an older version's"
+    binding["roleRef"] = {"kind": "Role", "name": "j"}
     cluster.settle()
     assert ("Service", "j") in cluster.objects
     held = cluster.objects["ConfigMap", "j-directive"]["data"]
     assert held == {"min": "1", "max": "4", "replicas": "2", "fenced": "", "dead": ""}
-    assert len(cluster.objects["Role", "j"]["rules"]) == 6
+    assert cluster.objects["RoleBinding", "j"]["roleRef"]["kind"] == "ClusterRole"
 
 
 def test_what_the_coordinator_reported_is_left_alone():
@@ -292,7 +316,7 @@ def test_what_the_coordinator_reported_is_left_alone():
 
 def test_objects_that_a_namesake_left_are_replaced_and_a_strangers_are_told():
     cluster, _ = begun()
-    for key, kind in ((("Service", "j"), "ElasticJob"), (("Role", "j"), "Other")):
+    for key, kind in ((("Service", "j"), "ElasticJob"), (("RoleBinding", "j"), "Other")):
         cluster.objects[key]["metadata"]["ownerReferences"] = [
             {"uid": "old", "kind": kind, "name": "j", "controller": True}
         ]
@@ -303,8 +327,8 @@ def test_objects_that_a_namesake_left_are_replaced_and_a_strangers_are_told():
     assert not [action for action in decision.actions if isinstance(action, CreatePod)]
     degraded = cluster.status.condition("Degraded")
     assert degraded.reason == "NameTaken"
-    assert "Role j belongs to another controller" in degraded.message
-    cluster.objects.pop(("Role", "j"))
+    assert "RoleBinding j belongs to another controller" in degraded.message
+    cluster.objects.pop(("RoleBinding", "j"))
     cluster.settle()
     assert cluster.status.phase == "Running"
 

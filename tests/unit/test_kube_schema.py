@@ -1,11 +1,13 @@
 """The definition of the resource: structural, complete, and of one mind with the operator."""
 
 import copy
+import re
 
 import jsonschema
 import pytest
 from kube_cluster import Cluster, spec_of
 
+from elastane.kubernetes.reconcile.validation import wrong_name
 from elastane.kubernetes.schema import definition
 
 # The original's own sample, as its README shows it; only the endpoint is filled in.
@@ -43,7 +45,7 @@ IMAGENET = {
 
 
 def version():
-    return definition()["spec"]["versions"][0]
+    return definition(with_rules=False)["spec"]["versions"][0]
 
 
 def schema():
@@ -66,12 +68,20 @@ def test_every_part_is_structural(path, node):
     allowed = {
         "type", "description", "properties", "required", "items", "additionalProperties", "enum",
         "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "default",
-        "format", "anyOf", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields",
+        "format", "anyOf", "pattern",
+        "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields",
     }  # fmt: skip
     assert set(node) <= allowed, path
     assert not ("properties" in node and "additionalProperties" in node), path
     if "default" in node:
         jsonschema.validate(node["default"], node)
+
+
+@pytest.mark.parametrize("name", ["a" * 51, "a-1", "a" * 52, "1a", "a.b", "A", "a-"])
+def test_a_name_is_refused_by_the_schema_where_the_operator_refuses_it(name):
+    named = at(schema(), "metadata.name")
+    fits = len(name) <= named["maxLength"] and re.fullmatch(named["pattern"], name) is not None
+    assert fits == (wrong_name(name) == [])
 
 
 def test_the_resource_is_what_the_original_called_it():
@@ -171,8 +181,8 @@ def test_the_status_has_no_defaults_which_would_come_back_as_if_written():
 
 
 def test_rules_between_fields_are_rendered_only_where_they_are_known():
-    assert "x-kubernetes-validations" not in str(definition())
-    rules = definition(with_rules=True)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    assert "x-kubernetes-validations" not in str(definition(with_rules=False))
+    rules = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     assert len(rules["properties"]["spec"]["x-kubernetes-validations"]) == 3
 
 

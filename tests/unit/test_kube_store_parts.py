@@ -10,20 +10,40 @@ import pytest
 from elastane.errors import ConfigurationError, StoreError
 from elastane.kubeapi.errors import Status, refusal, unreachable
 from elastane.stores.kubernetes import trouble
-from elastane.stores.kubernetes.names import job_label, lease_of, object_name, secrets_of
-from elastane.stores.kubernetes.objects import LeaseObject, Meta, Secret
+from elastane.stores.kubernetes.names import (
+    config_maps_of,
+    job_label,
+    lease_of,
+    object_name,
+    resource_of,
+    token_of,
+)
+from elastane.stores.kubernetes.objects import (
+    ConfigMapObject,
+    LeaseObject,
+    Meta,
+    SecretObject,
+    manifest_of,
+)
 from elastane.stores.kubernetes.settings import read_settings
 from elastane.stores.kubernetes.trouble import Trouble
 
 
 def test_a_plain_job_has_readable_names():
-    assert secrets_of("run-7") == (
-        "elastane-run-7.coordinator",
-        "elastane-run-7.token",
-        "elastane-run-7.record",
-    )
+    assert config_maps_of("run-7") == ("elastane-run-7.coordinator", "elastane-run-7.record")
+    assert token_of("run-7") == "elastane-run-7.token"
     assert lease_of("run-7") == "elastane-run-7.seat"
     assert job_label("run-7/record") == "run-7"
+
+
+def test_only_the_token_of_a_job_is_a_secret():
+    """An account that runs workers needs no right to read Secrets."""
+    kinds = {key: resource_of(f"run-7/{key}").kind for key in ("coordinator", "record", "token")}
+    assert kinds == {"coordinator": "ConfigMap", "record": "ConfigMap", "token": "Secret"}
+    secret = manifest_of("run-7/token", b"\0x", 0, None)
+    record = manifest_of("run-7/record", b"\0x", 0, None)
+    assert (secret["kind"], secret["data"]) == ("Secret", {"value": b"\0x"})
+    assert (record["kind"], record["binaryData"]) == ("ConfigMap", {"value": b"\0x"})
 
 
 ODD = ["A/b", "a/b", "a.b", "a_b", "a-/b", "-a/b", "x" * 200 + "/" + "y" * 190, "a", "a-b", "A-b"]
@@ -71,7 +91,8 @@ def test_what_a_person_made_of_a_lease_is_read_as_far_as_it_makes_sense():
     assert lease(**{"elastane.dev/value": "zz"}).value == b""
     assert lease({"leaseDurationSeconds": 10**9}).ttl_s == 86_400
     assert lease({"leaseDurationSeconds": -5}).ttl_s == 1.0
-    assert msgspec.convert({"metadata": {}, "data": None}, Secret).data is None
+    assert msgspec.convert({"metadata": {}, "data": None}, SecretObject).value == b""
+    assert msgspec.convert({"metadata": {}}, ConfigMapObject).value == b""
 
 
 @pytest.mark.parametrize("written", ["", "x", "-1", "1e3", "٣"])

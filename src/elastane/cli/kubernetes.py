@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from elastane.kubeapi import Access
 
 NAMESPACE = "elastane-system"
-IMAGE = "elastane"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -105,9 +104,9 @@ def _operator(args: argparse.Namespace) -> int:
 
 def _configure_crd(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--with-rules",
+        "--without-rules",
         action="store_true",
-        help="with rules between fields (CEL), which Kubernetes knows since 1.25",
+        help="leave out the rules between fields (CEL), for Kubernetes before 1.25",
     )
     parser.epilog = "elastane kubernetes crd | kubectl apply -f -"
 
@@ -115,14 +114,14 @@ def _configure_crd(parser: argparse.ArgumentParser) -> None:
 def _crd(args: argparse.Namespace) -> int:
     from elastane.kubernetes.schema import definition
 
-    print_yaml([definition(with_rules=args.with_rules)])
+    print_yaml([definition(with_rules=not args.without_rules)])
     return 0
 
 
 def _configure_install(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--namespace", metavar="NAME", default=NAMESPACE, help=f"of the operator ({NAMESPACE})")
-    add("--image", default=IMAGE, help="an image that has elastane[kubernetes] installed")
+    add("--image", required=True, help="an image with elastane[kubernetes]: deploy/Dockerfile")
     add(
         "--watch-namespace",
         metavar="NAME",
@@ -131,7 +130,7 @@ def _configure_install(parser: argparse.ArgumentParser) -> None:
     )
     add("--replicas", type=int, default=1, metavar="N", help="operators; one of them acts")
     _configure_crd(parser)
-    parser.epilog = "elastane kubernetes install | kubectl apply -f -"
+    parser.epilog = "elastane kubernetes install --image IMAGE | kubectl apply -f -"
 
 
 def _install(args: argparse.Namespace) -> int:
@@ -142,7 +141,7 @@ def _install(args: argparse.Namespace) -> int:
         image=args.image,
         watch_namespace=args.watch_namespace,
         replicas=args.replicas,
-        with_rules=args.with_rules,
+        with_rules=not args.without_rules,
     )
     print_yaml(installation(wanted))
     return 0

@@ -28,6 +28,8 @@ PAGE_ITEMS = 500  # kubectl's
 TIMEOUT_S = 15.0
 _JSON = "application/json"
 _MERGE_PATCH = "application/merge-patch+json"
+# The server refuses fields that it does not know, instead of dropping them.
+_STRICT = {"fieldValidation": "Strict"}
 
 
 class Page(msgspec.Struct, Generic[T], frozen=True):
@@ -136,8 +138,13 @@ class Api:
     async def create(
         self, resource: Resource, namespace: str, manifest: Mapping[str, Any], kind: type[T]
     ) -> T:
-        """Create the object; ApiConflictError with `exists` where its name is taken."""
+        """Create the object; ApiConflictError with `exists` where its name is taken.
+
+        A field that the server does not know is refused (ApiInvalidError) by servers of Kubernetes
+        1.25 and later. Older servers ignore the request for that, and drop the field.
+        """
         request = _request("POST", resource, namespace, body=manifest)
+        request = msgspec.structs.replace(request, query=_STRICT)
         return await self._typed(request, kind)
 
     async def replace(

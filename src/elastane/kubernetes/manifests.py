@@ -13,7 +13,14 @@ from typing import Any
 
 import msgspec
 
-from elastane.kubernetes.model.names import API_VERSION, CONTAINER, GROUP, KIND, PLURAL
+from elastane.kubernetes.model.names import (
+    API_VERSION,
+    CONTAINER,
+    GROUP,
+    JOB_ROLE,
+    KIND,
+    PLURAL,
+)
 from elastane.kubernetes.schema import definition
 
 Object = dict[str, Any]
@@ -22,8 +29,9 @@ _NO_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan",
 NAME = "elastane-operator"
 METRICS_PORT = 8080
 _RBAC = "rbac.authorization.k8s.io"
-# (group, resources, verbs, what for). What a job's own Role grants must be held by whoever makes
-# that Role: secrets, and most of what is said of leases, are here for this alone.
+# (group, resources, verbs, what for). The operator may create Secrets and never read one, and may
+# bind one ClusterRole and change none: whoever takes over its account learns no secret, and gets
+# no right that ElasticJobs do not have.
 RIGHTS = (
     (GROUP, (PLURAL,), ("get", "list", "watch", "delete"), "to see jobs, and remove old ones"),
     (GROUP, (f"{PLURAL}/status",), ("patch", "update"), "to say how they are"),
@@ -34,28 +42,57 @@ RIGHTS = (
     (
         "",
         ("configmaps",),
-        ("get", "list", "watch", "create", "patch", "update", "delete"),
+        ("get", "list", "watch", "create", "patch", "delete"),
         "to speak with a job's coordinator",
     ),
     ("", ("serviceaccounts",), ("get", "list", "watch", "create", "patch", "delete"), "of jobs"),
     (
         _RBAC,
-        ("roles", "rolebindings"),
+        ("rolebindings",),
         ("get", "list", "watch", "create", "patch", "delete"),
-        "of jobs",
+        "to give the accounts of jobs their role",
     ),
-    ("", ("events",), ("get", "create", "patch"), "to tell what was done"),
+    ("", ("secrets",), ("create",), "to give each job its token"),
+    ("", ("events",), ("get", "create", "patch"), "to report what was done"),
     (
         "coordination.k8s.io",
         ("leases",),
-        ("get", "list", "watch", "create", "patch", "update", "delete"),
-        "the rendezvous of jobs, and which operator acts",
+        ("get", "create", "patch"),
+        "to elect the operator that acts, and to free the lease of a dead coordinator",
     ),
+)
+# What the agents of a job need: the account of each job is bound to the ClusterRole of these.
+JOB_RIGHTS = (
     (
         "",
-        ("secrets",),
-        ("get", "list", "watch", "create", "patch", "update", "delete"),
-        "the rendezvous of jobs",
+        ("configmaps",),
+        ("get", "list", "watch", "create", "update", "patch", "delete"),
+        "the coordinator's address and record, the directive and the report",
+    ),
+    (
+        "coordination.k8s.io",
+        ("leases",),
+        ("get", "list", "watch", "create", "update", "patch", "delete"),
+        "to elect the coordinator",
+    ),
+)
+_READ = ("get", "list", "watch")
+_EDIT = (*_READ, "create", "update", "patch", "delete", "deletecollection")
+# Kubernetes adds these to its own roles for users: (name, roles that they are added to, rights).
+USER_ROLES = (
+    (
+        "elastane-jobs-edit",
+        ("edit", "admin"),
+        (
+            (GROUP, (PLURAL,), _EDIT, "jobs"),
+            (GROUP, (f"{PLURAL}/scale",), ("get", "update", "patch"), "kubectl scale"),
+            (GROUP, (f"{PLURAL}/status",), _READ, "how jobs are"),
+        ),
+    ),
+    (
+        "elastane-jobs-view",
+        ("view",),
+        ((GROUP, (PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"), _READ, "jobs"),),
     ),
 )
 NODE_RIGHTS = (("", ("nodes",), ("get", "list", "watch"), "to know which are lost"),)
@@ -63,17 +100,20 @@ Right = tuple[str, tuple[str, ...], tuple[str, ...], str]
 
 
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be chosen about an operator. `watch_namespace` "": all namespaces."""
+    """What may be chosen about an operator. `watch_namespace` "": all namespaces.
+
+    `with_rules`: the definition has rules between fields, for Kubernetes 1.25 and later.
+    """
 
     namespace: str
     image: str
     watch_namespace: str = ""
     replicas: int = 1
-    with_rules: bool = False
+    with_rules: bool = True
 
 
 def installation(wanted: Installation) -> list[Object]:
-    """Return namespace, definition, account, rights and Deployment of an operator."""
+    """Return namespace, definition, rights, Service and Deployment of an operator."""
     return [
         {
             "apiVersion": "v1",
@@ -83,8 +123,31 @@ def installation(wanted: Installation) -> list[Object]:
         definition(with_rules=wanted.with_rules),
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(wanted.namespace)},
         *_rights(wanted),
+        *roles_for_jobs(),
+        _metrics_service(wanted),
         _deployment(wanted),
     ]
+
+
+def roles_for_jobs() -> list[Object]:
+    """Return the ClusterRoles of the cluster: that of jobs' accounts, and those for users."""
+    made = [cluster_role(JOB_ROLE, JOB_RIGHTS)]
+    for name, into, rights in USER_ROLES:
+        aggregated = {f"{_RBAC}/aggregate-to-{role}": "true" for role in into}
+        made.append(cluster_role(name, rights, aggregated))
+    return made
+
+
+def cluster_role(
+    name: str, rights: Sequence[Right], labels: Mapping[str, str] | None = None
+) -> Object:
+    """Return a ClusterRole of these rights."""
+    return {
+        "kind": "ClusterRole",
+        "apiVersion": f"{_RBAC}/v1",
+        "metadata": {"name": name, "labels": _labels() | dict(labels or {})},
+        "rules": rules_of(rights),
+    }
 
 
 def _rights(wanted: Installation) -> list[Object]:
@@ -105,10 +168,9 @@ def _granted(
     wanted: Installation, namespace: str, rights: Sequence[Right], name: str = NAME
 ) -> list[Object]:
     kind = "Role" if namespace else "ClusterRole"
-    rules = [
-        {"apiGroups": [group], "resources": list(resources), "verbs": list(verbs)}
-        for group, resources, verbs, _ in rights
-    ]
+    rules = rules_of(rights)
+    if rights[: len(RIGHTS)] == RIGHTS:
+        rules.append(_BIND)
     subject = {"kind": "ServiceAccount", "name": NAME, "namespace": wanted.namespace}
     head = {"apiVersion": f"{_RBAC}/v1", "metadata": _meta(namespace) | {"name": name}}
     return [
@@ -122,13 +184,44 @@ def _granted(
     ]
 
 
+# The only role that the operator may bind to an account.
+_BIND = {
+    "apiGroups": [_RBAC],
+    "resources": ["clusterroles"],
+    "resourceNames": [JOB_ROLE],
+    "verbs": ["bind"],
+}
+
+
+def rules_of(rights: Sequence[Right]) -> list[Object]:
+    """Return rights as the rules of a role."""
+    return [
+        {"apiGroups": [group], "resources": list(resources), "verbs": list(verbs)}
+        for group, resources, verbs, _ in rights
+    ]
+
+
+def _metrics_service(wanted: Installation) -> Object:
+    """Return the Service by which Prometheus finds the operators."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _meta(wanted.namespace),
+        "spec": {
+            "clusterIP": "None",
+            "selector": _labels(),
+            "ports": [{"name": "metrics", "port": METRICS_PORT, "targetPort": "metrics"}],
+        },
+    }
+
+
 def _deployment(wanted: Installation) -> Object:
     pod = {
         "serviceAccountName": NAME,
         "securityContext": {
+            # The image names the user: OpenShift gives each namespace a range of its own, and
+            # refuses pods that ask for another.
             "runAsNonRoot": True,
-            "runAsUser": 65532,
-            "runAsGroup": 65532,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "terminationGracePeriodSeconds": 15,

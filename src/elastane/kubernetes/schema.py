@@ -2,9 +2,9 @@
 
 A structural schema: each field has one type, no references. It is walked out of the same types
 that the operator decodes with, so the API server and the operator refuse the same values. Rules
-between fields are in CEL, which Kubernetes knows since 1.25, and are rendered only on request;
-the operator checks them always. Pure; fails only for a type that no schema can say, which is our
-bug.
+between fields are in CEL, which Kubernetes knows since 1.25; for an older server they are left
+out. The operator checks them always. Pure; fails only for a type that no schema can express, which
+is our bug.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from elastane.kubernetes.model.status import JobStatus
 
 Schema = dict[str, Any]
 
+# What Kubernetes lets a definition say of metadata: the same bounds as `validation.wrong_name`.
+_NAME = {"type": "string", "maxLength": names.NAME_CHARS_MAX, "pattern": f"^{names.NAME_PATTERN}$"}
 # (expression, message), on spec. Fields that are not set are not compared.
 _RULES = (
     (
@@ -54,8 +56,11 @@ _COLUMNS = (
 )
 
 
-def definition(*, with_rules: bool = False) -> Schema:
-    """Return the manifest of the definition; `with_rules` adds CEL, for Kubernetes >= 1.25."""
+def definition(*, with_rules: bool = True) -> Schema:
+    """Return the manifest of the definition.
+
+    `with_rules`: with rules between fields (CEL), which Kubernetes knows since 1.25.
+    """
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -114,7 +119,7 @@ def _whole(with_rules: bool) -> Schema:
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            "metadata": {"type": "object"},
+            "metadata": {"type": "object", "properties": {"name": _NAME}},
             "spec": spec,
             # A default here would come back as if the operator had written it.
             "status": _without_defaults(schema_of(JobStatus)),

@@ -25,8 +25,15 @@ from elastane.stores.protocol import ConflictError, Entry, Store
 
 T = TypeVar("T")
 _TOKEN_BYTES = 32
+# The last part of the key that holds a job's token: the one value in a store that is confidential.
+TOKEN_PART = "token"
 # Agents that race to make the token or to clean up; each turn of the loop is one that won.
 _RACES_MAX = 1000
+
+
+def new_token() -> str:
+    """Return a secret for a job: 32 random bytes as hex."""
+    return secrets.token_hex(_TOKEN_BYTES)
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +58,7 @@ class JobNames:
         self.job = job
         self.prefix = safe_name(job)
         self.coordinator = f"{self.prefix}/coordinator"
-        self.token_key = f"{self.prefix}/token"
+        self.token_key = f"{self.prefix}/{TOKEN_PART}"
         self.record = f"{self.prefix}/record"
         self.seat_lease = f"{self.prefix}/seat"
 
@@ -62,6 +69,8 @@ class JobKeys(JobNames):
     def __init__(self, store: Store, job: str) -> None:
         super().__init__(job)
         self.store = store
+        # A token that was given to the agent is not in the store, which may not even be asked.
+        self._has_token = False
 
     async def load(self) -> Record | None:
         """Return the job's record, or None where it has none."""
@@ -91,12 +100,13 @@ class JobKeys(JobNames):
 
     async def token(self) -> str:
         """Return the job's secret: the first agent makes it, 32 random bytes as hex."""
+        self._has_token = True
         for _ in range(_RACES_MAX):
             entry = await self.store.get(self.token_key)
             if entry is not None:
                 return entry.value.decode()
             await self.check_open()
-            made = secrets.token_hex(_TOKEN_BYTES).encode()
+            made = new_token().encode()
             try:
                 entry = await self.store.compare_and_set(self.token_key, made, 0)
             except ConflictError:
@@ -129,7 +139,7 @@ class JobKeys(JobNames):
 
         Only for a job whose outcome is on record, by one who does not hold the seat any more.
         """
-        for key in (self.coordinator, self.token_key):
+        for key in (self.coordinator, *((self.token_key,) if self._has_token else ())):
             for _ in range(_RACES_MAX):
                 entry = await self.store.get(key)
                 if entry is None:

@@ -39,9 +39,20 @@ class DeletePod(_Action, frozen=True, kw_only=True):
 
 
 class CreateObject(_Action, frozen=True, kw_only=True):
-    """Create a Service, ServiceAccount, Role, RoleBinding or ConfigMap."""
+    """Create a Service, ServiceAccount, RoleBinding or ConfigMap."""
 
     kind: str
+    name: str
+    manifest: dict[str, Any]
+
+
+class CreateToken(_Action, frozen=True, kw_only=True):
+    """Create the Secret `name` with a random token of the job, unless there is one of that name.
+
+    The shell draws the token. It is a separate action because the operator may create Secrets but
+    not read them: an existing Secret is an answer here, not a conflict.
+    """
+
     name: str
     manifest: dict[str, Any]
 
@@ -82,7 +93,16 @@ class DeleteJob(_Action, frozen=True, kw_only=True):
     uid: str
 
 
-Action = CreatePod | DeletePod | CreateObject | PatchObject | DeleteObject | FreeSeat | DeleteJob
+Action = (
+    CreatePod
+    | DeletePod
+    | CreateObject
+    | CreateToken
+    | PatchObject
+    | DeleteObject
+    | FreeSeat
+    | DeleteJob
+)
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,9 +121,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     of the job that was observed: whoever decided on an old job is refused, and looks again).
     Without it, the status is written after the actions. The status is written only where it
     differs (`status.merge_patch`). FreeSeat comes first. All actions on objects (CreateObject,
-    PatchObject, DeleteObject) are done, in their order, before the first on a pod; those on pods
-    may run side by side. An action that was answered with a refusal is not repeated by the shell
-    alone: see Refusal. `again_in_s`: decide again after so long, without any event; None: no need.
+    CreateToken, PatchObject, DeleteObject) are done, in their order, before the first on a pod;
+    those on pods may run side by side. The shell does not repeat an action that was refused: see
+    Refusal. `again_in_s`: decide again after so long, without any event; None: no need.
     """
 
     status: JobStatus

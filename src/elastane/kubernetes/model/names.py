@@ -22,8 +22,16 @@ LABEL_INDEX = "replica-index"
 # How pods of ours are selected, by anybody.
 POD_SELECTOR = f"{LABEL_GROUP}={GROUP}"
 
+# The ClusterRole that each job's account is bound to; `elastane kubernetes install` makes it.
+JOB_ROLE = "elastane-job"
+
 # On what the operator makes: a digest of the manifest, by which a change of it is seen.
 MADE_OF = "elastane.dev/made-of"
+
+# Labels, host names and names of Services hold 63 characters; "-worker-4095" is 12 of them.
+NAME_CHARS_MAX = 51
+# A label of RFC 1123 that begins with a letter, as names of Services must.
+NAME_PATTERN = "[a-z]([-a-z0-9]*[a-z0-9])?"
 
 _POD = re.compile(r"-worker-(\d+)(?:-r(\d+))?$")
 

@@ -10,6 +10,7 @@ it was made of.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,9 +26,11 @@ from elastane.kubeapi import (
     ApiNotFoundError,
     Deletion,
 )
+from elastane.kubeapi.resource import SECRETS
 from elastane.kubernetes.model import (
     CreateObject,
     CreatePod,
+    CreateToken,
     Decision,
     DeleteJob,
     DeleteObject,
@@ -40,9 +43,11 @@ from elastane.kubernetes.model import (
     merge_patch,
 )
 from elastane.kubernetes.operator.bounds import BATCH_FACTOR, BATCH_FIRST, WRITES_IN_FLIGHT_MAX
-from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, type_of
+from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, Held, type_of
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.view import View
+from elastane.kubernetes.reconcile.injection import TOKEN_KEY
+from elastane.stores.jobs import new_token
 from elastane.stores.kubernetes.lease import LeasePlace, free_of
 
 _log = logging.getLogger(__name__)
@@ -130,6 +135,8 @@ class Doer:
             if isinstance(action, CreateObject):
                 # The next ones may need this one, as a RoleBinding its Role.
                 refused = refused or await self._create(key, job, action)
+            elif isinstance(action, CreateToken):
+                refused = refused or await self._create_token(key, job, action)
             elif isinstance(action, (PatchObject, DeleteObject)):
                 await self._one(key, job, action)
         return refused
@@ -163,6 +170,25 @@ class Doer:
             self._refuse(key, kind, action.name, error)
             return True
         self._view.cache_of(kind).wrote(made)
+        return False
+
+    async def _create_token(self, key: str, job: ElasticJob, action: CreateToken) -> bool:
+        """Create the job's Secret with a random token; return whether that was refused for good."""
+        namespace = job.metadata.namespace
+        token = base64.b64encode(new_token().encode()).decode()
+        manifest = action.manifest | {"data": {TOKEN_KEY: token}}
+        try:
+            await self._write(
+                "CreateSecret", lambda: self._api.create(SECRETS, namespace, manifest, Held)
+            )
+        except ApiConflictError as error:
+            if not error.exists:
+                raise
+        except (ApiInvalidError, ApiForbiddenError, ApiNotFoundError) as error:
+            if isinstance(error, ApiForbiddenError) and error.namespace_ends:
+                raise
+            self._refuse(key, SECRETS.kind, action.name, error)
+            return True
         return False
 
     async def _occupied(

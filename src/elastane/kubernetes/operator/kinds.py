@@ -12,7 +12,6 @@ from elastane.kubeapi.resource import (
     NODES,
     PODS,
     ROLE_BINDINGS,
-    ROLES,
     SERVICE_ACCOUNTS,
     SERVICES,
 )
@@ -22,7 +21,7 @@ from elastane.kubernetes.model.names import GROUP, KIND, PLURAL, POD_SELECTOR, V
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
 OURS = Selector(labels=POD_SELECTOR)
 # What a job owns beside its pods and services.
-OWNED = (SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS, CONFIGMAPS)
+OWNED = (SERVICE_ACCOUNTS, ROLE_BINDINGS, CONFIGMAPS)
 RESOURCES = (JOBS, PODS, SERVICES, *OWNED, NODES)
 BY_KIND = {one.kind: one for one in RESOURCES}
 

@@ -1,12 +1,14 @@
 """What others may ask of an operator by HTTP: is it alive, is it ready, and its figures.
 
-Owns the paths and the metrics' names. Answers from memory only.
+Owns the paths and the metrics' names. Answers from memory only. A gauge of one job is labelled by
+its namespace and name, so there are as many series as jobs in the cluster, times `_OF_A_JOB`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastane.kubernetes.operator.metrics import CONTENT_TYPE, Metrics, labels
@@ -23,6 +25,18 @@ _COUNTERS = {
     "elastane_relists_total": "Lists that had to be read anew, by kind.",
     "elastane_watch_errors_total": "Lists and watches that failed, by kind.",
     "elastane_events_total": "Events on jobs: written, or dropped.",
+}
+
+
+# Name: (help, field of the job's status).
+_OF_A_JOB = {
+    "elastane_job_step": ("Steps that the job has committed.", "step"),
+    "elastane_job_steps_per_second": ("Pace of the job.", "stepsPerSecond"),
+    "elastane_job_world_size": ("Workers in the current world.", "worldSize"),
+    "elastane_job_pods_ready": ("Pods of the job that run.", "readyReplicas"),
+    "elastane_job_restarts": ("Pods replaced and containers restarted.", "restarts"),
+    "elastane_job_failures": ("Restarts that count towards backoffLimit.", "failures"),
+    "elastane_job_disruptions": ("Pods that the cluster took away.", "disruptions"),
 }
 
 
@@ -58,6 +72,8 @@ class Probes:
         }
         for name, (what, read) in gauges.items():
             metrics.gauge(name, what, self._of_session(read))
+        for name, (what, field) in _OF_A_JOB.items():
+            metrics.gauge(name, what, self._of_session(partial(_of_each_job, field)))
         metrics.gauge(
             "elastane_operator_leader",
             "1 while this operator has the lease.",
@@ -104,6 +120,17 @@ def _depth(session: Session) -> dict[str, float]:
 
 def _busy(session: Session) -> dict[str, float]:
     return {"": float(session.queue.working)}
+
+
+def _of_each_job(field: str, session: Session) -> dict[str, float]:
+    """Return a figure of each job that has one, by the labels of the job."""
+    made = {}
+    for job in session.view.jobs:
+        value = job.status.get(field) if isinstance(job.status, dict) else None
+        if isinstance(value, int | float):
+            meta = job.metadata
+            made[labels(namespace=meta.namespace, job=meta.name)] = float(value)
+    return made
 
 
 def _phase(status: Any) -> str:

@@ -45,5 +45,3 @@ TEXT_CHARS_MAX = 400
 EVENTS_MAX = 64
 # Mistakes of one manifest that are told at once.
 WRONGS_TOLD_MAX = 8
-# Labels, host names and names of Services hold 63 characters; "-worker-4095" is 12 of them.
-NAME_CHARS_MAX = 51

@@ -21,9 +21,12 @@ from typing import Any
 from elastane.kubernetes.model import Meta
 from elastane.kubernetes.model.names import pod_name
 from elastane.kubernetes.reconcile.settings import Settings
+from elastane.stores.kubernetes.names import token_of
 
 C10D_PORT = 29400
 UID_CHARS = 8
+# As in a Secret that agents make by themselves.
+TOKEN_KEY = "value"
 _NAMES_ID = re.compile(r"--rdzv[_-]id(?:=(.*)|$)", re.DOTALL)
 
 
@@ -86,6 +89,9 @@ def variables(job: Meta, settings: Settings) -> list[dict[str, Any]]:
         _field("ELASTANE_POD_NAME", "metadata.name"),
         {"name": "ELASTANE_ELASTICJOB", "value": job.name},
     ]
+    if backend(job, settings) == "kubernetes":
+        token = {"name": token_of(rdzv_id(job, settings)), "key": TOKEN_KEY}
+        made.append({"name": "ELASTANE_TOKEN", "valueFrom": {"secretKeyRef": token}})
     if settings.spec.launcher == "torchrun" or settings.spec.rdzv_endpoint:
         made.append({"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"})
     return made

@@ -6,10 +6,15 @@
 | Service, headless | `{job}-worker-{i}` | for pods that the manifest names by host |
 | ConfigMap | `{job}-directive` | always: bounds, replicas, fenced and dead pods: for the job |
 | ConfigMap | `{job}-report` | with access: what the coordinator says |
-| ServiceAccount, Role, RoleBinding | `{job}` | with access, unless the template names an account |
+| Secret | `elastane-{rdzv id}.token` | with the rendezvous over the API server: the job's token |
+| ServiceAccount, RoleBinding | `{job}` | with access, unless the template names an account |
 
-Access is given where the rendezvous is over the API server. A manifest carries a digest of
-itself, by which an operator of another version sees that it would make another one.
+Access is given where the rendezvous is over the API server: the account is bound to the
+ClusterRole `elastane-job`, which the installation makes, so the operator needs no right to change
+roles. Pods get their token as a variable, so neither they nor the operator may read Secrets.
+
+A manifest carries a digest of itself, by which an operator of another version sees that it would
+make another one.
 """
 
 from __future__ import annotations
@@ -19,8 +24,9 @@ from typing import Any
 
 import msgspec
 
-from elastane.kubernetes.model import CreateObject, DeleteObject, Meta, PatchObject
+from elastane.kubernetes.model import CreateObject, CreateToken, DeleteObject, Meta, PatchObject
 from elastane.kubernetes.model.names import (
+    JOB_ROLE,
     MADE_OF,
     job_labels,
     pod_labels,
@@ -32,7 +38,7 @@ from elastane.kubernetes.reconcile.injection import backend, named_pods, needs_a
 from elastane.kubernetes.reconcile.manifest import Manifest, owner
 from elastane.kubernetes.reconcile.waiting import waits_for_refusal
 from elastane.stores.kubernetes.letters import directive_name, report_name
-from elastane.stores.kubernetes.names import lease_of, secrets_of
+from elastane.stores.kubernetes.names import token_of
 
 _RBAC = "rbac.authorization.k8s.io"
 
@@ -62,7 +68,10 @@ def _keep(draft: Draft, wanted: list[Manifest]) -> bool:
     for manifest in wanted:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         found = seen.get((kind, name))
-        if found is None:
+        if kind == "Secret":
+            was_begun = ("ConfigMap", report_name(draft.job.name)) in seen
+            ready &= _create_token(draft, manifest, was_begun)
+        elif found is None:
             ready &= _create(draft, manifest)
         elif found.controller not in ("", draft.job.uid):
             ready &= _replace(draft, kind, found)
@@ -76,6 +85,22 @@ def _create(draft: Draft, manifest: Manifest) -> bool:
     if waits_for_refusal(draft, kind, name):
         return False
     draft.act(CreateObject(kind=kind, name=name, manifest=manifest))
+    return True
+
+
+def _create_token(draft: Draft, manifest: Manifest, was_begun: bool) -> bool:
+    """Create the job's token; once, since the operator cannot see whether it is there.
+
+    It comes before the report, whose presence says that it was created. A pod that cannot start
+    for its configuration may lack it: somebody deleted it.
+    """
+    name = manifest["metadata"]["name"]
+    lacks = any(pod.lacks_configuration for pod in draft.own)
+    if was_begun and not lacks:
+        return True
+    if waits_for_refusal(draft, "Secret", name):
+        return False
+    draft.act(CreateToken(name=name, manifest=manifest))
     return True
 
 
@@ -108,9 +133,15 @@ def _mend(draft: Draft, manifest: Manifest, found: Meta, data: dict[str, str] | 
             patch["data"] = wanted | gone
     else:
         made_of = manifest["metadata"]["annotations"][MADE_OF]
-        if found.annotations.get(MADE_OF) != made_of:
+        if found.annotations.get(MADE_OF) == made_of:
+            pass
+        elif manifest["kind"] == "RoleBinding":
+            # The API server does not allow a change of roleRef. The next decision makes it anew.
+            draft.act(DeleteObject(kind="RoleBinding", name=found.name, uid=found.uid))
+            return
+        else:
             patch["metadata"] = patch.get("metadata", {}) | {"annotations": {MADE_OF: made_of}}
-            patch |= {key: manifest[key] for key in ("spec", "rules") if key in manifest}
+            patch |= {key: manifest[key] for key in ("spec",) if key in manifest}
     if patch:
         patch["metadata"] = patch.get("metadata", {}) | {"uid": found.uid}
         draft.act(PatchObject(kind=manifest["kind"], name=found.name, patch=patch))
@@ -124,6 +155,7 @@ def _wanted(draft: Draft) -> list[Manifest]:
     for index in indices:
         made.append(_service(job, pod_name(job.name, index), pod_labels(job.name, index)))
     if backend(job, settings) == "kubernetes":
+        made.append(_object(job, "v1", "Secret", token_of(rdzv_id(job, settings))))
         made.append(_object(job, "v1", "ConfigMap", report_name(job.name)))
     if needs_access(job, settings):
         made += _access(draft)
@@ -182,28 +214,14 @@ def _dead(draft: Draft) -> list[str]:
 
 
 def _access(draft: Draft) -> list[Manifest]:
-    """Return an account that may do with the job's own objects what agents do, and no more."""
+    """Return an account that may do what agents do with Leases and ConfigMaps of its namespace.
+
+    Kubernetes checks that the operator may `bind` that one ClusterRole, and nothing else.
+    """
     job = draft.job
-    run = rdzv_id(job, draft.settings)
-    own = ["get", "list", "watch", "update", "patch", "delete"]
-    rules = [
-        # Kubernetes cannot restrict what is not there yet by its name.
-        _rule("", "secrets", ["create"]),
-        _rule("coordination.k8s.io", "leases", ["create"]),
-        _rule("", "secrets", own, *secrets_of(run)),
-        _rule("coordination.k8s.io", "leases", own, lease_of(run)),
-        _rule("", "configmaps", ["get", "list", "watch"], directive_name(job.name)),
-        _rule("", "configmaps", ["get", "update", "patch"], report_name(job.name)),
-    ]
-    ref = {"apiGroup": _RBAC, "kind": "Role", "name": job.name}
+    ref = {"apiGroup": _RBAC, "kind": "ClusterRole", "name": JOB_ROLE}
     subject = {"kind": "ServiceAccount", "name": job.name, "namespace": job.namespace}
     return [
         _object(job, "v1", "ServiceAccount", job.name),
-        _object(job, f"{_RBAC}/v1", "Role", job.name, rules=rules),
         _object(job, f"{_RBAC}/v1", "RoleBinding", job.name, roleRef=ref, subjects=[subject]),
     ]
-
-
-def _rule(group: str, kind: str, verbs: list[str], *only: str) -> Manifest:
-    rule: Manifest = {"apiGroups": [group], "resources": [kind], "verbs": verbs}
-    return rule | ({"resourceNames": list(only)} if only else {})

@@ -43,6 +43,8 @@ _BY_DISRUPTION: dict[str, Cause] = {
     "DeletionByPodGC": "Shutdown",
     "TerminationByKubelet": "Shutdown",
 }
+# A variable refers to a Secret or ConfigMap that is not there.
+_LACKS_CONFIGURATION = "CreateContainerConfigError"
 # Waiting reasons of a container that will not pass by themselves; of those an image's name that
 # is no name never does.
 NEVER_STARTS = "InvalidImageName"
@@ -52,7 +54,7 @@ CANNOT_START = (
     "ErrImageNeverPull",
     "RegistryUnavailable",
     "ImageInspectError",
-    "CreateContainerConfigError",
+    _LACKS_CONFIGURATION,
     "CreateContainerError",
     "RunContainerError",
     NEVER_STARTS,
@@ -122,6 +124,11 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     def lives(self) -> bool:
         """Whether it has, or may soon have, processes of the job."""
         return self.state in ("pending", "running")
+
+    @property
+    def lacks_configuration(self) -> bool:
+        """Whether its kubelet waits for a Secret or ConfigMap that the pod refers to."""
+        return self.hindrance is not None and self.hindrance.reason == _LACKS_CONFIGURATION
 
 
 def judge(pod: Pod, job: Meta, settings: Settings) -> Judged | None:

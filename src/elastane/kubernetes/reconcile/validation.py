@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from elastane.kubernetes.model.names import pod_name
+from elastane.kubernetes.model.names import NAME_CHARS_MAX, NAME_PATTERN, pod_name
 from elastane.kubernetes.model.spec import ElasticJobSpec, RunPolicy
-from elastane.kubernetes.reconcile.bounds import NAME_CHARS_MAX, TEXT_CHARS_MAX
+from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX
 from elastane.kubernetes.reconcile.choices import choices
 from elastane.kubernetes.reconcile.rules import wrong_rules
 
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAME = re.compile(NAME_PATTERN)
 _SPELLINGS = ("runPolicy", "RunPolicy")
 # Asked once: each answer evaluates every annotation anew, in half a millisecond.
 _FIELDS = msgspec.structs.fields(ElasticJobSpec)
@@ -87,7 +87,7 @@ def merged_policy(raw: Any) -> tuple[dict[str, Any], list[Wrong]]:
 
 def wrong_name(name: str) -> list[Wrong]:
     """Return what is wrong with the job's name: Services, labels and host names are made of it."""
-    if _LABEL.fullmatch(name) and len(name) <= NAME_CHARS_MAX:
+    if _NAME.fullmatch(name) and len(name) <= NAME_CHARS_MAX:
         return []
     expected = f"at most {NAME_CHARS_MAX} of a-z, 0-9 and -, beginning with a letter"
     return [_wrong("metadata.name", name, expected)]

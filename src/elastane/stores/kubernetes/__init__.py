@@ -1,4 +1,4 @@
-"""Kubernetes as a store: a Secret for each key, a coordination.k8s.io Lease for each lease.
+"""Kubernetes as a store: a ConfigMap for each key, a Secret for a token, a Lease for each lease.
 
 `settings` reads what the user wrote, `names` says which object is which key, `objects` is what is
 read and written of them, `trouble` makes the store's errors of the API's, `store` and `lease` are

@@ -1,8 +1,8 @@
-"""Which object holds which key: names that the API server takes, and that a Role can list.
+"""Which object holds which key: its kind, and a name that the API server accepts.
 
-Owns the mapping. `run-1/record` is the Secret `elastane-run-1.record`; a key whose parts are no
-names of objects gets a digest, under another beginning, so that no two keys share an object. A Role
-that allows a job's agents no more than their own objects names them by `secrets_of` and `lease_of`.
+Owns the mapping. `run-1/record` is the ConfigMap `elastane-run-1.record`; a key whose parts are not
+valid object names gets a digest, under another prefix, so that no two keys share an object. Only
+the job's token is a Secret: an account that runs workers then needs no right to read Secrets.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import re
 
-from elastane.stores.jobs import JobNames
+from elastane.kubeapi import Resource
+from elastane.kubeapi.resource import CONFIGMAPS, SECRETS
+from elastane.stores.jobs import TOKEN_PART, JobNames
 
 # A label of RFC 1123; an object's name is such labels joined by dots, 253 characters at most.
 _PART = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -32,6 +34,11 @@ def object_name(key: str) -> str:
     return f"elastane.{_digest(key)}.{readable or 'key'}"
 
 
+def resource_of(key: str) -> Resource:
+    """Return the kind of object that holds `key`: a Secret for a job's token, else a ConfigMap."""
+    return SECRETS if key.rpartition("/")[2] == TOKEN_PART else CONFIGMAPS
+
+
 def job_label(key: str) -> str:
     """Return the value of JOB_LABEL on all objects whose key begins as this one does."""
     first = key.partition("/")[0]
@@ -44,10 +51,15 @@ def labels_of(key: str) -> dict[str, str]:
     return {MANAGED_LABEL: "elastane", JOB_LABEL: job_label(key)}
 
 
-def secrets_of(job: str) -> tuple[str, ...]:
-    """Return the names of all Secrets that a job (`--rdzv-id`) keeps."""
+def token_of(job: str) -> str:
+    """Return the name of the Secret that holds the token of a job (`--rdzv-id`)."""
+    return object_name(JobNames(job).token_key)
+
+
+def config_maps_of(job: str) -> tuple[str, ...]:
+    """Return the names of the ConfigMaps that a job (`--rdzv-id`) keeps."""
     keys = JobNames(job)
-    return tuple(object_name(key) for key in (keys.coordinator, keys.token_key, keys.record))
+    return tuple(object_name(key) for key in (keys.coordinator, keys.record))
 
 
 def lease_of(job: str) -> str:

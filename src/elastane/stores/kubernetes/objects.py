@@ -1,4 +1,4 @@
-"""The Secrets and Leases of the store: what is read of them, and what is written.
+"""The ConfigMaps, Secrets and Leases of the store: what is read of them, and what is written.
 
 Owns their shapes. Whatever the wire may hold, it is read as one of these or not at all; a field
 that somebody edited to nonsense counts as absent. A version that is no number is a StoreError.
@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from elastane.errors import StoreError
-from elastane.stores.kubernetes.names import KEY_ANNOTATION, labels_of, object_name
+from elastane.kubeapi.resource import SECRETS
+from elastane.stores.kubernetes.names import KEY_ANNOTATION, labels_of, object_name, resource_of
 
 TERM_ANNOTATION = "elastane.dev/term"
 VALUE_ANNOTATION = "elastane.dev/value"
@@ -46,16 +47,41 @@ class Meta(msgspec.Struct):
 
 
 class Data(msgspec.Struct):
-    """What a Secret of ours holds; null where somebody emptied it."""
+    """The data of an object of ours: one value, in base64."""
 
     value: bytes = b""
 
 
-class Secret(msgspec.Struct):
-    """A Secret of ours."""
+class ConfigMapObject(msgspec.Struct):
+    """A ConfigMap that holds the value of one key; null where somebody emptied it."""
+
+    metadata: Meta
+    binaryData: Data | None = None  # noqa: N815 the wire's
+
+    @property
+    def value(self) -> bytes:
+        """The value of the key."""
+        return self.binaryData.value if self.binaryData else b""
+
+
+class SecretObject(msgspec.Struct):
+    """A Secret that holds the value of one key; null where somebody emptied it."""
 
     metadata: Meta
     data: Data | None = None
+
+    @property
+    def value(self) -> bytes:
+        """The value of the key."""
+        return self.data.value if self.data else b""
+
+
+Holding = ConfigMapObject | SecretObject
+
+
+def holding_type(key: str) -> type[Holding]:
+    """Return the type that the object of `key` is read as."""
+    return SecretObject if resource_of(key) is SECRETS else ConfigMapObject
 
 
 class LeaseSpec(msgspec.Struct):
@@ -109,16 +135,16 @@ class Anything(msgspec.Struct):
     metadata: Meta
 
 
-def secret_manifest(
+def manifest_of(
     key: str, value: bytes, version: int, owner: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the Secret that holds `value`; version 0: of an object that does not exist."""
+    """Return the object that holds `value`; version 0: of an object that does not exist."""
+    field = "data" if resource_of(key) is SECRETS else "binaryData"
     return {
         "apiVersion": "v1",
-        "kind": "Secret",
-        "type": "Opaque",
+        "kind": resource_of(key).kind,
         "metadata": metadata_of(key, owner, version),
-        "data": {"value": value},
+        field: {"value": value},
     }
 
 

@@ -29,8 +29,20 @@ from elastane.kubeapi.resource import CONFIGMAPS, LEASES, SECRETS
 from elastane.kubeapi.single import follow_one
 from elastane.stores.common import boot_clock
 from elastane.stores.kubernetes.lease import KubernetesLease, LeasePlace
-from elastane.stores.kubernetes.names import JOB_LABEL, KEY_ANNOTATION, job_label, object_name
-from elastane.stores.kubernetes.objects import Anything, Secret, metadata_of, secret_manifest
+from elastane.stores.kubernetes.names import (
+    JOB_LABEL,
+    KEY_ANNOTATION,
+    job_label,
+    object_name,
+    resource_of,
+)
+from elastane.stores.kubernetes.objects import (
+    Anything,
+    Holding,
+    holding_type,
+    manifest_of,
+    metadata_of,
+)
 from elastane.stores.kubernetes.settings import KubernetesSettings
 from elastane.stores.kubernetes.trouble import Trouble
 from elastane.stores.protocol import (
@@ -90,8 +102,9 @@ class KubernetesStore:
     async def get(self, key: str) -> Entry | None:
         """See Store.get."""
         check_key(key)
-        asking = self.api.find(SECRETS, self.namespace, object_name(key), Secret)
-        return _entry(await self.ask("get secrets", asking))
+        resource = resource_of(key)
+        asking = self.api.find(resource, self.namespace, object_name(key), holding_type(key))
+        return _entry(await self.ask(f"get {resource.plural}", asking))
 
     async def compare_and_set(
         self, key: str, value: bytes, expected_version: int, ttl_s: float | None = None
@@ -102,10 +115,10 @@ class KubernetesStore:
         if ttl_s is not None:
             check_ttl(key, ttl_s)
         await self.find_owner()
-        manifest = secret_manifest(key, value, expected_version, self._owner)
-        self._touched.add((SECRETS, key))
+        manifest = manifest_of(key, value, expected_version, self._owner)
+        self._touched.add((resource_of(key), key))
         try:
-            written = await self._write(manifest, expected_version)
+            written = await self._write(key, manifest, expected_version)
         except (ApiConflictError, ApiNotFoundError) as error:
             if isinstance(error, ApiNotFoundError) and not expected_version:
                 raise self._no_namespace(error) from error
@@ -118,9 +131,10 @@ class KubernetesStore:
         if not expected_version:
             raise ConflictError(key, 0, await self.get(key))
         how = Deletion(version=str(expected_version))
-        asking = self.api.delete(SECRETS, self.namespace, object_name(key), how)
+        resource = resource_of(key)
+        asking = self.api.delete(resource, self.namespace, object_name(key), how)
         try:
-            await self.ask("delete secrets", asking)
+            await self.ask(f"delete {resource.plural}", asking)
         except (ApiConflictError, ApiNotFoundError) as error:
             raise ConflictError(key, expected_version, await self.get(key)) from error
 
@@ -146,11 +160,11 @@ class KubernetesStore:
     async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
         check_key(key)
-        known = after_version
-        follow = follow_one(self.api, SECRETS, self.namespace, object_name(key), Secret)
+        known, resource = after_version, resource_of(key)
+        follow = follow_one(self.api, resource, self.namespace, object_name(key), holding_type(key))
         async with contextlib.aclosing(follow):
             while True:
-                entry = _entry(await self.ask("watch secrets", anext(follow)))
+                entry = _entry(await self.ask(f"watch {resource.plural}", anext(follow)))
                 if entry is not None and entry.version > known:
                     known = entry.version
                     yield entry
@@ -161,7 +175,7 @@ class KubernetesStore:
     async def purge(self, prefix: str) -> None:
         """See Store.purge. Where nothing may be listed: of what this process had to do with."""
         check_key(prefix)
-        for resource in (SECRETS, LEASES):
+        for resource in (CONFIGMAPS, SECRETS, LEASES):
             known = {(object_name(key), key) for kind, key in self._touched if kind == resource}
             for name, key in known | await self._listed(resource, prefix):
                 if key == prefix or key.startswith(prefix + "/"):
@@ -199,12 +213,13 @@ class KubernetesStore:
                 "uid": found.metadata.uid,
             }
 
-    async def _write(self, manifest: dict[str, Any], version: int) -> Secret:
+    async def _write(self, key: str, manifest: dict[str, Any], version: int) -> Holding:
+        resource, kind = resource_of(key), holding_type(key)
         if version:
-            asking = self.api.replace(SECRETS, self.namespace, manifest, Secret)
-            return await self.ask("update secrets", asking)
-        asking = self.api.create(SECRETS, self.namespace, manifest, Secret)
-        return await self.ask("create secrets", asking)
+            asking = self.api.replace(resource, self.namespace, manifest, kind)
+            return await self.ask(f"update {resource.plural}", asking)
+        asking = self.api.create(resource, self.namespace, manifest, kind)
+        return await self.ask(f"create {resource.plural}", asking)
 
     def _place(self, key: str) -> LeasePlace:
         place = self._places.get(key)
@@ -242,8 +257,5 @@ class KubernetesStore:
         )
 
 
-def _entry(found: Secret | None) -> Entry | None:
-    if found is None:
-        return None
-    value = found.data.value if found.data else b""
-    return Entry(value, found.metadata.version)
+def _entry(found: Holding | None) -> Entry | None:
+    return None if found is None else Entry(found.value, found.metadata.version)

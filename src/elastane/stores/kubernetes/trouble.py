@@ -79,9 +79,9 @@ class Trouble:
             slug=error.slug,
             where=error.where,
             expected=f"a Role in namespace {namespace} that allows to {_VERBS.replace(',', ', ')} "
-            "secrets and leases.coordination.k8s.io, bound to who this is",
+            "configmaps, secrets and leases.coordination.k8s.io, bound to this account",
             next_step=f"kubectl -n {namespace} create role elastane --verb={_VERBS} "
-            "--resource=secrets,leases.coordination.k8s.io && "
+            "--resource=configmaps,secrets,leases.coordination.k8s.io && "
             f"kubectl -n {namespace} create rolebinding elastane --role=elastane "
             f"--serviceaccount={namespace}:default",
         )
