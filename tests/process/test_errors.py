@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from supervise import Agent, agent, ask, words_agent, write_script
 
-from elastane.agent.lastwords import STOPPED_IN_ITS_END
+from elastane.core.diagnosis import STOPPED_IN_ITS_END
 from elastane.observe.report import JobReport, read_report
 from elastane.runtime.errorfile import read_error_file
 

@@ -47,7 +47,7 @@ def test_a_worker_that_makes_no_progress_is_killed_with_its_stack_and_replaced(j
     assert failed.data["pid"] == hung
     message = failed.data["message"]
     assert "it hung: no progress for" in message and at in message and frame in message, message
-    assert "it hung" in job.cluster.events("restart")[0].data["cause"]
+    assert "it hung" in job.cluster.events("replacement")[0].data["cause"]
     job.ends_exact()
 
 
@@ -57,7 +57,7 @@ def test_a_worker_that_a_signal_stopped_is_replaced_whatever_it_was_at(job):
     nodes[2].kill_worker(number=signal.SIGSTOP)
     after = job.wait_steps(5, 3)
     assert victim not in after
-    [restart] = job.cluster.events("restart")
+    [restart] = job.cluster.events("replacement")
     assert "stopped by a signal" in restart.data["cause"]
     job.ends_exact()
 
@@ -68,7 +68,7 @@ def test_workers_that_all_wait_for_one_another_go_on_in_another_world(job):
     for rank in (0, 1):
         told_to_hang(job, "receive", rank)
     assert set(job.wait_steps(5, 2)) == before
-    assert not job.cluster.events("restart")
+    assert not job.cluster.events("restart", "replacement")
     assert "wait for one another" in job.cluster.events("round-settled")[-1].reason
     job.ends_exact()
 

@@ -103,7 +103,7 @@ def test_a_killed_worker_of_any_rank_costs_the_others_no_process_and_is_replaced
     after = job.wait_steps(5, 3)
     assert {*by_rank.values()} - {dead} < set(after) and dead not in after
     assert len(job.ends_exact()) == 3
-    assert [e.data["used"] for e in job.cluster.events("restart")] == [1]
+    assert [e.data["used"] for e in job.cluster.events("replacement")] == [1]
 
 
 @pytest.mark.parametrize("victim", ["a", pytest.param("b", marks=pytest.mark.soak)])
@@ -117,7 +117,7 @@ def test_a_killed_node_is_left_behind_the_coordinators_too(job, victim):
     job.cluster.start(victim)
     assert before - gone < set(job.wait_steps(5, 3))
     assert len(job.ends_exact()) == 3
-    assert not job.cluster.events("restart")
+    assert not job.cluster.events("restart", "replacement")
 
 
 def test_an_arrival_and_a_leave_come_at_a_boundary_and_no_step_is_dealt_again(job):

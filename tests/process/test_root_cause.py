@@ -103,7 +103,14 @@ def one_run(folder: Path, nodes: int, runs: int, gap_s: float) -> int:
     script = write_script(folder, BODY)
     words = [
         *("--nnodes", str(nodes), "--nproc-per-node", str(per_node), "--log-dir", "logs"),
-        *("--max-restarts", str(runs), "--preload", "json", "--rdzv-conf", "crash_loop=0"),
+        *(
+            "--max-restarts",
+            str(runs),
+            "--preload",
+            "json",
+            "--rdzv-conf",
+            "crash_loop=0,same_crash=0",
+        ),
         *("--rdzv-id", "blame", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
     ]
     with contextlib.ExitStack() as stack:

@@ -182,7 +182,7 @@ def test_a_job_shrinks_and_grows_by_replicas_and_its_survivors_keep_their_proces
         pids = changed(job, pids, lambda: job.cluster.start("c"), more=2)
         changed(job, pids, nodes[1].stop)
         ends_alike(job, 2)
-        assert not job.cluster.events("restart")
+        assert not job.cluster.events("restart", "replacement")
 
 
 @pytest.mark.soak
@@ -323,7 +323,7 @@ def test_replicas_of_two_nodes_each_are_lost_and_come_back_whole(tmp_path):
         nodes[2].kill(), nodes[4].stop()
         job.wait_some(3, 2)
         ends_alike(job, 2)
-        assert not job.cluster.events("restart")
+        assert not job.cluster.events("restart", "replacement")
 
 
 @pytest.mark.soak
@@ -353,7 +353,7 @@ def test_the_last_replica_over_nodes_goes_on_from_what_was_saved(tmp_path, leave
         job.cluster.start("c")
         assert not job.wait_steps(4, world=2) & before
         job.ends_exact(2)
-        assert not job.cluster.events("restart")
+        assert not job.cluster.events("restart", "replacement")
         (restored,) = {line["step"] for ls in job.said("restored").values() for line in ls} - {0}
     made = [line["step"] for pid in before for line in job.said()[pid]]
     assert restored == max(made) + 1 if leaves else restored <= max(made) + 1

@@ -34,7 +34,7 @@ def test_a_spare_takes_the_place_of_a_lost_worker_with_its_variables_and_its_log
     before = set(job.cluster.nodes[0].workers())
     dead = job.cluster.nodes[0].kill_worker(1)
     assert set(job.wait_steps(5, 2)) == before - {dead} | {spare}
-    assert [e.data["used"] for e in job.cluster.events("restart")] == [1]
+    assert [e.data["used"] for e in job.cluster.events("replacement")] == [1]
     job.cluster.wait(lambda: spares(job) - {spare}, "another spare waits")
     said = [path.read_text() for path in job.cluster.log_dir.glob("**/stdout.log")]
     assert sorted(text.split()[-1] for text in said) == ["0", "1", "1"], said
@@ -52,5 +52,5 @@ def test_a_spare_that_ends_is_followed_by_another_and_costs_the_job_nothing(job)
     job.cluster.wait(lambda: spares(job), "another spare waits")
     job.wait_steps(5, 2)
     job.ends_exact()
-    assert not job.cluster.events("restart")
+    assert not job.cluster.events("restart", "replacement")
     assert not [e for e in job.cluster.events("worker-exited") if e.data.get("exit_code")]

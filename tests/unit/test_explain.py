@@ -43,7 +43,7 @@ def settled(seconds, fence=(0, 0), **data):
 def exited(seconds, rank, reason="exit code 1", *, fence=(0, 0), **data):
     data = {"rank": rank, "local_rank": rank % 2, "pid": 100 + rank, "exit_code": 1} | data
     return event(
-        seconds, EventKind.WORKER_EXITED, reason, node="ab"[rank // 2], fence=fence, **data
+        seconds, EventKind.WORKER_EXITED, reason, node="ab"[max(rank, 0) // 2], fence=fence, **data
     )
 
 
@@ -190,6 +190,60 @@ def test_of_a_long_message_its_end_is_shown():
     ]
 
 
+def test_a_job_whose_agents_all_left_says_so_and_not_that_it_may_run():
+    left = "released: drained: SIGTERM"
+    lines = told(
+        event(0, EventKind.AGENT_STARTED, fence=None),
+        settled(1),
+        event(5, EventKind.DRAIN_STARTED, "node a is leaving"),
+        event(6, EventKind.AGENT_STOPPED, left, fence=None, exit_code=143),
+    )
+    assert lines[0] == (
+        "job training: no outcome: all agents whose logs are here left before the job ended; the"
+        f" last at {at(6)} a: exit code 143: {left}"
+    )
+
+
+def test_a_job_one_of_whose_agents_is_here_may_run():
+    lines = told(
+        event(0, EventKind.AGENT_STARTED, fence=None),
+        event(0.1, EventKind.AGENT_STARTED, node="b", fence=None),
+        settled(1),
+        event(6, EventKind.AGENT_STOPPED, "SIGTERM", fence=None, exit_code=143),
+    )
+    assert "it runs, or all its agents were killed" in lines[0]
+
+
+def test_what_the_budget_paid_for_replacements_is_not_called_restarts():
+    lines = told(
+        settled(0),
+        event(4, EventKind.INCIDENT, "worker of rank 1 on node a ended with SIGKILL"),
+        event(5, EventKind.REPLACEMENT, used=7, cause="killed", cause_node="a", cause_rank=1),
+        settled(6, (1, 0)),
+        event(
+            8, EventKind.REPLACEMENT, fence=(1, 0), used=8, cause="a successor's", cause_node="a"
+        ),
+    )
+    assert lines[1] == (
+        "restart budget used: 8, 2 of it for replacements of lost workers, while the others went on"
+    )
+    assert "  root cause killed" in lines
+    # A worker without a place ended: the world goes on.
+    assert "a successor's" not in "".join(lines)
+    assert sum(line.startswith("  ended ") for line in lines) == 1
+
+
+def test_a_worker_without_a_place_is_told_without_a_rank():
+    lines = told(settled(0), exited(4, -1, local_rank=0))
+    assert any("a worker without a rank on node a (local rank 0" in line for line in lines)
+
+
+def test_what_a_worker_wrote_before_a_signal_is_called_its_output():
+    lines = told(settled(0), exited(4, 0, "SIGKILL", message="UserWarning: x", output=True))
+    at_output = lines.index("    its last output:")
+    assert lines[at_output + 1] == "    | UserWarning: x"
+
+
 def test_departures_and_replicas_that_differ_are_told():
     lines = told(
         settled(0),
@@ -224,7 +278,7 @@ def test_figures_that_are_none_are_told_as_nothing():
     ]
     [attempt] = story_of("folder", "/logs", events).attempts
     [failure] = attempt.failures
-    assert (attempt.world_size, failure.rank, failure.pid) == (0, 0, 0)
+    assert (attempt.world_size, failure.rank, failure.pid) == (0, None, 0)
     assert failure.time == at(1)
 
 

@@ -65,7 +65,7 @@ def test_a_running_job_in_full():
         "  why           all nodes are here",
         "  coordinator   10.0.0.1:29400, up 1 h 1 min",
         "  nodes         2 here, 1 to 4 wanted",
-        "  restarts      1 of 3 used",
+        "  budget        1 of 3 restarts used",
         "  last incident worker 1 of a: SIGKILL",
         "",
         "  node  host      state    rank  workers  step  heard",

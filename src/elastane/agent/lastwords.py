@@ -18,37 +18,37 @@ _FATAL = "Fatal Python error: "
 _STACKS_LINES_MAX, _STACKS_BYTES_MAX = 5000, 512 << 10
 _NATIVE_FRAMES_MAX = 12
 _PYTHON_FRAMES_MAX = 20
-# Evidence for a worker that had failed by itself before anybody stopped it.
-STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
 
 
 @dataclass(frozen=True)
 class LastWords:
     """The text, the error file where the worker wrote one, and when it failed by that.
 
-    `failed_s` is of this host's monotonic clock; 0 where the file does not tell.
+    `failed_s` is of this host's monotonic clock; 0 where the file does not tell. `output`: the
+    text is only the end of stderr, which need not be about the worker's end.
     """
 
     message: str = ""
     error_file: str = ""
     failed_s: float = 0.0
+    output: bool = False
 
 
 def read_last_words(streams: WorkerStreams) -> LastWords:
     """Return what is there; nothing is an answer too."""
     error = read_error_file(streams.error_file) if streams.error_file else None
-    said = _said(streams.stderr_tail) if streams.stderr_tail else ""
+    said = _said(streams.stderr_tail) if streams.stderr_tail else LastWords()
     if error is None:
-        return LastWords(said)
-    return LastWords(
-        error.callstack or error.message or said, streams.error_file, error.monotonic_ns / _NS
-    )
+        return said
+    text = error.callstack or error.message or said.message
+    return LastWords(text, streams.error_file, error.monotonic_ns / _NS)
 
 
-def _said(path: str) -> str:
+def _said(path: str) -> LastWords:
     """Return the end of stderr; of a crash, its stacks."""
     text = last_lines(path, lines_max=_STACKS_LINES_MAX, bytes_max=_STACKS_BYTES_MAX)
-    return crash_words(text) or last_lines(path)
+    crash = crash_words(text)
+    return LastWords(crash or last_lines(path), output=not crash)
 
 
 def crash_words(text: str) -> str:

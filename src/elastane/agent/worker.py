@@ -13,7 +13,7 @@ from elastane.agent.environment import WorkerFacts, worker_args, worker_environm
 from elastane.agent.groupsetup import GroupSetup
 from elastane.agent.lastwords import LastWords, read_last_words
 from elastane.core.limits import FAILURE_TEXT_CHARS_MAX
-from elastane.core.model import Assignment, Failure
+from elastane.core.model import NO_RANK, Assignment, Failure
 from elastane.runtime.page import Page
 from elastane.runtime.process import WorkerCommand, WorkerProcess
 from elastane.runtime.streams import GroupStreams, WorkerStreams
@@ -33,7 +33,7 @@ class Worker:
 
     `termed`: it was asked to checkpoint by SIGTERM. `given_up`: it was told as failed though its
     process may live. `verdict`: why the agent itself ended it, in words. `hung`: why it was taken
-    to hang, and ended.
+    to hang, and ended. `steps`: how many it had shown when it ended.
     """
 
     local_rank: int
@@ -48,6 +48,7 @@ class Worker:
     given_up: bool = False
     verdict: str = ""
     hung: str = ""
+    steps: int = 0
 
     @property
     def is_alive(self) -> bool:
@@ -87,31 +88,28 @@ class Worker:
         except TimeoutError:
             words = LastWords()  # The failure must be told all the same.
         if self.hung:  # What a handler of SIGABRT says last is of no use: we sent it.
-            return replace(words, message=f"{words.message}\n{self.hung}".lstrip())
-        if not self.verdict:
-            return words
-        return replace(words, message=f"{self.verdict}\n{words.message}".rstrip())
+            message = f"{words.message}\n{self.hung}".lstrip()
+            return replace(words, message=message, output=False)
+        return words
 
-    def failure(self, pid: int, code: int, words: LastWords, evidence: str = "") -> Failure:
-        """Return its end as the coordinator is told."""
+    def failure(
+        self, pid: int, code: int, words: LastWords, evidence: str = "", *, stopped: bool = False
+    ) -> Failure:
+        """Return its end as the coordinator is told; `stopped`: in the end of its own error."""
         return Failure(
             local_rank=self.local_rank,
-            rank=self.rank,
+            rank=NO_RANK if self.beside else self.rank,
             pid=pid,
             exit_code=code,
-            message=_bounded(words.message, len(self.verdict)),
+            message=words.message[-FAILURE_TEXT_CHARS_MAX:],
             error_file=words.error_file,
             log_file=self.streams.stderr_path,
-            evidence=evidence,
+            evidence=evidence or self.verdict,
+            output=words.output,
+            steps=self.steps,
+            stopped=stopped,
         )
 
     def _read(self) -> LastWords:
         self.files.settle(self.streams)
         return read_last_words(self.streams)
-
-
-def _bounded(text: str, head: int) -> str:
-    """Return the end of a text that is too long, under its first `head` characters."""
-    if len(text) <= FAILURE_TEXT_CHARS_MAX:
-        return text
-    return text[:head] + text[-(FAILURE_TEXT_CHARS_MAX - head) :]

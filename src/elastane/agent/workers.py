@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from elastane.agent.files import Outputs
 from elastane.agent.groupdrain import GroupDrain
 from elastane.agent.groupsetup import GroupSetup
-from elastane.agent.lastwords import STOPPED_IN_ITS_END
 from elastane.agent.lines import Lines, place_of
 from elastane.agent.memory import Memory, kill_evidence, read_memory
 from elastane.agent.minder import Minder
@@ -196,6 +195,7 @@ class WorkerGroup:
 
     async def _watch(self, worker: Worker, process: WorkerProcess) -> None:
         code = await process.wait()
+        worker.steps = max(worker.page.calls, worker.page.steps)
         if any(known is worker for known in self._workers):
             self._lines.hang_up(worker.local_rank)  # Its children may hold the other end.
         await self._tell_end(worker, process, code)
@@ -213,13 +213,14 @@ class WorkerGroup:
         stopped = self._stopping
         words = await worker.last_words(self.setup)
         evidence = ""
-        if stopped and 0 < words.failed_s <= self._stopped_s:
-            evidence = STOPPED_IN_ITS_END
-        elif not (stopped or worker.verdict or worker.hung):
+        if not (stopped or worker.verdict or worker.hung):
             evidence = kill_evidence(self._memory, read_memory(), process.peak_bytes, code)
+        by_signal = code in (-signal.SIGTERM, -signal.SIGKILL)
+        stopped_in_its_end = stopped and by_signal and 0 < words.failed_s <= self._stopped_s
         # The error file's time is the fault's own; its process ended by and by after that.
         failed_s = min(ended_s, words.failed_s or ended_s)
-        self._post_failed(worker.failure(process.pid, code, words, evidence), failed_s)
+        failure = worker.failure(process.pid, code, words, evidence, stopped=stopped_in_its_end)
+        self._post_failed(failure, failed_s)
 
     def _begin_more(self, local_ranks: tuple[int, ...], beside: Assignment) -> None:
         if not self._stopping:

@@ -24,7 +24,7 @@ def report_lines(report: Report, endpoint: str) -> list[str]:
         f"  why           {report.reason}",
         f"  coordinator   {endpoint}, up {duration(report.uptime_s)}",
         f"  nodes         {_wanted(report)}",
-        f"  restarts      {report.restarts_used} of {report.max_restarts} used",
+        f"  budget        {report.restarts_used} of {report.max_restarts} restarts used",
     ]
     if report.last_incident:
         lines.append(f"  last incident {report.last_incident}")

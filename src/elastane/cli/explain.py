@@ -57,7 +57,7 @@ def story_lines(story: JobStory) -> list[str]:
     """Return the story for a person."""
     lines = [f"job {story.job}: {_verdict(story)}"]
     if story.restarts_used:
-        lines.append(f"restarts used: {story.restarts_used}")
+        lines.append(_budget_line(story))
     for attempt in story.attempts:
         lines += ["", *_attempt_lines(attempt)]
     if story.departures:
@@ -66,9 +66,24 @@ def story_lines(story: JobStory) -> list[str]:
     return lines
 
 
+def _budget_line(story: JobStory) -> str:
+    """Return what the restart budget was used for."""
+    if not story.replacements:
+        return f"restarts used: {story.restarts_used}"
+    return (
+        f"restart budget used: {story.restarts_used}, {story.replacements} of it for replacements"
+        " of lost workers, while the others went on"
+    )
+
+
 def _verdict(story: JobStory) -> str:
     if not story.attempts and not story.ended:
         return "no attempt is on file" + (f"; last: {story.last_event}" if story.last_event else "")
+    if not story.ended and story.agents_left and not story.agents_here:
+        return (
+            "no outcome: all agents whose logs are here left before the job ended; the last at"
+            f" {story.agents_left[-1]}"
+        )
     if not story.ended:
         return (
             f"no end is on file: it runs, or all its agents were killed; last: {story.last_event}"
@@ -91,6 +106,8 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
         lines.append(f"  replica    {told}")
     if attempt.root_cause:
         lines.append(f"  root cause {attempt.root_cause}")
+    if attempt.alike:
+        lines.append(f"  also       {attempt.alike} more failed by the same error")
     own = [one for one in attempt.failures if not one.stopped]
     for one in sorted(own, key=lambda one: not _is_root(attempt, one))[:_FAILURES_SHOWN_MAX]:
         lines += _failure_lines(one, root=_is_root(attempt, one))
@@ -98,15 +115,22 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
 
 
 def _is_root(attempt: AttemptStory, one: SeenFailure) -> bool:
+    if one.rank is None:
+        return False
     return (attempt.root_node, attempt.root_rank) == (one.node, one.rank)
+
+
+def _rank_text(one: SeenFailure) -> str:
+    return "a worker without a rank" if one.rank is None else f"rank {one.rank}"
 
 
 def _failure_lines(one: SeenFailure, *, root: bool) -> list[str]:
     mark = "cause" if root else "failure"
     lines = [
-        f"  {mark:<10} rank {one.rank} on node {one.node} (local rank {one.local_rank},"
+        f"  {mark:<10} {_rank_text(one)} on node {one.node} (local rank {one.local_rank},"
         f" pid {one.pid}) at {one.time}: {one.exit}"
     ]
+    lines += ["    its last output:"] if one.output and one.message.strip() else []
     lines += [
         f"    | {line}" for line in one.message.strip("\n").splitlines()[-_MESSAGE_LINES_MAX:]
     ]

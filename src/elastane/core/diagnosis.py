@@ -7,13 +7,15 @@ the connection to a peer is a consequence as long as anything else explains it.
 
 from __future__ import annotations
 
+import builtins
+import re
 import signal
 from collections.abc import Sequence
 
 import msgspec
 
 from elastane.core.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_MAX, FAILURES_TOLD_WHOLE
-from elastane.core.model import Cause, FailedWorker, Failure, Fence
+from elastane.core.model import NO_RANK, Cause, FailedWorker, Failure, Fence
 
 # What gloo and NCCL say when a peer is gone (torch 2.13); compared in lower case.
 _LOST_PEER = (
@@ -26,6 +28,31 @@ _LOST_PEER = (
     "ncclremoteerror",
     "read timeout",
     "timed out waiting",
+)
+# Signals that others send: what a worker had written before is not about its end.
+_FROM_OUTSIDE = frozenset(
+    {
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGKILL,
+        signal.SIGTERM,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGXCPU,
+    }
+)
+_HEADLINE_CHARS_MAX = 200
+STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
+_FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
+# Errors that may be gone in the next attempt: of the system, of requests to exit, ...
+_PASSING_ERRORS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
+# ... and of the network and the device, by the names and words of torch, its libraries and clients.
+_PASSING = re.compile(
+    r"connect|time[d ]*-?out|\bhttp|\burl|ssl|network|socket|resolve|gaierror|unavailable|"
+    r"out ?of ?memory|\bcuda|cudnn|cublas|nccl|gloo|\bhip\b|accelerator|"
+    r"\bDist\w*Error|store",
+    re.IGNORECASE,
 )
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERRORS = "elastane.errors."
@@ -41,8 +68,15 @@ class Sighting(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_lost_peer(failure: Failure) -> bool:
     """Whether the failure says no more than that a peer was gone."""
+    if _is_unexplained(failure):
+        return False
     text = failure.message.lower()
     return any(sign in text for sign in _LOST_PEER)
+
+
+def _is_unexplained(failure: Failure) -> bool:
+    """Whether a signal from outside ended the worker, whose last output is not about that."""
+    return failure.output and -failure.exit_code in _FROM_OUTSIDE
 
 
 def headline(said: str) -> str:
@@ -70,8 +104,37 @@ def exit_text(exit_code: int) -> str:
 
 def failure_text(failure: Failure) -> str:
     """Return in words how a worker ended, with what its agent knows besides."""
+    if failure.stopped:
+        return f"an error of its own; {exit_text(failure.exit_code)} came while it was ending"
     evidence = f" ({failure.evidence})" if failure.evidence else ""
     return exit_text(failure.exit_code) + evidence
+
+
+def evidence_text(failure: Failure) -> str:
+    """Return what its agent knows of a worker's end besides its exit code."""
+    return STOPPED_IN_ITS_END if failure.stopped else failure.evidence
+
+
+def worker_text(rank: int) -> str:
+    """Return in words which worker it is."""
+    return "worker without a rank" if rank == NO_RANK else f"worker of rank {rank}"
+
+
+def end_text(failure: Failure) -> str:
+    """Return in words, as a predicate, how a worker failed."""
+    if failure.stopped:
+        return "failed by an error of its own"
+    return f"ended with {failure_text(failure)}"
+
+
+def _error_text(failure: Failure) -> str:
+    """Return the words of a worker's error, as a root cause shows them after its end."""
+    words = headline(failure.message)[:_HEADLINE_CHARS_MAX]
+    if not words or _is_unexplained(failure):
+        return ""
+    if failure.output and failure.exit_code >= 0 and _TRACEBACK not in failure.message:
+        return f"; the last line of its stderr: {words}"
+    return f": {words}"
 
 
 def told(sightings: Sequence[Sighting], now_s: float) -> tuple[FailedWorker, ...]:
@@ -96,17 +159,41 @@ def root_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
     """Return the earliest failure that is not explained by a lost peer; needs one at least."""
     own = [s for s in sightings if not is_lost_peer(s.failure)] or list(sightings)
     first = min(own, key=_place)
-    failure = first.failure
-    words = headline(failure.message)[:200]
-    said = f": {words}" if words else ""
+    failure, error = first.failure, _own_error(first.failure)
+    alike = sum(bool(error) and _own_error(s.failure) == error for s in sightings) - bool(error)
+    who = f"{worker_text(failure.rank)} (local rank {failure.local_rank}, pid {failure.pid})"
     return Cause(
         kind="worker",
-        what=(
-            f"worker of rank {failure.rank} (local rank {failure.local_rank}, pid {failure.pid})"
-            f" on node {first.node_id} ended with {exit_text(failure.exit_code)}{said}"
-        ),
+        what=f"{who} on node {first.node_id} {end_text(failure)}{_error_text(failure)}",
         node_id=first.node_id,
         fence=fence,
         failure=failure,
-        consequences=len(sightings) - 1,
+        consequences=len(sightings) - 1 - alike,
+        alike=alike,
     )
+
+
+def crash_site(failure: Failure) -> str:
+    """Return the place of an error that only a change of the script can mend, in words.
+
+    Empty where another attempt may fare better: the worker had made steps, it left no error file,
+    or its error is of the network, the device or the file system.
+    """
+    error = headline(failure.message)
+    frames = _FRAME.findall(failure.message)
+    if failure.steps or not failure.error_file or not frames or is_lost_peer(failure):
+        return ""
+    kind = error.partition(":")[0].rpartition(".")[2]
+    known = getattr(builtins, kind, None)
+    passing = isinstance(known, type) and issubclass(known, _PASSING_ERRORS)
+    if passing or _PASSING.search(error):
+        return ""
+    file, line = frames[-1]
+    return f"{error[:_HEADLINE_CHARS_MAX]}, {file}:{line}"
+
+
+def _own_error(failure: Failure) -> str:
+    """Return what two failures by the same error have in common; empty where nothing is known."""
+    if failure.output or is_lost_peer(failure):
+        return ""
+    return headline(failure.message)

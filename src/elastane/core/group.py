@@ -141,6 +141,7 @@ def failure_data(failure: Failure, *, stopped: bool) -> dict[str, str | int | fl
         "age_s": round(failure.age_s, 6),
         "stopped": stopped,
         "message": failure.message[-EVENT_TEXT_CHARS:],
+        "output": failure.output,
         "error_file": failure.error_file,
         "log_file": failure.log_file,
     }

@@ -245,6 +245,10 @@ def look_s(nodes: int, longest_s: float) -> float:
     return max(STORE_POLL_S, min(STORE_POLL_S * nodes / STORE_CROWD, longest_s))
 
 
+# Attempts in a row that fail in the same way end the job: a third has shown that it is no chance.
+SAME_CRASHES_MAX = 3
+
+
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The durations that a job may set, in seconds; every node of a job has the same ones.
 
@@ -272,6 +276,10 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # An attempt that failed sooner than this after its start counts towards a crash loop, and
     # from the second in a row on there is a pause; 0 for none.
     crash_loop_s: float = 3.0
+    # An attempt that failed sooner than this, by the same error at the same line as those before
+    # it and without a step, counts towards SAME_CRASHES_MAX; 0 for never. A script that shows no
+    # steps may have made some, so what lived longer does not count.
+    same_crash_s: float = 60.0
     # No worker is taken to hang sooner than this: a shared disk may well take seconds to answer,
     # and who is taken to hang costs a restart of the budget.
     hang_floor_s: float = 20.0
@@ -284,7 +292,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 # A grace of nothing is SIGKILL at once, and a crash loop of nothing never pauses.
-_MAY_BE_ZERO = ("shutdown_timeout_s", "crash_loop_s")
+_MAY_BE_ZERO = ("shutdown_timeout_s", "crash_loop_s", "same_crash_s")
 # Bounds that constrain each other: (small, large, factor, why) demands small * factor <= large.
 PAIRS = (
     ("heartbeat_s", "silence_s", 2.0, "one lost heartbeat must not be a death"),

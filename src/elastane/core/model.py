@@ -167,13 +167,20 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     waiting: bool = False
 
 
+# The rank of a worker that was started beside a world and has no place in it yet.
+NO_RANK = -1
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's end that was not success.
 
     `age_s` is how long ago it was when the report was sent, by the sender's own monotonic
     clock: clocks of two hosts are never compared. `exit_code` is negative for a signal, as in
-    subprocess. `message` is what the worker's error file or last words said, `evidence` what the
-    agent knows besides: who sent a SIGKILL.
+    subprocess. `message` is the worker's error file, or the end of its output, which need not be
+    about its end: then `output` is true. `evidence` is what the agent knows besides: who sent a
+    SIGKILL. `rank` is NO_RANK for a worker that had no place in a world yet. `stopped`: it failed
+    by an error of its own, and was stopped while it was ending; `exit_code` is of the stop.
+    `steps` counts the steps that it had shown; a script that shows none has 0.
     """
 
     local_rank: int
@@ -185,6 +192,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     error_file: Text = ""
     log_file: Text = ""
     evidence: Text = ""
+    output: bool = False
+    stopped: bool = False
+    steps: Count = 0
 
 
 class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,7 +205,10 @@ class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """The root cause of an incident, found over all nodes."""
+    """The root cause of an incident, found over all nodes.
+
+    `alike` counts the other failures by the same error, `consequences` those that followed.
+    """
 
     kind: str  # "worker" | "timeout" | "request" | "configuration"
     what: str
@@ -203,6 +216,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     fence: Fence | None = None
     failure: Failure | None = None
     consequences: int = 0
+    alike: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ class EventKind(StrEnum):
     DRAIN_STARTED = "drain-started"
     DRAIN_ENDED = "drain-ended"
     RESTART = "restart"
+    REPLACEMENT = "replacement"
     WAITING = "waiting"
     RESIZED = "resized"
     JOB_ENDED = "job-ended"

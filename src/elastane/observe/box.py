@@ -9,7 +9,7 @@ import textwrap
 import unicodedata
 
 from elastane.core.diagnosis import failure_text
-from elastane.core.model import Cause, Failure, Outcome
+from elastane.core.model import NO_RANK, Cause, Failure, Outcome
 
 WIDTH = 100
 MESSAGE_LINES_MAX = 12
@@ -48,10 +48,14 @@ def _cause_lines(cause: Cause) -> list[str]:
     where += [str(cause.fence).replace(" attempt", ", attempt")] if cause.fence else []
     if cause.failure is not None:
         failure = cause.failure
-        where.append(f"rank {failure.rank} (local rank {failure.local_rank}, pid {failure.pid})")
+        rank = "no rank yet" if failure.rank == NO_RANK else f"rank {failure.rank}"
+        where.append(f"{rank} (local rank {failure.local_rank}, pid {failure.pid})")
     lines += _wrapped("where", ", ".join(where)) if where else []
     if cause.failure is not None:
         lines += _failure_lines(cause.failure)
+    if cause.alike:
+        others = "1 other worker" if cause.alike == 1 else f"{cause.alike} other workers"
+        lines += _wrapped("also", f"{others} failed by the same error")
     if cause.consequences:
         one = cause.consequences == 1
         followed = "1 more failure" if one else f"{cause.consequences} more failures"
@@ -61,9 +65,10 @@ def _cause_lines(cause: Cause) -> list[str]:
 
 def _failure_lines(failure: Failure) -> list[str]:
     lines = _wrapped("evidence", failure_text(failure))
+    label = "last output" if failure.output else "it said"
     said = failure.message.strip("\n").splitlines()
     for number, line in enumerate(said[-MESSAGE_LINES_MAX:]):
-        lines += _wrapped("it said" if number == 0 else " ", line.rstrip(), lines_max=3)
+        lines += _wrapped(label if number == 0 else " ", line.rstrip(), lines_max=3)
     for label, path in (("its log", failure.log_file), ("error file", failure.error_file)):
         lines += _wrapped(label, path) if path else []
     return lines

@@ -46,6 +46,7 @@ _WARNINGS = frozenset(
         EventKind.INCIDENT,
         EventKind.NODE_DEPARTED,
         EventKind.NODE_REFUSED,
+        EventKind.REPLACEMENT,
         EventKind.RESTART,
         EventKind.SIGNAL,
         EventKind.WAITING,

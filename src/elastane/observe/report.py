@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from elastane.core.diagnosis import exit_text
+from elastane.core.diagnosis import evidence_text, exit_text
 from elastane.core.model import Failure, Outcome
 from elastane.runtime.errorfile import read_error_file, with_error_code, write_content
 from elastane.runtime.files import write_atomic
@@ -41,7 +41,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a job as one agent was told it. `failures` are in the order of time, bounded.
 
     `root_cause` is one of them where workers failed. `consequences` counts the failures of the
-    same incident that followed from it.
+    same incident that followed from it, `alike` those by the same error.
     """
 
     job: str
@@ -55,6 +55,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     root_cause: ReportedFailure | None = None
     consequences: int = 0
+    alike: int = 0
     failures: list[ReportedFailure] = []
     log_dir: str = ""
     version: int = 1
@@ -78,6 +79,7 @@ def report_of(job: str, outcome: Outcome, exit_code: int, log_dir: str) -> JobRe
         cause=cause.what if cause else "",
         root_cause=_root(cause.node_id, root, failures, now_ns) if cause and root else None,
         consequences=cause.consequences if cause else 0,
+        alike=cause.alike if cause else 0,
         failures=failures,
         log_dir=log_dir,
     )
@@ -134,7 +136,7 @@ def _reported(node_id: str, failure: Failure, now_ns: int) -> ReportedFailure:
         exit_code=failure.exit_code,
         exit=exit_text(failure.exit_code),
         time_ns=now_ns - int(failure.age_s * _NS),
-        evidence=failure.evidence,
+        evidence=evidence_text(failure),
         message=failure.message,
         error_file=failure.error_file,
         log_file=failure.log_file,

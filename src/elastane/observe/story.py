@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from elastane.core.model import NO_RANK
 from elastane.core.notes import EventKind
 from elastane.observe.records import LoggedEvent, iso_time
 
@@ -20,16 +21,20 @@ _TIME_MAX_S = 253402300799.0
 
 
 class SeenFailure(msgspec.Struct, kw_only=True):
-    """One worker's end. `stopped`: it ended because it was told to, which is no failure."""
+    """One worker's end. `stopped`: it ended because it was told to, which is no failure.
+
+    `output`: the message is only the end of what it wrote. `rank` is None where it had none yet.
+    """
 
     node: str
-    rank: int
+    rank: int | None
     local_rank: int
     pid: int
     exit: str
     exit_code: int
     time: str
     stopped: bool
+    output: bool = False
     message: str = ""
     error_file: str = ""
     log_file: str = ""
@@ -52,13 +57,19 @@ class AttemptStory(msgspec.Struct, kw_only=True):
     root_node: str = ""
     root_rank: int | None = None
     consequences: int = 0
+    alike: int = 0
     failures: list[SeenFailure] = []
     differed: list[str] = []
     succeeded: int = 0
 
 
 class JobStory(msgspec.Struct, kw_only=True):
-    """All attempts of a job in order, and how it ended; `ended` is empty until it has."""
+    """All attempts of a job in order, and how it ended; `ended` is empty until it has.
+
+    `restarts_used` is of the budget, which pays for restarts of all workers and for `replacements`
+    of lost ones. `agents_left` says of each agent of the log that stopped how it did;
+    `agents_here` counts those that did not.
+    """
 
     job: str
     log_dir: str
@@ -67,6 +78,9 @@ class JobStory(msgspec.Struct, kw_only=True):
     reason: str = ""
     exit_code: int | None = None
     restarts_used: int = 0
+    replacements: int = 0
+    agents_left: list[str] = []
+    agents_here: int = 0
     attempts: list[AttemptStory] = []
     departures: list[str] = []
     last_event: str = ""
@@ -78,10 +92,12 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     story = JobStory(job=job, log_dir=log_dir)
     table: dict[tuple[int, int], AttemptStory] = {}
     began_s: dict[tuple[int, int], float] = {}
+    here: set[tuple[str, int]] = set()
     for event in events:
         story.job = event.job or story.job
         story.last_event = f"{event.time} {event.kind}: {event.reason}"
         _note_job(story, event)
+        _note_agent(story, here, event)
         if event.round is None or event.attempt is None:
             continue
         fence = event.round, event.attempt
@@ -91,6 +107,7 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
             began_s[fence] = event.time_s
         elif attempt.ended == event.time and fence in began_s:
             attempt.lasted_s = round(max(0.0, event.time_s - began_s[fence]), 3)
+    story.agents_here = len(here)
     story.attempts = [table[fence] for fence in sorted(table)]
     return story
 
@@ -100,10 +117,22 @@ def _note_job(story: JobStory, event: LoggedEvent) -> None:
         story.ended, story.reason = event.time, event.reason
         story.ok = bool(event.data.get("ok"))
         story.exit_code = _number(event, "exit_code")
-    elif event.kind == EventKind.RESTART:
+    elif event.kind in (EventKind.RESTART, EventKind.REPLACEMENT):
         story.restarts_used = _number(event, "used") or story.restarts_used
+        story.replacements += event.kind == EventKind.REPLACEMENT
     elif event.kind == EventKind.NODE_DEPARTED:
         story.departures.append(f"{event.time} {event.node}: {event.reason}")
+
+
+def _note_agent(story: JobStory, here: set[tuple[str, int]], event: LoggedEvent) -> None:
+    """Keep account of the agents whose ends are on file."""
+    agent = event.host, event.pid
+    if event.kind == EventKind.AGENT_STOPPED:
+        here.discard(agent)
+        code = _number(event, "exit_code")
+        story.agents_left.append(f"{event.time} {event.node}: exit code {code}: {event.reason}")
+    elif event.kind == EventKind.AGENT_STARTED:
+        here.add(agent)
 
 
 def _note_attempt(attempt: AttemptStory, event: LoggedEvent) -> None:
@@ -119,12 +148,15 @@ def _note_attempt(attempt: AttemptStory, event: LoggedEvent) -> None:
             attempt.differed.append(f"{event.time}: {event.reason}")
         case EventKind.INCIDENT | EventKind.DRAIN_STARTED:
             _note_reason(attempt, event)
-        case EventKind.RESTART | EventKind.JOB_ENDED:
+        case EventKind.REPLACEMENT if not attempt.ended:
+            pass  # Of a worker that had no place: the world goes on.
+        case EventKind.RESTART | EventKind.REPLACEMENT | EventKind.JOB_ENDED:
             _note_reason(attempt, event)
             attempt.root_cause = str(event.data.get("cause", ""))
             attempt.root_node = str(event.data.get("cause_node", ""))
             attempt.root_rank = _number(event, "cause_rank")
             attempt.consequences = _number(event, "consequences") or 0
+            attempt.alike = _number(event, "alike") or 0
 
 
 def _note_reason(attempt: AttemptStory, event: LoggedEvent) -> None:
@@ -138,18 +170,20 @@ def _note_end(attempt: AttemptStory, event: LoggedEvent) -> None:
     if code is None:
         attempt.succeeded += 1
         return
+    rank = _number(event, "rank")
     age_s = event.data.get("age_s", 0.0)
     time_s = event.time_s - (float(age_s) if isinstance(age_s, int | float) else 0.0)
     attempt.failures.append(
         SeenFailure(
             node=event.node,
-            rank=_number(event, "rank") or 0,
+            rank=None if rank == NO_RANK else rank,
             local_rank=_number(event, "local_rank") or 0,
             pid=_number(event, "pid") or 0,
             exit=event.reason,
             exit_code=code,
             time=iso_time(int(min(max(time_s, 0.0), _TIME_MAX_S) * _NS)),
             stopped=bool(event.data.get("stopped")),
+            output=bool(event.data.get("output")),
             message=str(event.data.get("message", "")),
             error_file=str(event.data.get("error_file", "")),
             log_file=str(event.data.get("log_file", "")),

@@ -6,9 +6,17 @@ from msgspec.structs import replace
 
 from elastane.core import limits
 from elastane.core.budget import RestartBudget
-from elastane.core.diagnosis import Sighting, exit_text, headline, is_lost_peer, root_cause
+from elastane.core.diagnosis import (
+    Sighting,
+    crash_site,
+    exit_text,
+    headline,
+    is_lost_peer,
+    root_cause,
+)
+from elastane.core.limits import SAME_CRASHES_MAX, Timing
 from elastane.core.messages import Close, Drain, DrainTarget, Failed, Stop, Stopped
-from elastane.core.model import Failure, Fence, Offer
+from elastane.core.model import NO_RANK, Failure, Fence, Offer
 
 
 def failure(rank, message="", exit_code=1, age_s=0.0, local_rank=0):
@@ -119,17 +127,17 @@ def test_a_crash_loop_pauses_longer_each_time_and_says_so(driver):
 
 def test_the_pause_has_a_bound_and_ends_with_a_good_run():
     budget = RestartBudget(allowed=100)
-    delays = [budget.charge(0.0, 3.0).delay_s for _ in range(40)]
+    delays = [budget.charge(0.0, Timing()).delay_s for _ in range(40)]
     assert delays[0] == 0.0 and delays[1] == limits.BACKOFF_FIRST_S
     assert max(delays) == delays[-1] == limits.BACKOFF_MAX_S
-    assert budget.charge(60.0, 3.0).delay_s == 0.0
+    assert budget.charge(60.0, Timing()).delay_s == 0.0
     assert budget.used == 41
 
 
 def test_a_budget_never_goes_over_what_is_allowed():
     budget = RestartBudget(allowed=1)
-    assert budget.charge(9.0, 3.0).restart
-    verdict = budget.charge(9.0, 3.0)
+    assert budget.charge(9.0, Timing()).restart
+    verdict = budget.charge(9.0, Timing())
     assert not verdict.restart and verdict.reason == "all 1 restarts of the job are used"
     assert budget.used == 1
 
@@ -328,3 +336,135 @@ def test_a_node_that_had_stopped_by_itself_is_why_the_others_failed(pair, unaske
     pair.stops("b")
     pair.passes(3.0, alive="ab")
     assert pair.persisted[-1].restarts_used == (0 if unasked else 1)
+
+
+def cause_of(*failures):
+    return root_cause(
+        [Sighting(node_id="a", at_s=f.rank, failure=f) for f in failures], Fence(1, 0)
+    )
+
+
+WARNING = "torch/utils.py:3: UserWarning: this is slow\n"
+
+
+def test_a_line_that_was_written_before_a_kill_is_not_its_cause():
+    killed = replace(failure(1, WARNING, -9), output=True, evidence="from outside")
+    assert cause_of(killed).what == (
+        "worker of rank 1 (local rank 0, pid 7) on node a ended with SIGKILL (from outside)"
+    )
+
+
+def test_the_last_line_of_stderr_is_called_that_and_an_error_is_not():
+    quiet = replace(failure(1, WARNING, 3), output=True)
+    assert cause_of(quiet).what.endswith(
+        f"ended with exit code 3; the last line of its stderr: {WARNING.strip()}"
+    )
+    trace = f'{WARNING}Traceback (most recent call last):\n  File "x.py", line 1\nValueError: bad\n'
+    assert cause_of(replace(failure(1, trace), output=True)).what.endswith(
+        "ended with exit code 1: ValueError: bad"
+    )
+
+
+def test_a_killed_worker_that_once_wrote_of_a_connection_is_no_consequence():
+    killed = replace(failure(1, "retrying: connection refused", -9), output=True)
+    assert not is_lost_peer(killed)
+    assert cause_of(failure(2, "Connection closed by peer"), killed).failure is killed
+
+
+def test_an_error_before_the_stop_is_the_cause_and_not_the_signal_of_the_stop():
+    error = replace(failure(0, "ImportError: no x", -15), stopped=True, error_file="e")
+    cause = cause_of(error, failure(1, "ImportError: no x"), failure(2, "KeyError: 1"))
+    assert cause.what.endswith("on node a failed by an error of its own: ImportError: no x")
+    assert (cause.alike, cause.consequences) == (1, 1)
+
+
+def test_a_worker_without_a_place_is_named_without_a_rank():
+    what = cause_of(failure(NO_RANK, "ValueError: bad")).what
+    assert what.startswith("worker without a rank (local rank 0, pid 7) on node a ended with")
+
+
+def crash(error="ModuleNotFoundError: No module named 'x'", line=2, **more):
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "/job/train.py", line 9, in <module>\n    main()\n'
+        f'  File "/job/train.py", line {line}, in main\n    import x\n{error}\n'
+    )
+    return replace(failure(0, text), **{"error_file": "error.json", **more})
+
+
+def test_the_place_of_a_crash_is_its_error_and_the_innermost_line():
+    assert crash_site(crash()) == "ModuleNotFoundError: No module named 'x', /job/train.py:2"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        crash("ConnectionRefusedError: [Errno 111] Connection refused"),
+        crash("FileNotFoundError: data.bin"),
+        crash("torch.distributed.DistNetworkError: The client socket has failed to connect"),
+        crash("torch.OutOfMemoryError: tried to allocate"),
+        crash("RuntimeError: CUDA error: uncorrectable ECC error"),
+        crash("RuntimeError: [gloo] Connection closed by peer"),
+        crash("requests.exceptions.ReadTimeout: hub"),
+        crash("SystemExit: not today"),
+        crash(steps=1),
+        crash(error_file=""),
+        failure(0, "ValueError: no stack"),
+    ],
+)
+def test_errors_that_may_be_gone_the_next_time_are_no_crash_of_the_script(other):
+    assert crash_site(other) == ""
+
+
+def crashes(job, times, *, lives_s=0.0, **more):
+    """Have the one node's attempts crash; each restart starts at once or after its pause."""
+    for number in range(times):
+        job.passes(lives_s, alive="a")
+        given = job.assigned["a"]
+        shown = more if "error" not in more else {**more, "error": more["error"](number)}
+        job.says("a", Failed(fence=given.fence, failures=(crash(pid=10 + number, **shown),)))
+        job.stops("a")
+        while job.phase == "forming":
+            job.passes(0.1, alive="a")
+
+
+def alone(driver, **timing):
+    job = driver(job_spec(1, 1, restarts=100, timing=timing))
+    job.join("a")
+    return job
+
+
+def test_the_same_crash_before_a_step_ends_the_job_at_the_third_time(driver):
+    job = alone(driver)
+    crashes(job, SAME_CRASHES_MAX - 1)
+    assert job.phase == "running"
+    crashes(job, 1)
+    outcome = job.persisted[-1].outcome
+    assert outcome.slug == "worker-failed" and "3 attempts in a row" in outcome.reason
+    assert "/job/train.py:2" in outcome.reason and "same_crash=0" in outcome.reason
+    assert job.machine.report().restarts_used == SAME_CRASHES_MAX - 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"timing": {"same_crash_s": 0.0}},
+        {"steps": 5},
+        {"error": lambda number: f"ValueError: loss is nan at step {number}"},
+        {"lives_s": 61.0},
+    ],
+    ids=["turned off", "steps were made", "another text", "it lived long"],
+)
+def test_crashes_that_differ_or_came_after_work_use_the_budget(driver, how):
+    job = alone(driver, **how.pop("timing", {}))
+    crashes(job, SAME_CRASHES_MAX + 1, **how)
+    assert job.phase == "running"
+
+
+def test_the_same_crash_on_other_nodes_counts_anew():
+    from elastane.core.budget import Crash
+
+    budget = RestartBudget(allowed=100)
+    for nodes in (("a", "b"), ("a", "b"), ("a", "c"), ("a", "c")):
+        assert budget.charge(1.0, Timing(), Crash("ValueError: x", nodes)).restart
+    assert not budget.charge(1.0, Timing(), Crash("ValueError: x", ("a", "c"))).restart

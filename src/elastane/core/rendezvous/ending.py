@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elastane.core.budget import Verdict
-from elastane.core.diagnosis import root_cause, told
+from elastane.core.budget import Crash, Verdict
+from elastane.core.diagnosis import crash_site, root_cause, told
 from elastane.core.limits import VERDICT_S
 from elastane.core.messages import Close
-from elastane.core.model import Cause, Failure, Outcome
+from elastane.core.model import NO_RANK, Cause, Failure, Outcome
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous.incident import Incident
 from elastane.core.rendezvous.state import Phase, State
@@ -52,16 +52,29 @@ def verdict_pending(state: State, incident: Incident) -> bool:
     return pending
 
 
-def charge(state: State, incident: Incident) -> Verdict:
-    """Let the budget pay for an incident, if it can; tell the log, and what caused it."""
+def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART) -> Verdict:
+    """Let the budget pay for an incident, if it can; tell the log, and what caused it.
+
+    `kind`: REPLACEMENT where other workers go on, and only the lost ones are followed by others.
+    """
     assert state.world is not None
+    cause = root_cause(incident.sightings, state.world.fence)
+    crash = None
+    if kind is EventKind.RESTART and cause.failure is not None:
+        site = crash_site(cause.failure)
+        nodes = tuple(sorted(member.node_id for member in state.world.members))
+        crash = Crash(site, nodes) if site else None
     lived_s = incident.at_s - state.running_s
-    verdict = state.budget.charge(lived_s, state.spec.timing.crash_loop_s)
+    verdict = state.budget.charge(lived_s, state.spec.timing, crash)
     if verdict.restart:
         incident.charged = True
-        cause = root_cause(incident.sightings, state.world.fence)
-        used = state.budget.used
-        state.tell(EventKind.RESTART, verdict.reason, used=used, **cause_data(cause))
+        budget, reason = state.budget, verdict.reason
+        if kind is EventKind.REPLACEMENT:
+            reason = (
+                "lost workers are replaced, the others go on:"
+                f" {budget.used} of {budget.allowed} restarts of the budget used"
+            )
+        state.tell(kind, reason, used=budget.used, **cause_data(cause))
         state.persist()
     return verdict
 
@@ -73,8 +86,9 @@ def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
     return {
         "cause": cause.what,
         "cause_node": cause.node_id,
-        "cause_rank": cause.failure.rank,
+        **({} if cause.failure.rank == NO_RANK else {"cause_rank": cause.failure.rank}),
         "consequences": cause.consequences,
+        "alike": cause.alike,
     }
 
 

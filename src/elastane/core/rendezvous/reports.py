@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastane.core.diagnosis import exit_text, failure_text, is_lost_peer
+from elastane.core.diagnosis import end_text, exit_text, is_lost_peer, worker_text
 from elastane.core.effects import Send
 from elastane.core.limits import REASON_CHARS_MAX
 from elastane.core.messages import (
@@ -147,7 +147,7 @@ def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
     first = failures[0]
     incident = presence.fault(
         state,
-        f"worker of rank {first.rank} on node {node.id} ended with {failure_text(first)}"
+        f"{worker_text(first.rank)} on node {node.id} {end_text(first)}"
         + (" after it lost a peer" if is_lost_peer(first) else ""),
     )
     incident.see(node.id, failures, state.now_s)

@@ -5,8 +5,10 @@ A successor gets ready beside the world in force, and has a place in a later one
 
 from __future__ import annotations
 
+import msgspec
+
 from elastane.core.messages import Prepare
-from elastane.core.model import Assignment, Failure, World
+from elastane.core.model import NO_RANK, Assignment, Failure, World
 from elastane.core.notes import EventKind
 from elastane.core.rendezvous import ending
 from elastane.core.rendezvous.incident import Incident
@@ -24,6 +26,7 @@ def joiner_failed(state: State, node: Node, failures: tuple[Failure, ...]) -> No
     """Workers without a place ended: others follow them, as long as the budget pays for it."""
     node.lose(failures)
     state.refile(node)
+    failures = tuple(msgspec.structs.replace(f, rank=NO_RANK) for f in failures)
     reason = f"a worker of node {node.id} ended before it had a place"
     incident = Incident(at_s=state.now_s, reason=reason, planned=False)
     incident.see(node.id, failures, state.now_s)
@@ -35,7 +38,7 @@ def joiner_failed(state: State, node: Node, failures: tuple[Failure, ...]) -> No
 
 def charge(state: State, incident: Incident) -> str:
     """Let the budget pay for replacements; returns why it does not."""
-    verdict = ending.charge(state, incident)
+    verdict = ending.charge(state, incident, EventKind.REPLACEMENT)
     if not verdict.restart:
         return verdict.reason
     replace_lost(state, incident, verdict.delay_s)
