@@ -111,6 +111,7 @@ class Job:
     port: int = field(default_factory=free_port)
     backend: str = "elastane"
     endpoint: str = ""
+    program: tuple[str, ...] = ("-m", "elastane")
     agents: list[Agent] = field(default_factory=list)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -171,7 +172,7 @@ class Job:
         if self.backend == "static":
             meeting = ["--master-addr", "127.0.0.1", "--master-port", str(self.port)]
         return [
-            *(sys.executable, "-m", "elastane", "run"),
+            *(sys.executable, *self.program, "run"),
             *(*meeting, "--nnodes", self.nnodes, "--nproc-per-node", str(nproc)),
             *(("--rdzv-id", self.name) if self.name else ()),
             *("--node-id", node, "--log-dir", str(self.folder / "logs")),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from process_harness import until
 
-from elastane.runtime.page import Page
+from elastane.runtime.page import Page, WorkerPage
 
 CALLER = """
 import os, sys
@@ -85,6 +85,25 @@ def test_calls_are_counted_and_false_while_nobody_drains(page: Page, callers: li
     callers.append(Caller(page))
     assert [callers[0]() for _ in range(3)] == [False] * 3
     assert page.calls == 3
+
+
+def test_past_its_deadline_a_worker_begins_no_step_until_authority_is_proved_again(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waited_s.append(seconds)
+        if len(waited_s) == 3:
+            page.allow_until(time.clock_gettime_ns(time.CLOCK_BOOTTIME) + 600 * 10**9)
+
+    monkeypatch.setattr(time, "sleep", pause)
+    worker = WorkerPage.open(os.dup(page.fd))
+    assert worker.count() == (1, 0) and not waited_s, "without a bound"
+    page.allow_until(1)
+    assert worker.reach(2) == 0 and len(waited_s) == 3
+    assert worker.count() == (3, 0) and len(waited_s) == 3
+    worker.close()
 
 
 def test_all_workers_hear_true_at_the_same_call_and_park_at_the_next(

@@ -13,15 +13,20 @@ from pathlib import Path
 
 import pytest
 from process_harness import SCRIPTS, eventually, until
-from supervise import alive
+from supervise import alive, state
 
+from elastane.core.limits import STANDSTILL_LOOK_S
 from elastane.runtime.kernel import become_subreaper
-from elastane.runtime.warden import Warden, sweep
+from elastane.runtime.warden import LOOK_S, Warden, sweep
 
 
 def pids(path: Path) -> list[int]:
     text = path.read_text() if path.exists() else ""
     return [int(word) for word in text.split()] if text.endswith("\n") else []
+
+
+def alive_of(found: set[int]) -> set[int]:
+    return {pid for pid in found if alive(pid)}
 
 
 @pytest.fixture
@@ -70,6 +75,40 @@ def test_a_stopped_zygote_and_a_stopped_worker_do_not_survive_either(
     agent.kill()
     agent.wait()
     until(lambda: not any(alive(pid) for pid in family), "all are gone", 10)
+
+
+def test_an_agent_that_stands_still_has_its_workers_killed_at_the_deadline(
+    leash: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
+) -> None:
+    server = subprocess.Popen(["sleep", "600"], env={"ELASTANE_SERVER_LEASH": leash})
+    agent, family = start_agent(leash, tmp_path, "--deadline")
+    warden = pids(tmp_path / "agent")[2]
+    os.kill(agent.pid, signal.SIGSTOP)
+    until(lambda: alive_of(family) == {agent.pid, warden}, "only agent and warden are left")
+    assert state(agent.pid) == "T" and alive(stranger.pid) and alive(server.pid)
+    agent.kill()
+    agent.wait()
+    until(lambda: server.poll() is not None, "the agent's server ends with the agent")
+
+
+def test_another_warden_keeps_the_deadline_of_the_one_before(leash: str) -> None:
+    async def scenario() -> None:
+        warden = Warden(leash)
+        await warden.start()
+        assert warden.pid is not None
+        os.kill(warden.pid, signal.SIGKILL)
+        await warden.wait()
+        warden.allow_until(1)
+        await warden.start()
+        await eventually(lambda: worker.poll() is not None, "the worker is killed")
+        await warden.close()
+
+    with subprocess.Popen(["sleep", "600"], env={"ELASTANE_LEASH": leash}) as worker:
+        asyncio.run(scenario())
+
+
+def test_the_warden_looks_as_often_as_the_bounds_say() -> None:
+    assert LOOK_S == STANDSTILL_LOOK_S
 
 
 def test_an_orderly_end_leaves_nothing(leash: str, tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ class Unkillable:
     kill_group = send_signal
 
 
+def without_bound(until_ns):
+    """Take a deadline, which these tests do not look at."""
+
+
 def group_of(process, posted, stuck_s):
     async def spawn(command):
         return process
@@ -141,6 +145,7 @@ def test_without_such_a_time_it_is_waited_for(caplog):
 def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outcome, code):
     class Core:
         wake_s = 0.0
+        train_until_s = None
         progress = None
 
         def handle(self, event, now_s):
@@ -148,10 +153,14 @@ def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outc
 
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
-        agent = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
+        agent = AgentShell(
+            Core(), setup, OfferedPort(listening=False), lambda note: None, without_bound
+        )
         drain = SimpleNamespace(progress=lambda: None, met=lambda: 0)
         minder = SimpleNamespace(all_wait=False)
-        agent._group = SimpleNamespace(lost=lost, drain=drain, minder=minder)
+        agent._group = SimpleNamespace(
+            lost=lost, drain=drain, minder=minder, allow_until=without_bound
+        )
         return await agent.run()
 
     assert asyncio.run(scenario()).code == code
@@ -163,6 +172,7 @@ def test_the_core_learns_what_the_pages_and_the_clocks_say_with_each_event(monke
 
     class Core:
         wake_s = 0.0
+        train_until_s = 12.5
 
         def handle(self, event, now_s):
             told.append((self.progress, self.met, self.all_wait, self.slept_s))
@@ -170,11 +180,13 @@ def test_the_core_learns_what_the_pages_and_the_clocks_say_with_each_event(monke
 
     async def scenario():
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=asyncio.Event()))
-        agent = AgentShell(Core(), setup, OfferedPort(listening=False), lambda note: None)
+        agent = AgentShell(
+            Core(), setup, OfferedPort(listening=False), lambda note: None, bounds.append
+        )
         agent._group = group
         await agent.run()
 
-    told, page = [], Page.create()
+    told, bounds, page = [], [], Page.create()
     theirs = WorkerPage.open(os.dup(page.fd))
     worker = SimpleNamespace(page=page, local_rank=0, beside=False, is_alive=True)
     group._workers = [worker]
@@ -184,5 +196,7 @@ def test_the_core_learns_what_the_pages_and_the_clocks_say_with_each_event(monke
     worker.is_alive = False
     asyncio.run(scenario())
     theirs.close()
+    until_ns = page._words[19]
     page.close()
+    assert bounds == [12_500_000_000] * 3 and until_ns == bounds[0]
     assert told == [(None, 0, False, 7.5), (12, 3, False, 7.5), (None, 0, False, 7.5)]

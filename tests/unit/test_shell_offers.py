@@ -17,6 +17,7 @@ class Core:
     """Hears what the shell passes on; a signal ends it."""
 
     wake_s = 0.0
+    train_until_s = None
 
     def __init__(self, group):
         self.group, self.heard = group, []
@@ -34,7 +35,7 @@ def test_each_session_offers_a_port_of_its_own(group):
     async def run():
         warm = asyncio.Event()
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=warm))
-        shell = AgentShell(core, setup, port, tell=None)
+        shell = AgentShell(core, setup, port, tell=None, bound=lambda until_ns: None)
         # The port that workers speak of was given up while their word waited in the queue.
         late = GroupAble(Fence(1, 0), (0,), Offer(first.port, True), sharding=Sharding())
         for event in (Linked(), Linked(), late, Signalled("SIGTERM")):

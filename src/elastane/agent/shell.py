@@ -45,15 +45,24 @@ _log = logging.getLogger("elastane.agent")
 
 
 class AgentShell:
-    """Carries out what `core` decides for one node."""
+    """Carries out what `core` decides for one node.
+
+    `bound` hands on until when workers may live if this process stands still: nanoseconds of
+    CLOCK_BOOTTIME, 0 without a bound.
+    """
 
     def __init__(
-        self, core: AgentCore, setup: GroupSetup, port: OfferedPort, tell: Callable[[Note], None]
+        self,
+        core: AgentCore,
+        setup: GroupSetup,
+        port: OfferedPort,
+        tell: Callable[[Note], None],
+        bound: Callable[[int], None],
     ) -> None:
         self._core = core
         self._setup = setup
         self._port = port
-        self._tell = tell
+        self._tell, self._bound = tell, bound
         self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
         self._link: Link | None = None
         self._group: WorkerGroup | None = None
@@ -88,7 +97,9 @@ class AgentShell:
                 # What workers leave behind and soon ends is adopted here: no pile of zombies.
                 reap_orphans()
                 self._look_at_group()
-                for effect in self._core.handle(event, time.monotonic()):
+                effects = self._core.handle(event, time.monotonic())
+                self._bound_workers()
+                for effect in effects:
                     if isinstance(effect, Exit):
                         return self._judged(effect)
                     self._carry_out(effect)
@@ -105,6 +116,14 @@ class AgentShell:
         self._core.met = group.drain.met() if group else 0
         self._core.slept_s = suspended_s()
         self._core.all_wait = group.minder.all_wait if group else False
+
+    def _bound_workers(self) -> None:
+        """Hand the deadline on before any effect: a group is started under it."""
+        until_s = self._core.train_until_s
+        until_ns = 0 if until_s is None else int(until_s * 1e9)
+        self._bound(until_ns)
+        if self._group is not None:
+            self._group.allow_until(until_ns)
 
     def _with_offer(self, event: AgentEvent) -> AgentEvent:
         """Offer a new port in each session; and what is held now, not when the event was posted."""
@@ -146,6 +165,7 @@ class AgentShell:
                     self._link.send(message)
             case StartGroup(assignment=assignment):
                 self._group = WorkerGroup(self._setup, assignment, self._port, self.post)
+                self._bound_workers()
                 self._group.begin()
             case Tell(note=note):
                 self._tell(note)

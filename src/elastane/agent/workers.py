@@ -79,6 +79,7 @@ class WorkerGroup:
     _stopping: bool = False
     _told_able: bool = False
     _stopped_s: float = 0.0
+    _until_ns: int = 0
 
     def __post_init__(self) -> None:
         self.world = self.assignment
@@ -99,6 +100,13 @@ class WorkerGroup:
         # At once: from here on, what is on offer is another port.
         port = self._next_port(self.assignment) if self.assignment.node_rank == 0 else None
         self._starting = self._spawn_task(self._start(port))
+
+    def allow_until(self, boot_ns: int) -> None:
+        """Let workers pass boundaries until then, by CLOCK_BOOTTIME; 0: without a bound."""
+        self._until_ns = boot_ns
+        for worker in self._workers:
+            if worker.is_alive and not self.lost:
+                worker.page.allow_until(boot_ns)
 
     def stop(self, grace_s: float) -> None:
         """Stop the workers in the background; a later call may shorten the grace."""
@@ -179,7 +187,9 @@ class WorkerGroup:
         env, beside = files.chosen_env(local_rank), place.waiting
         worker = Worker(local_rank, rank, streams, files, page, env, beside=beside)
         self._workers.append(worker)
-        if not self._spares.take(worker, place):
+        is_taken = self._spares.take(worker, place)
+        worker.page.allow_until(self._until_ns)
+        if not is_taken:
             await self._spawn(worker, place)
         self._lines.send(local_rank, self._place(place, local_rank))
         if worker.process is not None:

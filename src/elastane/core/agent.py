@@ -20,7 +20,13 @@ from elastane.core.events import (
     Warm,
 )
 from elastane.core.group import Group
-from elastane.core.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, LEAVE_ALONE_S, STOP_MARGIN_S
+from elastane.core.limits import (
+    ISOLATION_GRACE_S,
+    ISOLATION_LIMIT_S,
+    LEAVE_ALONE_S,
+    STANDSTILL_LIMIT_S,
+    STOP_MARGIN_S,
+)
 from elastane.core.localworkers import LocalWorkers
 from elastane.core.messages import (
     Alive,
@@ -89,6 +95,8 @@ class AgentCore:
             case Tick():
                 pass
             case _:
+                # This agent may have stood still: workers that the warden killed did not fail.
+                self._mind_isolation()
                 self._workers.happened(event)
                 if isinstance(event, GroupGone) and self.group is None:
                     self._gone()
@@ -114,6 +122,16 @@ class AgentCore:
         if self._leave_by_s is not None:
             due = min(due, self._leave_by_s)
         return max(due, self._now_s)
+
+    @property
+    def train_until_s(self) -> float | None:
+        """Until when this node's workers may train if this agent stands still, by CLOCK_BOOTTIME.
+
+        None: without a bound, or there are none. The shell hands it on before each effect.
+        """
+        if not self.self_fencing or self.group is None or self.group.phase == "succeeded":
+            return None
+        return self.contact.authority_boot_s + STANDSTILL_LIMIT_S
 
     @property
     def linked(self) -> bool:
@@ -269,6 +287,7 @@ class AgentCore:
             min(self.spec.timing.shutdown_timeout_s, ISOLATION_GRACE_S),
             f"no coordinator with authority for {away_s:.0f} s: another side of the network may"
             " have gone on",
+            since_s=self.contact.authority_s + ISOLATION_LIMIT_S,
         )
 
     def _mind_absence(self) -> None:

@@ -39,6 +39,11 @@ class Contact:
             self._sent_s -= for_s
             self._asked_s = deque(asked_s - for_s for asked_s in self._asked_s)
 
+    @property
+    def authority_boot_s(self) -> float:
+        """When authority was last proved, in seconds of this host's CLOCK_BOOTTIME."""
+        return self.authority_s + (self._slept_s or 0.0)
+
     def begin(self, now_s: float) -> None:
         """A session stands; all that comes over it is sent from now on."""
         self.linked, self._sent_s = True, now_s

@@ -118,8 +118,18 @@ LEAVE_ALONE_S = 10.0
 ISOLATION_LIMIT_S = 120.0
 # ... and gives them no longer than this to end, however long --shutdown-timeout is.
 ISOLATION_GRACE_S = 5.0
-# A coordinator that can reach no member of the last world waits for that, and a margin.
+# The warden kills the workers of an agent that stands still once authority was confirmed this long
+# ago. Later than the agent's own stop ends, ...
+STANDSTILL_LIMIT_S = 126.0
+# ... which leaves the warden this long to find and kill them, ...
+STANDSTILL_SWEEP_S = 1.0
+# ... before a coordinator that reaches no member of the last world stops waiting for it, ...
 FENCE_WAIT_S = 135.0
+# ... though clocks of two hosts run at speeds that differ by this share from the true one. A
+# quartz is wrong by less than 0.0001.
+CLOCK_DRIFT_MAX = 0.03
+# The warden reads its deadline this often, since a suspended host delays its timer.
+STANDSTILL_LOOK_S = 1.0
 # A store's value: the record of 1,024 nodes is some 120 KB; etcd refuses more than 1.5 MiB.
 STORE_VALUE_BYTES_MAX = 1 << 20
 STORE_KEY_CHARS_MAX = 512
@@ -324,7 +334,13 @@ def check(timing: Timing) -> list[str]:
 
 assert not check(Timing()), check(Timing())
 assert Timing().silence_s < ISOLATION_LIMIT_S
-assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < FENCE_WAIT_S
+# The agent stops its workers before the warden would, and the warden before others may train.
+assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < STANDSTILL_LIMIT_S
+assert STANDSTILL_LIMIT_S / (1 - CLOCK_DRIFT_MAX) + STANDSTILL_SWEEP_S < FENCE_WAIT_S / (
+    1 + CLOCK_DRIFT_MAX
+)
+# A group that starts gets a deadline that the warden has read before it passes.
+assert STANDSTILL_LOOK_S < STANDSTILL_LIMIT_S - ISOLATION_LIMIT_S
 assert Timing().silence_s + Timing().lease_ttl_s < LEAVE_ALONE_S < ISOLATION_LIMIT_S
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
 assert Timing().reregister_s > HOLDER_GRACE_S

@@ -110,13 +110,25 @@ class LocalWorkers:
             case _:
                 pass  # Of a group that is no more.
 
-    def stop(self, group: Group, grace_s: float, reason: str, *, asked: bool = False) -> None:
-        """Stop the workers; what comes later may shorten the grace, and nothing lengthens it."""
+    def stop(
+        self,
+        group: Group,
+        grace_s: float,
+        reason: str,
+        *,
+        asked: bool = False,
+        since_s: float | None = None,
+    ) -> None:
+        """Stop the workers; a later call may shorten the grace, and none lengthens it.
+
+        A worker that ended after `since_s` (now, where it is None) counts as stopped.
+        """
         by_s = self.now_s + grace_s
         if group.stop_by_s is not None and by_s >= group.stop_by_s:
             return
         group.stop_by_s = by_s
-        group.stop_from_s = self.now_s if group.stop_from_s is None else group.stop_from_s
+        if group.stop_from_s is None:
+            group.stop_from_s = self.now_s if since_s is None else since_s
         group.unasked = group.unasked or (group.phase != "stopping" and not asked)
         group.phase = "stopping"
         self._tell(EventKind.WORKERS_STOPPING, reason, grace_s=grace_s)

@@ -114,7 +114,7 @@ class _Agent:
             time.monotonic(),
             self_fencing=keys is not None,
         )
-        shell = AgentShell(core, self._group_setup(), node.port, node.tell)
+        shell = AgentShell(core, self._group_setup(), node.port, node.tell, node.warden.allow_until)
         self._dialer = dialer = Dialer(
             access, lambda: keyring.token, node.id, self._registry, config.logs.base_dir
         )

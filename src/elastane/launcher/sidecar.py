@@ -1,6 +1,6 @@
 """The etcd that `--standalone --rdzv-backend etcd` brings along, for as long as the agent runs.
 
-Owns one server process of this agent: it carries the agent's leash and dies with it, as workers do.
+Owns one server process of this agent: it carries the agent's leash and dies with it.
 How it fails: ConfigurationError where there is no etcd program, StoreError where it does not start,
 with the last lines it said.
 """
@@ -21,7 +21,7 @@ from elastane.runtime.files import runtime_folder
 from elastane.runtime.offload import Offload
 from elastane.runtime.process import WorkerProcess
 from elastane.runtime.streams import last_lines
-from elastane.runtime.warden import LEASH_VARIABLE
+from elastane.runtime.warden import SERVER_LEASH_VARIABLE
 from elastane.stores.etcd.server import (
     START_ATTEMPTS,
     START_TIMEOUT_S,
@@ -57,7 +57,7 @@ async def _start(server: LocalServer, environ: Mapping[str, str], leash: str) ->
     # etcd reads ETCD_* variables, which here would be about another server.
     own = without_secrets(environ)
     env = {name: value for name, value in own.items() if not name.startswith("ETCD_")}
-    env[LEASH_VARIABLE] = leash
+    env[SERVER_LEASH_VARIABLE] = leash
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     log = os.open(
         server.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 
 from elastane.core.limits import COUNT_MAX
 from elastane.runtime.kernel import accept_barriers, impose_barrier
@@ -24,14 +25,16 @@ from elastane.runtime.kernel import accept_barriers, impose_barrier
 PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
 PAGE_BYTES = 4096
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 4
+VERSION = 5
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION = 0, 1  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
-_GATE, _TARGET, _STOPS = 16, 17, 18  # line 2: the agent
+_GATE, _TARGET, _STOPS, _UNTIL_NS = 16, 17, 18, 19  # line 2: the agent
 _MARK, _STEPS, _ROUND = 24, 25, 26  # line 3: the worker
 # What a worker that waits behind the target says.
 _WAITS, _HAS_SAVED = 1, 2
+# How often a worker past its deadline looks whether that has moved on.
+_OVERDUE_POLL_S = 0.05
 # A mark is a count of signs of progress over the kind of work in hand, which takes these bits.
 _ACTIVITY_BITS = 8
 _MARK_MAX = 1 << 63
@@ -116,6 +119,10 @@ class Page(_Words):
         self._words[_STOPS] = stops
         self._words[_TARGET] = calls
 
+    def allow_until(self, boot_ns: int) -> None:
+        """Let the worker pass boundaries until then, by CLOCK_BOOTTIME; 0: without a bound."""
+        self._words[_UNTIL_NS] = boot_ns
+
     def release(self) -> None:
         """Take gate and target back: the worker goes on as before."""
         self._words[_GATE] = 0
@@ -145,17 +152,31 @@ class WorkerPage(_Words):
         return bool(self._words[_OWNER] == pid)
 
     def count(self) -> tuple[int, int]:
-        """Count one call; returns its number and the gate. The store comes before the load."""
+        """Count one call; returns its number and the gate. The store comes before the load.
+
+        Blocks while the deadline has passed, as `reach` does.
+        """
         words = self._words
         calls = words[_CALLS] + 1
         words[_CALLS] = calls
+        self._await_authority()
         return calls, words[_GATE]
 
     def reach(self, number: int) -> int:
         """Come to the boundary of this number, which is a call's; returns the gate."""
         words = self._words
         words[_CALLS] = number
+        self._await_authority()
         return words[_GATE]
+
+    def _await_authority(self) -> None:
+        """Block while the deadline has passed: another world may train by then.
+
+        The warden kills the workers of an agent that stands still. Where the warden stands still
+        too, a worker that asks does not begin another step.
+        """
+        while 0 < self._words[_UNTIL_NS] < time.clock_gettime_ns(time.CLOCK_BOOTTIME):
+            time.sleep(_OVERDUE_POLL_S)
 
     def meet(self, number: int, of_round: int) -> None:
         """Have met the members of the world of this round, after that many boundaries."""

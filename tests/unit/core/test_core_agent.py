@@ -27,7 +27,7 @@ from elastane.core.events import (
     WorkerFailed,
     WorkerSucceeded,
 )
-from elastane.core.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S
+from elastane.core.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, STANDSTILL_LIMIT_S
 from elastane.core.messages import (
     Alive,
     Assign,
@@ -177,6 +177,49 @@ def test_time_in_which_its_host_was_suspended_counts():
     assert not agent.effect(StopGroup)
     agent.passes(3.0)
     assert agent.effect(StopGroup)
+
+
+def test_the_wardens_deadline_follows_proved_authority_and_counts_suspended_time():
+    agent = Agent()
+    assert agent.core.train_until_s is None, "there are no workers"
+    agent.running()
+    assert agent.core.train_until_s == STANDSTILL_LIMIT_S
+    agent.core.slept_s = 500.0  # Suspended before this agent's first look: it counts from there.
+    agent.does(Tick())
+    agent.passes(10.0, answer=True)
+    proved_s = agent.core.train_until_s - STANDSTILL_LIMIT_S
+    assert 508.0 <= proved_s <= 510.0
+    agent.passes(20.0, answer=False)
+    assert agent.core.train_until_s == proved_s + STANDSTILL_LIMIT_S
+    agent.core.slept_s += 50.0  # The deadline stays where it is on the clock that counts sleep.
+    agent.does(Tick())
+    assert agent.core.train_until_s == proved_s + STANDSTILL_LIMIT_S
+
+
+def test_where_no_other_coordinator_can_be_elected_the_warden_has_no_deadline():
+    agent = Agent(self_fencing=False).running()
+    agent.passes(5 * ISOLATION_LIMIT_S)
+    assert agent.core.train_until_s is None and not agent.effect(StopGroup)
+
+
+def test_workers_that_the_warden_killed_while_this_agent_stood_still_did_not_fail():
+    agent = Agent().running()
+    agent.passes(5.0, answer=True)
+    agent.now_s += 2 * ISOLATION_LIMIT_S
+    # The ends of the workers may be handled before the timer.
+    killed = Failure(local_rank=0, rank=0, pid=1, exit_code=-9)
+    agent.does(WorkerFailed(FENCE, killed, agent.now_s - 1.0))
+    assert agent.effect(StopGroup) and not agent.sent(Failed)
+    agent.does(GroupGone(FENCE, Offer(6, True)))
+    assert agent.sent(Stopped)[0].unasked
+
+
+def test_a_worker_that_failed_before_this_agent_stood_still_is_reported():
+    agent = Agent().running()
+    agent.passes(5.0, answer=True)
+    agent.now_s += 2 * ISOLATION_LIMIT_S
+    agent.does(WorkerFailed(FENCE, Failure(local_rank=0, rank=0, pid=1, exit_code=1), 5.5))
+    assert agent.sent(Failed)
 
 
 def test_an_answer_to_what_was_asked_before_a_sleep_proves_no_more_than_then():
