@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastane.checkpoint.layout import Layout, dtype_of
+from elastane.core.checkpoints import Bytes, FileName
 
 METADATA, PLAIN = ".metadata", "plain.distcp"
 _SCALARS = (int, float, str, bytes, bool, type(None))
@@ -23,9 +24,9 @@ _SCALARS = (int, float, str, bytes, bool, type(None))
 class Range(NamedTuple):
     """One file of a checkpoint, and the part of the image that it holds."""
 
-    file: str
-    first: int
-    end: int
+    file: FileName
+    first: Bytes
+    end: Bytes
 
 
 class Plain:

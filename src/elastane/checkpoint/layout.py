@@ -3,20 +3,30 @@
 The image is a chain of blobs (`blobs`), one for each piece; a piece is what is contiguous in one
 tensor, and small enough that the image can be cut into even shares between blobs. State that all
 ranks hold makes one image, that each of them could write. Of sharded state each rank writes what
-only it holds, and what several hold is written by one of them.
+only it holds, and what several hold is written by one of them. A layout that is read is not
+believed: `misfit` says why its parts contradict each other.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import torch
 
 from elastane.checkpoint.blobs import Frame, frame_of
+from elastane.core.checkpoints import Bytes
+from elastane.core.limits import (
+    CHECKPOINT_DIMENSIONS_MAX,
+    CHECKPOINT_FILE_BYTES_MAX,
+    CHECKPOINT_PARTS_MAX,
+    CHECKPOINT_PIECES_MAX,
+    CHECKPOINT_TENSORS_MAX,
+)
 from elastane.errors import CheckpointError
 
 # Small enough for even shares, large enough that a thousand bytes around each do not count.
@@ -26,6 +36,10 @@ PIECE_BYTES = 4 << 20
 # they lie, and a process that maps them has the tensors as they lie.
 PAGE_BYTES = 4096
 PAGED_BYTES = 1 << 18
+# A Mersenne prime, much greater than the number of values in any tensor: see `_is_tiled`.
+_PRIME = (1 << 127) - 1
+
+Dimensions = Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=CHECKPOINT_DIMENSIONS_MAX)]
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +47,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Dimensions
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -48,18 +62,18 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A part of a tensor, and where its blob begins in the image."""
 
     tensor: int
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    at: int
+    offsets: Dimensions
+    shape: Dimensions
+    at: Bytes
 
 
 class Layout(msgspec.Struct, frozen=True):
     """`bounds`: of sharded state, where each rank's own part of the image begins, and the end."""
 
-    tensors: tuple[Tensor, ...]
-    pieces: tuple[Piece, ...]
-    image_bytes: int
-    bounds: tuple[int, ...] = ()
+    tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=CHECKPOINT_TENSORS_MAX)]
+    pieces: Annotated[tuple[Piece, ...], msgspec.Meta(max_length=CHECKPOINT_PIECES_MAX)]
+    image_bytes: Bytes
+    bounds: Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=CHECKPOINT_PARTS_MAX)] = ()
 
     @property
     def replicated(self) -> bool:
@@ -100,7 +114,10 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def lay_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> Layout:
-    """Return the layout of a state, of which each rank holds these chunks."""
+    """Return the layout of a state, of which each rank holds these chunks.
+
+    CheckpointError where chunks of different ranks overlap, or leave a part out.
+    """
     maker = _Maker(tensors)
     if all(list(chunks) == list(held[0]) for chunks in held):
         for chunk in held[0]:
@@ -112,7 +129,101 @@ def lay_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> Layou
             maker.add(chunk)
         maker.end_page()
         bounds.append(maker.at)
-    return maker.layout(tuple(bounds))
+    layout = maker.layout(tuple(bounds))
+    if why := misfit(layout):
+        raise CheckpointError(
+            f"a sharded state cannot be saved: {why}",
+            expected="shards that hold each value of each tensor, and none in part twice",
+            next_step="shard it along one dimension for each dimension of the mesh",
+            slug="checkpoint-state",
+        )
+    return layout
+
+
+def misfit(layout: Layout) -> str:
+    """Return why the parts of a layout contradict each other or a bound; "" where they do not.
+
+    Nothing is allocated before this has said "". Each value of each tensor lies in the image once,
+    so memory that is read into is filled, and is no larger than the image.
+    """
+    if len({tensor.name for tensor in layout.tensors}) != len(layout.tensors):
+        return "two tensors have the same name"
+    for number, tensor in enumerate(layout.tensors):
+        if why := _misfit_of_tensor(tensor):
+            return f"tensor {number}: {why}"
+    by_tensor: list[list[Piece]] = [[] for _ in layout.tensors]
+    at = 0
+    for number, piece in enumerate(layout.pieces):
+        if why := _misfit_of_piece(layout, piece, at):
+            return f"piece {number}: {why}"
+        by_tensor[piece.tensor].append(piece)
+        at = piece.at + layout.frame(piece).size_bytes
+    if not at <= layout.image_bytes < at + PAGE_BYTES:
+        return f"its pieces end at {at}, not at {layout.image_bytes}"
+    for tensor, pieces in zip(layout.tensors, by_tensor, strict=True):
+        if not _is_tiled(tensor.shape, pieces):
+            return f"the pieces of {tensor.name} do not hold each of its values once"
+    return _misfit_of_bounds(layout)
+
+
+def _misfit_of_tensor(tensor: Tensor) -> str:
+    item_bytes = dtype_of(tensor.dtype).itemsize
+    # A length of 0 hides the others from the size, and torch multiplies them all the same.
+    if (
+        math.prod(max(1, length) for length in tensor.shape) * item_bytes
+        > CHECKPOINT_FILE_BYTES_MAX
+    ):
+        return f"its shape {list(tensor.shape)} has more than {CHECKPOINT_FILE_BYTES_MAX} bytes"
+    return ""
+
+
+def _misfit_of_piece(layout: Layout, piece: Piece, at: int) -> str:
+    if piece.tensor not in range(len(layout.tensors)):
+        return f"it is of tensor {piece.tensor} of {len(layout.tensors)}"
+    whole = layout.tensors[piece.tensor].shape
+    if not len(piece.offsets) == len(piece.shape) == len(whole):
+        return f"it has {len(piece.shape)} dimensions, not {len(whole)}"
+    ends = map(int.__add__, piece.offsets, piece.shape)
+    if any(end > length for end, length in zip(ends, whole, strict=True)):
+        return f"{list(piece.shape)} at {list(piece.offsets)} is no part of {list(whole)}"
+    if not at <= piece.at < at + 2 * PAGE_BYTES:
+        return f"it is said to lie at {piece.at}, not after {at}"
+    if layout.frame(piece).data_bytes > PIECE_BYTES:
+        return f"it has {layout.frame(piece).data_bytes} bytes, more than {PIECE_BYTES}"
+    return ""
+
+
+def _misfit_of_bounds(layout: Layout) -> str:
+    bounds = list(layout.bounds)
+    if bounds and (bounds != sorted(bounds) or (bounds[0], bounds[-1]) != (0, layout.image_bytes)):
+        return f"the parts of its writers are not one behind the other up to {layout.image_bytes}"
+    return ""
+
+
+def _is_tiled(whole: Sequence[int], pieces: Sequence[Piece]) -> bool:
+    """Whether each value of a tensor lies in one of its pieces, and in one only.
+
+    Comparing pieces in pairs is quadratic. As a polynomial, the value at (i, j) is x**i * y**j, and
+    a box of them is (x**end - x**first) * (y**end - y**first) / ((x - 1) * (y - 1)). The sum of the
+    pieces equals the whole exactly if each value is counted once. Both are compared at a random
+    point modulo a prime, which takes unequal ones for equal with a probability below 2**-70.
+    """
+    if len(pieces) == 1:
+        return tuple(pieces[0].shape) == tuple(whole)
+    points = [secrets.randbelow(_PRIME - 2) + 2 for _ in whole]
+    powers: list[dict[int, int]] = [{} for _ in whole]
+
+    def area(offsets: Sequence[int], shape: Sequence[int]) -> int:
+        product = 1
+        for point, known, first, length in zip(points, powers, offsets, shape, strict=True):
+            for place in (first, first + length):
+                if place not in known:
+                    known[place] = pow(point, place, _PRIME)
+            product = product * (known[first + length] - known[first]) % _PRIME
+        return product
+
+    total = sum(area(piece.offsets, piece.shape) for piece in pieces)
+    return total % _PRIME == area((0,) * len(whole), whole)
 
 
 class _Maker:

@@ -82,8 +82,12 @@ class Files:
         self._storage, self._folder = storage, folder
         self._ranges = sorted(ranges, key=lambda each: each[1])
         self._fds: dict[str, int | None] = {}
-        for file, _first, _end in self._ranges:
-            self._fds[file] = storage.open_local(f"{folder}/{file}")
+        try:
+            for file, _first, _end in self._ranges:
+                self._fds[file] = storage.open_local(f"{folder}/{file}")
+        except BaseException:
+            self.close()
+            raise
 
     def read_into(self, at: int, memory: memoryview) -> None:
         """Read what one of the files has."""

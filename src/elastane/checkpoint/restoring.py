@@ -25,7 +25,7 @@ from elastane.checkpoint.choosing import (
     first_of_each_place,
 )
 from elastane.checkpoint.gathering import gather
-from elastane.checkpoint.layout import Layout, dtype_of
+from elastane.checkpoint.layout import Layout, Tensor, dtype_of
 from elastane.checkpoint.lending import Lender, Loan
 from elastane.checkpoint.looking import Looking, without
 from elastane.checkpoint.members import Members
@@ -40,12 +40,22 @@ from elastane.checkpoint.reading import (
     give,
 )
 from elastane.checkpoint.sending import Sending
-from elastane.checkpoint.stored import LAYOUT, STATE, Stored, layout_from, stored_from, streams_of
+from elastane.checkpoint.stored import (
+    LAYOUT,
+    STATE,
+    Stored,
+    insist_on_ranges,
+    layout_from,
+    small_file,
+    stored_from,
+    streams_of,
+    unreadable,
+)
 from elastane.checkpoint.subject import Subject
 from elastane.checkpoint.tracked import restore_streams
 from elastane.comms.state import build
 from elastane.core.checkpoints import Key, era_beyond
-from elastane.errors import CheckpointError
+from elastane.errors import CheckpointError, StateError
 from elastane.keeper.client import Held, Keeper
 from elastane.storage import Storage
 from elastane.storage.repository import Repository
@@ -201,7 +211,7 @@ class Restorer:
         folder = choice.save.folder
         layout, stored, image = opened_files(storage, folder)
         names = sorted(name for name in storage.names(folder) if name.startswith(_STREAMS))
-        streams = [storage.read(f"{folder}/{name}") for name in names]
+        streams = [small_file(storage, folder, name) for name in names]
         return _Opened(layout, stored, image, streams_of(streams, self._members.rank))
 
     def _opened_memory(self, choice: Choice) -> _Opened:
@@ -237,8 +247,7 @@ class Restorer:
         finally:
             if isinstance(opened.image, Files):
                 opened.image.close()
-        state: dict[str, Any] = build(opened.stored.tree, tensors)
-        return state
+        return state_of(opened.stored, tensors)
 
     def _hear(self, opened: _Opened, choice: Choice) -> Image:
         """Take from a rank that has it what some lack; all ranks take part."""
@@ -253,9 +262,21 @@ class Restorer:
 
 def opened_files(storage: Storage, folder: str) -> tuple[Layout, Stored, Files]:
     """Open a checkpoint in storage, which is valid; the files are the caller's to close."""
-    stored = stored_from(storage.read(f"{folder}/{STATE}"))
-    layout = layout_from(storage.read(f"{folder}/{LAYOUT}"))
+    stored = stored_from(small_file(storage, folder, STATE))
+    layout = layout_from(small_file(storage, folder, LAYOUT))
+    insist_on_ranges(storage, folder, stored, layout)
     return layout, stored, Files(storage, folder, stored.ranges)
+
+
+def state_of(stored: Stored, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return the state around its tensors; CheckpointError where there is none by names."""
+    try:
+        state = build(stored.tree, tensors)
+    except StateError as error:
+        raise unreadable(STATE, error.what) from error
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise unreadable(STATE, "what it holds has no names")
+    return state
 
 
 def places_for(
@@ -281,11 +302,23 @@ def places_for(
             tensors.append(lent)
             continue
         else:
-            local = whole = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+            local = whole = _new(spec)
             at = (0,) * local.dim()
         tensors.append(whole)
         destinations.append(Destination(number, at, local))
     return tensors, destinations
+
+
+def _new(spec: Tensor) -> torch.Tensor:
+    try:
+        return torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{spec.name}: no memory for {list(spec.shape)} values of {spec.dtype}: {error}",
+            expected="memory for the whole state",
+            next_step="restore it on a machine with more memory",
+            slug="checkpoint-layout",
+        ) from error
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

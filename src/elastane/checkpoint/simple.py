@@ -21,11 +21,10 @@ from elastane.checkpoint.members import Alone, Members
 from elastane.checkpoint.place import Place, absolute, named
 from elastane.checkpoint.plan import Order
 from elastane.checkpoint.reading import fill
-from elastane.checkpoint.restoring import opened_files, places_for
+from elastane.checkpoint.restoring import opened_files, places_for, state_of
 from elastane.checkpoint.saving import Saver, insist_durable
 from elastane.checkpoint.subject import fence_of_process, insist_on_mapping, insist_on_names
 from elastane.checkpoint.tracked import bare, give, has_state, states_of
-from elastane.comms.state import build
 from elastane.core.checkpoints import era_beyond
 from elastane.keeper.client import Keeper
 from elastane.runtime import environment
@@ -97,16 +96,16 @@ def load_found(
 ) -> dict[str, Any]:
     """Return the state of a checkpoint that was verified; tensors of `live` that fit are read into.
 
-    OSError of the storage; CheckpointError where its files contradict each other.
+    StorageError of the storage; CheckpointError where its files contradict each other.
     """
-    layout, stored, image = opened_files(repository.storage, found.folder)
-    try:
-        tensors, destinations = places_for(layout, live or {})
-        fill(layout, image, destinations)
-    finally:
-        image.close()
-    state: dict[str, Any] = build(stored.tree, tensors)
-    return state
+    with told_of(repository.storage.where):
+        layout, stored, image = opened_files(repository.storage, found.folder)
+        try:
+            tensors, destinations = places_for(layout, live or {})
+            fill(layout, image, destinations)
+        finally:
+            image.close()
+    return state_of(stored, tensors)
 
 
 class _Given:

@@ -7,13 +7,17 @@ told with its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from elastane.checkpoint.dcp import Range
-from elastane.checkpoint.layout import PAGE_BYTES, Layout, dtype_of
+from elastane.checkpoint.layout import Layout, misfit
+from elastane.core.checkpoints import Count
+from elastane.core.limits import CHECKPOINT_FILES_MAX, CHECKPOINT_SMALL_BYTES_MAX
+from elastane.core.unreadable import UNREADABLE
 from elastane.errors import CheckpointError
+from elastane.storage import Storage
 
 LAYOUT, STATE = "layout.json", "state.msgpack"
 T = TypeVar("T")
@@ -25,9 +29,9 @@ class Stored(msgspec.Struct, frozen=True):
     """The state without its tensors. `ranges`: which file holds which part of the image."""
 
     tree: bytes
-    ranges: tuple[Range, ...]
-    step: int
-    world: int
+    ranges: Annotated[tuple[Range, ...], msgspec.Meta(max_length=CHECKPOINT_FILES_MAX)]
+    step: Count
+    world: Count
 
 
 _decode_layout = msgspec.json.Decoder(Layout).decode
@@ -44,19 +48,8 @@ def encoded(value: Any) -> bytes:
 def layout_from(data: bytes) -> Layout:
     """Read a layout; CheckpointError where it is none, or its parts do not fit together."""
     layout = _decoded(_decode_layout, data, LAYOUT)
-    at = 0
-    for piece in layout.pieces:
-        if not at <= piece.at < at + 2 * PAGE_BYTES or not 0 <= piece.tensor < len(layout.tensors):
-            raise _unreadable(LAYOUT, f"a piece is said to lie at {piece.at}, not after {at}")
-        tensor = layout.tensors[piece.tensor]
-        dims = zip(piece.offsets, piece.shape, tensor.shape, strict=False)
-        fits = len(piece.offsets) == len(piece.shape) == len(tensor.shape)
-        if not fits or any(not 0 <= at <= at + length <= whole for at, length, whole in dims):
-            raise _unreadable(LAYOUT, f"a piece is no part of {tensor.name}")
-        dtype_of(tensor.dtype)
-        at = piece.at + layout.frame(piece).size_bytes
-    if not at <= layout.image_bytes < at + PAGE_BYTES:
-        raise _unreadable(LAYOUT, f"its pieces end at {at}, not at {layout.image_bytes}")
+    if why := misfit(layout):
+        raise unreadable(LAYOUT, why)
     return layout
 
 
@@ -77,11 +70,36 @@ def streams_of(files: Sequence[bytes], rank: int) -> bytes:
 def _decoded(decode: Callable[[bytes], T], data: bytes, name: str) -> T:
     try:
         return decode(data)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
-        raise _unreadable(name, str(error)) from error
+    except UNREADABLE as error:
+        raise unreadable(name, str(error)) from error
 
 
-def _unreadable(name: str, why: str) -> CheckpointError:
+def small_file(storage: Storage, folder: str, name: str) -> bytes:
+    """Read a small file whole; CheckpointError, and nothing is read, where it is too large."""
+    size_bytes = storage.size(f"{folder}/{name}")
+    if size_bytes > CHECKPOINT_SMALL_BYTES_MAX:
+        raise unreadable(name, f"{size_bytes} bytes, more than {CHECKPOINT_SMALL_BYTES_MAX}")
+    return storage.read(f"{folder}/{name}", 0, size_bytes)
+
+
+def insist_on_ranges(storage: Storage, folder: str, stored: Stored, layout: Layout) -> None:
+    """CheckpointError where the files do not hold each byte of the image once."""
+    sizes = storage.sizes(folder, [each.file for each in stored.ranges])
+    at = 0
+    for file, first, end in sorted(stored.ranges, key=lambda each: (each.first, each.end)):
+        if first != at or end < first or sizes.get(file) != end - first:
+            raise unreadable(
+                STATE,
+                f"{file} of {sizes.get(file, 'no')} bytes is said to hold bytes {first} to {end}"
+                f" of the image, after {at}",
+            )
+        at = end
+    if at != layout.image_bytes or len({each.file for each in stored.ranges}) < len(stored.ranges):
+        raise unreadable(STATE, f"its files hold {at} bytes of an image of {layout.image_bytes}")
+
+
+def unreadable(name: str, why: str) -> CheckpointError:
+    """Return the error for a small file that is not what it should be."""
     return CheckpointError(
         f"{name} cannot be read: {why}",
         expected="what a checkpoint of this version holds",

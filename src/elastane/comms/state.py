@@ -7,6 +7,7 @@ refused with the place where it stands. Knows nothing of processes or digests.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -32,6 +33,10 @@ _A_KEY = "(a key)"
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # Buffers and objects are pointers; dates and records never are training state.
 _ARRAY_KINDS = "biufcSU"
+# As numpy.dtype.str has it.
+_ARRAY_DTYPE = re.compile(rf"[<>|=][{_ARRAY_KINDS}][0-9]{{1,9}}")
+# The tensors that a tree refers to by number, and that are not yet in their places.
+Given: TypeAlias = dict[int, torch.Tensor]
 
 
 class Parts(NamedTuple):
@@ -234,7 +239,9 @@ def spelled(path: Path) -> str:
 def build(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """The state of which `flatten` made this; raises StateError where the bytes are not that."""
     try:
-        return _put(msgspec.msgpack.decode(tree), tensors)
+        # Each is taken out where it is put: a tree that names one twice could have it copied for
+        # ever, and a negative number is none.
+        return _put(msgspec.msgpack.decode(tree), dict(enumerate(tensors)))
     except (
         *(msgspec.DecodeError, ValueError, TypeError, LookupError, RuntimeError, RecursionError),
     ) as error:
@@ -316,39 +323,36 @@ _SEQUENCES: dict[type, str] = {list: "l", tuple: "t", torch.Size: "z"}
 _MAPPINGS: dict[type, str] = {dict: "d", defaultdict: "d", OrderedDict: "o", Counter: "c"}
 
 
-def _put(node: Tree, tensors: Sequence[torch.Tensor]) -> Any:
+def _put(node: Tree, tensors: Given) -> Any:
     if not isinstance(node, list):
         return node
     kind, *parts = node
     return _MAKERS[kind](tensors, *parts)
 
 
-def _many(tensors: Sequence[torch.Tensor], parts: list[Tree]) -> list[Any]:
+def _many(tensors: Given, parts: list[Tree]) -> list[Any]:
     return [_put(part, tensors) for part in parts]
 
 
-def _pairs(tensors: Sequence[torch.Tensor], pairs: list[list[Tree]]) -> list[tuple[Any, Any]]:
+def _pairs(tensors: Given, pairs: list[list[Tree]]) -> list[tuple[Any, Any]]:
     return [(_put(key, tensors), _put(value, tensors)) for key, value in pairs]
 
 
-def _generator(tensors: Sequence[torch.Tensor], device: str, number: int) -> torch.Generator:
+def _generator(tensors: Given, device: str, number: int) -> torch.Generator:
     generator = torch.Generator(device)
-    generator.set_state(tensors[number])
+    generator.set_state(tensors.pop(number))
     return generator
 
 
-def _array(
-    tensors: Sequence[torch.Tensor], dtype: str, shape: list[int], number: int
-) -> np.ndarray[Any, Any]:
-    data = tensors[number].cpu().numpy().tobytes()
+def _array(tensors: Given, dtype: str, shape: list[int], number: int) -> np.ndarray[Any, Any]:
+    data = tensors.pop(number).cpu().numpy().tobytes()
     return np.frombuffer(data, dtype=_dtype(dtype)).reshape(shape).copy()
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(name)
-    if dtype.kind not in _ARRAY_KINDS:
+    if not _ARRAY_DTYPE.fullmatch(name):
         raise ValueError(f"arrays of {name}")
-    return dtype
+    return np.dtype(name)
 
 
 _MAKERS: dict[str, Callable[..., Any]] = {
@@ -359,7 +363,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "d": lambda tensors, pairs: dict(_pairs(tensors, pairs)),
     "o": lambda tensors, pairs: OrderedDict(_pairs(tensors, pairs)),
     "c": lambda tensors, pairs: Counter(dict(_pairs(tensors, pairs))),
-    "T": lambda tensors, number: tensors[number],
+    "T": lambda tensors, number: tensors.pop(number),
     "g": _generator,
     "a": _array,
     "s": lambda _tensors, dtype, raw: np.frombuffer(raw, dtype=_dtype(dtype))[0],

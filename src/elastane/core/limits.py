@@ -166,6 +166,11 @@ CHECKPOINT_FILES_MAX = 1 << 18
 CHECKPOINT_PARTS_MAX = 100_000
 # A manifest: 36 bytes for each 16 MiB, so this is of 28 TiB; an object store takes it in one put.
 CHECKPOINT_RECORD_BYTES_MAX = 64 << 20
+# Tensors of one state, the pieces into which they are cut (of 4 MiB, so 16 TiB), and dimensions of
+# one tensor, which is torch's own bound.
+CHECKPOINT_TENSORS_MAX = 1 << 20
+CHECKPOINT_PIECES_MAX = 1 << 22
+CHECKPOINT_DIMENSIONS_MAX = 64
 # A save without a manifest to which nothing was written for this long is of writers that died. One
 # put to a slow store may take minutes, and while it lasts nothing is seen of it.
 CHECKPOINT_LITTER_S = 3600.0
@@ -189,6 +194,8 @@ CHECKPOINT_MTBF_S = 86_400.0
 # What one worker may ask of its keeper in one message: a state's small files, of which a tree of
 # many thousand tensors and what is no tensor take a few megabytes each.
 KEEPER_FRAME_BYTES_MAX = 128 << 20
+# So a reader refuses a small file of a checkpoint that is larger, before it reads any of it.
+CHECKPOINT_SMALL_BYTES_MAX = KEEPER_FRAME_BYTES_MAX
 # ... and what it may be answered: all whole snapshots' small files together.
 KEEPER_ANSWER_BYTES_MAX = 1 << 30
 # Slots of one worker: three are enough, see core/snapshots.py.
