@@ -249,3 +249,5 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     # Nodes that gave their places up to `world`, until that is heard to make steps, in the order
     # of their ranks: they hold the state that it begins with.
     kept: tuple[str, ...] = ()
+    # All nodes were released and no worker of `world` is left: a new coordinator waits for none.
+    over: bool = False

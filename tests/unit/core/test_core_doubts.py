@@ -4,9 +4,10 @@ from core_driver import Driver, job_spec
 from test_core_regroup import able, kinds, regrouped
 from test_core_stateholders import unheard
 
+from elastane.core.effects import Persist, Send
 from elastane.core.limits import FENCE_WAIT_S
-from elastane.core.messages import Prepare
-from elastane.core.model import Fence
+from elastane.core.messages import Prepare, Release, Stopped
+from elastane.core.model import Fence, Offer
 
 JOIN_S = 40.0
 assert JOIN_S < FENCE_WAIT_S
@@ -59,3 +60,51 @@ def test_nor_where_all_that_is_left_of_the_last_world_is_out_of_sight():
     after.join("d")
     after.passes(1.0, alive="cd")
     assert after.assigned["c"].fence == Fence(2, 0)
+
+
+def all_left():
+    """A job of a, b and c, whose nodes were all told to leave; the coordinator ends with them."""
+    job = Driver(job_spec(1, 3), store_backed=True)
+    for name in "abc":
+        job.join(name)
+    for name in "abc":
+        job.leaves(name)
+    for name in "abc":
+        job.marks(name, None)
+    for name in "abc":
+        job.drains(name)
+    job.stops(*"abc")
+    assert [len(job.got(name, Release)) for name in "abc"] == [1, 1, 1]
+    return job
+
+
+def test_a_job_whose_nodes_were_all_released_starts_at_once_on_other_nodes():
+    job = all_left()
+    after = Driver(job.spec, job.persisted[-1], store_backed=True)
+    after.join("d")
+    after.passes(4.0, alive="d")
+    assert after.assigned["d"].fence == Fence(2, 0)
+    assert not after.persisted[-1].over, "a world is in force again"
+
+
+def test_the_record_says_so_before_the_last_node_is_released():
+    job = Driver(job_spec(1, 1), store_backed=True)
+    job.join("a")
+    job.leaves("a")
+    job.drains("a")
+    effects = job.says("a", Stopped(job.assigned["a"].fence, Offer(9000, True)))
+    order = [type(e.message) if isinstance(e, Send) else type(e) for e in effects]
+    assert order.index(Persist) < order.index(Release)
+    assert job.persisted[-1].over
+
+
+def test_a_new_coordinator_waits_where_workers_had_dropped_out_of_sight():
+    job = in_doubt()
+    job.leaves("c")
+    job.passes(5.0, alive="c")
+    job.stops("c")
+    assert job.got("c", Release) and not job.persisted[-1].over
+    after = Driver(job.spec, job.persisted[-1], store_backed=True)
+    after.join("d"), after.join("e")
+    after.passes(30.0, alive="de")
+    assert "d" not in after.assigned

@@ -163,7 +163,7 @@ def put_in_force(
     assert not fault, fault
     state.world = world
     state.floor = world.fence
-    state.intact, state.was_in_place = True, False
+    state.intact, state.over, state.was_in_place = True, False, False
     state.exhausted = None
     state.running_s, state.first_arrival_s, state.lost_s = state.now_s, None, None
     state.persist()

@@ -46,6 +46,9 @@ def recover(state: State, record: Record) -> None:
     if record.outcome is not None:
         state.closes_anew = True
         state.enter(Phase.CLOSING, f"the job has ended: {record.outcome.reason}")
+    elif record.world is not None and record.over:
+        state.over = True
+        state.phase_reason = f"all nodes of {record.world.fence} had been released"
     elif record.world is not None:
         state.intact = True
         state.enter(
@@ -364,7 +367,10 @@ def _forming(state: State) -> bool:
 
 def _release_leaving(state: State) -> None:
     """Let those go who asked to, and have no workers any more."""
-    for node in [state.nodes[i] for i in sorted(state.leaving - state.holding)]:
+    released = [state.nodes[i] for i in sorted(state.leaving - state.holding)]
+    if released and len(released) == len(state.nodes):
+        stateholders.all_released(state)
+    for node in released:
         state.send(node, Release(f"drained: {node.leaving}"))
         state.tell(EventKind.NODE_RELEASED, node.leaving, node.id)
         state.forget(node)

@@ -166,6 +166,7 @@ class State:
     # Whether the world in force may still train somewhere: nobody of it is known to have no
     # workers of it any more.
     intact: bool = False
+    over: bool = False  # the last node was released and no worker of the world in force is left
     running_s: float = 0.0
     previous_holder: str = ""
     holder_due_s: float | None = None  # until when it is waited for, once all others are back
@@ -269,6 +270,7 @@ class State:
             outcome=self.outcome,
             resized=self.resized,
             kept=tuple(self.kept),
+            over=self.over,
         )
 
     def end_incident(self, why: str) -> None:

@@ -87,6 +87,17 @@ def out_of_sight(state: State, node_id: str, incarnation: str) -> None:
         state.unseen[node_id] = (state.now_s, incarnation)
 
 
+def all_released(state: State) -> None:
+    """Record that no worker of the world in force is left, before the last node is released.
+
+    The next coordinator has no other way to know: those nodes may never come back, as where a job
+    that was suspended is resumed with fewer pods.
+    """
+    if state.world is not None and not (state.intact or state.unseen or state.over):
+        state.over = True
+        state.persist()
+
+
 def in_sight(state: State, node: Node) -> None:
     """Its workers are known again: they are gone, or this coordinator leads them."""
     state.unseen.pop(node.id, None)
