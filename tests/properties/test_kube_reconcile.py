@@ -289,6 +289,12 @@ class ClusterMachine(RuleBasedStateMachine):
         assert cluster.job is None or len(indices) == len(set(indices))
 
     @invariant()
+    def no_pod_that_the_directive_calls_dead_has_processes(self):
+        cluster = self.cluster
+        processes = {**cluster.pods, **cluster.zombies}
+        assert not [uid for uid in cluster.dead if uid in processes and processes[uid].alive]
+
+    @invariant()
     def an_end_is_final(self):
         if self.cluster.job is None:
             return

@@ -51,6 +51,7 @@ class Cluster:
 
     def __post_init__(self):
         self.count = 0
+        self.removed = {}
         self.ever_fenced = set()
         self.job = {
             "metadata": {
@@ -68,7 +69,7 @@ class Cluster:
         self.actions = []
         # Secrets, which the operator may create and never sees.
         self.tokens = set()
-        self.relist()
+        self.start_operator()
 
     # The API server.
 
@@ -130,7 +131,7 @@ class Cluster:
             self._remove(pod)
 
     def _remove(self, pod):
-        del self.pods[pod.uid]
+        self.removed[pod.uid] = copy.deepcopy(self.pods.pop(pod.uid))
         if pod.alive and pod.node and not self.nodes[pod.node].ready:
             self.zombies[pod.uid] = pod
         else:
@@ -142,6 +143,8 @@ class Cluster:
             node = self.nodes.get(pod.node)
             if pod.asked_s is not None and (node is None or node.ready):
                 pod.alive = False
+                if pod.phase == "Running":
+                    pod.phase, pod.code, pod.finished_s = "Failed", 143, self.now_s
                 self._remove(pod)
 
     def lose(self, name):
@@ -176,8 +179,13 @@ class Cluster:
 
     # What the operator knows.
 
+    def start_operator(self):
+        """A new process knows what it lists, and of nothing how it went."""
+        self.seen_gone = {}
+        self.relist()
+
     def relist(self):
-        """Everything is read anew."""
+        """Everything is read anew; what was deleted meanwhile is missing, and nothing says how."""
         self.seen_job = copy.deepcopy(self.job)
         self.seen_pods = {uid: copy.deepcopy(pod) for uid, pod in self.pods.items()}
         self.seen_objects = copy.deepcopy(self.objects)
@@ -188,6 +196,14 @@ class Cluster:
             self.seen_pods[uid] = copy.deepcopy(self.pods[uid])
         else:
             self.seen_pods.pop(uid, None)
+            if uid in self.removed:
+                self.seen_gone[uid] = self.removed[uid]
+
+    @property
+    def dead(self):
+        """Uids that the directive calls dead."""
+        directive = self.objects.get(("ConfigMap", "j-directive"))
+        return directive["data"]["dead"].split() if directive else []
 
     def deliver_job(self):
         self.seen_job = copy.deepcopy(self.job)
@@ -210,6 +226,7 @@ class Cluster:
         return Observed(
             job=msgspec.convert(copy.deepcopy(self.seen_job), ElasticJob),
             pods=tuple(pod.as_api() for pod in self.seen_pods.values()),
+            gone=tuple(pod.as_api() for uid, pod in self.seen_gone.items() if uid not in self.dead),
             services=tuple(services),
             objects=tuple(objects),
             nodes=dict(self.nodes),
@@ -231,7 +248,7 @@ class Cluster:
         self.events += decision.events
         for done, step in enumerate(steps):
             if done == writes_max:
-                self.relist()
+                self.start_operator()
                 return decision, False
             if not step():
                 return decision, False

@@ -117,6 +117,20 @@ def test_all_that_carries_the_jobs_label_is_given_to_its_decision():
     assert view.observed("n/y") is None
 
 
+def test_a_deleted_pod_is_kept_as_its_watch_saw_it_last_until_the_directive_names_it():
+    view, _, told = view_with_job()
+    view.pods.saw(pod("x-worker-0", **job_labels("x")))
+    view.pods.lacks("n/x-worker-0", "u")  # Our own deletion was answered before the watch told.
+    told.clear()
+    last = pod("x-worker-0", version=7, **job_labels("x"))
+    view.pods.saw_gone(last)
+    view.pods.saw_gone(pod("y-worker-0", uid="v", **job_labels("y")))
+    assert told == ["n/x"] and view.observed("n/x").gone == (last,)
+    labels = Meta(name="x-directive", namespace="n", uid="D", labels=job_labels("x"))
+    view.owned["ConfigMap"].saw(Held(metadata=labels, data={"dead": "u w"}))
+    assert view.observed("n/x").gone == ()
+
+
 def report(meta, version, **said):
     text = msgspec.json.encode({"atS": 1.0, **said}).decode()
     labels = job_labels("x")

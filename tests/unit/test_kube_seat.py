@@ -138,3 +138,77 @@ def test_of_the_dead_that_are_gone_the_newest_are_told_and_the_list_is_left_alon
     count = len(cluster.actions)
     cluster.settle()
     assert len(cluster.actions) == count
+
+
+def suspended(policy="ExitCode"):
+    """A job that was just suspended: its pods were asked to leave, and have not yet."""
+    cluster = ran(policy)
+    uids = sorted(cluster.pods)
+    cluster.edit(spec_of(2, 1, 2, policy, suspend=True))
+    cluster.relist()
+    cluster.operate()
+    return cluster, uids
+
+
+def leave(cluster):
+    """Kubelets end the pods, and the watch tells how."""
+    uids = list(cluster.pods)
+    cluster.end_deleted()
+    for uid in uids:
+        cluster.deliver(uid)
+    cluster.operate()
+
+
+@pytest.mark.parametrize("policy", ["ExitCode", "OnFailure", "Always", "Never"])
+def test_pods_that_a_suspended_job_lost_are_dead_for_the_next_coordinator(policy):
+    cluster, uids = suspended(policy)
+    assert cluster.dead == []
+    leave(cluster)
+    assert sorted(cluster.dead) == uids
+    cluster.edit(spec_of(2, 1, 2, policy))
+    cluster.relist()
+    cluster.operate()
+    assert sorted(cluster.dead) == uids and len(cluster.pods) == 2
+    cluster.settle()
+    assert sorted(cluster.dead) == uids
+
+
+def test_all_pods_of_a_large_job_are_named_dead():
+    cluster = Cluster(spec=spec_of(200, 1, 200))
+    cluster.settle()
+    uids = sorted(cluster.pods)
+    cluster.edit(spec_of(200, 1, 200, suspend=True))
+    cluster.relist()
+    cluster.operate()
+    leave(cluster)
+    assert sorted(cluster.dead) == uids
+
+
+def test_a_pod_deleted_by_force_while_its_node_cannot_be_reached_is_not_dead():
+    cluster, (reached, unreached) = suspended()
+    cluster.lose(cluster.pods[unreached].node)
+    cluster.ask(cluster.pods[unreached], 0)
+    assert unreached in cluster.zombies
+    cluster.deliver(unreached)
+    leave(cluster)
+    assert cluster.dead == [reached]
+
+
+def test_a_container_that_a_kubelet_may_have_restarted_is_not_dead_with_its_pod():
+    """It had crashed before its pod was deleted, by force: its successor may run."""
+    cluster = ran("OnFailure")
+    pod = cluster.by_name("j-worker-1")
+    pod.code, pod.phase = 137, "Unknown"
+    pod.finished_s = cluster.now_s - 60
+    cluster.ask(pod, 0)
+    cluster.deliver(pod.uid)
+    cluster.operate()
+    assert cluster.dead == []
+
+
+def test_how_a_pod_ended_that_no_watch_told_of_is_not_known():
+    cluster, _ = suspended()
+    cluster.end_deleted()
+    cluster.relist()
+    cluster.operate()
+    assert cluster.dead == []

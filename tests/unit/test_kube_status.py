@@ -18,6 +18,16 @@ def decide(cluster):
     return cluster.operate()[0]
 
 
+def report_of(cluster, **more):
+    """What the job's coordinator says of the pods that there are."""
+    pods = sorted(cluster.pods.values(), key=lambda pod: pod.index)
+    members = tuple(
+        MemberReport(pod=pod.uid, state="joined", rank=rank) for rank, pod in enumerate(pods)
+    )
+    more = {"round": 3, "world_size": len(pods), "phase": "running"} | more
+    return JobReport(at_s=cluster.now_s, members=members, **more)
+
+
 def end(cluster, index, code):
     cluster.exit(cluster.by_name(f"j-worker-{index}"), code)
 
@@ -44,6 +54,27 @@ def test_the_report_is_in_the_status_and_what_it_said_last_stays():
     cluster.report = None
     decide(cluster)
     assert cluster.status.step == 120
+
+
+def test_a_report_about_pods_that_are_all_gone_is_not_shown():
+    """A resumed job had shown the world and the step of before its suspension."""
+    cluster = running(2)
+    cluster.report = report_of(cluster, step=120)
+    decide(cluster)
+    assert (cluster.status.world_size, cluster.status.step) == (2, 120)
+    cluster.edit(spec_of(2, suspend=True))
+    cluster.settle()
+    assert (cluster.status.world_size, cluster.status.step) == (0, 120)
+    cluster.edit(spec_of(2))
+    decide(cluster), decide(cluster)
+    status = cluster.status
+    assert (status.replicas, status.world_size, status.step, status.round) == (2, 0, None, None)
+    cluster.report = JobReport(at_s=cluster.now_s, round=3, world_size=2, step=120)
+    decide(cluster)
+    assert cluster.status.world_size == 0, "its coordinator knows none of the pods yet"
+    cluster.report = report_of(cluster, step=100)
+    decide(cluster)
+    assert (cluster.status.world_size, cluster.status.step) == (2, 100)
 
 
 def test_workers_in_trouble_are_told_first_and_the_list_is_bounded():

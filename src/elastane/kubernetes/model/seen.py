@@ -163,12 +163,14 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """All of one job, as last seen.
 
     `pods`: those with the job's labels and name, also those that are being deleted, and those
-    that another object controls. `services` and `objects` likewise. `nodes`: of the nodes that
-    the pods are on; one that is missing here is taken for a healthy one. `refused`: see Refusal.
+    that another object controls. `gone`: pods that were deleted, each as the watch showed it last.
+    `services` and `objects`: like `pods`. `nodes`: of the nodes that the pods are on; one that is
+    missing here is taken for a healthy one. `refused`: see Refusal.
     """
 
     job: ElasticJob
     pods: tuple[Pod, ...] = ()
+    gone: tuple[Pod, ...] = ()
     services: tuple[Service, ...] = ()
     objects: tuple[Owned, ...] = ()
     nodes: Mapping[str, NodeState] = {}

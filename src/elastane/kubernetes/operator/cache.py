@@ -68,10 +68,18 @@ class Index(Generic[T]):
 
 
 class Cache(Generic[T]):
-    """All objects of one kind that were asked for; `changed(before, after)` is told each change."""
+    """All objects of one kind that were asked for; `changed(before, after)` is told each change.
 
-    def __init__(self, changed: Callable[[T | None, T | None], None]) -> None:
+    `deleted(last)` is called with the state of each object at its deletion, as the watch tells it.
+    """
+
+    def __init__(
+        self,
+        changed: Callable[[T | None, T | None], None],
+        deleted: Callable[[T], None] = lambda _: None,
+    ) -> None:
         self._changed = changed
+        self._deleted = deleted
         self._objects: dict[str, T] = {}
         self._indexes: list[Index[T]] = []
         self._gone: OrderedDict[str, None] = OrderedDict()
@@ -104,6 +112,7 @@ class Cache(Generic[T]):
 
     def saw_gone(self, one: T) -> None:
         """Take in that the watch told of a deletion."""
+        self._deleted(one)
         self._remember_gone(one.metadata.uid)
         before = self._objects.get(key_of(one.metadata))
         if before is not None and before.metadata.uid == one.metadata.uid:

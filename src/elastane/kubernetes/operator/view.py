@@ -23,14 +23,24 @@ from elastane.kubernetes.model import (
     Service,
 )
 from elastane.kubernetes.model.names import LABEL_JOB
+from elastane.kubernetes.model.spec import REPLICAS_MAX
 from elastane.kubernetes.operator.bounds import PROGRESS_S
 from elastane.kubernetes.operator.cache import Cache, HasMeta, Index, key_of
 from elastane.kubernetes.operator.kinds import OWNED, Held
 from elastane.kubernetes.operator.nodes import Nodes
-from elastane.stores.kubernetes.letters import REPORT_KEY, JobReport, report_name
+from elastane.stores.kubernetes.letters import (
+    REPORT_KEY,
+    JobReport,
+    dead_in,
+    directive_name,
+    report_name,
+)
 
 # Of one job; more are of names that it gave up.
 REFUSALS_MAX = 64
+# Deleted pods of one job that are kept until its directive names them. All pods of a job may be
+# deleted at once, as where it is suspended; one is about 2 KB.
+GONE_MAX = REPLICAS_MAX
 
 
 def job_key(one: HasMeta) -> str:
@@ -53,8 +63,9 @@ class View:
         self._any_config_changed = self._changed("ConfigMap")
         self._refused: dict[str, dict[tuple[str, str, str], Refusal]] = {}
         self._edition: dict[str, int] = {}
+        self._gone: dict[str, dict[str, Pod]] = {}
         self.jobs: Cache[ElasticJob] = Cache(self._job_changed)
-        self.pods: Cache[Pod] = Cache(self._changed("Pod"))
+        self.pods: Cache[Pod] = Cache(self._changed("Pod"), self._pod_deleted)
         self.services: Cache[Service] = Cache(self._changed("Service"))
         config_maps: Cache[Held] = Cache(self._config_changed)
         self.owned: dict[str, Cache[Held]] = {
@@ -89,6 +100,7 @@ class View:
         return Observed(
             job=job,
             pods=pods,
+            gone=self._gone_of(job),
             services=self._services_of[key],
             objects=self._objects(key),
             nodes=self.nodes.states(_nodes_of(pods)),
@@ -119,6 +131,7 @@ class View:
         """Drop what was kept of a job that is gone."""
         self._refused.pop(key, None)
         self._edition.pop(key, None)
+        self._gone.pop(key, None)
 
     def keys(self) -> list[str]:
         """Return the keys of all jobs."""
@@ -137,6 +150,26 @@ class View:
         if found is None or found.metadata.controller != meta.uid:
             return None
         return _read_report(found)
+
+    def _pod_deleted(self, pod: Pod) -> None:
+        """Keep how a pod ended: the last event of its watch is the only place that says so."""
+        key = job_key(pod)
+        if key not in self._edition:
+            return  # No job of ours, or none any more.
+        gone = self._gone.setdefault(key, {})
+        gone[pod.metadata.uid] = pod
+        if len(gone) > GONE_MAX:
+            del gone[next(iter(gone))]
+        self._concerns(key)
+
+    def _gone_of(self, job: ElasticJob) -> tuple[Pod, ...]:
+        """Return the deleted pods of a job, and drop those that its directive names by now."""
+        meta = job.metadata
+        gone = self._gone.get(key_of(meta), {})
+        directive = self.owned["ConfigMap"].get(f"{meta.namespace}/{directive_name(meta.name)}")
+        for uid in dead_in(directive.data or {}) if directive is not None and gone else ():
+            gone.pop(uid, None)
+        return tuple(gone.values())
 
     def _job_changed(self, before: ElasticJob | None, after: ElasticJob | None) -> None:
         job = after if after is not None else before

@@ -90,6 +90,10 @@ def _sort(draft: Draft, settings: Settings) -> None:
             draft.pods.append(judged)
         else:
             draft.others.append(judged)
+    for pod in draft.seen.gone:
+        judged = judge(pod, draft.job, settings, is_gone=True)
+        if judged is not None and judged.whose == "ours":
+            draft.gone.append(judged)
     draft.pods.sort(key=lambda pod: (pod.index, pod.name))
 
 

@@ -34,7 +34,8 @@ WORKERS_TOLD_MAX = 64
 COUNTED_KEPT = 32
 # Uids of fenced pods that are gone from the API server; their processes may still live somewhere.
 FENCED_KEPT = 256
-# Uids of dead pods that are gone, in the directive: who takes a seat after one asks in a moment.
+# Uids of dead pods that are gone, in the directive, or maxReplicas where that is more. The next
+# coordinator needs those of the last world.
 DEAD_KEPT = 64
 # Nodes with failures that are remembered, and of these such as a pod is told to avoid.
 NODES_KEPT = 128

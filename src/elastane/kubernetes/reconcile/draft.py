@@ -37,6 +37,7 @@ class Draft:
     """What one call of `reconcile` gathers.
 
     `pods` are those that are, or shall be, the job's: ours and orphans. `others` hold names.
+    `gone` are pods of the job that were deleted, in their last state.
     Counters begin as the status has them.
     """
 
@@ -47,6 +48,7 @@ class Draft:
         self.now_s = now_s
         self.pods: list[Judged] = []
         self.others: list[Judged] = []
+        self.gone: list[Judged] = []
         self.actions: list[Action] = []
         self.events: list[Told] = []
         self.wakes_s: list[float] = []

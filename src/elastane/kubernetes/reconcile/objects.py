@@ -37,7 +37,7 @@ from elastane.kubernetes.reconcile.draft import Draft
 from elastane.kubernetes.reconcile.injection import backend, named_pods, needs_access, rdzv_id
 from elastane.kubernetes.reconcile.manifest import Manifest, owner
 from elastane.kubernetes.reconcile.waiting import waits_for_refusal
-from elastane.stores.kubernetes.letters import directive_name, report_name
+from elastane.stores.kubernetes.letters import dead_in, directive_name, report_name
 from elastane.stores.kubernetes.names import token_of
 
 _RBAC = "rbac.authorization.k8s.io"
@@ -52,8 +52,15 @@ def keep_objects(draft: Draft) -> bool:
 
 
 def keep_directive(draft: Draft) -> None:
-    """Keep what fenced pods are told, also when no pod is made any more."""
-    if any(pod.uid in draft.fenced for pod in draft.pods):
+    """Keep up to date which pods are fenced or dead, also when no pod is made any more.
+
+    The pods of a suspended job go one by one, and the next coordinator reads who is dead.
+    """
+    name = directive_name(draft.job.name)
+    is_there = any(
+        (one.kind, one.metadata.name) == ("ConfigMap", name) for one in draft.seen.objects
+    )
+    if is_there or any(pod.uid in draft.fenced for pod in draft.pods):
         _keep(draft, [_directive(draft)])
 
 
@@ -197,7 +204,7 @@ def _directive(draft: Draft) -> Manifest:
 
 
 def _dead(draft: Draft) -> list[str]:
-    """Return uids of pods that a kubelet saw end, the newest of those that are gone among them.
+    """Return uids of pods that a kubelet saw end: those that are here, and the newest others.
 
     Nobody waits for these to come back, nor doubts what they do (`core.rendezvous.fencing`).
     """
@@ -206,11 +213,13 @@ def _dead(draft: Draft) -> list[str]:
         uid
         for owned in draft.seen.objects
         if owned.kind == "ConfigMap" and owned.metadata.name == name
-        for uid in owned.data.get("dead", "").split()
+        for uid in dead_in(owned.data)
     ]
     here = sorted(pod.uid for pod in draft.own if pod.is_dead)
-    gone = [uid for uid in known if uid not in here]
-    return [*gone[-DEAD_KEPT:], *here]
+    gone = dict.fromkeys([*known, *(pod.uid for pod in draft.gone if pod.is_dead)])
+    # A suspended job loses all of its pods at once.
+    kept = max(DEAD_KEPT, draft.settings.max)
+    return [*[uid for uid in gone if uid not in here][-kept:], *here]
 
 
 def _access(draft: Draft) -> list[Manifest]:

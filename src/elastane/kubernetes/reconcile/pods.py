@@ -131,14 +131,20 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
         return self.hindrance is not None and self.hindrance.reason == _LACKS_CONFIGURATION
 
 
-def judge(pod: Pod, job: Meta, settings: Settings) -> Judged | None:
-    """Return the pod judged, or None where it is none of the job's replicas."""
+def judge(pod: Pod, job: Meta, settings: Settings, *, is_gone: bool = False) -> Judged | None:
+    """Return the pod judged, or None where it is none of the job's replicas.
+
+    `is_gone`: the object was deleted, and this is its last state.
+    """
     index = _index(pod.metadata)
     if index is None:
         return None
     worker = _worker(pod.status.container_statuses, settings.container)
     state, ending = _state(pod, worker, settings)
     running = worker.state.running if worker else None
+    by_itself = _by_itself(pod.metadata, worker)
+    # A kubelet does not restart a container that ended after the deletion of its pod was asked for.
+    has_ended = state in ("succeeded", "failed") or (is_gone and not by_itself)
     return Judged(
         meta=pod.metadata,
         whose=_whose(pod.metadata, job),
@@ -146,8 +152,8 @@ def judge(pod: Pod, job: Meta, settings: Settings) -> Judged | None:
         state=state,
         node=pod.spec.node_name,
         is_over=pod.status.phase in ("Succeeded", "Failed"),
-        by_itself=state in ("succeeded", "failed") and _by_itself(pod.metadata, worker),
-        is_dead=state in ("succeeded", "failed") and _was_seen_to_end(worker),
+        by_itself=state in ("succeeded", "failed") and by_itself,
+        is_dead=has_ended and _was_seen_to_end(worker),
         ending=ending,
         hindrance=_hindrance(pod, worker) if state in ("pending", "running") else None,
         restarts=worker.restart_count if worker else 0,

@@ -30,7 +30,7 @@ def status_of(draft: Draft, verdict: Verdict | None) -> JobStatus:
     phase = phase_of(made, has_run=draft.first_start_time is not None)
     tell_changes(draft, conditions)
     slots = set(draft.slots)
-    said = _said(draft) if count.living else _silent(draft)
+    said = _said(draft)
     return JobStatus(
         phase=phase,
         observed_generation=edition,
@@ -73,10 +73,25 @@ def _replicas(draft: Draft) -> ReplicaStatus:
 
 
 def _said(draft: Draft) -> JobStatus:
-    """Return what the coordinator said last; where it says nothing now, what stands already."""
+    """Return what the coordinator last reported about the pods that live.
+
+    Without a report, or before its coordinator knows any pod, the status stays as it is. A report
+    that names none of the living pods is about a world of before, as after a suspension.
+    """
     report: JobReport | None = draft.seen.report
-    if report is None:
+    living = {pod.uid for pod in draft.own if pod.lives and not pod.is_leaving}
+    if not living:
+        stands = _reported(draft, report) if report else draft.before
+        return msgspec.structs.replace(stands, world_size=0, steps_per_second=0.0)
+    if report is None or not report.members:
         return draft.before
+    if living.isdisjoint(member.pod for member in report.members):
+        incident = draft.before.last_incident
+        return JobStatus(world_size=0, steps_per_second=0.0, last_incident=incident)
+    return _reported(draft, report)
+
+
+def _reported(draft: Draft, report: JobReport) -> JobStatus:
     incident = None
     if report.incident:
         text = " ".join(report.incident.split())[:TEXT_CHARS_MAX]
@@ -88,11 +103,6 @@ def _said(draft: Draft) -> JobStatus:
         steps_per_second=float(f"{report.steps_per_s:.3g}"),
         last_incident=incident or draft.before.last_incident,
     )
-
-
-def _silent(draft: Draft) -> JobStatus:
-    """Return the same where no pod lives: there is no world, and nobody makes steps."""
-    return msgspec.structs.replace(_said(draft), world_size=0, steps_per_second=0.0)
 
 
 def _workers(draft: Draft) -> tuple[WorkerStatus, ...]:

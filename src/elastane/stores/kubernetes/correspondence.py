@@ -21,6 +21,7 @@ from elastane.stores.kubernetes.letters import (
     REPORT_KEY,
     Directive,
     JobReport,
+    dead_in,
     directive_name,
     report_name,
 )
@@ -82,5 +83,5 @@ def read_directive(data: dict[str, str]) -> Directive:
         nodes = (low, high) if 1 <= low <= high else None
     if nodes is None and any(written):
         _log.warning("directive: min %r and max %r are no range of nodes", *written)
-    fenced, dead = (tuple(data.get(key, "").split()[:UIDS_MAX]) for key in ("fenced", "dead"))
-    return Directive(nodes, fenced, dead)
+    fenced = data.get("fenced", "").split()
+    return Directive(nodes, tuple(fenced[:UIDS_MAX]), tuple(dead_in(data)[:UIDS_MAX]))

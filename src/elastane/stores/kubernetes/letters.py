@@ -22,6 +22,11 @@ def report_name(job: str) -> str:
     return f"{job}-report"
 
 
+def dead_in(data: dict[str, str]) -> list[str]:
+    """Return the uids of dead pods in the data of a directive's ConfigMap."""
+    return data.get("dead", "").split()
+
+
 class Directive(msgspec.Struct, frozen=True):
     """What the operator wants: how many nodes, and which pods count no more.
 
