@@ -27,6 +27,8 @@ sys.path.append(str(Path(__file__).parents[1] / "process"))
 
 from jobs import SCRIPT, Job, Step, newest, until
 
+from elastane.kubernetes.manifests import as_yaml, roles_for_jobs
+
 IN_PLACE = Path(__file__).parent / "scripts" / "kube_steps.py"
 STOCK = SCRIPT.with_name("torchrun_steps.py")
 PRELOAD = "torch,torch.distributed"
@@ -84,13 +86,17 @@ def older_server(plane: ControlPlane) -> list[str]:
 
 
 def install_definition(plane: ControlPlane) -> None:
-    """Apply what `elastane kubernetes crd` prints, and wait until it is served."""
+    """Apply what `elastane kubernetes crd` prints, and wait until it is served.
+
+    And the roles that `install` makes for jobs, one of which their pods are bound to.
+    """
     done = Part("crd", plane.folder)
     done.start([*VERB, "crd", *older_server(plane)])
     assert done.process is not None
     assert done.process.wait(60) == 0, done.tail()
     plane.kubectl("apply", "-f", str(done.log))
     plane.kubectl("wait", "--for=condition=Established", "crd/elasticjobs.elastic.pytorch.org")
+    plane.kubectl("apply", "-f", "-", given=as_yaml(roles_for_jobs()))
     done.log.unlink()
 
 
