@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
 import pytest
-from test_recovery_in_place import InPlace, starts
+from test_recovery_in_place import SCRIPT, InPlace, starts
 
 from elastane.core.limits import HANG_STALL_S
 
@@ -71,6 +72,27 @@ def test_workers_that_all_wait_for_one_another_go_on_in_another_world(job):
     assert not job.cluster.events("restart", "replacement")
     assert "wait for one another" in job.cluster.events("round-settled")[-1].reason
     job.ends_exact()
+
+
+def test_a_stall_of_an_arrival_is_named_by_rank_and_left_for_another_world(tmp_path):
+    """Each step ends with an evaluation; the arrival broadcasts buffers, and the others do not."""
+    options = {"script_path": SCRIPT.with_name("ddp_in_place.py"), "env": {"PLANT": "sync"}}
+    job = InPlace(tmp_path, **options)
+    with job.cluster:
+        starts(job, "ab")
+        before = set(job.said())
+        job.cluster.start("c")
+        assert before < set(job.wait_steps(5, 3))
+        [told] = job.cluster.events("stall")
+        assert re.search(r"ranks 0-1 in all_reduce of a backward \(ddp_in_place.py:\d+, main\),"
+                         r" rank 2 in _sync_buffers", told.reason), told.reason  # fmt: skip
+        assert told.reason in [event.reason for event in job.cluster.events("incident")]
+        assert not job.cluster.events("restart")
+        (job.folder / "said" / "enough").touch()
+        nodes = job.cluster.nodes
+        job.cluster.wait(lambda: not any(node.is_alive for node in nodes), "all agents end")
+        ends = [lines[-1] for lines in job.said().values()]
+        assert len({(line["step"], line["total"]) for line in ends}) == 1, ends
 
 
 def test_a_worker_in_a_debugger_is_waited_for(tmp_path):

@@ -31,11 +31,11 @@ STEP_S = 0.03
 class InPlace:
     """A local cluster that trains in place, and what its workers have written."""
 
-    def __init__(self, folder: Path, **options: object) -> None:
+    def __init__(self, folder: Path, script_path: Path = SCRIPT, **options: object) -> None:
         self.folder = folder
         (folder / "said").mkdir()
         self._told = Growing(folder / "said")
-        script = [str(SCRIPT), str(folder / "said"), "1000000", str(STEP_S)]
+        script = [str(script_path), str(folder / "said"), "1000000", str(STEP_S)]
         options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 1000, **options}
         options |= {"preload": PRELOAD_OPTIMIZER, "tee": "0"}
         self.cluster = LocalCluster(script, folder=folder / "c", **options)

@@ -157,7 +157,7 @@ def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outc
             Core(), setup, OfferedPort(listening=False), lambda note: None, without_bound
         )
         drain = SimpleNamespace(progress=lambda: None, met=lambda: 0)
-        minder = SimpleNamespace(all_wait=False)
+        minder = SimpleNamespace(waiting=(), all_wait=False)
         agent._group = SimpleNamespace(
             lost=lost, drain=drain, minder=minder, allow_until=without_bound
         )

@@ -22,7 +22,7 @@ from elastane.agent.stuck import StuckWatch, states_of
 from elastane.agent.worker import Worker
 from elastane.core.hangs import Activity, HangWatch, Sight
 from elastane.core.limits import HANG_LOOK_S, HANG_STACK_S
-from elastane.core.model import Failure
+from elastane.core.model import Failure, Waiting
 from elastane.runtime.process import EXIT_UNKNOWN, WorkerProcess
 from elastane.runtime.workerline import Ask, Doing
 
@@ -48,7 +48,9 @@ class Minder:
         self._hangs = HangWatch(setup.hang_floor_s)
         self._marks: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        # Whether all members only wait for others, for longer than that ever took.
+        # Where all members wait for others, once nothing has moved for a while; and whether nothing
+        # will come of it.
+        self.waiting: tuple[Waiting, ...] = ()
         self.all_wait = False
 
     def begin(self, workers: Iterable[Worker]) -> None:
@@ -63,12 +65,12 @@ class Minder:
         """Look no more: the group is stopped."""
         for task in self._tasks:
             task.cancel()
-        self.all_wait = False
+        self.waiting, self.all_wait = (), False
 
     def world_ended(self) -> None:
         """The members' world has ended: what they were at is cut short."""
         self._hangs.world_ended()
-        self.all_wait = False
+        self.waiting, self.all_wait = (), False
 
     async def _mind_hangs(self) -> None:
         while True:
@@ -76,7 +78,11 @@ class Minder:
             members = self._members()
             alive = {w.process.pid: w for w in members if w.process and w.is_alive and w.page.mark}
             found = self._hangs.look(self._sights(alive), time.monotonic())
-            self.all_wait = found.stalled and len(alive) == len(members)
+            are_all = len(alive) == len(members)
+            self.waiting, self.all_wait = (
+                found.waiting if are_all else (),
+                found.stalled and are_all,
+            )
             for pid in found.ask:
                 self._lines.send(alive[pid].local_rank, Ask())
             for pid, reason in found.hung.items():
@@ -106,7 +112,10 @@ class Minder:
         for worker in self._members():
             if worker.local_rank == local_rank and worker.process is not None:
                 pid = worker.process.pid
-                self._hangs.answered(pid, waits=doing.waits, held=doing.held)
+                at = Waiting(doing.rank, doing.where)
+                self._hangs.answered(
+                    *(pid,), waits=doing.waits, held=doing.held, at=at, traffic=doing.traffic
+                )
 
     async def _end(self, worker: Worker, process: WorkerProcess) -> None:
         """Have it show its stack, and kill it with what it started; nothing may keep us."""

@@ -115,6 +115,7 @@ class AgentShell:
         self._core.progress = group.drain.progress() if group else None
         self._core.met = group.drain.met() if group else 0
         self._core.slept_s = suspended_s()
+        self._core.waiting = group.minder.waiting if group else ()
         self._core.all_wait = group.minder.all_wait if group else False
 
     def _bound_workers(self) -> None:

@@ -156,6 +156,16 @@ class ElasticGroup(ProcessGroup):
         own = world is not None and not world.aborted and self._works.in_flight
         return own or any(part.in_flight for part in self.parts)
 
+    @property
+    def traffic(self) -> int | None:
+        """The bytes that went over connections to other members so far; from any thread.
+
+        None where they cannot be counted: NCCL has other ways.
+        """
+        worlds = [group._world for group in (self, *self.parts)]
+        counts = [world.traffic if world is not None else None for world in worlds]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
     def check(self) -> None:
         """Wait for every collective; raises PeerLostError where one failed or the world ended.
 

@@ -92,6 +92,13 @@ class WorldGroup:
         """Whether the world was ended, or never came to be."""
         return self._phase in (_Phase.ABORTED, _Phase.FAILED, _Phase.CLOSED)
 
+    @property
+    def traffic(self) -> int | None:
+        """The bytes that went over gloo's connections so far; None with NCCL."""
+        if self.wiring.device_type == "cuda":
+            return None
+        return sockets.traffic(self._construction.inodes)
+
     def build(self) -> WorldGroup:
         """Meet the other members and connect to each; returns itself.
 

@@ -28,6 +28,10 @@ _ADDRESS_BYTES = 136  # sockaddr_storage (128) and the pair's number (8)
 _SYN_SENT = "02"  # as /proc/net/tcp has it
 _LENGTH = struct.Struct("=Q")
 _PAIR = struct.Struct("=q")
+# In struct tcp_info of linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received (Linux 4.1).
+_TCP_BYTES = struct.Struct("=QQ")
+_TCP_BYTES_AT = 120
+_TCP_INFO_BYTES = _TCP_BYTES_AT + _TCP_BYTES.size
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,18 @@ def cut(chosen: set[int]) -> int:
                     with contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_RD)
                     count += 1
+    return count
+
+
+def traffic(chosen: set[int]) -> int:
+    """Return the bytes that the sockets with these inodes have received, and had acknowledged."""
+    count = 0
+    for fd, inode in _sockets():
+        if inode in chosen:
+            with _looked_at(fd, inode) as sock, contextlib.suppress(OSError):
+                if sock is not None:
+                    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                    count += sum(_TCP_BYTES.unpack_from(info, _TCP_BYTES_AT))
     return count
 
 

@@ -26,6 +26,7 @@ from elastane.core.limits import (
     LEAVE_ALONE_S,
     STANDSTILL_LIMIT_S,
     STOP_MARGIN_S,
+    WAITING_MAX,
 )
 from elastane.core.localworkers import LocalWorkers
 from elastane.core.messages import (
@@ -41,7 +42,7 @@ from elastane.core.messages import (
     ToAgent,
     Welcome,
 )
-from elastane.core.model import JobSpec, NodeSpec, Offer, Outcome
+from elastane.core.model import JobSpec, NodeSpec, Offer, Outcome, Waiting
 from elastane.core.notes import EventKind
 from elastane.core.outbox import Outbox
 from elastane.errors import ExitCode
@@ -65,6 +66,7 @@ class AgentCore:
         self.progress: int | None = None
         self.met = 0
         self.slept_s = 0.0  # for how long this host was suspended: no time of its monotonic clock
+        self.waiting: tuple[Waiting, ...] = ()
         self.all_wait = False
         self._now_s = now_s
         self.welcomed = False
@@ -253,7 +255,11 @@ class AgentCore:
             if self.linked:
                 self.contact.asked(self._now_s)
             beat = Heartbeat(
-                fence=fence, progress=self.progress, met=self.met, all_wait=self.all_wait
+                fence=fence,
+                progress=self.progress,
+                met=self.met,
+                waiting=self.waiting[:WAITING_MAX],
+                all_wait=self.all_wait,
             )
             self._outbox.send(beat)
         if self._leave_by_s is not None and self._now_s >= self._leave_by_s:

@@ -5,13 +5,18 @@ stands still is asked whether it waits for others; one that waits is a victim an
 one that neither waits nor moves for longer than its own kind of work ever took, by far, hangs. A
 worker that cannot answer (it holds the interpreter's lock, it is stopped) does not wait.
 
+Where all workers wait and nothing moves between them, nobody is to blame: no mark changes, no byte
+goes over their connections. That is a stall, and the coordinator ends it for the whole world.
+It does not matter what they are at, nor how many steps a process has made: one that is busy does
+not wait.
+
 What the limits are learned from is the work between two marks alone: not what was spent waiting,
 and nothing that the end of a world cut short, or one hang would stretch the limit for the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -27,7 +32,9 @@ from elastane.core.limits import (
     HANG_STEPS_FIRST,
     HANG_STOPPED_S,
     HANG_WINDOW_S,
+    REASON_CHARS_MAX,
 )
+from elastane.core.model import Waiting
 
 
 class Activity(IntEnum):
@@ -72,18 +79,25 @@ class _Worker:
     sight: Sight
     since_s: float  # when its mark last changed
     busy_s: float  # since when it is not known to have waited for others
+    still_s: float  # since when neither its mark nor the bytes on its connections have changed
     asked_s: float | None = None
     answered: bool = True
     waits: bool = False
+    at: Waiting | None = None
+    traffic: int | None = None
     stopped_s: float | None = None
 
 
 @dataclass(slots=True)
 class Findings:
-    """What one look found: reasons by worker, whom to ask, and whether all only wait."""
+    """What one look found: reasons by worker, whom to ask, and whether all only wait.
+
+    `waiting`: where, once all have waited for HANG_STALL_S. `stalled`: nothing will come of it.
+    """
 
     hung: dict[int, str] = field(default_factory=dict)
     ask: list[int] = field(default_factory=list)
+    waiting: tuple[Waiting, ...] = ()
     stalled: bool = False
 
 
@@ -139,22 +153,40 @@ class HangWatch:
             elif self._is_to_be_asked(worker):
                 worker.asked_s, worker.answered = self._now_s, False
                 found.ask.append(number)
-        found.stalled = bool(sights) and all(self._is_stalled(w) for w in self._workers.values())
+        workers = self._workers.values()
+        if workers and all(self._is_still(worker) for worker in workers):
+            found.waiting = tuple(worker.at for worker in workers if worker.at is not None)
+            found.stalled = all(self._is_stalled(worker) for worker in workers)
         return found
 
-    def answered(self, number: int, *, waits: bool, held: bool = False) -> None:
-        """Take in what a worker says of itself: whether it waits for others, or in a debugger."""
+    def answered(
+        self,
+        number: int,
+        *,
+        waits: bool,
+        held: bool = False,
+        at: Waiting | None = None,
+        traffic: int | None = None,
+    ) -> None:
+        """Take in what a worker says of itself: whether it waits for others, or in a debugger.
+
+        `at`: where it is. `traffic`: the bytes that went over its connections to the others so far;
+        None where it cannot count them.
+        """
         worker = self._workers.get(number)
         if worker is None:
             return
-        worker.answered, worker.waits = True, waits and not held
+        worker.answered, worker.waits, worker.at = True, waits and not held, at
         if waits or held:
             worker.busy_s = self._now_s
+        if worker.traffic not in (None, traffic):
+            worker.still_s = self._now_s
+        worker.traffic = traffic
 
     def world_ended(self) -> None:
         """What the workers were at is cut short: nothing is learned from it, all begin anew."""
         for worker in self._workers.values():
-            worker.since_s = worker.busy_s = self._now_s
+            worker.since_s = worker.busy_s = worker.still_s = self._now_s
             worker.asked_s, worker.answered, worker.waits = None, True, False
 
     def _limit_s(self, sight: Sight) -> float:
@@ -173,10 +205,10 @@ class HangWatch:
     def _seen(self, before: _Worker | None, sight: Sight) -> _Worker:
         now_s = self._now_s
         if before is None:
-            return _Worker(sight, now_s, now_s)
+            return _Worker(sight, now_s, now_s, now_s)
         if before.sight.mark != sight.mark:
             self._learn(before)
-            worker = _Worker(sight, now_s, now_s)
+            worker = _Worker(sight, now_s, now_s, now_s)
         else:
             worker, worker.sight = before, sight
         worker.stopped_s = (before.stopped_s or now_s) if sight.stopped else None
@@ -221,17 +253,44 @@ class HangWatch:
         return self._now_s - worker.asked_s >= HANG_ANSWER_S
 
     def _is_to_be_asked(self, worker: _Worker) -> bool:
-        if worker.sight.activity in _UNJUDGED or not worker.answered:
+        if not worker.answered:
             return False
         last_s = worker.since_s if worker.asked_s is None else worker.asked_s
         return self._now_s - last_s >= HANG_ASK_S
 
+    def _is_still(self, worker: _Worker) -> bool:
+        """Whether it has waited for others for a while, and nothing has moved."""
+        waits = worker.sight.activity is Activity.ENTERING or self._waits(worker)
+        return waits and self._now_s - worker.still_s >= HANG_STALL_S
+
     def _is_stalled(self, worker: _Worker) -> bool:
-        """Whether it has waited for others for longer than that ever took."""
-        waited_s, sight = self._now_s - worker.since_s, worker.sight
-        if sight.activity is Activity.ENTERING:
-            return waited_s >= HANG_ENTER_S
-        if not self._waits(worker):
-            return False
-        first = sight.steps < HANG_STEPS_FIRST
-        return waited_s >= (HANG_CEILING_S if first else self._learned_s(None, HANG_STALL_S))
+        """Whether it is still for so long that nothing will come."""
+        if worker.sight.activity is Activity.ENTERING:
+            return self._now_s - worker.still_s >= HANG_ENTER_S
+        if worker.traffic is not None:
+            return self._is_still(worker)
+        # A device may compute what a collective waits for: only earlier waits say how long.
+        first = worker.sight.steps < HANG_STEPS_FIRST
+        limit_s = HANG_CEILING_S if first else self._learned_s(None, HANG_STALL_S)
+        return self._now_s - worker.since_s >= limit_s
+
+
+def places_of(waiting: Iterable[Waiting]) -> str:
+    """Say where workers wait, ranks at one place together."""
+    places: dict[str, list[int]] = {}
+    for each in sorted(waiting, key=lambda each: each.rank):
+        places.setdefault(each.where, []).append(each.rank)
+    text = ", ".join(f"{_ranks(ranks)} in {where}" for where, ranks in places.items())
+    return text[:REASON_CHARS_MAX] or "none of them says where"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return sorted ranks in words, as "ranks 0-2, 7"."""
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

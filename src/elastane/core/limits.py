@@ -92,9 +92,14 @@ HANG_CEILING_S = 1800.0
 HANG_STEPS_FIRST = 3
 # What users do between two steps (evaluation, checkpoints) may take as long as this.
 HANG_BETWEEN_S = 3600.0
-# Members that all wait for one another in a collective, nobody being busy: a network's hiccup may
-# well take seconds, so this is the floor of what is learned.
+# Members that all wait for one another in a collective, while no byte moves between them and nobody
+# is busy. A network's hiccup may well take seconds. Where bytes cannot be counted (NCCL), this is
+# the floor of what is learned from earlier waits.
 HANG_STALL_S = 10.0
+# Characters of where one worker waits: a collective, a file's name, a line and a function.
+WHERE_CHARS_MAX = 200
+# Workers of one node of which a heartbeat says where they wait; more do not make it clearer.
+WAITING_MAX = 128
 # Members that all wait to meet, while nobody is missing, cannot reach one another.
 HANG_ENTER_S = 120.0
 # A worker that hangs is asked for its stack by SIGABRT, and killed after this; one that SIGKILL

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from elastane.core.limits import COUNT_MAX, FAILURES_MAX
+from elastane.core.limits import COUNT_MAX, FAILURES_MAX, WAITING_MAX
 from elastane.core.model import (
     Assignment,
     Count,
@@ -23,6 +23,7 @@ from elastane.core.model import (
     Outcome,
     Seconds,
     Text,
+    Waiting,
 )
 from elastane.core.sharding import Sharding
 
@@ -82,14 +83,19 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """The agent lives. `progress` is the least step count of its workers that report one.
 
     `met`: the round of the last world in which all those that it has in the world of `fence` had
-    met the others, and had the state; 0: of none. `all_wait`: all of them wait for others, for
-    longer than ever.
+    met the others, and had the state; 0: of none. `waiting`: where they are, once all of them have
+    waited for others without progress for a while. `all_wait`: for so long that nothing will come.
     """
 
     fence: Fence | None = None
     progress: Count | None = None
     met: Count = 0
+    waiting: tuple[Waiting, ...] = ()
     all_wait: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.waiting) > WAITING_MAX:
+            raise ValueError(f"{len(self.waiting)} waiting workers, of at most {WAITING_MAX}")
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):

@@ -15,6 +15,7 @@ from elastane.core.limits import (
     FAILURE_TEXT_CHARS_MAX,
     LOCAL_WORLD_SIZE_MAX,
     NAME_CHARS_MAX,
+    WHERE_CHARS_MAX,
     Timing,
 )
 
@@ -169,6 +170,13 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 # The rank of a worker that was started beside a world and has no place in it yet.
 NO_RANK = -1
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """Where a worker is that waits for others: a collective or a call, and the user's line."""
+
+    rank: Count
+    where: Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

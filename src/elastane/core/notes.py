@@ -36,6 +36,7 @@ class EventKind(StrEnum):
     RESTART = "restart"
     REPLACEMENT = "replacement"
     WAITING = "waiting"
+    STALL = "stall"
     RESIZED = "resized"
     JOB_ENDED = "job-ended"
     # Told by an agent.

@@ -37,8 +37,6 @@ from elastane.runtime.workerline import (
 _FIRST_S = 60.0
 # What the thread may be at when the job is closed takes milliseconds.
 _JOIN_S = 5.0
-# Modules whose frames wait for a person: pdb and what is built on it, those of editors.
-_DEBUGGERS = frozenset(("pdb", "bdb", "pydevd", "_pydevd_bundle", "debugpy"))
 _lines: list[AgentLine] = []
 
 
@@ -52,7 +50,7 @@ class AgentLine:
         self._interrupted = ""
         self._closed = False
         self._end_world: Callable[[], None] = _nothing
-        self._waits: Callable[[], bool] = bool
+        self._doing: Callable[[], Doing] = _idle
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -90,12 +88,12 @@ class AgentLine:
             raise _no_agent("it spoke of a world before there was one")
         return word
 
-    def begin(self, end_world: Callable[[], None], waits: Callable[[], bool]) -> None:
+    def begin(self, end_world: Callable[[], None], doing: Callable[[], Doing]) -> None:
         """Read on in a thread; `end_world` is called there when the world in hand is no more.
 
-        `waits` is called there too: whether this worker waits for others.
+        `doing` is called there too, when the agent asks what this worker is at.
         """
-        self._end_world, self._waits = end_world, waits
+        self._end_world, self._doing = end_world, doing
         self._thread = threading.Thread(target=self._read, name="elastane-line", daemon=True)
         self._thread.start()
 
@@ -131,7 +129,7 @@ class AgentLine:
 
     def close(self) -> None:
         """Hang up; the thread has ended then: at exit it would be killed in the middle of torch."""
-        self._closed, self._end_world, self._waits = True, _nothing, bool
+        self._closed, self._end_world, self._doing = True, _nothing, _idle
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
@@ -167,7 +165,7 @@ class AgentLine:
             except (OSError, ValueError):
                 word = None
             if isinstance(word, Ask):
-                self._say(Doing(self._waits(), _is_debugged()))
+                self._say(self._doing())
                 continue
             with self._news:
                 if isinstance(word, Place):
@@ -180,19 +178,12 @@ class AgentLine:
             self._end_world()
 
 
-def _is_debugged() -> bool:
-    """Whether a person looks at the main thread through a debugger, which may take its time."""
-    ident = threading.main_thread().ident
-    frame = sys._current_frames().get(ident) if ident is not None else None
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _nothing() -> None:
     pass
+
+
+def _idle() -> Doing:
+    return Doing(waits=False)
 
 
 def _no_agent(why: str) -> JobError:

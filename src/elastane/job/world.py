@@ -24,12 +24,12 @@ from elastane.core.hangs import Activity
 from elastane.core.model import Fence
 from elastane.core.sharding import NO_PART, Sharding
 from elastane.errors import ElastaneError, JobError, PeerLostError
-from elastane.job import drain
+from elastane.job import drain, whereabouts
 from elastane.job.agentline import AgentLine
 from elastane.job.heal import gathered
 from elastane.job.pulse import Pulse
 from elastane.runtime.page import WorkerPage
-from elastane.runtime.workerline import Place, Wait
+from elastane.runtime.workerline import Doing, Place, Wait
 
 # How long a gated worker pauses between two looks at its page.
 _POLL_S = 0.0005
@@ -62,7 +62,7 @@ class Worlds:
             self.pulse.show_on(self._page)
             self.place = self._line.first()
             self.came_later = self.waits
-            self._line.begin(self._end_world, self._waits)
+            self._line.begin(self._end_world, self._doing)
         self._build(self.place if isinstance(self.place, Place) else None)
         self.group.register()
 
@@ -299,9 +299,16 @@ class Worlds:
             next_step="job.device_mesh(shard=S) with two replicas or more recovers in place",
         ) from error
 
-    def _waits(self) -> bool:
-        """In the line's thread: whether this worker waits for others in the world in hand."""
-        return self.group.in_flight
+    def _doing(self) -> Doing:
+        """In the line's thread: whether this worker waits for others, where, and if bytes move."""
+        frames = whereabouts.main_frames()
+        return Doing(
+            waits=self.group.in_flight,
+            held=whereabouts.is_debugged(frames),
+            rank=self.group.rank(),
+            where=whereabouts.described(frames),
+            traffic=self.group.traffic,
+        )
 
     def _wiring(self, place: Place) -> Wiring:
         return Wiring(

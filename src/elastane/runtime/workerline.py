@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Annotated
 
 import msgspec
 
+from elastane.core.limits import WHERE_CHARS_MAX
 from elastane.core.model import Count, Fence, LocalRank, Port, Text
 from elastane.core.sharding import Sharding
 from elastane.core.unreadable import UNREADABLE
 
+Where = Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]
+Traffic = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None
 LINE_FD_VARIABLE = "ELASTANE_LINE_FD"
 # The longest holds a reason, which core bounds.
 PACKET_BYTES_MAX = 64 << 10
@@ -55,10 +59,17 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Doing(msgspec.Struct, frozen=True, tag="doing"):
-    """From a worker, asked: whether it waits for others, or is `held` in a debugger."""
+    """From a worker, asked: whether it waits for others, or is `held` in a debugger.
+
+    `where` it is, in words, and with which rank. `traffic`: the bytes that went over its
+    connections to the other workers so far; None where it cannot count them.
+    """
 
     waits: bool
     held: bool = False
+    rank: Count = 0
+    where: Where = ""
+    traffic: Traffic = None
 
 
 class Spare(msgspec.Struct, frozen=True, tag="spare"):

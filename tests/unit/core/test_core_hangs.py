@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastane.core.hangs import Activity, HangWatch, Sight
+from elastane.core.hangs import Activity, HangWatch, Sight, places_of
 from elastane.core.limits import (
     HANG_ANSWER_S,
     HANG_ASK_S,
@@ -18,7 +18,9 @@ from elastane.core.limits import (
     HANG_STEPS_FIRST,
     HANG_STOPPED_S,
     HANG_WINDOW_S,
+    REASON_CHARS_MAX,
 )
+from elastane.core.model import Waiting
 
 BODY, LOADING, BETWEEN = Activity.BODY, Activity.LOADING, Activity.BETWEEN
 MARGIN_S = 2 * HANG_LOOK_S
@@ -32,7 +34,8 @@ class Node:
         self.watch, self.now_s = HangWatch(FLOOR_S), 0.0
         self.sights = {n: Sight(1, BODY, steps) for n in numbers or (1,)}
         self.waits, self.silent, self.held, self.asked = set(), set(), set(), 0
-        self.hung, self.stalled_s = {}, None
+        self.hung, self.stalled_s, self.waiting = {}, None, ()
+        self.traffic = {}  # the bytes that a worker says it has exchanged
 
     def be(self, number, activity=BODY, steps=None, stopped=False, progress=True):
         sight = self.sights[number]
@@ -49,9 +52,11 @@ class Node:
             for number in findings.ask:
                 if number not in self.silent:
                     waits, held = number in self.waits, number in self.held
-                    self.watch.answered(number, waits=waits, held=held)
+                    at, traffic = Waiting(number, "a collective"), self.traffic.get(number)
+                    self.watch.answered(number, waits=waits, held=held, at=at, traffic=traffic)
             found = dict.fromkeys(findings.hung, self.now_s - begin_s)
             self.hung.update(findings.hung)
+            self.waiting = findings.waiting
             if findings.stalled and self.stalled_s is None:
                 self.stalled_s = self.now_s - begin_s
         return found
@@ -149,7 +154,7 @@ def test_first_steps_compilation_and_the_users_own_work_take_their_time(activity
 def test_who_is_outside_of_steps_or_waits_for_a_world_is_not_judged(activity):
     node = Node()
     node.be(1, activity)
-    assert node.passes(2 * HANG_BETWEEN_S, look_s=1.0) == {} and node.asked == 0
+    assert node.passes(2 * HANG_BETWEEN_S, look_s=1.0) == {}
 
 
 @pytest.mark.parametrize("activity", list(Activity))
@@ -192,6 +197,58 @@ def test_all_are_stalled_only_when_each_waits_for_too_long():
     node.be(2, Activity.ENTERING)
     node.passes(2 * HANG_ENTER_S)
     assert node.stalled_s == pytest.approx(HANG_ENTER_S, abs=MARGIN_S)
+
+
+@pytest.mark.parametrize("activity", [BODY, BETWEEN, Activity.APART, Activity.COMPILING])
+def test_a_stall_is_found_whatever_workers_are_at_and_however_new_they_are(activity):
+    node = Node(1, 2, steps=0)
+    node.waits, node.traffic = {1, 2}, {1: 100, 2: 7}
+    node.be(1, activity)
+    node.passes(HANG_STALL_S - MARGIN_S)
+    assert node.stalled_s is None and node.waiting == ()
+    node.passes(2 * MARGIN_S)
+    assert node.stalled_s is not None
+    assert node.waiting == (Waiting(1, "a collective"), Waiting(2, "a collective"))
+
+
+def test_earlier_waits_do_not_delay_the_end_of_a_stall():
+    node = Node(1, 2)
+    node.waits, node.traffic = {1}, {1: 100, 2: 100}
+    for _ in range(100):
+        node.passes(1.0)
+        node.be(2)  # It computes, and the first one waits for it.
+    node.waits = {1, 2}
+    node.be(1)
+    node.passes(2 * HANG_STALL_S)
+    assert node.stalled_s == pytest.approx(HANG_STALL_S, abs=2 * MARGIN_S)
+
+
+def test_workers_that_exchange_bytes_do_not_stand_still():
+    node = Node(1, 2, steps=0)
+    node.waits, node.traffic = {1, 2}, {1: 100, 2: 100}
+    for _ in range(20):
+        node.passes(HANG_STALL_S / 2)
+        node.traffic[2] += 1  # A first reduction of many gigabytes.
+    assert node.stalled_s is None
+    node.passes(HANG_STALL_S + MARGIN_S)
+    assert node.stalled_s is not None
+
+
+def test_where_bytes_cannot_be_counted_a_stall_is_shown_before_it_is_believed():
+    node = Node(1, steps=0)
+    node.waits = {1}
+    node.passes(HANG_STALL_S + MARGIN_S)
+    assert node.waiting and node.stalled_s is None
+    node.passes(HANG_CEILING_S)
+    assert node.stalled_s is not None
+
+
+def test_ranks_that_wait_at_one_place_are_named_together():
+    at = {0: "all_reduce", 1: "all_reduce", 2: "_sync_buffers", 3: "all_reduce", 4: "all_reduce"}
+    said = places_of(Waiting(rank, where) for rank, where in at.items())
+    assert said == "ranks 0-1, 3-4 in all_reduce, rank 2 in _sync_buffers"
+    assert len(places_of(Waiting(n, f"{n} " * 50) for n in range(1000))) == REASON_CHARS_MAX
+    assert places_of([]) == "none of them says where"
 
 
 def test_no_healthy_step_of_ten_thousand_is_taken_for_a_hang():

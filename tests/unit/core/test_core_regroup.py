@@ -21,7 +21,7 @@ from elastane.core.messages import (
     Stop,
     Stopped,
 )
-from elastane.core.model import Failure, Fence, Offer
+from elastane.core.model import Failure, Fence, Offer, Waiting
 from elastane.core.notes import EventKind
 
 
@@ -323,7 +323,11 @@ def test_successors_that_still_get_ready_and_arrivals_are_gathered():
 def beats(job, *node_ids, progress=7, all_wait=True):
     for node_id in node_ids:
         fence = job.assigned[node_id].fence
-        job.says(node_id, Heartbeat(fence=fence, progress=progress, all_wait=all_wait))
+        waiting = (
+            (Waiting(ord(node_id) - ord("a"), f"all_reduce of {node_id}"),) if all_wait else ()
+        )
+        beat = Heartbeat(fence=fence, progress=progress, waiting=waiting, all_wait=all_wait)
+        job.says(node_id, beat)
 
 
 def test_workers_that_all_wait_for_one_another_get_another_world_and_no_blame():
@@ -342,6 +346,18 @@ def test_workers_that_all_wait_for_one_another_get_another_world_and_no_blame():
     assert job.assigned["b"].fence == Fence(2, 0)
 
 
+def test_where_each_rank_waits_is_told_once_before_their_world_is_left():
+    job = in_place(nodes="ab")
+    where = "rank 0 in all_reduce, rank 1 in _sync_buffers"
+    for _ in range(3):
+        for node_id, rank, at in (("a", 0, "all_reduce"), ("b", 1, "_sync_buffers")):
+            fence = job.assigned[node_id].fence
+            job.says(node_id, Heartbeat(fence=fence, waiting=(Waiting(rank, at),)))
+    [told] = [note for note in job.notes if note.kind is EventKind.STALL]
+    assert told.reason == f"all workers wait for one another: {where}"
+    assert kinds(job, "b") == []
+
+
 def test_world_after_world_without_a_step_ends_the_job_with_what_to_look_at():
     job = in_place(nodes="ab")
     for round_ in range(1, STALLS_MAX + 1):
@@ -352,6 +368,7 @@ def test_world_after_world_without_a_step_ends_the_job_with_what_to_look_at():
     beats(job, "a", "b")
     [outcome] = [m.outcome for m in job.inbox["a"] if isinstance(m, Close)]
     assert outcome.slug == "world-stalled" and not outcome.ok
+    assert "rank 0 in all_reduce of a, rank 1 in all_reduce of b" in outcome.reason
 
 
 def test_a_step_between_two_stalls_begins_the_count_anew():

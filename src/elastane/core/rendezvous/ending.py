@@ -176,8 +176,8 @@ def no_replica(state: State) -> bool:
 def stalled(state: State) -> bool:
     """World after world is settled, and none makes a step."""
     what = (
-        f"{state.stalls} worlds in a row made no step: all their workers only waited for one"
-        " another, and no worker failed"
+        f"{state.stalls} worlds in a row made no step: all their workers waited for one another:"
+        f" {state.stall_places}"
     )
     return _close(
         state,

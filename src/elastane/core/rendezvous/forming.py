@@ -171,7 +171,8 @@ def put_in_force(
         node.fence, node.state, node.stray = world.fence, "running", False
         node.untold, node.spent, node.halted = False, state.in_place, ""
         node.take_places(member.local_ranks)
-        node.failures, node.progress, node.all_wait = (), None, False
+        node.failures, node.progress = (), None
+        node.waits_at, node.all_wait = (), False
         node.marked = node.drained = node.draining = False
         state.refile(node)
         state.send(node, Assign(assignment))

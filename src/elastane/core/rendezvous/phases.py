@@ -166,8 +166,10 @@ def _hear(state: State) -> None:
 
 def _running(state: State) -> bool:
     assert state.world is not None
-    if state.incident is None and regroup.stalled(state) and state.stalls > STALLS_MAX:
-        return ending.stalled(state)
+    if state.in_place and state.incident is None:
+        regroup.look_at_stall(state)
+        if regroup.stalled(state) and state.stalls > STALLS_MAX:
+            return ending.stalled(state)
     if state.incident is not None or regroup.unexplained(state):
         assert state.incident is not None
         return _end_world(state, state.incident.reason)

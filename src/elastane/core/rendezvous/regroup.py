@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastane.core.hangs import places_of
 from elastane.core.limits import LOST_PEER_S
 from elastane.core.messages import Interrupt, Prepare
 from elastane.core.model import Failure, Fence, World
@@ -82,16 +83,26 @@ def unexplained(state: State) -> bool:
     return True
 
 
+def look_at_stall(state: State) -> None:
+    """Log where each worker waits, once all those of the world wait for one another."""
+    assert state.world is not None
+    if len(state.still) < len(state.world.members):
+        state.stall_places = ""
+    elif not state.stall_places:
+        waiting = [each for node in state.members() for each in node.waits_at]
+        state.stall_places = places_of(waiting)
+        state.tell(EventKind.STALL, f"all workers wait for one another: {state.stall_places}")
+
+
 def stalled(state: State) -> bool:
     """End a world whose workers all only wait for one another: nobody is to blame."""
-    if not state.in_place or state.world is None:
-        return False
+    assert state.world is not None
     if len(state.waiters) < len(state.world.members):
         return False
     reached = max((node.progress or 0 for node in state.members()), default=0)
     state.stalls = 1 if reached > state.stalled_at else state.stalls + 1
     state.stalled_at = reached
-    presence.fault(state, "all workers wait for one another: a connection among them is dead")
+    presence.fault(state, f"all workers wait for one another: {state.stall_places}")
     return True
 
 

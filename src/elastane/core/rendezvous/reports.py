@@ -63,12 +63,14 @@ def _beat(state: State, node: Node, message: Heartbeat) -> bool:
     """Take in how far its workers are; return whether a rule is to look at that."""
     node.progress = message.progress
     news = stateholders.heard(state, node, message)
-    all_wait = message.all_wait and message.fence == node.fence
-    if all_wait == node.all_wait:
+    is_of_now = message.fence == node.fence
+    waits_at = message.waiting if is_of_now else ()
+    all_wait = message.all_wait and is_of_now
+    if waits_at == node.waits_at and all_wait == node.all_wait:
         return news
-    node.all_wait = all_wait
+    node.waits_at, node.all_wait = waits_at, all_wait
     state.refile(node)
-    return news or all_wait
+    return True
 
 
 def _is_of(node: Node, fence: Fence) -> bool:

@@ -25,6 +25,7 @@ from elastane.core.model import (
     Outcome,
     Record,
     Versions,
+    Waiting,
     World,
 )
 from elastane.core.notes import EventKind, Note
@@ -79,7 +80,8 @@ class Node:
     failures: tuple[Failure, ...] = ()  # brought along while a new coordinator recovers
     leaving: str = ""
     progress: int | None = None
-    all_wait: bool = False  # its workers in the world only wait for others, for too long
+    waits_at: tuple[Waiting, ...] = ()  # where all its workers in the world wait for others
+    all_wait: bool = False  # they do so for too long
     marked: bool = False
     calls: int | None = None
     drained: bool = False
@@ -195,6 +197,7 @@ class State:
     undrained: set[str] = field(default_factory=set)
     unable: set[str] = field(default_factory=set)  # members with workers that cannot regroup
     joinable: set[str] = field(default_factory=set)  # who has able workers without a place
+    still: set[str] = field(default_factory=set)  # members whose workers all wait for others
     waiters: set[str] = field(default_factory=set)  # members whose workers only wait, for too long
     # Who has a place in the world, as `is_of_world` keeps it.
     places: Collection[str] = ()
@@ -211,6 +214,7 @@ class State:
     kept_is_recorded: bool = False  # the durable record names some
     lost_s: float | None = None  # when one of them first lost a peer that nobody has explained
     lost_reason: str = ""
+    stall_places: str = ""  # where all workers of the world in force wait, if they do
     stalls: int = 0  # worlds in a row that were ended since all their members waited
     stalled_at: int = 0  # how far the last of them was
     exhausted: Incident | None = None  # what the budget could not pay a replacement for
@@ -307,6 +311,7 @@ class State:
                 ),
             ),
             (self.joinable, present and not node.leaving and bool(node.able - places)),
+            (self.still, member and (node.all_wait or bool(node.waits_at))),
             (self.waiters, member and node.all_wait),
         )
         for members, belongs in facts:
@@ -333,6 +338,7 @@ class State:
             self.undrained,
             self.unable,
             self.joinable,
+            self.still,
             self.waiters,
         ):
             members.discard(node.id)

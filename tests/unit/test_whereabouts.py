@@ -1,0 +1,68 @@
+"""Where a worker says that its main thread is."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from elastane.core.limits import WHERE_CHARS_MAX
+from elastane.job import whereabouts
+
+USER = "__main__"
+DDP, C10D = "torch.nn.parallel.distributed", "torch.distributed.distributed_c10d"
+IN_DDP = [(DDP, "forward"), (DDP, "_pre_forward"), (DDP, "_sync_buffers")]
+
+
+def frames_of(*calls):
+    """The frames of functions that call one another: pairs of a module's and a function's name."""
+    found = []
+
+    def end():
+        found.extend([sys._getframe(1)])
+
+    inner = end
+    for module, name in reversed(calls):
+        space = {"__name__": module, "inner": inner}
+        code = compile(
+            f"def {name}():\n    inner()\n", f"/x/{module.rpartition('.')[2]}.py", "exec"
+        )
+        exec(code, space)
+        inner = space[name]
+    inner()
+    frames, frame = [], found[0]
+    for _ in calls:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([(USER, "main"), (USER, "validate"), *IN_DDP, ("torch._C", "x")], "_sync_buffers (__main"),
+        ([(USER, "main"), ("torch.distributed.c10d_logger", "wrapper"), (C10D, "all_reduce")],
+         "all_reduce (__main__.py:2, main)"),
+        ([(USER, "main"), ("elastane.job.step", "backward"), ("torch.autograd.graph", "_run")],
+         "all_reduce of a backward (__main__.py:2, main)"),
+        # A module within DDP calls a collective of its own, as SyncBatchNorm does.
+        ([(USER, "main"), (DDP, "forward"), ("net", "forward"), (C10D, "all_gather")],
+         "all_gather (net.py:2, forward)"),
+        ([(USER, "main"), ("elastane.job.job", "check")], "check (__main__.py:2, main)"),
+        ([(USER, "sleep")], "sleep (__main__.py:2, sleep)"),
+    ],
+)  # fmt: skip
+def test_a_worker_names_the_collective_and_the_users_line(calls, said):
+    told = whereabouts.described(frames_of(*calls))
+    assert told.startswith(said), told
+
+
+def test_a_long_place_is_cut_and_no_frame_is_no_error():
+    told = whereabouts.described(frames_of((USER, "f" * 300)))
+    assert len(told) == WHERE_CHARS_MAX
+    assert whereabouts.described([]) == "an unknown place"
+
+
+def test_a_debugger_is_seen():
+    assert whereabouts.is_debugged(frames_of((USER, "main"), ("bdb", "trace")))
+    assert not whereabouts.is_debugged(whereabouts.main_frames())
