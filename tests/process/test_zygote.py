@@ -250,6 +250,37 @@ def test_what_is_read_at_start_means_exec_with_the_reason(
     assert why in told.of("fallback")[0]
 
 
+def test_a_variable_that_the_script_sets_before_it_imports_torch_means_exec(
+    runner: asyncio.Runner, zygote: ZygoteSpawner, told: Told, tmp_path: Path
+) -> None:
+    told.heard.clear()
+    script = tmp_path / "sets.py"
+    script.write_text("import os\nos.environ['PYTORCH_JIT'] = '0'\nimport torch\n")
+    assert runner.run(run_spawned(zygote, command("script", script), tmp_path)).code == 0
+    assert told.of("fallback") == ["the script sets PYTORCH_JIT in line 2, before it imports torch"]
+
+
+def test_a_variable_that_another_module_sets_is_said_when_torch_is_imported(
+    runner: asyncio.Runner, zygote: ZygoteSpawner, told: Told, tmp_path: Path
+) -> None:
+    told.heard.clear()
+    (tmp_path / "settings.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '7'\n")
+    script = tmp_path / "uses.py"
+    script.write_text(
+        "import settings, sys\nassert 'torch' not in sys.modules\n"
+        "from torch.nn import Linear\nimport torch, pickle\n"
+        "assert torch.__spec__.origin == torch.__file__ and torch.nn.Linear is Linear\n"
+        "assert pickle.loads(pickle.dumps(Linear(1, 1))).weight.shape == (1, 1)\n"
+    )
+    ended = runner.run(run_spawned(zygote, command("script", script), tmp_path))
+    assert ended.code == 0, ended.err
+    assert ended.err == (
+        "elastane: OMP_NUM_THREADS has no effect: torch was imported before the script set it."
+        " Next: --no-zygote starts each worker as a new interpreter\n"
+    )
+    assert told.of("fallback") == []
+
+
 @pytest.mark.parametrize("case", ["missing", "folder", "compiled", "hides", "preloaded"])
 def test_what_only_python_can_run_is_left_to_it(
     runner: asyncio.Runner, zygote: ZygoteSpawner, told: Told, tmp_path: Path, case: str

@@ -30,7 +30,7 @@ from elastane.keeper.peers import FROM_AGENT, Neighbours
 from elastane.keeper.saying import Saying
 from elastane.keeper.server import Service
 from elastane.keeper.starting import CONTROL_FD, LISTENER_FD, NODE, OWN_FD
-from elastane.runtime.kernel import set_command_line
+from elastane.runtime.kernel import show_program
 
 _DESCRIPTORS_MAX = 1 << 20
 # Before the end, what is being written is told to stop, so that half a file is removed.
@@ -143,7 +143,7 @@ def main(words: Sequence[str]) -> None:
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    set_command_line(("elastane-keeper", kind))
+    show_program(("elastane-keeper", kind))
     saying = Saying()
     saying.start()
     logging.basicConfig(handlers=[saying], format="%(message)s", level=logging.WARNING)

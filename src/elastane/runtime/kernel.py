@@ -20,6 +20,20 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+# Of proc(5), by the names of struct prctl_mm_map; `brk` is not among them.
+_STAT_PLACES = {
+    "start_code": 26,
+    "end_code": 27,
+    "start_stack": 28,
+    "start_data": 45,
+    "end_data": 46,
+    "start_brk": 47,
+    "arg_start": 48,
+    "arg_end": 49,
+    "env_start": 50,
+    "env_end": 51,
+}
 # Number of membarrier(2), which no header of Python names.
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
 _BARRIER_FOR_REGISTERED, _BARRIER_REGISTER = 2, 4
@@ -167,15 +181,77 @@ def place_descriptors(wanted: Mapping[int, int], keep: Iterable[int] = ()) -> di
     return moved
 
 
-def set_command_line(argv: Iterable[str]) -> None:
-    """Show `argv` where ps and /proc look, cut to the room that this process was started with."""
+class _MemoryMap(ctypes.Structure):
+    """struct prctl_mm_map of linux/prctl.h."""
+
+    _names = (
+        *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack"),
+        *("arg_start", "arg_end", "env_start", "env_end", "auxv"),
+    )
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in _names),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )
+
+
+# What /proc shows of a process is read from its memory, for as long as it lives.
+_shown: list[mmap.mmap] = []
+
+
+def show_program(argv: Iterable[str], env: Mapping[str, str] | None = None) -> None:
+    """Show `argv` and `env` where ps and /proc look, as an exec of them would.
+
+    Without `env` the environment shown stays. Where the kernel refuses the call, `argv` is shown as
+    one string, cut to the room that this process was started with, and the environment stays too.
+    """
     fields = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-    text = b" ".join(os.fsencode(argument) for argument in argv)
+    words = [os.fsencode(argument) for argument in argv]
+    text = b"".join(word + b"\0" for word in words)
     room = end - start
+    # In the old place where it fits: there setproctitle writes as well.
+    at = start if len(text) <= room else _kept(text)
+    areas = {"arg_start": at, "arg_end": at + len(text)}
+    if env is not None:
+        shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+        at_env = _kept(shown)
+        areas |= {"env_start": at_env, "env_end": at_env + len(shown)}
+    if _show_areas(fields, areas):
+        if at == start:
+            ctypes.memmove(start, text, len(text))
+        return
     # One string whose area does not end in NUL: the kernel shows it up to its own NUL, where
     # a list would show all the NULs that pad it (get_mm_proctitle of fs/proc/base.c).
-    ctypes.memmove(start, text[: room - 2].ljust(room - 1, b"\0") + b"\1", room)
+    title = b" ".join(words)[: room - 2].ljust(room - 1, b"\0") + b"\1"
+    ctypes.memmove(start, title, room)
+
+
+def _kept(text: bytes) -> int:
+    """Return the address of memory that holds `text` from now on."""
+    # Private: /proc reads no memory that may be a file's.
+    memory = mmap.mmap(-1, max(1, len(text)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[: len(text)] = text
+    _shown.append(memory)
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _show_areas(fields: list[bytes], areas: Mapping[str, int]) -> bool:
+    """Tell the kernel where arguments and environment are; False where it takes no such word.
+
+    PR_SET_MM_MAP needs no privilege, and sets all that it knows of: the rest to what it is.
+    `fields` are those of /proc/self/stat, from the third on.
+    """
+    number = {name: int(fields[place - 3]) for name, place in _STAT_PLACES.items()}
+    wanted = _MemoryMap(**{**number, **areas}, auxv=0, auxv_size=0, exe_fd=0xFFFFFFFF)
+    libc, size = ctypes.CDLL(None), ctypes.c_ulong(ctypes.sizeof(wanted))
+    libc.sbrk.restype = ctypes.c_void_p
+    libc.sbrk.argtypes = (ctypes.c_ssize_t,)
+    where = ctypes.byref(wanted)
+    option, kind, none = ctypes.c_int(_PR_SET_MM), ctypes.c_ulong(_PR_SET_MM_MAP), ctypes.c_ulong(0)
+    # Nothing between the two moves the break.
+    wanted.brk = libc.sbrk(0)
+    return bool(libc.prctl(option, kind, where, size, none) == 0)
 
 
 def suspended_s() -> float:

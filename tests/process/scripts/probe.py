@@ -19,6 +19,8 @@ import tempfile
 import threading
 import traceback
 
+imported_at_start = set(sys.modules)
+
 
 class Thing:
     """A class of __main__, for pickle."""
@@ -87,9 +89,13 @@ def printed(line):
 
 def process():
     with open("/proc/self/cmdline", "rb") as file:
-        line = file.read().rstrip(b"\0").replace(b"\0", b" ")
+        line = file.read()
+    with open("/proc/self/environ", "rb") as file:
+        variables = file.read()
     return {
-        "cmdline": os.fsdecode(line).rstrip(),
+        "cmdline": os.fsdecode(line),
+        "proc environ": sorted(os.fsdecode(variables).split("\0")),
+        "imported": sorted({"torch", "numpy", "torch.nn"} & imported_at_start),
         "environ": dict(os.environ),
         "getenv": printed("printenv FROM_TEST") if "FROM_TEST" in os.environ else None,
         "cwd": os.getcwd(),

@@ -27,8 +27,9 @@ from typing import Any, TextIO
 
 from elastane.runtime.errorfile import write_error_file
 from elastane.runtime.execspawn import RUN_PATH_CODE, command_line
-from elastane.runtime.kernel import set_command_line
+from elastane.runtime.kernel import show_program
 from elastane.runtime.process import WorkerCommand
+from elastane.runtime.zygote.early import EarlyModules, Imported
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def first_path_entry(command: WorkerCommand) -> str:
     return command.cwd if command.kind == "module" else ""
 
 
-def become(command: WorkerCommand, birth: Birth) -> Callable[[], None]:
+def become(command: WorkerCommand, birth: Birth, imported: Imported) -> Callable[[], None]:
     """Make this process the one of `command`; returns the script, to be called at the bottom.
 
     Descriptors and folder are in place already. Not restored: the hash seed (shared by all
@@ -73,12 +74,13 @@ def become(command: WorkerCommand, birth: Birth) -> Callable[[], None]:
     os.environ.update(command.env)
     time.tzset()
     sys.orig_argv[:] = command_line(command, sys.executable)
-    set_command_line(sys.orig_argv)
+    show_program(sys.orig_argv, command.env)
     _renew_streams()
     _renew_import_path(command, birth)
     _renew_modules()
     _renew_random_state()
     _watch_fatal_signals()
+    EarlyModules(imported, command.env).hide()
     return _program(command, birth)
 
 

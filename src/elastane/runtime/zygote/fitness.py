@@ -13,18 +13,24 @@ from pathlib import Path
 
 from elastane.runtime.process import WorkerCommand
 
-# Read at start or at import by: the interpreter, the loader, malloc, the C library's locale, the
-# thread pools of OpenMP, MKL and OpenBLAS, NumPy, torch.
-FROZEN_PREFIXES = (
-    "PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG",
+# Read at start by: the interpreter, the loader, malloc, the C library's locale.
+START_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG")
+# Read at import by: the thread pools of OpenMP, MKL and OpenBLAS, NumPy, torch.
+IMPORT_PREFIXES = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "DNNL_",
     "NPY_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_",
 )  # fmt: skip
+FROZEN_PREFIXES = START_PREFIXES + IMPORT_PREFIXES
 # Read when a process group is made, or read again in the worker; the fault handler is set up anew
 # in each worker.
 THAWED_PREFIXES = (
     "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_", "TORCH_WORKER_", "PYTHONFAULTHANDLER",
 )  # fmt: skip
+
+
+def is_read_at_import(name: str) -> bool:
+    """Whether torch, or what it is built on, reads this variable when it is imported."""
+    return name.startswith(IMPORT_PREFIXES) and not name.startswith(THAWED_PREFIXES)
 
 
 def unfit_environment(zygote: Mapping[str, str], worker: Mapping[str, str]) -> str:

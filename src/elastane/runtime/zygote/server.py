@@ -27,6 +27,8 @@ from elastane.runtime.process import WorkerCommand
 from elastane.runtime.zygote import fitness, protocol
 from elastane.runtime.zygote.child import Birth, become, first_path_entry, note_birth
 from elastane.runtime.zygote.ddp import free_reducers_first
+from elastane.runtime.zygote.early import Imported, outside
+from elastane.runtime.zygote.sources import sets_too_late
 from elastane.runtime.zygote.store import serve
 
 # A forked process waits this long to become the agent's child; it takes microseconds. Less than
@@ -48,7 +50,7 @@ def main(args: Sequence[str]) -> Work | None:
     sock = socket.socket(fileno=protocol.ZYGOTE_FD)
     begun = time.monotonic()
     with without_collections():
-        problems = import_all(preload)
+        problems, imported = import_all(preload)
     free_reducers_first()
     unfit = settle()
     gc.collect()
@@ -63,7 +65,7 @@ def main(args: Sequence[str]) -> Work | None:
             "took_s": time.monotonic() - begun,
         },
     )
-    return _Loop(sock, agent, birth, _preloaded_files()).run()
+    return _Loop(sock, agent, birth, imported, _preloaded_files()).run()
 
 
 # What torch._dynamo imports when the interpreter ends, where it is installed. Code that is compiled
@@ -71,9 +73,13 @@ def main(args: Sequence[str]) -> Work | None:
 _AT_EXIT = ("tabulate",)
 
 
-def import_all(names: Iterable[str]) -> list[str]:
-    """Import what can be, modules of the current folder too; returns what could not."""
+def import_all(names: Iterable[str]) -> tuple[list[str], Imported]:
+    """Import what can be, modules of the current folder too; returns what could not, and what is.
+
+    All that is there once torch is belongs to it.
+    """
     problems: dict[str, str] = {}
+    bound: set[str] = set()
     if not sys.flags.safe_path:
         sys.path.append(sys.path.pop(0))  # last: it hides nothing that a worker would import
     for name in names:
@@ -84,12 +90,14 @@ def import_all(names: Iterable[str]) -> list[str]:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
             problems[name] = f"{name}: {type(error).__name__}: {error}"[:1000]
+        if "torch" in sys.modules and (package == "torch" or not bound):
+            bound = set(outside(sys.modules))
     for name in _AT_EXIT:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     if not sys.flags.safe_path:
         sys.path.insert(0, sys.path.pop())
-    return list(problems.values())[:32]
+    return list(problems.values())[:32], Imported(outside(sys.modules), frozenset(bound))
 
 
 @contextlib.contextmanager
@@ -136,6 +144,7 @@ class _Loop:
     sock: socket.socket
     agent: int
     birth: Birth
+    imported: Imported
     origins: Mapping[str, str]
 
     def run(self) -> Work | None:
@@ -203,11 +212,11 @@ class _Loop:
         reason = _unfit(command, self.origins)
         if reason:
             raise RefusedError(reason)
-        return command.descriptors(), functools.partial(_start, command, self.birth)
+        return command.descriptors(), functools.partial(_start, command, self.birth, self.imported)
 
 
-def _start(command: WorkerCommand, birth: Birth) -> None:
-    become(command, birth)()
+def _start(command: WorkerCommand, birth: Birth, imported: Imported) -> None:
+    become(command, birth, imported)()
 
 
 def _leave(sock: socket.socket, message: protocol.Message, pidfd: int) -> NoReturn:
@@ -229,13 +238,27 @@ def _unfit(command: WorkerCommand, origins: Mapping[str, str]) -> str:
     reason = ""
     if command.kind == "script":
         reason = fitness.unfit_script(command.target)
+        reason = reason or sets_too_late(Path(command.target).read_bytes(), command.env)
     elif command.kind == "module" and command.target in sys.modules:
         reason = f"{command.target} is preloaded, and is to run as a program"
     elif command.kind == "run-path" and not Path(command.target).exists():
         reason = f"{command.target} does not exist"
+    elif command.kind == "run-path" and Path(command.target).is_file():
+        reason = sets_too_late(Path(command.target).read_bytes(), command.env)
+    elif command.kind == "module" and (source := _module_source(command)):
+        reason = sets_too_late(source, command.env)
     if not reason and not sys.flags.safe_path:
         reason = fitness.shadowed(first_path_entry(command), origins)
     return reason
+
+
+def _module_source(command: WorkerCommand) -> bytes:
+    """Return the source that `-m` runs, where it lies under the worker's folder."""
+    base = Path(command.cwd, *command.target.split("."))
+    for path in (base / "__main__.py", base.with_name(f"{base.name}.py")):
+        if path.is_file():
+            return path.read_bytes()
+    return b""
 
 
 def _preloaded_files() -> dict[str, str]:
