@@ -1,7 +1,10 @@
 """What tests launch by name: light, since each worker imports it."""
 
+import atexit
 import os
 import sys
+import threading
+from pathlib import Path
 
 
 def ranked():
@@ -27,3 +30,28 @@ class Scale:
 
     def __call__(self, number):
         return -self.factor * number
+
+
+class AbortsWhenDropped:
+    """Ends the process that tears its modules down, as threads of torch's do now and then."""
+
+    def __init__(self) -> None:
+        self.abort = os.abort
+
+    def __del__(self) -> None:
+        self.abort()
+
+
+def aborts_at_teardown(kept: str, ends: str) -> int:
+    """Return 7, or raise; leave a thread, an exit handler and an object that outlive the call."""
+
+    def note(word: str) -> None:
+        with Path(kept).open("a") as file:
+            file.write(word)
+
+    vars(sys.modules["json"])["kept"] = AbortsWhenDropped()
+    threading.Thread(target=note, args=("joined ",)).start()
+    atexit.register(note, "exit")
+    if ends == "raises":
+        raise ValueError("of the function")
+    return 7

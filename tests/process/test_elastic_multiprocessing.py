@@ -22,6 +22,7 @@ from elastane.elastic.multiprocessing import (
     SubprocessContext,
     start_processes,
 )
+from elastane.errors import ConfigurationError
 
 SPECS = DefaultLogsSpecs
 
@@ -44,6 +45,33 @@ def fail_at(rank, bad):
 
 def unpicklable(rank):
     return threading.Lock()
+
+
+def tensors(rank):
+    import torch
+
+    return {"weights": torch.full((300, 300), float(rank)), "rank": rank}
+
+
+class Sentinel:
+    """Aborts the process that tears its modules down, as threads of torch's do now and then."""
+
+    def __init__(self, abort):
+        self.abort = abort
+
+    def __del__(self):
+        self.abort()
+
+
+def return_with_a_sentinel(rank):
+    import atexit
+
+    sys.modules["atexit"].sentinel = Sentinel(os.abort)
+    threading.Thread(target=lambda: print("joined")).start()
+    atexit.register(print, "at exit")
+    sys.stdout.write("unflushed ")
+    if rank:
+        raise ValueError("of rank 1")
 
 
 def die(rank):
@@ -82,6 +110,35 @@ def test_a_value_larger_than_a_pipe_comes_back():
     assert len(result.return_values[0]) == 5_000_000
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_tensors_come_back_by_value(method):
+    result = start(tensors, args_of(2), method=method).wait(60)
+    assert not result.is_failed()
+    for rank, found in result.return_values.items():
+        assert found["rank"] == rank
+        assert found["weights"].tolist() == [[float(rank)] * 300] * 300
+
+
+def test_a_value_that_cannot_be_loaded_here_is_named(monkeypatch):
+    context = start(tensors, args_of(1), method="spawn")
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch", None)
+        patched.setitem(sys.modules, "torch._utils", None)
+        with pytest.raises(ConfigurationError, match=r"what tensors\(\) returned on rank 0"):
+            context.wait(60)
+    context.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_spawned_child_leaves_without_the_interpreters_teardown(rank):
+    context = start(return_with_a_sentinel, {0: (rank,)}, SPECS(redirects=Std.ALL), "spawn")
+    result = context.wait(60)
+    assert [failure.exitcode for failure in result.failures.values()] == [1] * rank
+    shown = Path(result.stdouts[0]).read_text()
+    assert sorted(shown.split()) == ["at", "exit", "joined", "unflushed"]
+    assert ("ValueError: of rank 1" in Path(result.stderrs[0]).read_text()) == bool(rank)
+
+
 def test_the_first_failure_ends_the_others_at_once_and_they_are_no_failures():
     context = start(fail_at, args_of(3, 1))
     pids = context.pids()
@@ -95,7 +152,11 @@ def test_the_first_failure_ends_the_others_at_once_and_they_are_no_failures():
 
 @pytest.mark.parametrize(
     ("fn", "exitcode", "said"),
-    [(unpicklable, 1, "cannot pickle"), (die, -9, "Signal 9"), (leave, 0, "enable traceback")],
+    [
+        (unpicklable, 1, "what unpicklable() returned cannot be pickled: lock"),
+        (die, -9, "Signal 9"),
+        (leave, 0, "enable traceback"),
+    ],
 )
 def test_a_child_that_gives_no_value_has_failed(fn, exitcode, said):
     result = start(fn, args_of(1)).wait(30)

@@ -17,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from function_harness import calls, program, ran
 from jobs import free_port
-from launched import Scale, arguments, chatty, ranked
+from launched import Scale, aborts_at_teardown, arguments, chatty, ranked
 from process_harness import until
 from supervise import children
 
 import elastane
+from elastane.errors import WorkerFailedError
 
 
 @pytest.fixture
@@ -67,6 +68,21 @@ def test_tensors_come_back_bit_for_bit(call):
     for rank in (0, 1):
         torch.manual_seed(rank)
         assert torch.equal(values[rank]["weights"], torch.randn(3, 3))
+
+
+@pytest.mark.parametrize("zygote", [False, True])
+@pytest.mark.parametrize("ends", ["returns", "raises"])
+def test_a_function_worker_leaves_without_the_interpreters_teardown(call, tmp_path, zygote, ends):
+    """Threads of a process group that was not destroyed abort it otherwise, now and then."""
+    kept = tmp_path / "kept"
+    options = {"nproc": 1, "no_zygote": not zygote, "preload": "json"}
+    if ends == "returns":
+        assert call(aborts_at_teardown, (str(kept), ends), **options) == {0: 7}
+    else:
+        with pytest.raises(WorkerFailedError) as failed:
+            call(aborts_at_teardown, (str(kept), ends), **options)
+        assert failed.value.report.root_cause.exit_code == 1
+    assert kept.read_text() == "joined exit"
 
 
 def test_workers_form_a_process_group(call):

@@ -100,12 +100,13 @@ def collect(folder: Path, name: str, attempt: str) -> dict[int, Any]:
             expected=f"{name}() returns, if only None, or raises",
             next_step="look for os._exit() in what it calls",
         )
-    return {rank: _value(found / f"{rank}{VALUE}", name, rank) for rank in ranks}
+    return {rank: load_value((found / f"{rank}{VALUE}").read_bytes(), name, rank) for rank in ranks}
 
 
-def _value(path: Path, name: str, rank: int) -> Any:
+def load_value(content: bytes, name: str, rank: int) -> Any:
+    """Return what the function `name` returned on a rank, from its pickle."""
     try:
-        return pickle.loads(path.read_bytes())
+        return pickle.loads(content)
     except Exception as error:
         raise ConfigurationError(
             f"what {name}() returned on rank {rank} cannot be loaded here: "

@@ -24,6 +24,7 @@ from typing import Any
 from elastane.errors import ConfigurationError, ElastaneError
 from elastane.job.record import ErrorFileHandler
 from elastane.runtime.files import write_atomic
+from elastane.runtime.leaving import run_and_leave
 
 MODULE = "elastane.job.call"
 HEADER, CALL, VALUES = "call.json", "call.pickle", "values"
@@ -132,11 +133,12 @@ def _fill_main(fn: Any) -> None:
         fn = getattr(inner, "__wrapped__", None)
 
 
-def _leave(value: Any, path: Path, name: str) -> None:
+def pickled_result(value: Any, name: str) -> bytes:
+    """Return what the function `name` returned, pickled; ConfigurationError that names it else."""
     import cloudpickle
 
     try:
-        content = cloudpickle.dumps(value)
+        content: bytes = cloudpickle.dumps(value)
     except Exception as error:
         raise ConfigurationError(
             f"what {name}() returned cannot be pickled: {type(value).__name__}: {error}",
@@ -145,6 +147,20 @@ def _leave(value: Any, path: Path, name: str) -> None:
             next_step=f"return what the caller needs of it, or write a file and return its path; "
             f"None, where {name}() has nothing to say",
         ) from None
+    return content
+
+
+def load_of_main(content: bytes) -> Any:
+    """Load what was pickled by value from a program's `__main__`, and stand in for that module."""
+    if not isinstance(sys.modules["__main__"], _Main):
+        sys.modules["__main__"] = _Main("__main__")
+    found = pickle.loads(content)
+    _fill_main(found)
+    return found
+
+
+def _leave(value: Any, path: Path, name: str) -> None:
+    content = pickled_result(value, name)
     try:
         write_atomic(path, content)
     except OSError as error:
@@ -194,4 +210,4 @@ def _insist_on_own(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_and_leave(lambda: main(sys.argv[1:]))

@@ -11,12 +11,16 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from elastane.elastic.multiprocessing.errors import record
 from elastane.elastic.multiprocessing.redirects import redirect_stderr, redirect_stdout
+from elastane.functions.payload import name_of
+from elastane.job.call import pickled_result
 from elastane.runtime.kernel import die_with_parent
+from elastane.runtime.leaving import run_and_leave
 from elastane.runtime.numa import bind
 from elastane.runtime.topology import read_topology
 
@@ -61,26 +65,41 @@ def _own_streams() -> None:
 ENDING = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
 
 
-def run_callable(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    env: dict[str, str],
-    files: tuple[str, str],
-    result: Connection,
-    parent: int,
-) -> None:
+@dataclass(frozen=True)
+class Child:
+    """What a child needs besides its function: its variables, files, result pipe and start."""
+
+    env: dict[str, str]
+    files: tuple[str, str]
+    result: Connection
+    # The process that it is to die with, 0 for none.
+    parent: int
+    start_method: str
+
+
+def run_callable(fn: Callable[..., Any], args: tuple[Any, ...], child: Child) -> None:
     """Be the child of a MultiprocessContext: call `fn`, send what it returns.
 
-    A value that cannot be pickled is an error of the child, with its traceback on file.
+    Values go by value, tensors too: this process is gone before the other one looks at them. A
+    value that cannot be pickled is an error of the child, with its traceback on file.
     """
     os.setsid()
-    if parent and os.getppid() == parent:
-        die_with_parent(parent)
-    os.environ.update(env)
+    if child.parent and os.getppid() == child.parent:
+        die_with_parent(child.parent)
+    os.environ.update(child.env)
     _own_streams()
     with contextlib.ExitStack() as stack:
-        for path, redirect in zip(files, (redirect_stdout, redirect_stderr), strict=True):
+        redirects = (redirect_stdout, redirect_stderr)
+        for path, redirect in zip(child.files, redirects, strict=True):
             if path:
                 stack.enter_context(redirect(path))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        record(lambda: result.send(fn(*args)))()
+        main = record(lambda: _send(child.result, fn(*args), name_of(fn)))
+        if child.start_method == "spawn":
+            # Children that were forked leave so by themselves.
+            run_and_leave(main)
+        main()
+
+
+def _send(result: Connection, value: Any, name: str) -> None:
+    result.send_bytes(pickled_result(value, name))

@@ -23,6 +23,12 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, TextIO
 
+from elastane.elastic.multiprocessing._by_value import (
+    ByValue,
+    main_not_imported,
+    must_go_by_value,
+    of_main_by_value,
+)
 from elastane.elastic.multiprocessing._children import KILL_WAIT_S, end_all, wait_any
 from elastane.elastic.multiprocessing._logs import (
     DefaultLogsSpecs,
@@ -31,13 +37,14 @@ from elastane.elastic.multiprocessing._logs import (
     Std,
     to_map,
 )
-from elastane.elastic.multiprocessing._start import ENDING, bind_child, run_callable
+from elastane.elastic.multiprocessing._start import ENDING, Child, bind_child, run_callable
 from elastane.elastic.multiprocessing.errors import ProcessFailure
 from elastane.elastic.multiprocessing.subprocess_handler import (
     SubprocessHandler,
     get_subprocess_handler,
 )
 from elastane.elastic.multiprocessing.tail_log import TailLog
+from elastane.functions.payload import load_value, name_of
 
 __all__ = [
     "DefaultLogsSpecs",
@@ -253,16 +260,19 @@ class MultiprocessContext(PContext):
         context: Any = multiprocessing.get_context(self.start_method)
         on_main = threading.current_thread() is threading.main_thread()
         parent = os.getpid() if on_main and self.start_method != "forkserver" else 0
+        assert callable(self.entrypoint)
+        by_value = must_go_by_value(self.entrypoint, self.start_method)
+        fn = ByValue(self.entrypoint) if by_value else self.entrypoint
         for rank in range(self.nprocs):
             receiver, sender = context.Pipe(duplex=False)
             files = (self.stdouts[rank], self.stderrs[rank])
-            process = context.Process(
-                target=run_callable,
-                args=(self.entrypoint, self.args[rank], self.envs[rank], files, sender, parent),
-            )
+            child = Child(self.envs[rank], files, sender, parent, self.start_method)
+            args = tuple(map(of_main_by_value, self.args[rank])) if by_value else self.args[rank]
+            process = context.Process(target=run_callable, args=(fn, args, child))
             before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             try:
-                process.start()
+                with main_not_imported() if by_value else nullcontext():
+                    process.start()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             sender.close()
@@ -294,10 +304,14 @@ class MultiprocessContext(PContext):
         return self._result({}, dict(self._values))
 
     def _receive(self, rank: int) -> None:
-        """Take a value that has come: a large one fills its pipe, and its sender waits."""
+        """Take a value that has come: a large one fills its pipe, and its sender waits.
+
+        ConfigurationError for one that this process cannot load.
+        """
         with contextlib.suppress(EOFError, OSError):
             if rank not in self._values and self._results[rank].poll():
-                self._values[rank] = self._results[rank].recv()
+                content = self._results[rank].recv_bytes()
+                self._values[rank] = load_value(content, name_of(self.entrypoint), rank)
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         pids = [p.pid for p in self._processes.values() if p.exitcode is None]
