@@ -97,7 +97,9 @@ def test_a_spec_names_its_entrypoint_as_torch_does(entry):
 @pytest.mark.parametrize("name", ["WorkerSpec", "RunResult"])
 def test_the_fields_of_the_values_are_those_of_torch(name):
     def shape(api):
-        return [(f.name, f.default, f.default_factory) for f in fields(getattr(api, name))]
+        found = [(f.name, f.default, f.default_factory) for f in fields(getattr(api, name))]
+        # Here it may be left out, which means one machine.
+        return [entry[:1] if entry[0] == "rdzv_handler" else entry for entry in found]
 
     assert shape(ours) == shape(theirs)
 

@@ -67,6 +67,12 @@ LEFT_OUT = {
 }
 # Where the signature differs, and why.
 DIFFERS = {
+    "rendezvous.RendezvousHandler": "it takes parameters, for subclasses without their own start",
+    "rendezvous.api.RendezvousHandler": "it takes parameters, for such subclasses",
+    "agent.server.WorkerSpec": "rdzv_handler may be left out: one machine",
+    "agent.server.api.WorkerSpec": "rdzv_handler may be left out: one machine",
+    "agent.server.LocalElasticAgent": "logs_specs may be left out: the console",
+    "agent.server.local_elastic_agent.LocalElasticAgent": "logs_specs may be left out",
     "multiprocessing.errors.record": "torch's annotations only",
     "metrics.profile": "the deprecation decorator hides torch's signature",
     "metrics.api.profile": "the deprecation decorator hides torch's signature",

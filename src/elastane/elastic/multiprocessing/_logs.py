@@ -6,8 +6,9 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from enum import IntFlag
+from enum import EnumType, IntFlag
 from pathlib import Path
+from typing import Any
 
 from elastane.errors import UsageError
 from elastane.runtime.files import safe_name
@@ -16,8 +17,23 @@ from elastane.runtime.streams.plan import parse_std_map
 _CONSOLE = ""
 
 
-class Std(IntFlag):
-    """Standard streams, as a mask."""
+class _CallsFunctions(EnumType):
+    """Lets `Std(entrypoint=...)` name a run of a function; `Std(3)` stays a mask."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "entrypoint" not in kwargs:
+            return super().__call__(*args, **kwargs)
+        from elastane.elastic.multiprocessing._run import FunctionRun
+
+        return FunctionRun(*args, **kwargs)
+
+
+class Std(IntFlag, metaclass=_CallsFunctions):
+    """Standard streams, as a mask.
+
+    `Std(entrypoint=train, log_dir="logs", max_restarts=3).run()` calls a function in the workers of
+    this machine, with both streams shown and kept; see FunctionRun.
+    """
 
     NONE = 0
     OUT = 1

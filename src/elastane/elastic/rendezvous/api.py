@@ -32,6 +32,8 @@ __all__ = [
 
 _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
+_SHORT_FORM = 3
+_LOOPBACK = "127.0.0.1"
 
 
 class RendezvousError(Exception):
@@ -122,12 +124,41 @@ class RendezvousInfo:
         return self._bootstrap_store_info
 
 
-class RendezvousHandler(ABC):
-    """One node's way into a job. Our agents and torch's use it alike."""
+def info_of(found: Any, local_addr: str | None) -> Any:
+    """Return what a handler's `next_rendezvous` gave as a RendezvousInfo, torch's or ours.
 
-    @abstractmethod
+    Of the short form `(store, rank, world_size)` the nodes agree over the store on where their
+    workers meet. TypeError for anything else.
+    """
+    if all(hasattr(found, name) for name in ("store", "rank", "world_size")):
+        return found
+    if not isinstance(found, tuple) or len(found) != _SHORT_FORM:
+        raise TypeError(
+            f"next_rendezvous() returned {found!r}: expected a RendezvousInfo, or "
+            "(store, rank, world_size)"
+        )
+    store, rank, world_size = found
+    # A node that is alone needs no name that others can resolve.
+    where = local_addr or (_LOOPBACK if world_size == 1 else None)
+    return RendezvousInfo(store, rank, world_size, RendezvousStoreInfo.build(rank, store, where))
+
+
+class RendezvousHandler(ABC):
+    """One node's way into a job. Our agents and torch's use it alike.
+
+    A subclass has to bring `next_rendezvous` alone. The other methods have defaults, those of a
+    job of fixed nodes under the name and the id that the parameters have.
+    """
+
+    _params: RendezvousParameters | None = None
+    _is_closed = False
+
+    def __init__(self, params: RendezvousParameters | None = None) -> None:
+        self._params = params
+
     def get_backend(self) -> str:
         """Return the backend's name, under which the handler was registered."""
+        return self._params.backend if self._params is not None else type(self).__name__
 
     @property
     def use_agent_store(self) -> bool:
@@ -135,32 +166,37 @@ class RendezvousHandler(ABC):
         return False
 
     @abstractmethod
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> RendezvousInfo | tuple[Store, int, int]:
         """Block until this node is in a world, and return its place there.
+
+        The short form is a store for the agents of this world, this node's rank and the number of
+        nodes. The agents then agree over the store on where the workers meet. It has to be a new
+        store in each world, or a new prefix of one.
 
         Raises RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError or
         RendezvousStateError; RendezvousGracefulExitError where it was never needed.
         """
 
-    @abstractmethod
     def is_closed(self) -> bool:
         """Whether the job is closed, as far as this node has heard: no one can join it."""
+        return self._is_closed
 
-    @abstractmethod
     def set_closed(self) -> None:
-        """Close the job for all nodes."""
+        """Close the job for all nodes. By default this handler alone is closed."""
+        self._is_closed = True
 
-    @abstractmethod
     def num_nodes_waiting(self) -> int:
         """Return more than 0 when this node is to come back by `next_rendezvous`."""
+        return 0
 
-    @abstractmethod
     def get_run_id(self) -> str:
         """Return the job's id."""
+        return self._params.run_id if self._params is not None else type(self).__name__
 
-    @abstractmethod
     def shutdown(self) -> bool:
         """Close the job and let go of all resources; return whether that succeeded."""
+        self.set_closed()
+        return True
 
 
 class RendezvousParameters:

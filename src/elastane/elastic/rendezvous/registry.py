@@ -17,7 +17,7 @@ from elastane.elastic.rendezvous.api import (
 )
 from elastane.elastic.rendezvous.api import rendezvous_handler_registry as handler_registry
 
-__all__ = ["get_rendezvous_handler"]
+__all__ = ["get_rendezvous_handler", "register"]
 
 _OURS = ("elastane", "file", "etcd", "etcd-v2")
 _TORCHS = ("c10d", "static")
@@ -91,3 +91,11 @@ class _Plugin:
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Make the handler of `params.backend`; ValueError where nobody registered that."""
     return handler_registry.create_handler(params)
+
+
+def register(backend: str, creator: RendezvousHandlerCreator) -> None:
+    """Register what makes the handlers of `backend`: a function, or a class of handlers.
+
+    ValueError where the name is empty, or is another creator's already.
+    """
+    handler_registry.register(backend, creator)

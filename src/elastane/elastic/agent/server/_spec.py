@@ -15,6 +15,7 @@ from typing import Any
 
 from elastane.elastic.multiprocessing.errors import ProcessFailure
 from elastane.elastic.rendezvous import RendezvousHandler
+from elastane.elastic.rendezvous._one_machine import OneMachineRendezvous
 
 DEFAULT_ROLE = "default"
 
@@ -25,13 +26,13 @@ class WorkerSpec:
 
     `entrypoint` is a callable, or a command as str; `args` are its arguments, in which
     `${local_rank}` stands for the local rank. `fn` is its deprecated name. `rdzv_handler` has the
-    methods of RendezvousHandler, torch's or ours. `master_addr` and `master_port` replace what the
-    rendezvous says. `monitor_interval` is in seconds.
+    methods of RendezvousHandler, torch's or ours; by default this machine is alone. `master_addr`
+    and `master_port` replace what the rendezvous says. `monitor_interval` is in seconds.
     """
 
     role: str
     local_world_size: int
-    rdzv_handler: RendezvousHandler
+    rdzv_handler: RendezvousHandler = field(default_factory=OneMachineRendezvous)
     fn: Callable[..., Any] | None = None
     entrypoint: Callable[..., Any] | str | None = None
     args: tuple[Any, ...] = ()

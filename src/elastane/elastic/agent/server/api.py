@@ -33,6 +33,7 @@ from elastane.elastic.agent.server._telling import Telling, _get_fq_hostname
 from elastane.elastic.events import EventSource
 from elastane.elastic.metrics import prof, put_metric
 from elastane.elastic.multiprocessing import SignalException
+from elastane.elastic.rendezvous.api import info_of
 from elastane.elastic.utils.store import barrier
 
 __all__ = [
@@ -136,7 +137,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
         spec = group.spec
         self._world_restarts = None
         with self.record_duration("RENDEZVOUS"):
-            info = spec.rdzv_handler.next_rendezvous()
+            info = info_of(spec.rdzv_handler.next_rendezvous(), spec.local_addr)
         self._store = info.store
         with self.record_duration("ASSIGN_WORKER_RANKS"):
             try:

@@ -39,7 +39,12 @@ from elastane.elastic.agent.server.health_check_server import (
     create_healthcheck_server,
 )
 from elastane.elastic.metrics import prof
-from elastane.elastic.multiprocessing import LogsSpecs, PContext, start_processes
+from elastane.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsSpecs,
+    PContext,
+    start_processes,
+)
 from elastane.elastic.utils.api import macros
 from elastane.elastic.utils.process_state import is_uninterruptible_state, read_proc_state
 from elastane.errors import ConfigurationError
@@ -94,7 +99,8 @@ class _AliveCallbackProxy:
 class LocalElasticAgent(SimpleElasticAgent):
     """Runs `spec.local_world_size` workers on this machine, started and stopped as one.
 
-    A callable and its arguments have to suit `start_method`. `exit_barrier_timeout` and
+    A callable and its arguments have to suit `start_method`. Without `logs_specs` workers write to
+    the console. `exit_barrier_timeout` and
     `shutdown_timeout` are in seconds. `log_line_prefix_template` knows `${role_name}`,
     `${local_rank}` and `${rank}`. With TORCHELASTIC_ENABLE_FILE_TIMER=1 workers may set timers
     on themselves; with TORCHELASTIC_HEALTH_CHECK_PORT health checks are answered.
@@ -105,7 +111,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
         self,
         spec: WorkerSpec,
-        logs_specs: LogsSpecs,
+        logs_specs: LogsSpecs | None = None,
         start_method: str = "spawn",
         exit_barrier_timeout: float = 300,
         log_line_prefix_template: str | None = None,
@@ -119,7 +125,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._rdzv_handler = spec.rdzv_handler
         self._log_line_prefix_template = log_line_prefix_template
         self._worker_watchdog: timer.FileTimerServer | None = None
-        self._logs_specs = logs_specs
+        self._logs_specs = logs_specs or DefaultLogsSpecs()
         self._health_check_server = health_check_server
         self._uninterruptible_state_timeout = _stuck_timeout_s(uninterruptible_state_timeout)
         self._uninterruptible_state_first_seen: dict[int, float] = {}
