@@ -33,7 +33,7 @@ from elastane.runtime.timers import TimerPipe, TimerRequest, TimerTable, parse_r
 from elastane.stores.etcd import wire as etcd_wire
 from elastane.stores.jobs import Filed, JobKeys, Seat
 from elastane.stores.memory import MemoryBackend, MemoryStore
-from elastane.stores.pages import Hooks, Pages
+from elastane.stores.pages import Hooks, Pages, Root
 from elastane.stores.protocol import Entry
 
 SECRET = derive_secret("digits", "token")
@@ -116,7 +116,7 @@ def page(folder, data):
     skipped = []
     file_with(folder, "p/000000000000000001", data)
     hooks = Hooks(lambda step: None, lambda path, why: skipped.append(why), lambda: None)
-    reading = Pages(Path(folder) / "p", Path(folder), hooks).latest()
+    reading = Pages(Path("p"), Root(Path(folder)), hooks).latest()
     assert reading.page is not None or skipped
 
 

@@ -21,7 +21,7 @@ from elastane.core.model import JobSpec, Record
 from elastane.errors import StoreError
 from elastane.stores import pages as pages_module
 from elastane.stores.file import FileStore
-from elastane.stores.pages import Hooks, Page, Pages, Reading
+from elastane.stores.pages import Hooks, Page, Pages, Reading, Root
 
 SCRIPT = Path(__file__).parent / "scripts" / "store_child.py"
 STEPS = ["opened", "half-written", "written", "synced", "linked", "durable"]
@@ -184,12 +184,8 @@ async def test_a_heartbeat_that_was_written_too_late_is_no_renewal(tmp_path) -> 
     assert lease.term > term, "a candidate may have judged before the heartbeat came"
 
 
-@asynchronous
-async def test_files_that_are_no_pages_are_skipped_and_named(tmp_path, caplog) -> None:
-    store = FileStore(tmp_path)
-    entry = await store.compare_and_set("k", b"good", 0)
-    folder = tmp_path / "k" / "@entry"
-    whole = (folder / f"{1:018d}").read_bytes()
+def plant_rotten(folder: Path, whole: bytes) -> list[str]:
+    """Put files that are no pages behind page 1; returns their names."""
     page = Page(number=5, kind="value", nonce="0", before="-", value=b"good").encode()
     rotten = page.replace(b"good", b"goob")
     for number, content in enumerate([b"", whole[:-2], b"\xff" * 99, rotten, whole], start=2):
@@ -197,16 +193,44 @@ async def test_files_that_are_no_pages_are_skipped_and_named(tmp_path, caplog) -
     os.mkfifo(folder / f"{7:018d}")
     (folder / f"{8:018d}").symlink_to("/etc/hostname")
     (folder / f"{9:018d}").mkdir()
+    return [f"{number:018d}" for number in range(2, 10)]
+
+
+@asynchronous
+async def test_a_lease_passes_over_files_that_are_no_terms_and_names_them(tmp_path, caplog) -> None:
+    store = FileStore(tmp_path)
+    lease = await store.lease("k", b"good", 5.0)
+    assert lease
+    folder = tmp_path / "k" / "@lease"
+    names = plant_rotten(folder, (folder / f"{1:018d}").read_bytes())
     (folder / "notes.txt").write_text("x")
     with caplog.at_level(logging.WARNING):
         fresh = FileStore(tmp_path)
-        assert await fresh.get("k") == entry
-        assert await fresh.get("k") == entry
-    for name in [*(f"{number:018d}" for number in range(2, 10)), "notes.txt"]:
+        for _ in range(2):
+            found = await fresh.holder("k")
+            assert found and found.value == b"good"
+    for name in [*names, "notes.txt"]:
         assert caplog.text.count(f"{name} is skipped") == 1, f"{name} not named once"
-    following = await fresh.compare_and_set("k", b"on", entry.version)
-    assert following.version == 10
-    assert await store.get("k") == following
+    await lease.release()
+    following = await fresh.lease("k", b"next", 5.0)
+    assert following and following.term > 9
+
+
+@asynchronous
+async def test_a_damaged_newest_page_is_an_error_and_no_older_one_takes_its_place(tmp_path) -> None:
+    store = FileStore(tmp_path)
+    await store.compare_and_set("k", b"old", 0)
+    newest = await store.compare_and_set("k", b"new", 1)
+    page = tmp_path / "k" / "@entry" / f"{newest.version:018d}"
+    whole = page.read_bytes()
+    for content in (b"", whole[:-1], whole.replace(b"new", b"neW")):
+        page.write_bytes(content)
+        for call in (store.get("k"), store.compare_and_set("k", b"x", 1)):
+            with pytest.raises(StoreError, match=str(page)) as refused:
+                await call
+            assert refused.value.slug == "store-page-damaged"
+    page.write_bytes(whole)
+    assert await store.get("k") == newest
 
 
 def hooks() -> Hooks:
@@ -215,7 +239,7 @@ def hooks() -> Hooks:
 
 def pages_after(tmp_path: Path, count: int) -> tuple[Pages, Reading]:
     """Return pages to which `count` were added since the reading."""
-    pages = Pages(tmp_path, tmp_path, hooks())
+    pages = Pages(Path(), Root(tmp_path), hooks())
     assert pages.append(Reading(None, 0), "value", b"0")
     stale = pages.latest()
     for number in range(count):
@@ -238,18 +262,18 @@ def test_a_writer_that_slept_through_the_pruning_of_its_number_has_no_effect(tmp
 
 def test_a_writer_whose_flush_many_others_outrun_knows_that_it_won(tmp_path, monkeypatch) -> None:
     writing = pages_after(tmp_path, 3)[0]
-    flush = pages_module.sync_folder
+    flush = pages_module.sync_open
 
-    def overtaken(path: Path) -> None:
-        monkeypatch.setattr(pages_module, "sync_folder", flush)
+    def overtaken(at: int) -> None:
+        monkeypatch.setattr(pages_module, "sync_open", flush)
         for _ in range(30):
             page = others.append(others.latest(), "value", b"later")
             assert page
             others.tidy(page)
-        flush(path)
+        flush(at)
 
-    others = Pages(tmp_path, tmp_path, hooks())
-    monkeypatch.setattr(pages_module, "sync_folder", overtaken)
+    others = Pages(Path(), Root(tmp_path), hooks())
+    monkeypatch.setattr(pages_module, "sync_open", overtaken)
     won = writing.append(writing.latest(), "value", b"first")
     assert won
     assert others.latest().top == won.number + 30

@@ -17,16 +17,15 @@ A lease's rules, which make it safe without a server and without any two clocks 
 A holder that was stopped (SIGSTOP, a suspended machine) finds out by its own clock, which counts
 suspension. What it has in flight is fenced as stores.protocol says.
 
-How it fails: StoreError that names the path and the next step; a folder that hangs costs a
-daemon thread and the operation's bound, never the event loop.
+How it fails: ConfigurationError where other users may write, or have written, there. Else a
+StoreError that names the path and the next step. A folder that hangs costs a daemon thread and the
+operation's bound, never the event loop.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import stat
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elastane.core.limits import STORE_POLL_S, STORE_TIMEOUT_S
-from elastane.errors import ConfigurationError, LeaseLostError
+from elastane.errors import LeaseLostError
 from elastane.runtime.offload import Offload
 from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
 from elastane.stores.pages import (
@@ -42,8 +41,7 @@ from elastane.stores.pages import (
     Page,
     Pages,
     Reading,
-    read_plain,
-    write_all,
+    Root,
 )
 from elastane.stores.protocol import (
     ConflictError,
@@ -87,6 +85,7 @@ class FileStore:
         on_step: Callable[[str], None] = _no_step,
     ) -> None:
         self.folder = folder
+        self._root = Root(folder)
         self.timeout_s = timeout_s
         self.clock = clock
         self._poll_s = poll_s
@@ -131,7 +130,7 @@ class FileStore:
 
     async def purge(self, prefix: str) -> None:
         """See Store.purge."""
-        path = self._path(prefix)
+        path = self.folder / _below(prefix)
         await self.run(lambda: shutil.rmtree(path) if path.exists() else None)
 
     async def close(self) -> None:
@@ -156,11 +155,15 @@ class FileStore:
 
     def entries(self, key: str) -> Pages:
         """Return the versions of a key."""
-        return Pages(self._path(key) / "@entry", self.folder, self._hooks())
+        return Pages(_below(key) / "@entry", self._root, self._hooks(), whole=True)
 
     def terms(self, key: str) -> Pages:
-        """Return the terms of a lease."""
-        return Pages(self._path(key) / "@lease", self.folder, self._hooks())
+        """Return the terms of a lease.
+
+        A damaged newest term is passed over: its holder sees another term than its own and stops,
+        and the next term has a higher number.
+        """
+        return Pages(_below(key) / "@lease", self._root, self._hooks())
 
     def _replace(self, key: str, expected_version: int, kind: str, value: bytes) -> Page:
         pages = self.entries(key)
@@ -205,7 +208,7 @@ class FileStore:
 
     def _check_identity(self) -> None:
         """Make sure that this is the folder this store began with; the first time, make it."""
-        pages = Pages(self.folder / "@identity", self.folder, self._hooks())
+        pages = Pages(Path("@identity"), self._root, self._hooks())
         if self._identity is not None:
             try:
                 if pages.read(self._identity.number) == self._identity:
@@ -215,7 +218,7 @@ class FileStore:
             raise folder_changed(self.folder)
         if not self.folder.is_dir():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_mode(self.folder)
+        self._root.check()
         reading = pages.latest()
         if reading.page is None:
             pages.append(reading, "identity", b"")
@@ -235,9 +238,6 @@ class FileStore:
         if path not in self._skipped and len(self._skipped) < _SKIPS_NAMED_MAX:
             self._skipped.add(path)
             _log.warning("file store: %s is skipped: %s [store-file-skipped]", path, why)
-
-    def _path(self, key: str) -> Path:
-        return self.folder.joinpath(*check_key(key).split("/"))
 
 
 class FileLease(HeldLease):
@@ -296,22 +296,21 @@ class FileLease(HeldLease):
     def _beat(self, terms: Pages, page: Page) -> None:
         self._beats += 1
         self._store.on_step("beat")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(_beat_file(terms, page), flags, 0o600)
-        try:
-            write_all(descriptor, f"{self._beats:0{_BEAT_BYTES}d}".encode())
-        finally:
-            os.close(descriptor)
+        terms.write_beside(_beat_name(page), f"{self._beats:0{_BEAT_BYTES}d}".encode())
 
 
-def _beat_file(terms: Pages, page: Page) -> Path:
-    return terms.path / f"beat.{page.number:018d}"
+def _below(key: str) -> Path:
+    return Path(*check_key(key).split("/"))
+
+
+def _beat_name(page: Page) -> str:
+    return f"beat.{page.number:018d}"
 
 
 def _read_beat(terms: Pages, page: Page) -> bytes:
     """Return the heartbeat's content; whatever it is, only whether it changes is looked at."""
     try:
-        return read_plain(_beat_file(terms, page), 4 * _BEAT_BYTES)
+        return terms.read_beside(_beat_name(page), 4 * _BEAT_BYTES)
     except FileNotFoundError:
         return b""
     except ValueError:
@@ -321,14 +320,3 @@ def _read_beat(terms: Pages, page: Page) -> bytes:
 def _entry(reading: Reading) -> Entry | None:
     page = reading.page
     return Entry(page.value, page.number) if page is not None and page.kind == "value" else None
-
-
-def _check_mode(folder: Path) -> None:
-    """Refuse a folder in which anybody may replace what we write, the job's secret included."""
-    mode = folder.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise ConfigurationError(
-            f"file store: {folder} can be written by every user (mode {stat.S_IMODE(mode):o})",
-            slug="store-folder-mode",
-            next_step=f"chmod o-w {folder}",
-        )

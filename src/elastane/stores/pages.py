@@ -10,6 +10,9 @@ Each page names the page before it. That is how a writer that was stopped for lo
 looking and linking can tell that it linked into a gap which pruning had left (nobody ever saw
 that page: a higher one existed) from a link that took effect.
 
+A page commands the job, so it counts only in folders and as a file of this user's (or root's):
+whoever may write to the folder of a store must not be able to plant the pages of a job.
+
 Folders are opened anew for each listing and files for each read, since an open is what makes an
 NFS client ask the server (close-to-open); mounts with `nocto` or `actimeo` can delay what is
 seen, never who wins. How it fails: OSError, told by `trouble`; StoreError where the outcome of
@@ -25,7 +28,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +36,7 @@ import msgspec
 
 from elastane.core.limits import STORE_VALUE_BYTES_MAX
 from elastane.errors import StoreError
+from elastane.stores.trouble import damaged, foreign, open_to_all
 
 _PAGE = re.compile(r"\d{18}")
 _OTHERS = re.compile(r"(?P<kind>tmp|beat)\.(?P<number>\d{18})(\.[0-9a-f]+)?")
@@ -41,6 +45,9 @@ _RESCANS_MAX = 100
 # Pages kept behind the newest: as many writes may pass while a reader is between listing the
 # folder and opening the page, before it has to list again.
 _PAGES_KEPT = 8
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_ROOT_UID = 0
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,13 +87,105 @@ class Hooks:
     guard: Callable[[], None]
 
 
-class Pages:
-    """The pages of one folder, which need not exist yet."""
+class Root:
+    """The folder of a store, and the rule which owners count in it.
 
-    def __init__(self, path: Path, root: Path, hooks: Hooks) -> None:
+    They are this user, root, and the owner that files of this process get there: a file server
+    may map users to others.
+    """
+
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._root = root
-        self._hooks = hooks
+        self._mapped: int | None = None
+
+    def check(self) -> None:
+        """ConfigurationError for a folder in which strangers may replace what is written."""
+        with self.opened(Path()) as at:
+            found = os.fstat(at)
+            if found.st_mode & stat.S_IWOTH:
+                raise open_to_all(self.path, stat.S_IMODE(found.st_mode))
+            # A folder that a group shares may be an administrator's.
+            if not found.st_mode & stat.S_IWGRP and not self._is_ours(found.st_uid, at):
+                raise foreign(self.path, found.st_uid, self.path)
+
+    @contextlib.contextmanager
+    def opened(self, below: Path, *, make: bool = False) -> Iterator[int]:
+        """Open a folder below this one, part by part and without following a link.
+
+        ConfigurationError where a part of the way belongs to somebody else, or is open to all.
+        """
+        at, where = os.open(self.path, _FOLDER), self.path
+        try:
+            for part in below.parts:
+                inner = self._inner(at, where, part, make=make)
+                os.close(at)
+                at, where = inner, where / part
+                self._check_part(os.fstat(at), where, at)
+            with _named(where):
+                yield at
+        finally:
+            os.close(at)
+
+    def _inner(self, at: int, where: Path, part: str, *, make: bool) -> int:
+        with _named(where):
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, 0o700, dir_fd=at)
+                    sync_open(at)
+            try:
+                return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+            except NotADirectoryError:
+                found = os.stat(part, dir_fd=at, follow_symlinks=False)
+                if stat.S_ISLNK(found.st_mode):
+                    raise foreign(where / part, found.st_uid, self.path) from None
+                raise
+
+    def check_file(self, found: os.stat_result, at: int) -> None:
+        """ValueError for a file that somebody else has put there; `at` is a folder of ours."""
+        if not self._is_ours(found.st_uid, at):
+            raise ValueError(f"it belongs to user {found.st_uid}")
+
+    def _check_part(self, found: os.stat_result, where: Path, at: int) -> None:
+        if found.st_mode & stat.S_IWOTH:
+            raise open_to_all(where, stat.S_IMODE(found.st_mode))
+        if not self._is_ours(found.st_uid, at):
+            raise foreign(where, found.st_uid, self.path)
+
+    def _is_ours(self, uid: int, at: int) -> bool:
+        if uid in (os.geteuid(), _ROOT_UID, self._mapped):
+            return True
+        if self._mapped is None:
+            self._mapped = self._owner_of_new()
+        return uid == self._mapped
+
+    def _owner_of_new(self) -> int:
+        """Return whose a new file of this process is in the folder."""
+        name = f".owner.{secrets.token_hex(8)}"
+        root = os.open(self.path, _FOLDER)
+        try:
+            descriptor = os.open(name, _NEW, 0o600, dir_fd=root)
+            try:
+                return os.fstat(descriptor).st_uid
+            finally:
+                os.close(descriptor)
+                os.unlink(name, dir_fd=root)
+        except OSError:  # Nothing can be written: then nothing is mapped either.
+            return os.geteuid()
+        finally:
+            os.close(root)
+
+
+class Pages:
+    """The pages of one folder below a root, which need not exist yet.
+
+    `whole`: a newest page that was damaged is an error, and not passed over. An older page would
+    take the job back to a state that it has left.
+    """
+
+    def __init__(self, below: Path, root: Root, hooks: Hooks, *, whole: bool = False) -> None:
+        self.path = root.path / below
+        self._below, self._root = below, root
+        self._hooks, self._whole = hooks, whole
 
     def latest(self) -> Reading:
         """Return the page that counts."""
@@ -104,13 +203,31 @@ class Pages:
 
     def read(self, number: int) -> Page | None:
         """Return a page, None where its file is not one. Raises FileNotFoundError."""
-        path = self._file(number)
+        name = _name(number)
         try:
-            content = read_plain(path, STORE_VALUE_BYTES_MAX + _HEADER_BYTES_MAX)
+            with self._opened() as at:
+                content = self._content(at, name, STORE_VALUE_BYTES_MAX + _HEADER_BYTES_MAX)
             return _decode(content, number)
         except ValueError as error:
-            self._hooks.on_skip(path, str(error))
+            if self._whole:
+                raise damaged(self.path / name, str(error)) from error
+            self._hooks.on_skip(self.path / name, str(error))
             return None
+
+    def read_beside(self, name: str, bytes_max: int) -> bytes:
+        """Return the content of a small file beside the pages; ValueError where it is none."""
+        with self._opened() as at:
+            return self._content(at, name, bytes_max)
+
+    def write_beside(self, name: str, content: bytes) -> None:
+        """Write to a small file beside the pages, in place."""
+        with self._opened() as at:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(name, flags, 0o600, dir_fd=at)
+            try:
+                write_all(descriptor, content)
+            finally:
+                os.close(descriptor)
 
     def append(self, base: Reading, kind: str, value: bytes) -> Page | None:
         """Write the page after `base` durably; None where somebody else did."""
@@ -118,22 +235,22 @@ class Pages:
         page = Page(
             number=base.top + 1, kind=kind, nonce=secrets.token_hex(8), before=before, value=value
         )
-        make_private(self.path, self._root)
-        temp = self.path / f"tmp.{page.number:018d}.{page.nonce}"
-        try:
-            self._write(temp, page.encode())
-            self._hooks.guard()
-            linked = self._link(temp, page)
-        finally:
-            with contextlib.suppress(OSError):  # the next page that is written removes it
-                temp.unlink()
-        if not linked:
-            return None
-        self._hooks.on_step("linked")
-        # At once: during the flush, others may write more pages than are kept.
-        if not self._took_effect(page):
-            return None
-        sync_folder(self.path)
+        temp = f"tmp.{page.number:018d}.{page.nonce}"
+        with self._opened(make=True) as at:
+            try:
+                self._write(at, temp, page.encode())
+                self._hooks.guard()
+                linked = self._link(at, temp, page)
+            finally:
+                with contextlib.suppress(OSError):  # the next page that is written removes it
+                    os.unlink(temp, dir_fd=at)
+            if not linked:
+                return None
+            self._hooks.on_step("linked")
+            # At once: during the flush, others may write more pages than are kept.
+            if not self._took_effect(page):
+                return None
+            sync_open(at)
         self._hooks.on_step("durable")
         return page
 
@@ -144,13 +261,19 @@ class Pages:
         about to lose; without it, it can only lose.
         """
         doomed = [name for name in self._names() if _is_obsolete(name, page.number, keep)]
-        for name in doomed:
-            with contextlib.suppress(OSError):  # somebody else tidies too; else the next time
-                (self.path / name).unlink()
+        with self._opened() as at:
+            for name in doomed:
+                with contextlib.suppress(OSError):  # somebody else tidies too; else the next time
+                    os.unlink(name, dir_fd=at)
 
-    def _write(self, temp: Path, content: bytes) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(temp, flags, 0o600)
+    def _opened(self, *, make: bool = False) -> contextlib.AbstractContextManager[int]:
+        return self._root.opened(self._below, make=make)
+
+    def _content(self, at: int, name: str, bytes_max: int) -> bytes:
+        return read_plain(name, bytes_max, at, lambda found: self._root.check_file(found, at))
+
+    def _write(self, at: int, temp: str, content: bytes) -> None:
+        descriptor = os.open(temp, _NEW, 0o600, dir_fd=at)
         try:
             self._hooks.on_step("opened")
             half = len(content) // 2
@@ -163,9 +286,10 @@ class Pages:
             os.close(descriptor)
         self._hooks.on_step("synced")
 
-    def _link(self, temp: Path, page: Page) -> bool:
+    def _link(self, at: int, temp: str, page: Page) -> bool:
         try:
-            os.link(temp, self._file(page.number), follow_symlinks=False)
+            name = _name(page.number)
+            os.link(temp, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
         except (FileExistsError, FileNotFoundError):
             # NFS may have done the link, lost the reply, and refused the request's repetition.
             with contextlib.suppress(FileNotFoundError):
@@ -182,17 +306,18 @@ class Pages:
             if after is not None and after.before == page.nonce:
                 return True
             if after is not None:
-                self._file(page.number).unlink(missing_ok=True)
+                with self._opened() as at, contextlib.suppress(FileNotFoundError):
+                    os.unlink(_name(page.number), dir_fd=at)
                 return False
         raise StoreError(
-            f"file store: {self._file(page.number)} was overtaken while it was written, "
+            f"file store: {self.path / _name(page.number)} was overtaken while it was written, "
             "and may or may not have counted",
             slug="store-unsure",
         )
 
     def _names(self) -> list[str]:
         try:
-            with os.scandir(self.path) as found:
+            with self._opened() as at, os.scandir(at) as found:
                 return [file.name for file in found]
         except FileNotFoundError:
             return []
@@ -206,8 +331,20 @@ class Pages:
                 self._hooks.on_skip(self.path / name, "not a file of this store")
         return numbers
 
-    def _file(self, number: int) -> Path:
-        return self.path / f"{number:018d}"
+
+@contextlib.contextmanager
+def _named(where: Path) -> Iterator[None]:
+    """Give an OSError of an operation in the open folder `where` its whole path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = str(where / error.filename)
+        raise
+
+
+def _name(number: int) -> str:
+    return f"{number:018d}"
 
 
 def _is_obsolete(name: str, number: int, keep: int) -> bool:
@@ -240,18 +377,25 @@ def _decode(content: bytes, number: int) -> Page:
     return Page(number=number, kind=kind, nonce=nonce, before=before, value=value)
 
 
-def read_plain(path: Path, bytes_max: int) -> bytes:
-    """Return the content of a plain file; ValueError where it is none, or too large."""
+def read_plain(
+    name: str, bytes_max: int, at: int, check: Callable[[os.stat_result], None]
+) -> bytes:
+    """Return the content of a plain file in an open folder.
+
+    ValueError where it is none, is too large, or `check` says so.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO would block
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(name, flags, dir_fd=at)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENXIO}:
             raise ValueError("not a plain file") from error
         raise
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
             raise ValueError("not a plain file")
+        check(found)
         content = bytearray()
         while piece := os.read(descriptor, 1 << 20):
             content += piece
@@ -271,19 +415,13 @@ def write_all(descriptor: int, content: bytes) -> None:
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path, _FOLDER)
     try:
-        os.fsync(descriptor)
+        sync_open(descriptor)
     finally:
         os.close(descriptor)
 
 
-def make_private(path: Path, root: Path) -> None:
-    """Create `path` and what is missing between it and `root`, for this user alone."""
-    if path.is_dir():
-        return
-    if path != root:
-        make_private(path.parent, root)
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-            sync_folder(path.parent)
+def sync_open(at: int) -> None:
+    """Make the names in an open folder durable."""
+    os.fsync(at)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 from pathlib import Path
 
-from elastane.errors import StoreError
+from elastane.errors import ConfigurationError, StoreError
 
 _NEXT_STEPS = {
     errno.ENOSPC: "free space on that file system; the job goes on by itself",
@@ -51,4 +53,41 @@ def hangs(folder: Path, timeout_s: float) -> StoreError:
         f"file store: {folder} did not answer within {timeout_s:g} s",
         slug="store-timeout",
         next_step=f"look at the server of the file system that {folder} is on",
+    )
+
+
+def open_to_all(folder: Path, mode: int) -> ConfigurationError:
+    """Return the error for a folder in which anybody may put pages, the job's secret included."""
+    is_shared = bool(mode & stat.S_ISVTX)  # as /tmp is, which has to stay so
+    within = f"name a folder in it: --rdzv-endpoint {folder}/elastane"
+    return ConfigurationError(
+        f"file store: {folder} can be written by every user (mode {mode:o})",
+        slug="store-folder-mode",
+        expected="a folder of this user's own, or of a group. The sticky bit does not help: others"
+        " could put pages there before this job does",
+        next_step=within if is_shared else f"chmod o-w {folder}, or {within}",
+    )
+
+
+def foreign(path: Path, uid: int, root: Path) -> ConfigurationError:
+    """Return the error for what another user has put where the pages of a job are to be."""
+    return ConfigurationError(
+        f"file store: {path}{' is a link that' * path.is_symlink()} belongs to user {uid}, and this"
+        f" process is user {os.geteuid()}",
+        slug="store-owner",
+        where=f"folder {root}",
+        expected="folders and pages that this user made: what is in them commands the job",
+        next_step="name a folder of this user's own as --rdzv-endpoint; or, if no job uses it,"
+        f" rm -r {path}",
+    )
+
+
+def damaged(path: Path, why: str) -> StoreError:
+    """Return the error for a newest page that cannot be read, behind which older ones lie."""
+    return StoreError(
+        f"file store: {path} cannot be read: {why}",
+        slug="store-page-damaged",
+        expected="the newest page of a key; an older one is of a state that the job has left",
+        next_step="look at the health of that file system; then end the job's agents and start it"
+        " with another --rdzv-id",
     )
