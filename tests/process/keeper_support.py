@@ -13,6 +13,7 @@ from process_harness import DEADLINE_S, SCRIPTS, until, worker_environment
 from supervise import alive, children, command_line
 
 from elastane.core.checkpoints import Key
+from elastane.core.limits import KEEPER_ANSWER_S
 from elastane.keeper.client import Keeper
 from elastane.keeper.messages import Persist, Snapshot
 from elastane.storage.places import open_storage
@@ -90,8 +91,14 @@ def keepers(parent: int) -> set[int]:
 class Worker:
     """A connection, and the slots behind it."""
 
-    def __init__(self, slots: int = 3, slot_bytes: int = SLOT_BYTES, group: str = "") -> None:
-        self.keeper = Keeper.connect(group)
+    def __init__(
+        self,
+        slots: int = 3,
+        slot_bytes: int = SLOT_BYTES,
+        group: str = "",
+        patience_s: float = KEEPER_ANSWER_S,
+    ) -> None:
+        self.keeper = Keeper.connect(group, patience_s=patience_s)
         self.size = slot_bytes
         self.take(slots, slot_bytes)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 from growing import Growing
 from jobs import PRELOAD_OPTIMIZER
+from keeper_support import keepers
 
 from elastane.cli.main import main
 from elastane.testing import LocalCluster
@@ -145,6 +148,25 @@ def test_restarted_workers_go_on_from_memory_and_lose_one_step_at_most(tmp_path,
     assert {event.data["place"] for event in saved} == {job.where}
     assert sum(event.data["saves"] for event in saved) >= len(published(Path(job.where)))
     exact(job, final)
+
+
+def test_steps_go_on_while_the_keeper_of_snapshots_stands_still(tmp_path):
+    job = Saving(tmp_path, "objects")
+    with job.cluster:
+        node = job.cluster.start("a")
+        job.wait_steps(5)
+        (stopped,) = keepers(node.process.pid)
+        os.kill(stopped, signal.SIGSTOP)
+        job.wait_steps(20)
+        job.cluster.wait(lambda: keepers(node.process.pid) - {stopped}, "another keeper follows")
+        lost = job.cluster.events("keeper-lost")
+        job.wait_steps(20)
+        final = job.ends()
+    assert len(lost) == 1 and "SIGKILL" in lost[0].reason
+    words = node.output
+    assert words.count("does not answer") == 2, "once a worker"
+    assert job.cluster.events("checkpoint-saved")[-1].data["step"] == final["steps"]
+    assert len(job.said("restored")) == 2, "no worker was started again"
 
 
 def test_all_workers_of_a_job_in_place_may_die_at_once(tmp_path):

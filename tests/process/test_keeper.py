@@ -27,7 +27,7 @@ from elastane.core.checkpoints import Key
 from elastane.keeper import messages
 from elastane.keeper.arena import close_all
 from elastane.keeper.channel import Channel
-from elastane.keeper.client import Keeper, connected
+from elastane.keeper.client import Keeper, KeeperSilentError, connected
 
 
 @pytest.fixture
@@ -143,6 +143,41 @@ def test_a_killed_keeper_is_told_and_another_takes_its_place(node):
     again.save(3)
     assert again.steps() == [3]
     assert "keeper-lost" in node.words
+
+
+def test_a_worker_waits_once_for_a_keeper_that_stands_still(node, monkeypatch):
+    worker, waited = Worker(patience_s=0.05), []
+    channel, pid = worker.keeper._channel, node.keeper
+    is_ready = channel.is_ready
+    worker.save(1)
+    monkeypatch.setattr(channel, "is_ready", lambda s: waited.append(s) or is_ready(s))
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(KeeperSilentError, match="does not answer"):
+        while worker.save(2):
+            pass
+    assert waited.count(0.05) >= 1
+    waited.clear()
+    for ask in (worker.keeper.progress, lambda: worker.save(3), lambda: worker.keeper.slots(4, 1)):
+        with pytest.raises(KeeperSilentError):
+            ask()
+    assert waited == [0.0] * 3
+    worker.keeper.went_on(Key(0, 1, 0, 1), "memory")  # It hears that when it goes on.
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: _saves(worker, 4), "what was owed has come, and the connection is as before")
+    assert 4 in worker.steps() and node.keeper == pid
+
+
+def _saves(worker, step):
+    with contextlib.suppress(KeeperSilentError):
+        return worker.save(step)
+
+
+def test_a_keeper_that_a_signal_has_stopped_is_replaced(node):
+    worker, pid = Worker(), node.keeper
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: not alive(pid), "it is killed")
+    assert Worker().keeper.id != worker.keeper.id
+    assert "was stopped by a signal" in node.words
 
 
 def test_the_answer_to_a_keep_is_taken_later_and_names_the_next_slot(node):

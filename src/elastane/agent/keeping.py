@@ -4,8 +4,9 @@ Owns the socket by which workers find it, and its life: it is started when the f
 connects, so that a job without checkpoints has none, and again when it was killed. What it held is
 lost then, and workers are told by their connections. It carries no leash and dies with nobody: an
 agent that ends tells it to, and waits, a bounded time, while it writes what is not durable yet; one
-that was killed leaves it to itself. How it fails: where no socket can be made, workers have keepers
-of their own, which is said once.
+that was killed leaves it to itself. A keeper that a signal has stopped is killed, and another one
+follows. How it fails: where no socket can be made, workers have keepers of their own, which is
+logged once.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ import contextlib
 import hashlib
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastane.agent.environment import without_secrets
+from elastane.agent.stuck import states_of
 from elastane.core.diagnosis import exit_text
 from elastane.core.limits import (
     KEEPER_END_S,
     KEEPER_HELLO_BYTES_MAX,
+    KEEPER_LOOK_S,
     KEEPER_PAUSE_MAX_S,
     KEEPER_PAUSE_S,
+    KEEPER_STOPPED_S,
 )
 from elastane.core.unreadable import UNREADABLE
 from elastane.keeper.starting import start_node_keeper
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
     from elastane.keeper.peers import FromAgent, Neighbours
 
 _log = logging.getLogger("elastane.agent")
+SLUG = "keeper-lost"
 _BACKLOG = 128
 # A keeper ends by itself within its bound; what the kernel holds beyond that is not waited for.
 _MARGIN_S = 5.0
@@ -58,6 +64,7 @@ class Keeping:
         self._keeper: asyncio.Task[None] | None = None
         self._neighbours: Callable[[], Neighbours] | None = None
         self._tell: Callable[[News], None] | None = None
+        self._lost: Callable[[str], None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -91,9 +98,9 @@ class Keeping:
         """Have keepers bring copies to other nodes' from now on, and take theirs."""
         self._neighbours = neighbours
 
-    def report(self, tell: Callable[[News], None]) -> None:
-        """Give what keepers tell for the event log to `tell` from now on."""
-        self._tell = tell
+    def report(self, tell: Callable[[News], None], lost: Callable[[str], None]) -> None:
+        """Give what keepers report for the event log to `tell`, and why one ended to `lost`."""
+        self._tell, self._lost = tell, lost
 
     def say_neighbours(self) -> None:
         """Tell the keeper, if there is one, how it knows other nodes' keepers now."""
@@ -120,7 +127,7 @@ class Keeping:
         telling = asyncio.get_running_loop().call_later(_TELL_S, _tell_wait)
         try:
             async with asyncio.timeout(KEEPER_END_S + _MARGIN_S):
-                await process.wait()
+                await self._ended(process)
         except TimeoutError:
             _log.error("the keeper of snapshots (pid %d) does not end", process.pid)
         finally:
@@ -134,16 +141,40 @@ class Keeping:
             started_s = loop.time()
             try:
                 self._process = self._started(listener)
-                ended = exit_text(await self._process.wait())
+                ended = exit_text(await self._ended(self._process))
             except OSError as error:
                 ended = f"could not be started: {error}"
-            line = "the keeper of snapshots ended (%s): what it held is lost; another follows [%s]"
-            slug = "keeper-lost"
-            _log.error(line, ended, slug)
+            line = f"the keeper of snapshots ended ({ended}): what it held is lost; another follows"
+            _log.error("%s [%s]", line, SLUG)
+            if self._lost is not None:
+                self._lost(line)
             if loop.time() - started_s > KEEPER_PAUSE_MAX_S:
                 pause_s = KEEPER_PAUSE_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, KEEPER_PAUSE_MAX_S)
+
+    async def _ended(self, process: WorkerProcess) -> int:
+        """Wait for the end of a keeper; one that a signal has stopped is killed after a while."""
+        mending = asyncio.create_task(self._kill_stopped(process))
+        try:
+            return await process.wait()
+        finally:
+            mending.cancel()
+
+    async def _kill_stopped(self, process: WorkerProcess) -> None:
+        """Kill a keeper that stands still: until then no worker of this node can save.
+
+        Looks are counted, and not time: this process may have been stopped together with it.
+        """
+        looks = 0
+        while looks * KEEPER_LOOK_S < KEEPER_STOPPED_S:
+            await asyncio.sleep(KEEPER_LOOK_S)
+            looks = looks + 1 if states_of([process.pid]).get(process.pid) == "T" else 0
+        line = (
+            "the keeper of snapshots (pid %d) was stopped by a signal, for %g s: it is killed [%s]"
+        )
+        _log.error(line, process.pid, KEEPER_STOPPED_S, SLUG)
+        process.send_signal(signal.SIGKILL)
 
     def _started(self, listener: socket.socket) -> WorkerProcess:
         self._hang_up()

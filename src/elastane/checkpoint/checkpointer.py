@@ -24,6 +24,7 @@ from elastane.checkpoint.restoring import Restored, Restorer
 from elastane.checkpoint.saving import WAIT_S, Agreed, Saver, insist_durable, not_saved
 from elastane.checkpoint.subject import Objects, Subject
 from elastane.core.checkpoints import Key
+from elastane.core.limits import KEEPER_PATIENCE_S
 from elastane.errors import CheckpointError, ElastaneError
 from elastane.keeper.client import Keeper
 from elastane.keeper.messages import Failed
@@ -256,7 +257,7 @@ class Checkpointer:
 
 def _keeper(where: str) -> Keeper:
     try:
-        return Keeper.connect(where)
+        return Keeper.connect(where, patience_s=KEEPER_PATIENCE_S)
     except OSError as error:
         raise CheckpointError(
             f"no keeper of snapshots: {error}",

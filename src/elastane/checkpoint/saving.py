@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 
 import msgspec
 import torch
@@ -29,8 +31,9 @@ from elastane.checkpoint.subject import World
 from elastane.checkpoint.tracked import RandomStreams
 from elastane.comms.digest import raw_bytes
 from elastane.core.checkpoints import Key
+from elastane.core.limits import KEEPER_PATIENCE_S
 from elastane.errors import CheckpointError
-from elastane.keeper.client import Keeper
+from elastane.keeper.client import Keeper, KeeperSilentError
 from elastane.keeper.messages import Progress
 
 _log = logging.getLogger("elastane.checkpoint")
@@ -79,6 +82,7 @@ class Saver:
         self._kept = self._safe = self._together = 0
         self.progress = Progress()  # the keeper's, as of the last save
         self._told: set[str] = set()
+        self._coming: Future[Keeper] | None = None  # the connection to the next keeper
 
     def go_on_from(self, nonce: str, *, missed: bool) -> None:
         """All ranks go on from this save in memory, or from none in memory ("").
@@ -139,21 +143,36 @@ class Saver:
         return self._pace.rests(self._world.fence, busy=busy)
 
     def _is_busy(self) -> bool:
-        """Whether the keeper is still writing; one that is lost is followed by another."""
+        """Whether the keeper takes nothing to write; one that is lost is followed by another."""
+        patience_s = KEEPER_PATIENCE_S
+        while self._coming is None or self._has_come(self._coming):
+            try:
+                progress = self.keeper.progress(self._world.fence)
+            except KeeperSilentError:
+                return True
+            except ConnectionError as error:
+                _log.warning("%s; what it held in memory is lost [keeper-lost]", error)
+            else:
+                self.write_s, self.progress = progress.last_write_s, progress
+                return progress.busy
+            self._plan, self._kept = None, 0
+            self._coming = connect_behind(self._where)
+            wait({self._coming}, patience_s)
+            patience_s = 0.0  # A step waits once, though the next keeper may be lost as well.
+        return True
+
+    def _has_come(self, coming: Future[Keeper]) -> bool:
+        """Go on with the next keeper, where its connection stands by now."""
+        if not coming.done():
+            return False
         try:
-            progress = self.keeper.progress(self._world.fence)
-            self.write_s = progress.last_write_s
-            self.progress = progress
-            return progress.busy
-        except ConnectionError as error:
-            _log.warning("%s; what it held in memory is lost [keeper-lost]", error)
-        self._plan, self._kept = None, 0
-        try:
-            self.keeper = Keeper.connect(self._where)
+            self.keeper = coming.result()
         except OSError as error:
-            _log.warning("no keeper of snapshots can be reached: %s [keeper-lost]", error)
-            return True
-        return self.keeper.progress().busy
+            self._tell_once(f"no keeper of snapshots can be reached: {error} [keeper-lost]")
+            self._coming = connect_behind(self._where)
+            return False
+        self._coming = None
+        return True
 
     @property
     def _standing(self) -> Standing:
@@ -224,6 +243,8 @@ class Saver:
         """Let go of the keeper, which ends what it is writing."""
         self.copier.close()
         self.keeper.close()
+        if self._coming is not None:
+            self._coming.add_done_callback(_let_go)
 
     def _buffers(self, captured: Captured) -> dict[int, torch.Tensor]:
         """Return rank 0's buffers by their numbers; each rank's own statistics are none of a job's.
@@ -306,6 +327,25 @@ class Saver:
         if text and text not in self._told:
             self._told.add(text)
             _log.warning("%s", text)
+
+
+def connect_behind(where: str) -> Future[Keeper]:
+    """Connect to the next keeper in another thread: it is not there before its agent starts it."""
+    coming: Future[Keeper] = Future()
+
+    def connect() -> None:
+        try:
+            coming.set_result(Keeper.connect(where, patience_s=KEEPER_PATIENCE_S))
+        except BaseException as error:
+            coming.set_exception(error)
+
+    threading.Thread(target=connect, name="elastane-keeper", daemon=True).start()
+    return coming
+
+
+def _let_go(coming: Future[Keeper]) -> None:
+    if coming.exception() is None:
+        coming.result().close()
 
 
 def insist_durable(keeper: Keeper, key: Key, where: str, timeout_s: float = WAIT_S) -> None:

@@ -219,6 +219,15 @@ KEEPER_FAILURES_MAX = 8
 KEEPER_ANSWER_S = 30.0
 # ... but for new slots: the host backs memory that was never used at a third of a GB a second.
 KEEPER_SLOTS_S = 600.0
+# A save waits so long for a keeper that does not answer, once for each silence. Then saves are
+# dropped until it does: steps of a few tenths of a second are common, and this is not to be many.
+KEEPER_PATIENCE_S = 0.5
+# What a keeper stands still for in the middle of a message that a worker sends; once.
+KEEPER_SAY_S = 5.0
+# The agent looks this often whether a signal has stopped its keeper, ...
+KEEPER_LOOK_S = 1.0
+# ... and replaces one that has been stopped at each look for so long: nobody can save meanwhile.
+KEEPER_STOPPED_S = 5.0
 # A peer in the middle of a message has so long for the rest of it.
 KEEPER_STALL_S = 30.0
 # All workers of a node are gone for this long before what they saved last is written to storage:
@@ -256,6 +265,7 @@ assert (KEEPER_BACKLOG / KEEPER_UNPROVEN_MAX + 1) * UNPROVEN_PATIENCE_S < HANDSH
 assert KEEPER_DIAL_S < KEEPER_COPY_STALL_S < KEEPER_COPY_S
 assert max(KEEPER_ANSWER_S, KEEPER_HURRY_S + KEEPER_CLAIM_S) < KEEPER_END_S < KEEPER_SLOTS_S
 assert KEEPER_PAUSE_S < KEEPER_PAUSE_MAX_S
+assert KEEPER_PATIENCE_S < KEEPER_LOOK_S < KEEPER_STOPPED_S < KEEPER_ANSWER_S
 
 
 def look_s(nodes: int, longest_s: float) -> float:

@@ -25,10 +25,12 @@ _JOINED_BYTES_MAX = 64 << 10
 
 class Channel:
     """A connected stream socket. `ends` is a descriptor that becomes readable when the peer dies:
-    its socket may live on in a process that it forked."""
+    its socket may live on in a process that it forked. `say_s` bounds the sending of a message."""
 
-    def __init__(self, end: socket.socket, ends: int = -1) -> None:
-        self._end = end
+    def __init__(
+        self, end: socket.socket, ends: int = -1, *, say_s: float = KEEPER_STALL_S
+    ) -> None:
+        self._end, self._say_s = end, say_s
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
         self._ends = ends
@@ -37,7 +39,7 @@ class Channel:
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a frame and what comes beside it."""
-        self._end.settimeout(KEEPER_STALL_S)
+        self._end.settimeout(self._say_s)
         head = len(frame).to_bytes(_LENGTH_BYTES, "little")
         if len(frame) <= _JOINED_BYTES_MAX:
             self._end.sendall(head + frame)  # The other end is woken once.
@@ -76,7 +78,11 @@ class Channel:
     @property
     def is_quiet(self) -> bool:
         """Whether nothing has come, and the peer has not ended either."""
-        return not self._poll.poll(0)
+        return not self.is_ready(0.0)
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Wait so long at most; return whether something has come, or the peer has ended."""
+        return bool(self._poll.poll(timeout_s * 1000))
 
     def close(self) -> None:
         """Close this end."""

@@ -2,8 +2,9 @@
 
 Blocking, and quick: nothing waits for storage. May be called from several threads. A child that
 was forked must not use its parent's. How it fails: ConnectionError where the keeper is no more
-(then `connect` again; what it held is lost), OSError ENOMEM for slots that the memory has no room
-for, TimeoutError for a grant that does not come, ValueError for what is asked wrongly.
+(then `connect` again; what it held is lost), KeeperSilentError where it does not answer for now
+(ask again later), OSError ENOMEM for slots that the memory has no room for, TimeoutError for a
+grant that does not come, ValueError for what is asked wrongly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from elastane.core.checkpoints import Key
-from elastane.core.limits import KEEPER_ANSWER_BYTES_MAX, KEEPER_ANSWER_S, KEEPER_SLOTS_S
+from elastane.core.limits import (
+    KEEPER_ANSWER_BYTES_MAX,
+    KEEPER_ANSWER_S,
+    KEEPER_SAY_S,
+    KEEPER_SLOTS_S,
+)
 from elastane.keeper import messages
 from elastane.keeper.channel import Channel
 from elastane.keeper.messages import HeldWords, Persist, Progress, Snapshot
@@ -31,6 +37,10 @@ from elastane.runtime import environment
 _PAUSE_S = 0.001
 _PAUSE_MAX_S = 0.05
 A = TypeVar("A")
+
+
+class KeeperSilentError(TimeoutError):
+    """The keeper has not answered within a caller's patience; its answer may come yet."""
 
 
 @dataclass(frozen=True)
@@ -68,33 +78,39 @@ class Keeper:
 
     `id` is the keeper's: who sees the same shares its memory. `survives`: it outlives this process
     for as long as an agent does. `door` is where it takes copies from other nodes' keepers, as
-    `Welcome` has it.
+    `Welcome` has it. A question waits `patience_s` for its answer at the most, once for each
+    silence: then it raises KeeperSilentError, and so do further ones, at once, until the answer
+    has come. After KEEPER_ANSWER_S the connection is given up.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, patience_s: float = KEEPER_ANSWER_S) -> None:
+        self._channel, self._patience_s = channel, patience_s
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._lost = ""
         self._slots: tuple[int, ...] = ()
-        self._is_owed = False  # the answer to the last `keep`
-        self._spare: int | None = None  # the slot that came with it
+        self._owed = 0  # answers that were not waited for, or not for long enough
+        self._silent_s: float | None = None  # since when the first of them is waited for
+        self._spare: int | None = None  # the slot that came with the last `keep`'s
         self._page: Page | None = None
         self._stands: _Stands | None = None
         self.id = self.door = ""
         self.survives = False
 
     @classmethod
-    def connect(cls, group: str = "", *, own: bool = False) -> Keeper:
+    def connect(
+        cls, group: str = "", *, own: bool = False, patience_s: float = KEEPER_ANSWER_S
+    ) -> Keeper:
         """Return a connection: to the agent's keeper where there is one, else to a new one.
 
         Workers that name the same `group` keep the pieces of one state, and see nothing of the
         snapshots of others: where checkpoints go is a good name. `own`: to a new keeper in any
-        case, for a state that has no place among the job's snapshots.
+        case, for a state that has no place among the job's snapshots. Connecting itself may
+        take KEEPER_ANSWER_S.
         """
         path = "" if own else environment.get(KEEPER_VARIABLE)
         end = connected(path) if path else start_own_keeper(environment.snapshot())
-        keeper = cls(Channel(end))
+        keeper = cls(Channel(end, say_s=KEEPER_SAY_S), patience_s)
         try:
             hello = messages.Hello(messages.VERSION, group)
             with keeper._lock:
@@ -129,6 +145,8 @@ class Keeper:
         """
         request = messages.Slots(count, slot_bytes)
         with self._lock:
+            # Memory may take long, so a keeper that does not answer at all is found before.
+            self._asked_now(messages.Ask())
             answer, descriptors = self._exchange(request, KEEPER_SLOTS_S)
             self._slots, self._spare = _as(answer, messages.HasSlots).slots, None
         return descriptors
@@ -172,9 +190,11 @@ class Keeper:
         with self._lock:
             self._settle()
             self._say(messages.Keep(self._slots[slot], snapshot))
-            self._spare, self._is_owed = None, True
+            self._spare = None
+            self._owed += 1
             if heard:
-                self._settle()
+                with contextlib.suppress(KeeperSilentError):
+                    self._settle()
 
     def progress(self, fence: tuple[int, int] = (0, 0)) -> Progress:
         """Return how the writing stands: what the keeper says of it in memory, or answers.
@@ -202,10 +222,11 @@ class Keeper:
         until_s = time.monotonic() + timeout_s
         pause_s = _PAUSE_S
         while True:
-            progress = self.progress()
-            durable = progress.published is not None and progress.published >= key
-            if durable or progress.failure_of(key) is not None:
-                return progress
+            with contextlib.suppress(KeeperSilentError):
+                progress = self.progress()
+                durable = progress.published is not None and progress.published >= key
+                if durable or progress.failure_of(key) is not None:
+                    return progress
             if time.monotonic() >= until_s:
                 raise TimeoutError(f"step {key.step} was not written within {timeout_s:g} s")
             time.sleep(max(0.0, min(pause_s, until_s - time.monotonic())))
@@ -228,20 +249,37 @@ class Keeper:
         """Let go of a snapshot; its descriptors are closed here."""
         for _, _, descriptor in held.pieces:
             os.close(descriptor)
-        self._ask(messages.Release(held.key, held.words.nonce), messages.Done)
+        self._tell(messages.Release(held.key, held.words.nonce))
 
     def went_on(self, key: Key, place: str, why: str = "") -> None:
         """Say from where the workers of this node go on, and why, for the event log."""
-        self._ask(messages.WentOn(key, place[:4096], why[:1000]), messages.Done)
+        self._tell(messages.WentOn(key, place[:4096], why[:1000]))
 
     def _ask(self, request: messages.Request, kind: type[A]) -> A:
         with self._lock:
-            return _as(self._exchange(request, KEEPER_ANSWER_S)[0], kind)
+            return _as(self._asked_now(request), kind)
+
+    def _asked_now(self, request: messages.Request) -> messages.Answer:
+        """Ask, and return the answer; KeeperSilentError leaves it owed. The lock is held."""
+        self._settle()
+        self._say(request)
+        self._owed += 1
+        return self._owed_answer()
+
+    def _tell(self, request: messages.Request) -> None:
+        """Say what has no answer but that it is done; a keeper that is silent hears it later."""
+        with self._lock:
+            with contextlib.suppress(KeeperSilentError):
+                self._settle()
+            self._say(request)
+            self._owed += 1
+            with contextlib.suppress(KeeperSilentError):
+                self._settle()
 
     def _exchange(
         self, request: messages.Request, timeout_s: float
     ) -> tuple[messages.Answer, list[int]]:
-        """Ask, and return the answer and what came beside it; the lock is held."""
+        """Ask, and wait for the answer and what comes beside it; the lock is held."""
         self._settle()
         self._say(request)
         return self._heard(timeout_s)
@@ -253,7 +291,7 @@ class Keeper:
     def _asked(self, fence: tuple[int, int]) -> _Stands:
         """Ask how it stands; the lock is held."""
         number = self._number()  # Before the answer, which may be newer.
-        answer, _ = self._exchange(messages.Ask(fence), KEEPER_ANSWER_S)
+        answer = self._asked_now(messages.Ask(fence))
         return _Stands(number, fence, _as(answer, messages.Stands).progress)
 
     def _read(self, number: int, fence: tuple[int, int]) -> _Stands | None:
@@ -273,10 +311,32 @@ class Keeper:
             return slot
 
     def _settle(self) -> None:
-        """Take the answer that was not waited for; the lock is held."""
-        if self._is_owed:
-            self._is_owed = False  # also where it is refused
-            self._spare = _as(self._heard(KEEPER_ANSWER_S)[0], messages.Granted).slot
+        """Take the answers that were not waited for; the lock is held."""
+        while self._owed:
+            match self._owed_answer():
+                case messages.Granted(slot=slot):
+                    self._spare = slot
+                case messages.Done() | messages.Stands():
+                    pass
+                case answer:
+                    raise ConnectionError(
+                        f"the keeper of snapshots answered {type(answer).__name__}"
+                    )
+
+    def _owed_answer(self) -> messages.Answer:
+        """Return the next answer that is owed, where it comes in time; the lock is held."""
+        began_s = time.monotonic()
+        with self._guarded():
+            is_there = self._channel.is_ready(0.0 if self._silent_s else self._patience_s)
+            self._silent_s = None if is_there else self._silent_s or began_s
+            if self._silent_s and time.monotonic() - self._silent_s >= KEEPER_ANSWER_S:
+                raise ConnectionError(f"it did not answer within {KEEPER_ANSWER_S:g} s")
+        if not is_there:
+            raise KeeperSilentError(
+                "the keeper of snapshots does not answer: it stands still, or its host swaps"
+            )
+        self._owed -= 1  # also where it is refused
+        return self._heard(KEEPER_ANSWER_S)[0]
 
     def _say(self, request: messages.Request) -> None:
         assert os.getpid() == self._pid, "a forked process has no keeper: connect() in it"
@@ -312,7 +372,7 @@ class Keeper:
             if self._lost:
                 # The answer may come yet, and would be taken for that of the next request.
                 self._channel.close()
-                self._is_owed = False
+                self._owed = 0
 
 
 def _beside(answer: messages.Answer) -> int:

@@ -70,6 +70,10 @@ class Node:
 
         self.tell(note_of(news, self.id))
 
+    def tell_keeper_lost(self, reason: str) -> None:
+        """Log that the keeper of snapshots ended before this agent."""
+        self.events.tell(Note(kind=EventKind.KEEPER_LOST, reason=reason, node_id=self.id), "agent")
+
     def tell_as_coordinator(self, note: Note) -> None:
         """Log a note of the coordinator's, which runs here."""
         self._tell(note, "coordinator")
@@ -117,7 +121,7 @@ async def node_of(config: LaunchConfig, node_id: str, host: str) -> AsyncIterato
     port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner))
     watched = config.supervision
     node = Node(config, node_id, leash, events, warden, spawner, port, keeping)
-    keeping.report(node.tell_of_keeper)
+    keeping.report(node.tell_of_keeper, node.tell_keeper_lost)
     node.hear = event_handler(
         watched.event_handler, Teller(job=config.spec.job, node=node_id, host=host, pid=os.getpid())
     )

@@ -9,6 +9,7 @@ weights depend on the steps and the world's size alone, of `job` on the steps al
 after each EVERY steps; with `behind` it finds that storage has not taken the save before.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -105,7 +106,9 @@ def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:
         optimizer.zero_grad()
         step += 1
         saver = getattr(checkpointer, "_saver", None)
-        copied = saver.keeper.progress().copied if saver else ()
+        copied = ()
+        with contextlib.suppress(OSError):  # The keeper may be gone, or stand still.
+            copied = saver.keeper.progress().copied if saver else ()
         told("step", step=step, rank=rank, copied=copied)
         checkpointer.maybe_save(step)
         enough = torch.ones(1) * (rank == 0 and (folder / "enough").exists())
