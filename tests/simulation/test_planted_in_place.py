@@ -4,6 +4,8 @@ import pytest
 
 from elastane.core.effects import RegroupWorkers
 from elastane.core.group import Group
+from elastane.core.hangs import HangWatch
+from elastane.core.limits import HANG_STEPS_FIRST
 from elastane.core.localworkers import LocalWorkers
 from elastane.core.rendezvous import (
     fencing,
@@ -223,3 +225,18 @@ def test_a_coordinator_that_forgets_that_nodes_are_whole_is_found(monkeypatch):
 
     monkeypatch.setattr(holdings, "take", forgets)
     assert "has a part of the workers of" in first_failure(100, span=1)
+
+
+def test_a_stall_that_is_not_believed_in_the_first_steps_of_a_process_is_found(monkeypatch):
+    original = HangWatch._is_stalled
+
+    def patient(self, worker):
+        return worker.sight.steps >= HANG_STEPS_FIRST and original(self, worker)
+
+    monkeypatch.setattr(HangWatch, "_is_stalled", patient)
+    assert "nothing was trained" in first_failure(60, first=20)
+
+
+def test_a_stall_that_heartbeats_do_not_tell_is_found(monkeypatch):
+    monkeypatch.setattr(regroup, "stalled", lambda state: False)
+    assert "nothing was trained" in first_failure(60)

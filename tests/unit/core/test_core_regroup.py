@@ -358,6 +358,19 @@ def test_where_each_rank_waits_is_told_once_before_their_world_is_left():
     assert kinds(job, "b") == []
 
 
+def test_where_each_rank_waits_is_told_in_a_drain_too():
+    job = in_place(nodes="ab")
+    job.join("c")
+    job.warms("c")
+    able(job, "c")
+    job.passes(1.2, alive="abc")
+    assert kinds(job, "b") == [Drain]
+    beats(job, "a", "b")
+    [told] = [note for note in job.notes if note.kind is EventKind.STALL]
+    assert "rank 0 in all_reduce of a, rank 1 in all_reduce of b" in told.reason
+    assert kinds(job, "b") == [Drain], "the drain has a time limit of its own"
+
+
 def test_world_after_world_without_a_step_ends_the_job_with_what_to_look_at():
     job = in_place(nodes="ab")
     for round_ in range(1, STALLS_MAX + 1):

@@ -215,6 +215,8 @@ def _draining(state: State) -> bool:
     assert state.world is not None and state.incident is not None
     if not state.incident.planned:
         return _end_world(state, state.incident.reason)
+    if state.in_place:
+        regroup.look_at_stall(state)
     # Once they are asked to checkpoint, workers that exit with 0 may have done just that.
     asked = state.aimed or state.asked
     if not asked and len(state.succeeded) == len(state.world.members):

@@ -21,6 +21,7 @@ _HARMLESS = (
     "slow_starts",
     "resize",
     "sees_deaths",
+    "mismatch",
 )
 # Nobody is out of anybody's reach by these, but the dead.
 _DEATHS = (*_HARMLESS, "crash", "restart_agent", "kill_coordinator", "die_at_step")
@@ -116,6 +117,13 @@ class Faults:
         low = self._rng.randint(1, high)
         self._tell(f"the job's owner wants {low} to {high} nodes")
         self._cluster.resize(low, high)
+
+    def _mismatch(self) -> None:
+        """Members call different collectives, and all of them wait; in some worlds in a row."""
+        worlds = self._rng.choice((1, 1, 2, 3))
+        self._tell(f"the members of the next {worlds} worlds that reduce wait for one another")
+        self._cluster.residents.mismatch(worlds, self._cluster.clock.now_s + _TRAP_S)
+        self._until(_TRAP_S)
 
     # Deaths.
 

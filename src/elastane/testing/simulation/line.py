@@ -148,6 +148,7 @@ class Line:
         whole = len(world.workers) == world.size and all(
             w.world is world or w.stage == "parked" for w in world.workers.values()
         )
+        whole = whole and not world.mismatched
         aimed = [g.aimed_s for g in groups if g.target is not None and g.aimed_s is not None]
         timing = self._cluster.spec.timing
         in_time = (

@@ -39,6 +39,7 @@ from elastane.core.steps import agent_step
 from elastane.errors import ExitCode
 from elastane.testing.simulation.clock import HostClock, Timer
 from elastane.testing.simulation.election import Election
+from elastane.testing.simulation.minding import Minding
 from elastane.testing.simulation.network import Session
 from elastane.testing.simulation.places import Household
 from elastane.testing.simulation.workers import LocalGroup
@@ -123,6 +124,8 @@ class SimulatedNode:
             # What is on offer now, as the agent says it; another may be since this was posted.
             event = msgspec.structs.replace(event, offer=self.household.offer)
         self.core.progress = self.household.progress if self.household is not None else None
+        minding = self.household.minding if self.household is not None else Minding()
+        self.core.waiting, self.core.all_wait = minding.waiting, minding.all_wait
         self.core.met = self.household.met if self.household is not None else 0
         self.core.slept_s = self.clock.slept_s
         life, done = self.life, None

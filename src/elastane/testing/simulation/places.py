@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from elastane.core.events import AgentEvent
 from elastane.core.model import Assignment, Fence, Offer
 from elastane.core.sharding import NO_PART
+from elastane.testing.simulation.minding import Minding
 
 # What a worker does that takes part in its world; the others wait, or have ended.
 TAKES_PART = frozenset(
@@ -40,6 +41,7 @@ class Worker:
     met: int = 0  # the round of the last world in which it had the state
     sole: bool = False  # nobody on another node had it there
     ready: bool = False  # it was broken off with a step that it could apply, and did not
+    made: int = 0  # how many steps this process has made
     places: int = 0  # how many worlds it was to be in
     last: tuple[Fence, int] | None = None  # its place in the last world that began with it
 
@@ -81,6 +83,7 @@ class Household:
     lacks: bool = False  # one has ended that was the only one to hold what it held
     part: int = NO_PART  # of a replica that is of several nodes
     level: Fence | None = None  # a world of no whole replicas, whose members are at one step
+    minding: Minding = field(default_factory=Minding)
 
     @property
     def fence(self) -> Fence:
@@ -157,6 +160,7 @@ class Gathering:
     base: int = 0
     from_state: bool = False
     busy: bool = False
+    mismatched: bool = False  # its members call different collectives, and wait for ever
     is_uneven: bool = False  # its members are no whole replicas
     finished: bool = False
 

@@ -20,6 +20,7 @@ from elastane.core.events import (
     WorkerLost,
     WorkerSucceeded,
 )
+from elastane.core.limits import HANG_LOOK_S
 from elastane.core.model import Assignment, Failure, Fence
 from elastane.core.sharding import NO_PART
 from elastane.testing.simulation.clock import VirtualClock
@@ -67,6 +68,7 @@ class Residents:
         self.saved_step = 0
         self.drains = Drains(clock, self._save)
         self.slow_start_s = 0.0
+        self.mismatches, self._mismatch_until_s = 0, 0.0
 
     # What the shell of an agent does.
 
@@ -93,6 +95,7 @@ class Residents:
 
     def interrupt(self, group: Household) -> None:
         """End the step in hand of all workers of a node."""
+        group.minding.world_ended()
         for worker in [*group.inside()]:
             self._break_off(worker)
 
@@ -261,6 +264,8 @@ class Residents:
         """A wait for peers that does not end fails after its timeout."""
         if worker.world is not world:
             return
+        if world.mismatched:
+            return  # The real timeout is half an hour: another world comes long before.
         limit_s = MEETING_TIMEOUT_S if worker.stage == "meeting" else COLLECTIVE_TIMEOUT_S
         if worker.stage in WAITS_FOR_PEERS and self._clock.now_s >= worker.moved_s + limit_s:
             self._lose(worker, world)
@@ -335,6 +340,11 @@ class Residents:
             world.busy = True
             self._clock.after(STALL_S, lambda: self._reduce(world))
             return
+        if self.mismatches and self._clock.now_s < self._mismatch_until_s:
+            self.mismatches -= 1
+            world.mismatched = True
+            self._mind(world)
+            return
         self._checks.line.steps(world)
         for worker in world.workers.values():
             worker.stage = "applying"
@@ -342,6 +352,19 @@ class Residents:
                 self._rng.random() * _APPLY_SHARE * self.script.step_s,
                 lambda w=worker: self._applied(w, world),  # type: ignore[misc]
             )
+
+    def mismatch(self, worlds: int, until_s: float) -> None:
+        """Let members of the next worlds that reduce call other collectives than their peers."""
+        self.mismatches, self._mismatch_until_s = worlds, until_s
+
+    def _mind(self, world: Gathering) -> None:
+        """Let agents look at a world that stands still, until its workers have left it."""
+        inside = [w for w in world.workers.values() if w.world is world]
+        for group in {id(w.group): w.group for w in inside}.values():
+            if group.phase == "running" and group.fence == world.fence:
+                group.minding.look([w for w in inside if w.group is group], self._clock.now_s)
+        if inside:
+            self._clock.after(HANG_LOOK_S, lambda: self._mind(world))
 
     def _applied(self, worker: Worker, world: Gathering) -> None:
         if worker.world is world and worker.stage == "applying":
@@ -351,6 +374,7 @@ class Residents:
     def _apply(self, worker: Worker, world: Gathering) -> None:
         assert worker.committed is not None
         worker.committed, worker.stage = worker.committed + 1, "boundary"
+        worker.made += 1
         worker.moved_s = self._clock.now_s
         self._checks.line.commits(worker, world)
         if worker.rank == 0 and worker.committed % self.script.checkpoint_every == 0:

@@ -24,10 +24,11 @@ TIMING = Timing(
 # The virtual second of the first fault at the earliest, and of the last at the latest.
 FIRST_S, LAST_S = 1.0, 40.0
 # What the job's owner does is numbered from here on, after all faults: changes of its range, and
-# then agents that are given up.
+# then agents that are given up, who hears of deaths, and worlds whose collectives do not match.
 FAULTS_MAX = 100
 GIVEN_UP_FIRST = 2 * FAULTS_MAX
 SEES_DEATHS = 3 * FAULTS_MAX
+MISMATCH = 4 * FAULTS_MAX
 # How often each kind of fault is drawn, relative to the others.
 WEIGHTS = {
     "crash": 4,
@@ -156,6 +157,7 @@ def setting_of(seed: int, *, store_backed: bool, in_place: bool = False, span: i
         plan=(
             *_plan(rng, store_backed=store_backed, in_place=in_place),
             *_resizes(seed),
+            *(_mismatch(seed) if in_place else ()),
             *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
         ),
         in_place=in_place,
@@ -198,6 +200,14 @@ def _given_up(seed: int) -> tuple[Planned, ...]:
         return ()
     times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 1, 3)))]
     return tuple(Planned(GIVEN_UP_FIRST + n, at_s, "give_up") for n, at_s in enumerate(times))
+
+
+def _mismatch(seed: int) -> tuple[Planned, ...]:
+    """Draw when the members of a world call different collectives: in some histories, once."""
+    rng = random.Random(f"mismatch {seed}")
+    if rng.random() > 0.1:
+        return ()
+    return (Planned(MISMATCH, FIRST_S + rng.random() * (LAST_S - FIRST_S), "mismatch"),)
 
 
 def _sees_deaths(seed: int) -> tuple[Planned, ...]:
