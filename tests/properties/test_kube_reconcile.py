@@ -23,6 +23,7 @@ EDITS = (
     | st.fixed_dictionaries({"minReplicas": st.integers(1, 3), "maxReplicas": st.integers(2, 6)})
     | st.just({"minReplicas": 1, "maxReplicas": 4})
     | st.fixed_dictionaries({"suspend": st.booleans()})
+    | st.fixed_dictionaries({"image": st.sampled_from(["train:1", "train:2"])})
 )
 
 
@@ -61,14 +62,16 @@ class ClusterMachine(RuleBasedStateMachine):
         limit=st.none() | st.integers(0, 3),
         clean=st.sampled_from([None, "All", "Running"]),
         is_running=st.sampled_from([True, True, False]),
+        update=st.sampled_from(["OnDelete", "RollingUpdate"]),
     )
-    def begin(self, replicas, policy, scale_down, limit, clean, is_running):
+    def begin(self, *, replicas, policy, scale_down, limit, clean, is_running, update="OnDelete"):
         more = {"scaleDownPolicy": scale_down, "nodeQuarantine": {"failures": 2}}
+        more["updateStrategy"] = update
         if limit is not None:
             more["backoffLimit"] = limit
         if clean is not None:
             more["runPolicy"] = {"cleanPodPolicy": clean}
-        self.cluster = Cluster(spec=spec_of(replicas, policy=policy, **more))
+        self.cluster = Cluster(spec=spec_of(replicas, policy=policy, **more), reports=True)
         self.ever_counted = set()
         self.ended = None
         if is_running:
@@ -143,7 +146,9 @@ class ClusterMachine(RuleBasedStateMachine):
             return
         spec = copy.deepcopy(self.cluster.job["spec"])
         for key, value in edit.items():
-            place = spec["replicaSpecs"]["Worker"] if key == "replicas" else spec
+            worker = spec["replicaSpecs"]["Worker"]
+            container = worker["template"]["spec"]["containers"][0]
+            place = {"replicas": worker, "image": container}.get(key, spec)
             place[key] = value
         self.cluster.edit(spec)
         if is_seen:
@@ -338,6 +343,8 @@ class ClusterMachine(RuleBasedStateMachine):
             return
         if status.ended_well_time is not None:
             return
+        if cluster.job["spec"]["updateStrategy"] == "RollingUpdate":
+            assert status.outdated == 0
         assert len(running) == asked.desired
         assert len(cluster.pods) == asked.desired
         if asked.is_sliced:

@@ -30,6 +30,7 @@ from elastane.kubernetes.model import (
     read_status,
 )
 from elastane.kubernetes.reconcile import reconcile
+from elastane.stores.kubernetes.letters import JobReport, MemberReport
 
 __all__ = ["BEGIN_S", "Cluster", "SimPod", "spec_of"]
 
@@ -47,6 +48,7 @@ class Cluster:
         default_factory=lambda: {f"n{i}": NodeState(name=f"n{i}") for i in range(4)}
     )
     report: object = None
+    reports: bool = False  # while it settles, the job's coordinator says who is in its world
     refused: tuple = ()
 
     def __post_init__(self):
@@ -349,6 +351,12 @@ class Cluster:
         self.pods[pod.uid] = pod
         self.deliver(pod.uid)
 
+    def tell_who_is_in(self, without=()):
+        """The coordinator has all pods that run in its world, but those of some indices."""
+        uids = [pod.uid for pod in self.pods.values() if pod.alive and pod.index not in without]
+        members = [MemberReport(pod=uid, state="joined", rank=i) for i, uid in enumerate(uids)]
+        self.report = JobReport(at_s=self.now_s, world_size=len(uids), members=tuple(members))
+
     def _all(self):
         pods = sorted((uid, pod.phase, pod.asked_s) for uid, pod in self.pods.items())
         return copy.deepcopy((self.job, self.objects)), pods
@@ -365,6 +373,8 @@ class Cluster:
                     self.start(pod, up[pod.index % len(up)])
             self.relist()
             self.now_s += pass_s
+            if self.reports:
+                self.tell_who_is_in()
             decision, _ = self.operate()
             if self._all() == before:
                 return decision

@@ -42,6 +42,7 @@ class SimPod:
     last_code: int | None = None
     waiting: str = ""
     ended_as: str = ""
+    init_started_s: float = 0.0
 
     @property
     def is_over(self):
@@ -73,6 +74,9 @@ class SimPod:
                     "lastState": last,
                 }
             ]
+        if self.init_started_s:
+            ran = {"running": {"startedAt": as_time(self.init_started_s)}}
+            status["initContainerStatuses"] = [{"name": "init", "state": ran}]
         spec = {"nodeName": self.node}
         return msgspec.convert({"metadata": meta, "spec": spec, "status": status}, Pod)
 

@@ -67,7 +67,7 @@ def test_the_users_labels_stay_and_do_not_win():
     spec["replicaSpecs"]["Worker"]["template"]["metadata"] = meta
     made = pod_of(spec)["metadata"]
     assert (made["labels"]["app"], made["labels"]["job-name"]) == ("x", "j")
-    assert (made["annotations"], made["name"]) == ({"a": "b"}, "j-worker-0")
+    assert (made["annotations"]["a"], made["name"]) == ("b", "j-worker-0")
 
 
 # What the user wrote, and the four arguments in the original's order.

@@ -132,6 +132,7 @@ def _facts(found: Found) -> list[tuple[str, str]]:
     return [
         ("operator", "has not answered to the spec as it is" if is_late else ""),
         ("pods", f"{status.ready_replicas} ready, {status.desired_replicas} wanted{bounds}"),
+        ("outdated", f"{status.outdated} of an older template" if status.outdated else ""),
         ("world", world),
         ("step", "" if status.step is None else f"{status.step}{pace}"),
         ("restarts", f"{status.restarts}, of them {status.failures} failures"),

@@ -51,6 +51,7 @@ _COLUMNS = (
     ("Age", "date", ".metadata.creationTimestamp", 0),
     ("Round", "integer", ".status.round", 1),
     ("Steps/s", "number", ".status.stepsPerSecond", 1),
+    ("Outdated", "integer", ".status.outdated", 1),
     ("Incident", "string", ".status.lastIncident.cause", 1),
     ("Endpoint", "string", ".spec.rdzvEndpoint", 1),
 )

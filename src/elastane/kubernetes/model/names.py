@@ -27,6 +27,8 @@ JOB_ROLE = "elastane-job"
 
 # On what the operator makes: a digest of the manifest, by which a change of it is seen.
 MADE_OF = "elastane.dev/made-of"
+# On each pod: a digest of the template that it was made of.
+TEMPLATE_OF = "elastane.dev/template"
 
 # Labels, host names and names of Services hold 63 characters; "-worker-4095" is 12 of them.
 NAME_CHARS_MAX = 51

@@ -22,6 +22,7 @@ RuleAction = Literal["Retry", "Fail", "Ignore"]
 Launcher = Literal["elastane", "torchrun"]
 Backend = Literal["c10d", "elastane", "etcd", "etcd-v2", "file", "kubernetes"]
 ScaleDownPolicy = Literal["HighestIndex", "PendingFirst"]
+UpdateStrategy = Literal["OnDelete", "RollingUpdate"]
 
 Replicas = Annotated[int, Meta(ge=1, le=REPLICAS_MAX)]
 # int32, as Kubernetes' own fields of these names.
@@ -148,6 +149,14 @@ class ElasticJobSpec(RunPolicy, frozen=True, kw_only=True):
             " PendingFirst: those that do not run yet, then those."
         ),
     ] = "HighestIndex"
+    update_strategy: Annotated[
+        UpdateStrategy,
+        _told(
+            "What an edit of the template does to pods that have started. OnDelete: nothing, until"
+            " a pod is replaced for another reason. RollingUpdate: they are drained and replaced,"
+            " one at a time."
+        ),
+    ] = "OnDelete"
     exit_code_rules: Annotated[
         Annotated[tuple[ExitCodeRule, ...], Meta(max_length=64)],
         _told("Rules that come before restartPolicy ExitCode's own."),

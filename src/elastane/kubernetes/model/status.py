@@ -94,7 +94,8 @@ class JobStatus(_Told, frozen=True, kw_only=True):
 
     `restarts`: pods that were replaced and containers that were restarted. `failures`: those of
     them that count towards backoffLimit. `disruptions`: pods that the cluster took away.
-    `replicas` is what the scale subresource tells: pods that live. `counted`: uids of pods whose
+    `replicas` is what the scale subresource tells: pods that live. `outdated`: those of them that
+    were made of an older template. `counted`: uids of pods whose
     end is accounted for, which is so before they are deleted. `fenced`: uids of pods on lost
     nodes, which may neither rejoin nor publish. `first_start_time`: when a pod of the job was
     first seen to have run. `stuck_since_time`: since when none can start, for a reason that does
@@ -108,6 +109,7 @@ class JobStatus(_Told, frozen=True, kw_only=True):
     replicas: int = 0
     ready_replicas: int = 0
     desired_replicas: int = 0
+    outdated: int = 0
     selector: str = ""
     start_time: _Time = None
     completion_time: _Time = None

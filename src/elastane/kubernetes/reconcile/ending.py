@@ -93,10 +93,17 @@ def _check_template(draft: Draft) -> None:
 
 
 def _check_start(draft: Draft) -> None:
-    """A job of which no pod ever ran, and none can, fails after a while."""
+    """A job of which no pod ever ran, and none can, fails after a while.
+
+    That while begins again with an edit of the template: pods of an older one do not count.
+    """
     if any(pod.has_started for pod in draft.pods) and draft.first_start_time is None:
         draft.first_start_time = as_time(draft.now_s)
-    stuck = [pod for pod in draft.own if pod.hindrance and pod.hindrance.reason in CANNOT_START]
+    stuck = [
+        pod
+        for pod in draft.own
+        if pod.hindrance and pod.hindrance.reason in CANNOT_START and not pod.is_outdated
+    ]
     if draft.first_start_time is not None or not stuck or draft.settings.is_suspended:
         draft.stuck_since_time = None
         return

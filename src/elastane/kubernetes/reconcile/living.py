@@ -8,7 +8,7 @@ from elastane.kubernetes.reconcile.draft import Draft
 from elastane.kubernetes.reconcile.ledger import avoided, unfit
 from elastane.kubernetes.reconcile.objects import keep_directive, keep_objects
 from elastane.kubernetes.reconcile.pods import Judged
-from elastane.kubernetes.reconcile.replacing import adopt, keep_pods
+from elastane.kubernetes.reconcile.replacing import adopt, keep_pods, update
 from elastane.kubernetes.reconcile.waiting import refused_template
 
 
@@ -18,6 +18,8 @@ def live(draft: Draft) -> None:
     _clear_others(draft)
     adopt(draft)
     may_create = keep_objects(draft) and refused_template(draft) is None
+    if may_create:
+        update(draft)
     keep_pods(draft, may_create=may_create)
     _tell_hindrances(draft)
     _tell_nodes(draft)

@@ -2,7 +2,8 @@
 
 The template is kept as it is but for what the operator owns: names, labels, owner, restart
 policy, host name, the injected arguments and variables, and the nodes that are to be avoided.
-Running pods are never changed: an edit of the template counts for pods that are made later.
+Running pods are never changed in place: an edit of the template counts for pods that are made
+later (`replacing` says which pods an edit replaces).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 from typing import Any
 
 from elastane.kubernetes.model import Meta
-from elastane.kubernetes.model.names import API_VERSION, KIND, pod_labels, pod_name
+from elastane.kubernetes.model.names import API_VERSION, KIND, TEMPLATE_OF, pod_labels, pod_name
 from elastane.kubernetes.reconcile.bounds import GRACE_S
 from elastane.kubernetes.reconcile.injection import arguments, variables
 from elastane.kubernetes.reconcile.settings import Settings
@@ -59,7 +60,8 @@ def pod_manifest(
             "name": name,
             "namespace": job.namespace,
             "labels": (metadata.get("labels") or {}) | pod_labels(job.name, index),
-            "annotations": metadata.get("annotations") or {},
+            "annotations": (metadata.get("annotations") or {})
+            | {TEMPLATE_OF: settings.template_of},
             "ownerReferences": [owner(job)],
         },
         "spec": spec,

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from elastane.kubernetes.model import Meta, Pod, since_epoch
-from elastane.kubernetes.model.names import KIND, LABEL_INDEX, index_in
+from elastane.kubernetes.model.names import KIND, LABEL_INDEX, TEMPLATE_OF, index_in
 from elastane.kubernetes.model.seen import ContainerStatus, Terminated
 from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX
 from elastane.kubernetes.reconcile.settings import Settings
@@ -88,6 +88,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     that is gone); foreign. `restarts`: of the container in place. `is_over`: all of its
     containers have ended, sidecars too. `by_itself`: its worker has, and not because somebody
     deleted the pod. `is_dead`: a kubelet saw its worker end, and will not start it again.
+    `has_begun`: a container of it has started, be it an init container. `is_outdated`: it was made
+    of another template than the job has now.
     """
 
     meta: Meta
@@ -102,6 +104,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     hindrance: Hindrance | None = None
     restarts: int = 0
     has_started: bool = False
+    has_begun: bool = False
+    is_outdated: bool = False
     running_since_s: float | None = None
     crash: Terminated | None = None
 
@@ -158,6 +162,12 @@ def judge(pod: Pod, job: Meta, settings: Settings, *, is_gone: bool = False) -> 
         hindrance=_hindrance(pod, worker) if state in ("pending", "running") else None,
         restarts=worker.restart_count if worker else 0,
         has_started=_has_started(worker),
+        has_begun=any(
+            _has_started(one)
+            for one in (*pod.status.init_container_statuses, *pod.status.container_statuses)
+        ),
+        is_outdated=pod.metadata.annotations.get(TEMPLATE_OF, settings.template_of)
+        != settings.template_of,
         running_since_s=since_epoch(running.started_at) if running else None,
         crash=worker.last_state.terminated if worker else None,
     )

@@ -10,7 +10,7 @@ from elastane.kubernetes.model import CreatePod, PatchObject, since_epoch
 from elastane.kubernetes.model.names import pod_name
 from elastane.kubernetes.reconcile.bounds import HELD_S
 from elastane.kubernetes.reconcile.draft import Draft
-from elastane.kubernetes.reconcile.injection import needs_access
+from elastane.kubernetes.reconcile.injection import backend, needs_access
 from elastane.kubernetes.reconcile.ledger import avoided, pause_ends_s, unfit
 from elastane.kubernetes.reconcile.loss import is_fenced_for_all
 from elastane.kubernetes.reconcile.manifest import affinity, owner, pod_manifest
@@ -30,6 +30,42 @@ def keep_pods(draft: Draft, *, may_create: bool) -> None:
         there = by_index.get(index, [])
         if _needs_one(draft, index, there) and may_create:
             _create(draft, index, there)
+
+
+def update(draft: Draft) -> None:
+    """Replace pods that were made of an older template, as far as that costs nothing or is wanted.
+
+    A pod of which no container ever started has nothing to lose, and may never start. Others are
+    drained under RollingUpdate, one at a time: the next one leaves once all wanted pods run and
+    the job has taken in the last one, so what workers hold in memory always has holders.
+    """
+    slots = set(draft.slots)
+    staying = [p for p in draft.own if p.index in slots and p.lives and not p.is_leaving]
+    outdated = [pod for pod in staying if pod.is_outdated]
+    for pod in outdated:
+        if not pod.has_begun:
+            draft.dismiss(pod, "the template was edited before it started")
+            draft.tell("Normal", "Outdated", f"{pod.name} never started: replaced by a newer one")
+    rolls = draft.settings.spec.update_strategy == "RollingUpdate"
+    if not (rolls and outdated and _is_complete(draft, staying)):
+        return
+    last = outdated[-1]
+    draft.dismiss(last, "the template was edited, updateStrategy RollingUpdate")
+    text = f"{last.name} drains and is replaced by a newer one; {len(outdated) - 1} are left"
+    draft.tell("Normal", "RollingUpdate", text)
+
+
+def _is_complete(draft: Draft, staying: list[Judged]) -> bool:
+    """Whether all wanted pods run, no other one is still leaving, and the job has them all."""
+    settled = all(pod.state == "running" for pod in staying) and len(staying) == len(draft.slots)
+    if not settled or any(pod.lives and pod.is_leaving for pod in draft.own):
+        return False
+    if backend(draft.job, draft.settings) != "kubernetes":
+        return True  # Nobody reports.
+    report = draft.seen.report
+    members = report.members if report is not None else ()
+    inside = {one.pod for one in members if one.state == "joined" and one.rank >= 0}
+    return inside.issuperset(pod.uid for pod in staying)
 
 
 def adopt(draft: Draft) -> None:

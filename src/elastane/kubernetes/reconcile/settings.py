@@ -6,6 +6,7 @@ field, its value and what was expected. Pure, and never raises for what a user w
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What a job's spec says, in a form that cannot contradict itself: min <= desired <= max.
 
     `asked` is replicas as written, perhaps by the scale subresource, which knows no bounds.
-    `container` is the name of the one that trains.
+    `container` is the name of the one that trains, `template_of` a digest of the template.
     """
 
     spec: ElasticJobSpec
@@ -36,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     desired: int
     asked: int
     container: str
+    template_of: str
 
     @property
     def policy(self) -> RestartPolicy:
@@ -91,7 +93,8 @@ def _settled(spec: ElasticJobSpec) -> Settings:
     asked = spec.replica_specs.Worker.replicas
     highest = spec.max_replicas or min(REPLICAS_MAX, max(asked, spec.min_replicas or 1))
     lowest = spec.min_replicas or max(1, min(asked, highest))
-    containers = spec.replica_specs.Worker.template["spec"]["containers"]
+    template = spec.replica_specs.Worker.template
+    containers = template["spec"]["containers"]
     known = [container["name"] for container in containers]
     return Settings(
         spec=spec,
@@ -100,4 +103,5 @@ def _settled(spec: ElasticJobSpec) -> Settings:
         desired=max(lowest, min(highest, asked)),
         asked=asked,
         container=CONTAINER if CONTAINER in known else known[0],
+        template_of=hashlib.sha256(msgspec.json.encode(template, order="sorted")).hexdigest()[:16],
     )

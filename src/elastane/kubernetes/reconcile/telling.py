@@ -39,6 +39,7 @@ def status_of(draft: Draft, verdict: Verdict | None) -> JobStatus:
         replicas=count.living,
         ready_replicas=count.running,
         desired_replicas=draft.settings.desired,
+        outdated=sum(pod.lives and pod.is_outdated for pod in draft.own),
         selector=selector(draft.job.name),
         start_time=draft.start_time,
         completion_time=draft.completion_time,
