@@ -4,8 +4,9 @@
 
 The pause is the time between the last step of a survivor in the old world and its first one in the
 new, less a step of the new world (its median): beyond what training would have taken. Once with
-state through shared memory, once over the process group alone as between two hosts, and under
-torchrun, whose workers are all started again; no checkpoint is read there, which flatters it.
+state through shared memory, once by a node that builds before it has a place, once over the process
+group alone as between two hosts, and under torchrun, whose workers are all started again; no
+checkpoint is read there, which flatters it.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ def main() -> int:
     failed = False
     for name, measure in (
         ("elastane, same host", lambda: elastane_s("library", options.times)),
+        ("elastane, wait_for_place=False", lambda: elastane_s("beside", options.times)),
         ("elastane, over the process group", lambda: elastane_s("group", options.times)),
         ("torchrun", lambda: [torchrun_s() for _ in range(options.torchrun)]),
     ):

@@ -1,9 +1,10 @@
 """A model with 100 MB of state (weights and AdamW's two moments) and steps of 0.2 s that leave the
 processors idle for the most part, as a GPU's would: for bench.arrival.
 
-    arrival_train.py FOLDER library|group|plain
+    arrival_train.py FOLDER library|beside|group|plain
 
-Each step is a line in FOLDER/PID.jsonl. `group`: as `library`, and state goes over the process
+Each step is a line in FOLDER/PID.jsonl. `beside`: as `library`, and a worker that comes later
+builds its model before it has a place. `group`: as `library`, and state goes over the process
 group only, as between two hosts. `plain`: a loop that knows nothing of elastane; a worker that is
 started again begins anew, as if a checkpoint cost no time to read.
 """
@@ -46,10 +47,10 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, group: object 
     optimizer.zero_grad()
 
 
-def with_library(say: Callable[[int, int], None]) -> None:
+def with_library(say: Callable[[int, int], None], *, waits: bool) -> None:
     import elastane
 
-    with elastane.init() as job:
+    with elastane.init(wait_for_place=waits) as job:
         net = model()
         optimizer = torch.optim.AdamW(net.parameters())
         batches = elastane.ElasticBatchSampler(SAMPLES, BATCH, seed=0)
@@ -93,7 +94,7 @@ def main() -> None:
     if mode == "plain":
         plain(say)
     else:
-        with_library(say)
+        with_library(say, waits=mode != "beside")
 
 
 if __name__ == "__main__":

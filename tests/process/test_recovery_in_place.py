@@ -186,6 +186,46 @@ def fixed_size(folder, *victims, **options):
         job.ends_exact()
 
 
+def test_a_replacement_has_its_true_place_from_init_on_whoever_dies_while_it_builds(job):
+    nodes = starts(job, "abc")
+    first, hold = _alive(job), job.folder / "said" / "hold"
+
+    def placed() -> list[dict]:
+        return [lines[0] for pid, lines in job.said("placed").items() if lines and pid not in first]
+
+    hold.touch()
+    nodes[0].kill_worker()
+    job.cluster.wait(placed, "the replacement has a place")
+    # The script compares rank and size with torch's and with the variables, in each line.
+    assert [(line["rank"], line["world"]) for line in placed()] == [(2, 3)]
+    nodes[1].kill_worker()
+    job.cluster.wait(lambda: len(job.cluster.events("replacement")) == 2, "a member died meanwhile")
+    hold.unlink()
+    job.wait_steps(3, 3)
+    job.ends_exact()
+    assert [e.data["used"] for e in job.cluster.events("replacement")] == [1, 2]
+
+
+def test_without_wait_for_place_the_others_train_while_a_replacement_builds(tmp_path):
+    job = InPlace(tmp_path, env={"WAIT_FOR_PLACE": "0"})
+    with job.cluster:
+        nodes = starts(job, "abc")
+        first, said = _alive(job), job.folder / "said"
+        (said / "hold").touch()
+        nodes[0].kill_worker()
+
+        def begun() -> list[dict]:
+            found = [path for path in said.glob("*.before") if int(path.stem) not in first]
+            return [json.loads(path.read_text()) for path in found]
+
+        job.cluster.wait(begun, "the replacement has begun")
+        job.wait_steps(5, 2)
+        assert [{*before.values()} for before in begun()] == [{None}]
+        (said / "hold").unlink()
+        job.wait_steps(3, 3)
+        job.ends_exact()
+
+
 def test_a_fixed_size_waits_in_memory_for_the_successor_or_for_two(tmp_path):
     fixed_size(tmp_path, [1], [1, 2])
 

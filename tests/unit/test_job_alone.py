@@ -286,16 +286,15 @@ def test_a_job_has_one_mesh(job):
         job.device_mesh(shard=1)
 
 
-def test_who_came_later_uses_no_collective_before_its_first_step(job):
-    from elastane.job.world import _refuse_early
-
+def test_a_worker_that_came_later_uses_no_collective_before_its_first_step(job):
     mesh = job.device_mesh(shard=1)
     groups = [job.process_group, mesh.get_group("shard"), mesh.get_group("replicate")]
+    job._world._be_apart(True)  # as one that has just got its place
     for group in groups:
-        group.guard = _refuse_early  # as of one that has just got its place
-        with pytest.raises(JobError, match="came later") as caught:
+        torch.distributed.barrier(group=group)
+        with pytest.raises(JobError, match=r"before job\.steps") as caught:
             torch.distributed.all_reduce(torch.ones(1), group=group)
-        assert caught.value.slug == "job-mesh"
+        assert caught.value.slug == "job-early"
     job._world.begin()
     for group in groups:
         torch.distributed.all_reduce(torch.ones(1), group=group)

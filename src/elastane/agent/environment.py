@@ -22,6 +22,12 @@ _PER_WORKER = (
     "ELASTANE_LEASH",
     "ELASTANE_KEEPER",
 )
+# Variables that say where a worker is in its world. A worker that waits for a place has none.
+_PLACE = (
+    *("RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("ELASTANE_ROUND", "ELASTANE_ATTEMPT"),
+)
 _SECRET = "ELASTANE_TOKEN"
 _CONF = "PET_RDZV_CONF"
 _SECRET_KEYS = ("token", "password")
@@ -72,16 +78,11 @@ def worker_environment(
     agent's own. OMP_NUM_THREADS is 1 where several workers share a node, unless `base` sets it.
     """
     env = without_secrets(base)
-    for name in _PER_WORKER:
+    for name in (*_PER_WORKER, *_PLACE):
         env.pop(name, None)
-    env.update(_places(assignment, run, worker))
-    env.update(_torchelastic(assignment, run))
-    env.update(
-        ELASTANE_JOB=run.job,
-        ELASTANE_NODE=run.node_id,
-        ELASTANE_ROUND=str(assignment.fence.round),
-        ELASTANE_ATTEMPT=str(assignment.fence.attempt),
-    )
+    env.update(_lasting(assignment, run, worker))
+    if not assignment.waiting:
+        env.update(place_variables(assignment, worker.local_rank))
     if run.virtual_local_rank:
         env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=only_device(base, worker.local_rank))
     if run.timer_file:
@@ -129,29 +130,46 @@ def worker_args(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
     return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)
 
 
-def _places(assignment: Assignment, run: RunFacts, worker: WorkerFacts) -> dict[str, str]:
-    assert 0 <= worker.local_rank < run.local_world_size, worker
-    return {
-        "RANK": str(assignment.rank_base + worker.local_rank),
-        "LOCAL_RANK": str(worker.local_rank),
+def place_variables(assignment: Assignment, local_rank: int) -> dict[str, str]:
+    """Return the variables that say where a worker is in the world of its assignment.
+
+    They change with each world that it enters. The others are set once, when it starts.
+    """
+    assert not assignment.waiting, "a worker without a place has no rank"
+    index = assignment.index_of(local_rank)
+    found = {
+        "RANK": str(assignment.rank_base + index),
         "GROUP_RANK": str(assignment.node_rank),
-        "ROLE_RANK": str(assignment.role_rank_base + worker.local_rank),
-        "ROLE_NAME": run.role,
-        "LOCAL_WORLD_SIZE": str(run.local_world_size),
+        "ROLE_RANK": str(assignment.role_rank_base + index),
         "WORLD_SIZE": str(assignment.world_size),
         "GROUP_WORLD_SIZE": str(assignment.nodes),
         "ROLE_WORLD_SIZE": str(assignment.role_world_size),
         "MASTER_ADDR": assignment.master_addr,
         "MASTER_PORT": str(assignment.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(assignment.agent_store),
+        "ELASTANE_ROUND": str(assignment.fence.round),
+        "ELASTANE_ATTEMPT": str(assignment.fence.attempt),
     }
+    assert found.keys() == {*_PLACE}, "a worker without a place lacks these, and no others"
+    return {**found, **_restarts(assignment)}
 
 
-def _torchelastic(assignment: Assignment, run: RunFacts) -> dict[str, str]:
+def _restarts(assignment: Assignment) -> dict[str, str]:
+    return {"TORCHELASTIC_RESTART_COUNT": str(assignment.restarts_used)}
+
+
+def _lasting(assignment: Assignment, run: RunFacts, worker: WorkerFacts) -> dict[str, str]:
+    """Return the variables that a worker has from its start, with a place or without."""
+    assert 0 <= worker.local_rank < run.local_world_size, worker
     return {
-        "TORCHELASTIC_RESTART_COUNT": str(assignment.restarts_used),
+        **_restarts(assignment),
+        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_WORLD_SIZE": str(run.local_world_size),
+        "ROLE_NAME": run.role,
         "TORCHELASTIC_MAX_RESTARTS": str(assignment.max_restarts),
         "TORCHELASTIC_RUN_ID": run.job,
-        "TORCHELASTIC_USE_AGENT_STORE": str(assignment.agent_store),
+        "ELASTANE_JOB": run.job,
+        "ELASTANE_NODE": run.node_id,
     }
 
 

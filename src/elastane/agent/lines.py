@@ -13,6 +13,7 @@ import logging
 import socket
 from collections.abc import Callable
 
+from elastane.agent.environment import place_variables
 from elastane.core.model import Assignment, Fence
 from elastane.core.sharding import Sharding, of_node
 from elastane.runtime import workerline
@@ -163,18 +164,17 @@ class Lines:
                 self.differed(local_rank, message)
 
 
-def place_of(assignment: Assignment, local_rank: int, local_world_size: int) -> Place | Wait:
-    """Return what a worker is told of an assignment of its node."""
-    workers = assignment.workers or tuple(range(local_world_size))
-    rank = assignment.rank_base + workers.index(local_rank)
+def place_of(assignment: Assignment, local_rank: int) -> Place | Wait:
+    """Return the message that tells a worker its place in an assignment of its node."""
     if assignment.waiting:
-        return Wait(rank=rank, world_size=assignment.world_size, local_rank=local_rank)
+        return Wait(local_rank=local_rank)
     return Place(
         fence=assignment.fence,
-        rank=rank,
+        rank=assignment.rank_base + assignment.index_of(local_rank),
         world_size=assignment.world_size,
         local_rank=local_rank,
         master_addr=assignment.master_addr,
         master_port=assignment.master_port,
         agent_store=assignment.agent_store,
+        env=place_variables(assignment, local_rank),
     )

@@ -16,6 +16,8 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
+
 from elastane.agent.groupsetup import GroupSetup, SpawnTask
 from elastane.agent.lines import Lines
 from elastane.agent.worker import Worker
@@ -34,8 +36,8 @@ _NEXT_S = 2.0
 _ENDS_MAX = 5
 # What a spare says goes nowhere: it is not in the job yet. The end of its stderr is kept.
 _SILENT = LogPlan(base_dir="", console_ranks=frozenset((-1,)))
-# Until it has a place it has no rank; torch takes a device of -1 as none.
-_NO_RANK = {"RANK": "-1", "LOCAL_RANK": "-1", "ROLE_RANK": "-1"}
+# A spare may take any place of the node; torch takes a device of -1 as none.
+_NO_RANK = {"LOCAL_RANK": "-1"}
 
 
 class Spares:
@@ -112,7 +114,8 @@ class Spares:
             spare = Worker(0, 0, streams, files, Page.create(), _NO_RANK, beside=True)
             with self._lines.open(key) as line:
                 self._lines.send(key, workerline.Spare())
-                command = spare.command(self._setup, assignment, line.fileno())
+                waiting = msgspec.structs.replace(assignment, waiting=True)
+                command = spare.command(self._setup, waiting, line.fileno())
                 spare.process = await self._setup.spawner.spawn(command)
         except (ElastaneError, OSError) as error:
             _log.warning("no spare worker could be started: %s", error)

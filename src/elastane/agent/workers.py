@@ -138,9 +138,9 @@ class WorkerGroup:
             if worker.local_rank in able and worker.local_rank in self._lines.able:
                 worker.beside = False
                 worker.page.release()
-                place = self._place(assignment, worker.local_rank)
-                worker.rank = place.rank  # by which its failure is told
-                self._lines.send(worker.local_rank, place)
+                # by which its failure is told
+                worker.rank = assignment.rank_base + assignment.index_of(worker.local_rank)
+                self._lines.send(worker.local_rank, place_of(assignment, worker.local_rank))
         self._post_able()
         self._post_started(self._members())
 
@@ -191,7 +191,7 @@ class WorkerGroup:
         worker.page.allow_until(self._until_ns)
         if not is_taken:
             await self._spawn(worker, place)
-        self._lines.send(local_rank, self._place(place, local_rank))
+        self._lines.send(local_rank, place_of(place, local_rank))
         if worker.process is not None:
             self._watch_soon(self._watch(worker, worker.process))
 
@@ -265,9 +265,6 @@ class WorkerGroup:
         """Return the workers that have a place in the world."""
         here = self.world.workers or range(self.setup.run.local_world_size)
         return [w for w in self._workers if w.local_rank in here and not w.beside]
-
-    def _place(self, assignment: Assignment, local_rank: int) -> workerline.Place | workerline.Wait:
-        return place_of(assignment, local_rank, self.setup.run.local_world_size)
 
     def _post_able(self) -> None:
         able = tuple(sorted(self._lines.not_known_unable))

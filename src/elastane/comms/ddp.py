@@ -23,6 +23,8 @@ from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 _MODULE = DistributedDataParallel.__module__
+# From a collective up to the constructor that made it there are five calls.
+_FRAMES_MAX = 12
 # Communication hooks of torch that count steps or keep random streams in their state: a worker
 # that joins later, or one that lost a step, would make other collectives than the rest.
 _STATEFUL_HOOKS = frozenset(("PowerSGDState", "PostLocalSGDState"))
@@ -40,6 +42,18 @@ def constructed(frame: FrameType, group: ProcessGroup) -> DistributedDataParalle
     if not isinstance(module, DistributedDataParallel):
         return None
     return module if module.__dict__.get("process_group") is group else None
+
+
+def is_constructed(frame: FrameType | None, group: ProcessGroup) -> bool:
+    """Whether `frame` runs on behalf of the constructor of a DDP over `group`."""
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            return False
+        if frame.f_code is DistributedDataParallel.__init__.__code__:
+            module = frame.f_locals.get("self")
+            return getattr(module, "__dict__", {}).get("process_group") is group
+        frame = frame.f_back
+    return False
 
 
 def renew(module: DistributedDataParallel) -> None:

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastane.comms import ddp, tables
 from elastane.comms.group import WorldGroup
-from elastane.comms.works import Ledger, Together, Waited
-from elastane.errors import ConfigurationError, PeerLostError
+from elastane.comms.works import Completed, Ledger, Together, Waited
+from elastane.errors import ConfigurationError, JobError, PeerLostError
 
 # Between two looks at a device.
 _POLL_S = 0.0002
@@ -75,6 +75,8 @@ class ElasticGroup(ProcessGroup):
         self.when_begun: Callable[[], None] | None = None
         # Asked before each of torch's operations, by its name; it refuses by raising.
         self.guard: Callable[[str], None] | None = None
+        # Whether this member builds apart from the others: they take part in no operation of its.
+        self.apart = False
         # Groups of some of the members: what fails or waits there, fails or waits here.
         self.parts: tuple[ElasticGroup, ...] = ()
 
@@ -271,6 +273,10 @@ class ElasticGroup(ProcessGroup):
         return self.world.group._device_types
 
     def _operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work | None:
+        if self.apart:
+            if name != "barrier" and not ddp.is_constructed(sys._getframe(2), self):
+                raise _early(name)
+            return _answered_apart(name, args)
         world = self._usable()
         if self.guard is not None:
             self.guard(name)
@@ -316,6 +322,32 @@ class ElasticGroup(ProcessGroup):
             expected="all members alive; what this step computed is void",
             next_step="run the step again in the next world",
         )
+
+
+def _answered_apart(name: str, args: tuple[Any, ...]) -> Work:
+    """Complete an operation as if every other member had contributed what this one does.
+
+    For the constructor of DDP, which compares its parameters and takes those of rank 0, and for a
+    barrier. The state that is right comes with the first step.
+    """
+    if name == "allgather":
+        outputs, inputs = args[:2]
+        for places, own in zip(outputs, inputs, strict=True):
+            for place in places:
+                place.copy_(own)
+    return Completed(_tensors(args))
+
+
+def _early(name: str) -> JobError:
+    return JobError(
+        f"a collective ({name}) before job.steps(), by a worker that came later: the others are at"
+        " their steps and take no part",
+        expected="a model that each worker builds by itself; its state comes with the first step."
+        " DDP's constructor and barriers are answered without the others",
+        next_step="begin alike on all workers by the seed or from a file; or"
+        " elastane.init(wait_for_place=False), whose group has one member until the first step",
+        slug="job-early",
+    )
 
 
 def _members(world: WorldGroup | None) -> Iterable[int]:

@@ -46,6 +46,7 @@ class Activity(IntEnum):
     COMPILING = 3
     BETWEEN = 4  # the user's own, between two steps: evaluation, checkpoints
     ENTERING = 5  # waits for a world, or for the state that is right there
+    BUILDING = 6  # has a place and builds its model; the others wait for its first step
 
 
 _WORDS = {
@@ -55,6 +56,7 @@ _WORDS = {
     Activity.COMPILING: "compiling",
     Activity.BETWEEN: "between two steps",
     Activity.ENTERING: "entering a world",
+    Activity.BUILDING: "building its model, between elastane.init() and job.steps()",
 }
 # Neither is ever judged by its time: it may take as long as it takes, or is a wait for others.
 _UNJUDGED = (Activity.APART, Activity.ENTERING)

@@ -167,6 +167,10 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     in_place: bool = False
     waiting: bool = False
 
+    def index_of(self, local_rank: int) -> int:
+        """Return the position of a worker of this node among those that take part."""
+        return self.workers.index(local_rank) if self.workers else local_rank
+
 
 # The rank of a worker that was started beside a world and has no place in it yet.
 NO_RANK = -1

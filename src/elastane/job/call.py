@@ -60,23 +60,29 @@ def main(argv: list[str]) -> None:
     _insist_on_own(folder)
     # The interpreter of `-m` leads to this module; what the function pickles is not of it.
     sys.modules["__main__"] = _Main("__main__")
-    rank = os.environ["RANK"]
-    attempt = f"{os.environ['ELASTANE_ROUND']}.{os.environ['ELASTANE_ATTEMPT']}"
-    values = folder / VALUES / attempt
-    values.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (values / f"{rank}{BEGUN}").touch()
+    if "RANK" in os.environ:  # else it waits for a place, which `elastane.init()` finds
+        _begin(folder / VALUES)
     handler = ErrorFileHandler()
     handler.initialize()
     sys.excepthook = functools.partial(_show, sys.excepthook)
     try:
-        _work(folder, values / f"{rank}{VALUE}")
+        _work(folder)
     except Exception as error:
         error.__traceback__ = _function_s(error)
         handler.record_exception(error)
         raise
 
 
-def _work(folder: Path, path: Path) -> None:
+def _begin(values: Path) -> Path:
+    """Note that the worker of this rank has begun in this world; returns where its value goes."""
+    world = values / f"{os.environ['ELASTANE_ROUND']}.{os.environ['ELASTANE_ATTEMPT']}"
+    world.mkdir(mode=0o700, parents=True, exist_ok=True)
+    rank = os.environ["RANK"]
+    (world / f"{rank}{BEGUN}").touch()
+    return world / f"{rank}{VALUE}"
+
+
+def _work(folder: Path) -> None:
     header = json.loads((folder / HEADER).read_bytes())
     sys.argv[:] = header["argv"]
     sys.path[:] = header["path"]
@@ -93,7 +99,9 @@ def _work(folder: Path, path: Path) -> None:
     except SystemExit as stop:
         if stop.code not in (0, None):
             raise
-    _leave(value, path, header["name"])
+    if "RANK" in os.environ:
+        # In the world that it is in by now: one that recovers in place has entered others.
+        _leave(value, _begin(folder / VALUES), header["name"])
 
 
 def _load(folder: Path, name: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:

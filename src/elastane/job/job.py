@@ -44,10 +44,16 @@ def init(
     seed: int = 0,
     trail: str | Path | None = None,
     trail_every: int = 1,
+    wait_for_place: bool = True,
 ) -> Job:
     """Join the job that this worker was started for; a world of one where no launcher did.
 
     Use it as `with elastane.init() as job:`. The process group is ready: `job.process_group`.
+
+    `wait_for_place`: a worker that comes while the others train waits here until they take it in.
+    So rank and world size, also in RANK, WORLD_SIZE and the other variables, are true from here on.
+    The others wait for its first step. With False it builds while they train, and has neither
+    rank nor these variables before its first step (docs/in-place.md).
 
     `deterministic`: what a step does depends on `shards` and `seed` alone, bit for bit, and not on
     the world; its body takes its data from `step.batches` (docs/deterministic.md). `trail`: a file
@@ -55,7 +61,8 @@ def init(
     it, what ELASTANE_TRAIL says.
     """
     mode = Deterministic(shards, seed) if deterministic else Mode()
-    return Job(AgentLine.inherited(), mode, trail_of(trail, trail_every)).join()
+    job = Job(AgentLine.inherited(), mode, trail_of(trail, trail_every))
+    return job.join(wait_for_place=wait_for_place)
 
 
 class Job:
@@ -80,21 +87,21 @@ class Job:
         # they met, nobody has made a step. The same on all of them, also who has just come.
         self._met = False
 
-    def join(self) -> Self:
-        """Meet the others; a worker that has no place yet builds what it needs on its own."""
+    def join(self, *, wait_for_place: bool = True) -> Self:
+        """Meet the other workers; `init` calls it."""
         atexit.register(self.close)
-        self._world.join()
+        self._world.join(wait_for_place=wait_for_place)
         self.mode.apply(self.process_group, self._tracked)
         return self
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the current world; a guess while it has no place yet."""
+        """This worker's rank in the current world; JobError while it has no place in one."""
         return self._world.rank
 
     @property
     def world_size(self) -> int:
-        """How many workers the current world has."""
+        """How many workers the current world has; JobError while this one has no place in one."""
         return self._world.size
 
     @property

@@ -80,7 +80,7 @@ class SavedJob:
 
     def members(self) -> Members:
         """Return the members of the world in hand."""
-        return OfGroup(self._worlds.group) if self._worlds.size > 1 else Alone()
+        return OfGroup(self._worlds.group) if self._worlds.group.size() > 1 else Alone()
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return those that are tracked."""

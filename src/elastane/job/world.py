@@ -40,12 +40,17 @@ class Worlds:
 
     def __init__(self, line: AgentLine | None) -> None:
         self.group = ElasticGroup()
-        self.place: Place | Wait | None = None
+        # None: a world of one without an agent, or no place yet.
+        self.place: Place | None = None
+        # Whether this worker has no place in a world yet.
+        self.waits = False
+        # The number of this worker on its node, the same in every world.
+        self.local_rank = 0
         self._line = line
         self._page: WorkerPage | None = None
         self._building: tuple[WorldGroup, ...] = ()
         self.mesh: MeshGroups | None = None
-        # Whether others give this worker its state.
+        # Whether this worker came after the first step: others give it their state.
         self.came_later = False
         # Why no other world follows one that lost a worker; "" where one does.
         self.restarts = ""
@@ -55,41 +60,43 @@ class Worlds:
         self.pulse = Pulse()
         self.group.when_begun = self.pulse.beat
 
-    def join(self) -> None:
-        """Meet the others; a worker that has no place yet builds what it needs on its own."""
+    def join(self, *, wait_for_place: bool) -> None:
+        """Meet the other workers.
+
+        A worker that came later waits for its place; without `wait_for_place` it begins in a world
+        of one and enters that of the others by `enter`.
+        """
         if self._line is not None:
             self._page = drain.take_page()
             self.pulse.show_on(self._page)
-            self.place = self._line.first()
-            self.came_later = self.waits
+            word = self._line.first()
+            self.local_rank = word.local_rank
+            self.waits = self.came_later = isinstance(word, Wait)
             self._line.begin(self._end_world, self._doing)
-        self._build(self.place if isinstance(self.place, Place) else None)
+            if isinstance(word, Place):
+                self._take(word)
+        if self.waits and wait_for_place:
+            self._wait_for_place()
+        else:
+            self._build(self.place)
         self.group.register()
 
     @property
-    def waits(self) -> bool:
-        """Whether this worker has no place in a world yet."""
-        return isinstance(self.place, Wait)
-
-    @property
     def rank(self) -> int:
-        """This worker's rank; a guess while it waits for a place."""
-        return self.place.rank if self.place is not None and self.waits else self.group.rank()
+        """This worker's rank."""
+        self._insist_on_place("rank")
+        return self.group.rank()
 
     @property
     def size(self) -> int:
-        """How many workers the world has; a guess while this one waits for a place."""
-        return self.place.world_size if self.place is not None and self.waits else self.group.size()
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this worker on its node, the same in every world."""
-        return self.place.local_rank if self.place is not None else 0
+        """How many workers the world has."""
+        self._insist_on_place("world_size")
+        return self.group.size()
 
     @property
     def fence(self) -> Fence:
         """The round and attempt of the world; of none, where there is no agent."""
-        return self.place.fence if isinstance(self.place, Place) else Fence(0, 0)
+        return self.place.fence if self.place is not None else Fence(0, 0)
 
     @property
     def device(self) -> torch.device:
@@ -116,9 +123,7 @@ class Worlds:
 
     def begin(self) -> None:
         """Go on with the members of the world in hand, where there is a place in it."""
-        if self.mesh is not None:
-            for group in (self.group, *self.mesh.groups):
-                group.guard = None if group.guard is _refuse_early else group.guard
+        self._be_apart(False)
         self.able()
 
     def finished(self) -> None:
@@ -180,7 +185,7 @@ class Worlds:
         """Wait for a place in another world, and meet its members; raises PeerLostError."""
         assert self._line is not None, "lose() has refused"
         self.pulse.at(Activity.ENTERING)
-        self.place = self._line.next_place()
+        self._take(self._line.next_place())
         self._build(self.place)
         if self.mesh is not None:
             self._take_seat(self.mesh)
@@ -188,28 +193,24 @@ class Worlds:
     def open_mesh(self, mesh: MeshGroups) -> None:
         """Take a seat in a mesh, in this world and in those that follow.
 
-        What a worker builds depends on its seat: so one that has no place waits for it here.
+        What a worker builds depends on its seat. A worker without a place waits for one here.
         """
         self.mesh = mesh
         for group in mesh.groups:
             group.when_begun = self.pulse.beat
-        if not self.waits:
-            try:
-                self._take_seat(mesh)
-                return
-            except _UnevenError as error:
-                self.able()
-                self.lose(error)
-        self.able()
-        while True:
-            try:
-                self.enter()
-                break
-            except (ElastaneError, RuntimeError) as error:
-                self.lose(error)
-        for group in (self.group, *mesh.groups):
-            group.guard = _refuse_early
-        self.pulse.at(Activity.APART)  # It builds, for as long as that takes, and waits for nobody.
+        self._be_apart(False)
+        if self.waits:
+            self._wait_for_place()
+            return
+        try:
+            self._take_seat(mesh)
+            self._be_apart(self.came_later)
+        except (ElastaneError, RuntimeError) as error:
+            if not (self.came_later or isinstance(error, _UnevenError)):
+                raise
+            self.able()
+            self.lose(error)
+            self._wait_for_place()
 
     def lose(self, error: Exception) -> None:
         """Take an error for that of a lost peer, if it is one; else it is raised again.
@@ -238,6 +239,41 @@ class Worlds:
         if self.mesh is not None:
             self.mesh.close()
         self.group.close()
+
+    def _take(self, place: Place) -> None:
+        """Hold this place, and have the environment say so."""
+        self.place, self.waits = place, False
+        os.environ.update(place.env)
+
+    def _wait_for_place(self) -> None:
+        """Enter a world as soon as its members take this worker in; then build apart from them."""
+        _warm_up()
+        self.able()
+        while True:
+            try:
+                self.enter()
+                break
+            except (ElastaneError, RuntimeError) as error:
+                self.lose(error)
+        self._be_apart(True)
+
+    def _be_apart(self, apart: bool) -> None:
+        """Build without the others, which wait for this worker's first step; or meet them."""
+        for group in (self.group, *(self.mesh.groups if self.mesh is not None else ())):
+            group.apart = apart
+        if apart:
+            self.pulse.at(Activity.BUILDING)
+
+    def _insist_on_place(self, what: str) -> None:
+        if self.waits:
+            raise JobError(
+                f"job.{what} of a worker that has no place in a world yet",
+                expected="a worker with a place: from elastane.init() on, or from its first step"
+                " on with wait_for_place=False",
+                next_step=f"read job.{what} in the loop of job.steps(), or leave out"
+                " wait_for_place=False",
+                slug="job-place",
+            )
 
     def _build(self, place: Place | None) -> None:
         self._building = ()
@@ -322,6 +358,13 @@ class Worlds:
         )
 
 
+def _warm_up() -> None:
+    """Import what the first optimizer needs, 1 to 2 s of it, while nobody waits for this worker."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.0).step()
+
+
 def _node() -> int:
     """Return a number that the workers of this node have alike, and hardly others."""
     return zlib.crc32(os.environ.get("ELASTANE_NODE", "").encode())
@@ -339,17 +382,6 @@ def _span(shards: int, size: int, *others: int) -> int:
 
 class _UnevenError(PeerLostError):
     """A world of no whole replicas has members that hold nothing yet."""
-
-
-def _refuse_early(name: str) -> None:
-    raise JobError(
-        f"a collective ({name}) between job.device_mesh() and job.steps(), by a worker that came"
-        " later: the others are at their steps, and take no part",
-        expected="a model that each worker builds by itself; a state comes with the first step",
-        next_step="begin it alike on all workers by its seed, or load what it begins with from a"
-        " file",
-        slug="job-mesh",
-    )
 
 
 def _not_whole(size: int, shards: int) -> JobError:

@@ -28,7 +28,8 @@ PACKET_BYTES_MAX = 64 << 10
 class Place(msgspec.Struct, frozen=True, tag="place", kw_only=True):
     """To a worker: its place in a world, and where that world meets.
 
-    `agent_store`: a server listens there already; else the worker of rank 0 is to.
+    `agent_store`: a server listens there already; else the worker of rank 0 is to. `env`: the
+    environment variables that say the same.
     """
 
     fence: Fence
@@ -38,13 +39,12 @@ class Place(msgspec.Struct, frozen=True, tag="place", kw_only=True):
     master_addr: str
     master_port: Port
     agent_store: bool
+    env: dict[str, str]
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait", kw_only=True):
-    """To a worker: there is no place for it yet; ranks are a guess."""
+    """To a worker: it has no place in a world yet, and so no rank."""
 
-    rank: Count
-    world_size: Count
     local_rank: LocalRank
 
 

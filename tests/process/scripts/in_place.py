@@ -4,7 +4,8 @@ Gradients are sums of integers, so neither their order nor the number of workers
 adds what each of its samples and its number say. A buffer counts the bodies that happened. Each
 body that begins, and each step that is committed, is a line in FOLDER/PID.jsonl. All stop after the
 step in which rank 0 finds FOLDER/enough, or after STEPS. One that finds FOLDER/PID.hang takes that
-file and hangs as it says. FOLDER/PID.spare is there once a process waits as a spare.
+file and hangs as it says. FOLDER/PID.spare is there once a process waits as a spare. While
+FOLDER/hold is there, a worker waits between init() and its first step.
 
     in_place.py FOLDER STEPS STEP_S
 """
@@ -93,6 +94,22 @@ def in_loops(job, loader, steps, say):
             time.sleep(float(os.environ.get("PAUSE_S", "0")))
 
 
+def variables() -> dict[str, str | None]:
+    """What the environment says of this worker's place."""
+    names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ELASTANE_ROUND", "MASTER_ADDR", "MASTER_PORT")
+    return {name: os.environ.get(name) for name in names}
+
+
+def build(folder: Path, group) -> None:
+    """Construct a DDP, as a worker may before its first step; wait while FOLDER/hold is there."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    while (folder / "hold").exists():
+        time.sleep(0.01)
+
+
 def tell_of_waiting(path: Path) -> None:
     """As a spare, touch `path` once the agent has been told that this process is ready."""
     from elastane.runtime import workerline
@@ -115,15 +132,24 @@ def main() -> None:
     folder, steps, step_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     log = open(folder / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115 - to the end
 
+    waits = os.environ.get("WAIT_FOR_PLACE") != "0"
+
     def say(what: str, step: int) -> None:
         place = {"rank": job.rank, "world": job.world_size, "round": job.fence.round}
+        found = dist.get_rank(), dist.get_world_size(), *variables().values()
+        expected = job.rank, job.world_size, str(job.rank), str(job.world_size)
+        assert found[:4] == expected and found[5] == str(job.fence.round) and all(found[6:]), found
         log.write(
             json.dumps({"what": what, "step": step, **place, "at_s": time.monotonic()}) + "\n"
         )
 
     tell_of_waiting(folder / f"{os.getpid()}.spare")
-    with elastane.init() as job:
-        print("rank", os.environ["RANK"], "local rank", os.environ["LOCAL_RANK"], flush=True)
+    (folder / f"{os.getpid()}.before").write_text(json.dumps(variables()))
+    with elastane.init(wait_for_place=waits) as job:
+        if waits:
+            print("rank", os.environ["RANK"], "local rank", os.environ["LOCAL_RANK"], flush=True)
+            say("placed", -1)
+        build(folder, job.process_group)
         net = torch.nn.Linear(SIZE, 1, bias=False).to(torch.float64)
         torch.nn.init.zeros_(net.weight)
         net.register_buffer("bodies", torch.zeros(1, dtype=torch.int64))

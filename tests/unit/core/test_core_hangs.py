@@ -157,6 +157,15 @@ def test_who_is_outside_of_steps_or_waits_for_a_world_is_not_judged(activity):
     assert node.passes(2 * HANG_BETWEEN_S, look_s=1.0) == {}
 
 
+def test_a_worker_that_builds_for_minutes_is_not_blamed_and_those_that_wait_for_it_are_no_stall():
+    node = Node(1, 2, steps=0)
+    node.be(1, Activity.BUILDING)
+    node.be(2, Activity.ENTERING)
+    node.waits.add(2)
+    assert node.passes(HANG_CEILING_S - 10) == {} and node.stalled_s is None
+    assert set(node.passes(20)) == {1}
+
+
 @pytest.mark.parametrize("activity", list(Activity))
 def test_who_is_stopped_by_a_signal_hangs_whatever_it_was_at(activity):
     node = Node(steps=0)

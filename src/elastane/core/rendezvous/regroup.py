@@ -309,8 +309,16 @@ def _needed(state: State, found: list[Contingent]) -> int:
     sizes = sorted(one.node.spec.local_world_size for one in found) + [largest] * fewest
     least = state.spec.min_workers or sum(sizes[:fewest])
     # None is left out: it may be a step ahead, and is the only one that knows.
-    whole = sum(one.node.spec.local_world_size for one in found if one.node.sharding)
+    whole = sum(one.node.spec.local_world_size for one in found) if _is_sharded(state) else 0
     return max(least, whole)
+
+
+def _is_sharded(state: State) -> bool:
+    """Whether workers hold shards: then a node enters a world with all of its workers.
+
+    A joining worker has no mesh before it has a place, and says nothing of shards itself.
+    """
+    return any(node.sharding is not None for node in state.nodes.values())
 
 
 def _contingents(state: State) -> list[Contingent]:
@@ -318,7 +326,7 @@ def _contingents(state: State) -> list[Contingent]:
     assert state.world is not None
     order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
     order = {**{i: len(order) + rank for i, rank in state.kept.items()}, **order}
-    go_on = anybody_able(state)
+    go_on, is_sharded = anybody_able(state), _is_sharded(state)
     is_sure = go_on
     if state.incident is not None and not state.incident.planned:
         # Who is left in the world may have come with it, and made no step yet.
@@ -332,7 +340,7 @@ def _contingents(state: State) -> list[Contingent]:
         if not is_sure and stateholders.keeps(state, node):
             survivors = tuple(sorted(node.able))
         one = Contingent(node, survivors, tuple(sorted(node.able - set(survivors))))
-        if node.sharding and not survivors and len(one.joiners) < node.spec.local_world_size:
+        if is_sharded and not survivors and len(one.joiners) < node.spec.local_world_size:
             continue
         (staying if survivors else coming).append(one)
     staying.sort(key=lambda one: order[one.node.id])
