@@ -132,3 +132,30 @@ sys.exit(main({words!r}))
     assert f"{target} cannot be written: " in ended.stderr and "File too large" in ended.stderr
     assert target.read_bytes() == b"older"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ck", target.name]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_link_that_others_laid_into_the_folder_is_not_written_through(
+    saved, tmp_path, suffix, monkeypatch
+):
+    where, _, _ = saved
+    victim, folder = tmp_path / "victim", tmp_path / "open"
+    victim.write_bytes(b"precious")
+    folder.mkdir()
+    folder.chmod(0o1777)
+    target = folder / f"x{suffix}"
+    for name in (target.name, f".{target.name}.{os.getpid()}"):
+        (folder / name).symlink_to(victim)
+    seen = []
+
+    def saving(state: object, path: Path, kind: str) -> tuple[str, ...]:
+        seen.append((path.parent, stat.S_IMODE(path.parent.stat().st_mode)))
+        return saved_as(state, path, kind)
+
+    saved_as = exporting._saved
+    monkeypatch.setattr(exporting, "_saved", saving)
+    assert exported(where, target) == 0
+    assert victim.read_bytes() == b"precious"
+    assert not target.is_symlink() and target.stat().st_size > 100
+    ((private, mode),) = seen
+    assert mode == 0o700 and private.parent == folder and not private.exists()

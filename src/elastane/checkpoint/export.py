@@ -11,6 +11,7 @@ import contextlib
 import errno
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,18 @@ def export(repository: Repository, found: Found, to: Path, only: str = "") -> Ex
 
 @contextlib.contextmanager
 def _partial(to: Path) -> Iterator[Path]:
-    """Give the file that is written in place of `to`, empty; none is left."""
-    partial = to.with_name(f".{to.name}.{os.getpid()}")
+    """Give the file that is written in place of `to`, empty; none is left.
+
+    It lies in a new folder of this user's alone, of a name that nobody can guess: the folder of
+    `to` may be /tmp, where others would lay a link at the name that is written to.
+    """
     try:
         if to.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        partial.touch()
-        yield partial
+        with tempfile.TemporaryDirectory(prefix=".elastane-export-", dir=to.parent) as private:
+            partial = Path(private) / to.name
+            partial.touch()
+            yield partial
     except OSError as error:
         raise CheckpointError(
             f"{to} cannot be written: {error.strerror or error}",
@@ -86,9 +92,6 @@ def _partial(to: Path) -> Iterator[Path]:
             next_step="make that, or name another file",
             slug="checkpoint-export",
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def _chosen(state: Mapping[str, Any], only: str) -> dict[str, Any]:

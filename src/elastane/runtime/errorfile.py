@@ -13,13 +13,14 @@ fails: a file that is absent, torn or none of this format is None; a write raise
 from __future__ import annotations
 
 import json
-import secrets
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from elastane.runtime.files import write_atomic
 
 ERROR_FILE_BYTES_MAX = 1 << 20
 _NS = 1_000_000_000
@@ -91,13 +92,7 @@ def write_content(path: str, content: Mapping[str, Any]) -> None:
     """Write an error file whole: who reads it meanwhile finds the one before, or this one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        temp.write_text(json.dumps(content))
-        temp.replace(target)
-    except BaseException:
-        temp.unlink(missing_ok=True)
-        raise
+    write_atomic(target, json.dumps(content).encode(), mode=0o666)
 
 
 def with_error_code(content: Mapping[str, Any], code: int) -> dict[str, Any]:

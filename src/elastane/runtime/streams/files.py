@@ -43,8 +43,12 @@ def ensure_base_dir(base_dir: str) -> None:
 
 
 def open_append(path: Path) -> int:
-    """Open a file that only grows; the descriptor is not inherited unless it is handed on."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Open a file that only grows; the descriptor is not inherited unless it is handed on.
+
+    A link in its place is an error: where others may write to the folder, it leads elsewhere.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
 
 
 def make_rank_dir(folder: Path, place: WorkerPlace, host: str) -> None:
