@@ -49,6 +49,7 @@ _WARNINGS = frozenset(
         EventKind.REPLACEMENT,
         EventKind.RESTART,
         EventKind.SIGNAL,
+        EventKind.STALL,
         EventKind.WAITING,
         EventKind.ZYGOTE_DIED,
         EventKind.ZYGOTE_PROBLEM,

@@ -354,7 +354,7 @@ def test_where_each_rank_waits_is_told_once_before_their_world_is_left():
             fence = job.assigned[node_id].fence
             job.says(node_id, Heartbeat(fence=fence, waiting=(Waiting(rank, at),)))
     [told] = [note for note in job.notes if note.kind is EventKind.STALL]
-    assert told.reason == f"all workers wait for one another: {where}"
+    assert told.reason == f"no progress for 10 s: {where}"
     assert kinds(job, "b") == []
 
 

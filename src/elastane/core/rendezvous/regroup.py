@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastane.core.hangs import places_of
-from elastane.core.limits import LOST_PEER_S
+from elastane.core.limits import HANG_STALL_S, LOST_PEER_S
 from elastane.core.messages import Interrupt, Prepare
 from elastane.core.model import Failure, Fence, World
 from elastane.core.notes import EventKind
@@ -91,7 +91,7 @@ def look_at_stall(state: State) -> None:
     elif not state.stall_places:
         waiting = [each for node in state.members() for each in node.waits_at]
         state.stall_places = places_of(waiting)
-        state.tell(EventKind.STALL, f"all workers wait for one another: {state.stall_places}")
+        state.tell(EventKind.STALL, f"no progress for {HANG_STALL_S:g} s: {state.stall_places}")
 
 
 def stalled(state: State) -> bool:
