@@ -24,6 +24,7 @@ from launch_support import SUPPORT, LocalHandler, program
 from process_harness import until
 from supervise import alive, marked
 
+from elastane.elastic import metrics
 from elastane.elastic.launcher import _called
 from elastane.elastic.launcher.api import LaunchConfig, elastic_launch, launch_agent
 from elastane.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -79,7 +80,9 @@ def test_the_configuration_has_the_fields_and_defaults_of_torch(monkeypatch):
             kind(1, 1, 1, shutdown_timeout=-1)
 
 
-def test_a_partial_of_a_closure_gives_values_by_rank_after_a_restart_also_from_a_thread():
+def test_a_partial_of_a_closure_gives_values_by_rank_after_a_restart_also_from_a_thread(
+    monkeypatch,
+):
     begun, base = signals(), 40
 
     def fail_once(more, word):
@@ -91,11 +94,27 @@ def test_a_partial_of_a_closure_gives_values_by_rank_after_a_restart_also_from_a
                 time.sleep(600)
         return word, base + more, os.environ["TORCHELASTIC_RESTART_COUNT"]
 
+    put = []
+    monkeypatch.setitem(metrics.api._handlers, "torchelastic", Numbers(put))
     launched = elastic_launch(config(max_restarts=1), functools.partial(fail_once, 2))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(launched, "word-${local_rank}")
         assert running.result(60) == {0: ("word-0", 42, "1"), 1: ("word-1", 42, "1")}
     assert signals() == begun
+    names = {name.removeprefix("workers.default_role."): value for name, value in put}
+    assert {name for name in names if name.startswith("run_") and names[name]} == {
+        "run_total",
+        "run_success_with_retries",
+    }
+    assert (names["remaining_restarts"], names["flakiness"], names["succeeded"]) == (0, 50, 1)
+
+
+class Numbers(metrics.MetricHandler):
+    def __init__(self, put):
+        self.put = put
+
+    def emit(self, metric_data):
+        self.put.append((metric_data.name, metric_data.value))
 
 
 def fail_at(rank):

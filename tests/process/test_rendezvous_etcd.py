@@ -24,6 +24,7 @@ from elastane.elastic.rendezvous.etcd_rendezvous_backend import (
 )
 from elastane.elastic.rendezvous.etcd_server import EtcdServer
 from elastane.elastic.rendezvous.etcd_store import EtcdStore
+from elastane.elastic.rendezvous.registry import get_rendezvous_handler
 from elastane.errors import StoreError
 
 SECOND = timedelta(seconds=1)
@@ -87,6 +88,27 @@ def test_compare_set_and_delete_are_as_torchs_own_store_has_them(stores: list[Et
         ]
         assert seen == [b"a", b"a", b"c"], store
         assert (store.delete_key("k"), store.delete_key("k")) == (True, False)
+
+
+def test_a_client_removes_a_key_and_all_below_one(server: EtcdServer) -> None:
+    client = server.get_client()
+    for key in ("gone/a", "gone/b/c", "gone2", "kept"):
+        client.compare_and_set(key, b"x", 0)
+    client.delete("/gone", recursive=True)
+    client.delete("gone2")
+    client.delete("never-there")
+    found = {key for key in ("gone/a", "gone/b/c", "gone2", "kept") if client.get(key)}
+    assert found == {"kept"}
+
+
+def test_a_server_of_3_4_or_3_5_serves_v2_as_well(server: EtcdServer) -> None:
+    params = RendezvousParameters("etcd-v2", server.get_endpoint(), "of-v2", 1, 1)
+    handler = get_rendezvous_handler(params)
+    try:
+        info = handler.next_rendezvous()
+        assert (info.rank, info.world_size) == (0, 1)
+    finally:
+        handler.shutdown()
 
 
 def test_torch_itself_can_use_the_store(stores: list[EtcdStore]) -> None:

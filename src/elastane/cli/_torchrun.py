@@ -107,7 +107,9 @@ def run(args: argparse.Namespace) -> None:
         config, command, words = config_from_args(args)
         launch_agent(config, command, list(words))
     else:
-        Job(wish, {}, environ, os.fspath(args.training_script), 0).run()
+        allowed = int(options.text("max_restarts"))
+        name = os.fspath(args.training_script)
+        Job(wish, {}, environ, name, 0, options.text("role"), allowed).run()
 
 
 def _add(parser: argparse.ArgumentParser, option: Option, variable: str) -> None:

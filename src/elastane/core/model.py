@@ -242,6 +242,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     next_step: str = ""
     failures: tuple[FailedWorker, ...] = ()
     fence: Fence | None = None  # of the last world, where one ended with the job
+    restarts_used: int = 0  # of the job's budget
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,7 +93,7 @@ def record(fn: Any = None, error_handler: Handler | None = None) -> Any:
     Works bare (`@record`) and with a handler of one's own (`@record(error_handler=...)`), which
     has torch's methods. The exception is raised again, whatever became of the file. As torch's:
     SystemExit with code 0 returns None; a failed launch within the function (an error that has
-    `get_first_failure`) hands on the error file of its first failure.
+    `get_first_failure`) hands on the error file of its first failure, and writes none of its own.
 
     Source: torch.distributed.elastic.multiprocessing.errors.record, whose file has whole seconds.
     """
@@ -127,4 +127,5 @@ def _record(handler: Handler, error: Exception) -> None:
     if failure.error_file and read_error_file(failure.error_file) is not None:
         handler.dump_error_file(failure.error_file, failure.exitcode)
     else:
-        handler.record_exception(error)
+        # The launch is no cause: what its child said, if anything, is not known here.
+        _log.info("local rank %s failed without an error file", failure.local_rank)

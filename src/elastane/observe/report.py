@@ -57,6 +57,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     consequences: int = 0
     alike: int = 0
     failures: list[ReportedFailure] = []
+    restarts_used: int = 0
     log_dir: str = ""
     version: int = 1
 
@@ -81,6 +82,7 @@ def report_of(job: str, outcome: Outcome, exit_code: int, log_dir: str) -> JobRe
         consequences=cause.consequences if cause else 0,
         alike=cause.alike if cause else 0,
         failures=failures,
+        restarts_used=outcome.restarts_used,
         log_dir=log_dir,
     )
 

@@ -48,7 +48,8 @@ def read_error_file(path: str) -> WorkerError | None:
     if not isinstance(found, dict):
         return None
     message = found.get("message", "")
-    extra: dict[str, Any] = {}
+    # A file whose message is a text has its time beside it.
+    extra: dict[str, Any] = found
     code = None
     if isinstance(message, dict):
         code = _code(message.get("errorCode"))

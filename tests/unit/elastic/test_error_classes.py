@@ -106,3 +106,33 @@ def test_an_error_handler_of_ones_own_may_be_a_subclass(tmp_path, monkeypatch):
         ours.record(lambda: 1 / 0, error_handler=handler)()
     assert isinstance(handler.seen, ZeroDivisionError)
     assert isinstance(ours.get_error_handler(), ours.ErrorHandler)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"message": "a text", "timestamp": 10},
+        {"message": "a text", "timestamp": "11"},
+        {"message": "a text"},
+        {"message": {"message": "m", "extraInfo": {"timestamp": "12"}}, "timestamp": 10},
+    ],
+)
+def test_the_time_of_an_error_file_is_read_as_torch_reads_it(tmp_path, content):
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps(content))
+    mine, reference = (kind.ProcessFailure(0, 1, 1, str(path)) for kind in (ours, torchs))
+    assert (mine.message, mine.timestamp) == (reference.message, reference.timestamp)
+
+
+@pytest.mark.parametrize("kind", [ours, torchs], ids=["ours", "torchs"])
+def test_record_writes_no_file_for_a_launch_whose_failure_has_none(tmp_path, monkeypatch, kind):
+    own = tmp_path / "own.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(own))
+
+    @kind.record
+    def main():
+        raise kind.ChildFailedError("x", {0: kind.ProcessFailure(0, 1, -9, "")})
+
+    with pytest.raises(kind.ChildFailedError):
+        main()
+    assert not own.exists()

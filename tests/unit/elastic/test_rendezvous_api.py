@@ -16,6 +16,7 @@ from elastane.elastic.rendezvous import dynamic_rendezvous as dynamic
 from elastane.elastic.rendezvous import registry, utils
 from elastane.elastic.rendezvous.registry import _Plugin, get_rendezvous_handler
 from elastane.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
+from elastane.stores.etcd.settings import read_settings
 
 BOTH = [torch_api, api]
 
@@ -232,3 +233,29 @@ def _backend(module):
             return state, 1, True
 
     return Backend()
+
+
+@pytest.mark.parametrize("join_s", [1, 5, 20])
+def test_a_join_timeout_below_torchs_default_last_call_is_taken(join_s):
+    params = api.RendezvousParameters("b", "e", "r", 1, 2, join_timeout=join_s)
+    handler = dynamic.create_handler(dist.HashStore(), Register(), params)
+    timing = handler._membership.config.spec.timing
+    assert timing.join_timeout_s == join_s >= timing.last_call_max_s
+    assert handler.settings.timeout.join == timedelta(seconds=join_s)
+
+
+class Register(dynamic.RendezvousBackend):
+    name = "register"
+
+    def get_state(self):
+        return None
+
+    def set_state(self, state, token=None):
+        return state, 1, True
+
+
+@pytest.mark.parametrize("protocol", ["http", "HTTP", "hTTp", "https", "HTTPS"])
+def test_a_protocol_is_read_in_any_case_as_torch_reads_it(protocol):
+    [url] = read_settings("host:1", {"protocol": protocol}).urls
+    assert url == f"{protocol.lower()}://host:1"
+    assert read_settings(f"{protocol}://host:1", {}).urls == (url,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from elastane.core.budget import Crash, Verdict
 from elastane.core.diagnosis import crash_site, root_cause, told
 from elastane.core.limits import VERDICT_S
@@ -198,6 +200,7 @@ def stalled(state: State) -> bool:
 
 
 def _close(state: State, outcome: Outcome) -> bool:
+    outcome = msgspec.structs.replace(outcome, restarts_used=state.budget.used)
     state.outcome, state.cause = outcome, outcome.cause
     state.incident = None
     state.enter(Phase.CLOSING, outcome.reason)

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from elastane import errors
 from elastane.core.diagnosis import headline
+from elastane.elastic.agent.server._spec import DEFAULT_ROLE
+from elastane.elastic.agent.server._telling import put_run_metrics
+from elastane.elastic.metrics import put_metric
 from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elastane.elastic.rendezvous._errors import raise_as_api
 from elastane.functions.failure import error_of
@@ -55,6 +58,19 @@ class Job:
     environ: Mapping[str, str]
     name: str
     commands: int
+    # For metrics: the workers' role, and the job's budget of restarts.
+    role: str = DEFAULT_ROLE
+    allowed: int = 0
+
+    def _put_metrics(self, ended: Ended) -> None:
+        """Put those that an agent in this process would: the job's own is in another."""
+        if ended.report is None:
+            return
+        left = max(0, self.allowed - ended.report.restarts_used)
+        put_metric(f"workers.{self.role}.remaining_restarts", left)
+        state = "failed" if ended.code else "succeeded"
+        put_metric(f"workers.{self.role}.{state}", 1)
+        put_run_metrics(self.role, ended.code != 0, left, self.allowed)
 
     def run(self) -> dict[int, Any]:
         """Run it; see launch_agent. A command returns None, on each rank of a job of one node."""
@@ -62,6 +78,7 @@ class Job:
             ended = run_function(self.wish, self.files, self.environ, self.name)
         else:
             ended = run_command(self.wish, self.environ)
+        self._put_metrics(ended)
         if ended.code != 0:
             _raise(self.name, ended)
         return ended.values if self.files else dict.fromkeys(range(self.commands))
@@ -84,14 +101,15 @@ def job_of(
     alone = config.nproc_per_node if config.max_nodes == 1 else 0
     if isinstance(entrypoint, str):
         wish = Wish({**values, "no_python": "1"}, entrypoint, tuple(map(str, args)), ambient=False)
-        return Job(wish, {}, environ, name, alone)
+        return Job(wish, {}, environ, name, alone, config.role, config.max_restarts)
     try:
         files = pack(Call(entrypoint, tuple(args), macros=True))
     except errors.ConfigurationError as error:
         if config.start_method == "fork" or isinstance(error.__cause__, RuntimeError):
             return None
         raise
-    return Job(Wish(values, MODULE, ambient=False), files, environ, name, alone)
+    wish = Wish(values, MODULE, ambient=False)
+    return Job(wish, files, environ, name, alone, config.role, config.max_restarts)
 
 
 def _is_ours(config: LaunchConfig) -> bool:

@@ -25,6 +25,8 @@ class RendezvousTimeout:
     ) -> None:
         wished = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
         self._bounds: dict[str, timedelta] = {}
+        # Those that were given. The others are defaults, and give way to these.
+        self.given = frozenset(name for name, bound in wished.items() if bound is not None)
         for name, bound in wished.items():
             if bound is not None and bound <= timedelta(0):
                 raise ValueError(f"{name} timeout = {bound}: expected more than nothing")

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from elastane.stores.protocol import Entry, Store
+from elastane.stores.protocol import ConflictError, Entry, Store
 from elastane.stores.registry import make_store
 
 T = TypeVar("T")
@@ -91,6 +91,33 @@ class EtcdClient(StoreClient):
         self.conf = conf
         self.backend = backend
         super().__init__(self.opener())
+
+    def delete(
+        self,
+        key: str,
+        expected_version: int | None = None,
+        *,
+        recursive: bool = False,
+        dir: bool = False,
+    ) -> None:
+        """Remove a key, or with `recursive` all keys below it; see Store.delete.
+
+        Without a version it is removed whatever it holds, as python-etcd's client does.
+        """
+        del dir  # There are no folders: what is below a key goes with `recursive`.
+        if recursive:
+            self._run(lambda store: store.purge(key.strip("/")))
+            self._remove(key.strip("/"))
+        elif expected_version is not None:
+            super().delete(key, expected_version)
+        else:
+            self._remove(key.strip("/"))
+
+    def _remove(self, key: str) -> None:
+        while (found := self.get(key)) is not None:
+            with contextlib.suppress(ConflictError):
+                super().delete(key, found.version)
+                return
 
     def opener(self, prefix: str = "") -> Callable[[], Store]:
         """Return what opens this etcd, with all keys below `prefix` where one is given."""

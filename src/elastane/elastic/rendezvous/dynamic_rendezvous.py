@@ -316,9 +316,17 @@ def create_builtin_handler(params: RendezvousParameters) -> DynamicRendezvousHan
 
 def _durations(settings: RendezvousSettings) -> dict[str, float]:
     beat_s = settings.keep_alive_interval.total_seconds()
+    timeout = settings.timeout
+    bounds = {
+        "join": ("join_timeout_s", timeout.join),
+        "last_call": ("last_call_max_s", timeout.last_call),
+    }
     return {
-        "join_timeout_s": settings.timeout.join.total_seconds(),
-        "last_call_max_s": settings.timeout.last_call.total_seconds(),
+        **{
+            key: bound.total_seconds()
+            for name, (key, bound) in bounds.items()
+            if name in timeout.given
+        },
         "heartbeat_s": beat_s,
         "silence_s": beat_s * max(2, settings.keep_alive_max_attempt),
     }

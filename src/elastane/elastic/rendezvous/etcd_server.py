@@ -1,6 +1,7 @@
 """A local etcd for tests, notebooks and one machine's jobs: started here, and ended with it.
 
-Owns one server process. It speaks v3, and listens on the loopback only. It ends by `stop`, with
+Owns one server process. It speaks v3, and v2 where its etcd has that. It listens on the loopback
+only. It ends by `stop`, with
 this object, or as this process ends in order; what a killed process leaves is not found again.
 How it fails: ConfigurationError where there is no etcd program; TimeoutError where it does not
 come up.
@@ -25,6 +26,8 @@ from elastane.stores.etcd.server import LocalServer, find_binary, prepare
 _log = logging.getLogger("elastane.etcd")
 _POLL_S = 0.05
 _STOP_S = 5.0
+# The program prints its flags and ends.
+_HELP_S = 30.0
 
 
 def find_free_port() -> socket.socket:
@@ -92,9 +95,8 @@ class EtcdServer:
         server = prepare(binary, Path(base))
         # etcd reads ETCD_* variables, which here would be about another server.
         env = {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
-        process = subprocess.Popen(
-            server.command(), env=env, stdin=subprocess.DEVNULL, stderr=stderr
-        )
+        command = [*server.command(), *_v2_flags(binary, env)]
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=stderr)
         self._server = server
         self._end = weakref.finalize(self, _stop, process, "" if self._data_dir else base)
         deadline_s = time.monotonic() + timeout_s
@@ -105,6 +107,14 @@ class EtcdServer:
                     f" (exit code {process.poll()})"
                 )
             time.sleep(_POLL_S)
+
+
+def _v2_flags(binary: str, env: dict[str, str]) -> list[str]:
+    """Return what has an etcd serve v2 as well; nothing where it has none any more (3.6)."""
+    done = subprocess.run(
+        [binary, "--help"], env=env, capture_output=True, timeout=_HELP_S, check=False
+    )
+    return ["--enable-v2"] if b"enable-v2" in done.stdout + done.stderr else []
 
 
 def _stop(process: subprocess.Popen[bytes], folder: str) -> None:

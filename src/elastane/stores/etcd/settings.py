@@ -56,10 +56,11 @@ def read_settings(endpoint: str, conf: Mapping[str, str]) -> EtcdSettings:
     for name, field_name in CONF_KEYS.items():
         if conf.get(name):
             values[field_name] = conf[name]
-    protocol = values.pop("protocol", "") or ("https" if values.get("ca") else "http")
+    given = values.pop("protocol", "") or ("https" if values.get("ca") else "http")
+    protocol = given.strip().lower()
     if protocol not in ("http", "https"):
         raise ConfigurationError(
-            f"--rdzv-conf protocol = {protocol!r}", slug="bad-rdzv-conf", expected="http or https"
+            f"--rdzv-conf protocol = {given!r}", slug="bad-rdzv-conf", expected="http or https"
         )
     urls = tuple(_url(part.strip(), protocol) for part in endpoint.split(",") if part.strip())
     if not urls:
@@ -96,6 +97,7 @@ def _url(written: str, protocol: str) -> str:
     scheme, found, rest = written.partition("://")
     if not found:
         scheme, rest = protocol, written
+    scheme = scheme.lower()
     if scheme not in ("http", "https"):
         raise ConfigurationError(
             f"--rdzv-endpoint {written}: scheme {scheme!r}",

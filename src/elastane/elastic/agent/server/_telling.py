@@ -120,22 +120,25 @@ class Telling:
         )
 
     def _record_metrics(self, group_results: RunResult) -> None:
-        spec, is_failed = self._worker_group.spec, group_results.is_failed()
-        retried = self._remaining_restarts != spec.max_restarts
-        self._record_flakiness_metric(is_failed)
-        put_metric(f"workers.{spec.role}.run_total", 1)
-        for name, condition in (
-            ("run_success_with_retries", not is_failed and retried),
-            ("run_success_no_retries", not is_failed and not retried),
-            ("run_failed_with_retries", is_failed and retried),
-            ("run_failed_no_retries", is_failed and not retried),
-        ):
-            self._record_metric_with_condition(name, condition)
-
-    def _record_metric_with_condition(self, metric_name: str, condition: bool) -> None:
-        put_metric(f"workers.{self._worker_group.spec.role}.{metric_name}", int(condition))
-
-    def _record_flakiness_metric(self, is_failed: bool = False) -> None:
         spec = self._worker_group.spec
-        left = 0.0 if is_failed else (self._remaining_restarts + 1) / (spec.max_restarts + 1)
-        put_metric(f"workers.{spec.role}.flakiness", int(100.0 - 100.0 * left))
+        put_run_metrics(
+            spec.role, group_results.is_failed(), self._remaining_restarts, spec.max_restarts
+        )
+
+
+def put_run_metrics(role: str, is_failed: bool, remaining: int, allowed: int) -> None:
+    """Put how a run of workers ended, under torch's names.
+
+    `remaining` of the `allowed` restarts were not used. `flakiness` is in percent.
+    """
+    retried = remaining != allowed
+    left = 0.0 if is_failed else (remaining + 1) / (allowed + 1)
+    for name, value in (
+        ("flakiness", int(100.0 - 100.0 * left)),
+        ("run_total", 1),
+        ("run_success_with_retries", int(not is_failed and retried)),
+        ("run_success_no_retries", int(not is_failed and not retried)),
+        ("run_failed_with_retries", int(is_failed and retried)),
+        ("run_failed_no_retries", int(is_failed and not retried)),
+    ):
+        put_metric(f"workers.{role}.{name}", value)
