@@ -106,11 +106,16 @@ Action = (
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """An Event on the ElasticJob; published once for each (reason, message), and counted."""
+    """An Event on the ElasticJob; published once for each (reason, message), and counted.
+
+    `count`: how often it has happened so far, where it is about something that lasts; a decision
+    that finds it lasting still says the same number. None: it happened just now, once more.
+    """
 
     type: Literal["Normal", "Warning"]
     reason: str
     message: str
+    count: int | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,6 +48,8 @@ EVENTS_BURST = 25
 EVENTS_REFILL_S = 30.0
 # The same event again is counted; the count is written this often at most.
 EVENT_COUNT_S = 10.0
+# The API server drops events after an hour, by default.
+EVENT_KEPT_S = 3600.0
 # Events that are remembered, for their counts, and those that wait to be written.
 EVENTS_REMEMBERED_MAX = 4096
 EVENTS_WAITING_MAX = 1000

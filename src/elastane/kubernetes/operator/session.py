@@ -17,7 +17,7 @@ from typing import Any
 
 from elastane.errors import LeaseLostError
 from elastane.kubeapi import Api, ApiError, ApiForbiddenError, Resource
-from elastane.kubernetes.model import Decision, ElasticJob, Observed
+from elastane.kubernetes.model import Decision, ElasticJob, Observed, Told
 from elastane.kubernetes.operator.bounds import RESYNC_S, WORKERS
 from elastane.kubernetes.operator.deeds import Doer, StaleError, StatusRefusedError
 from elastane.kubernetes.operator.informer import Informer, Line
@@ -139,7 +139,7 @@ class Session:
             self._count("done")
             self.queue.succeeded(key)
             for told in decision.events:
-                self._recorder.tell(_about(job), told.type, told.reason, told.message)
+                self._recorder.tell(_about(job), told)
             if decision.again_in_s is not None:
                 self.queue.add_in(key, decision.again_in_s)
 
@@ -148,7 +148,8 @@ class Session:
         self._count("refused")
         self.queue.succeeded(key)
         _log.warning("job %s: %s", key, error)
-        self._recorder.tell(_about(job), "Warning", "StatusRefused", error.message)
+        told = Told(type="Warning", reason="StatusRefused", message=error.message)
+        self._recorder.tell(_about(job), told)
 
     def _failed(self, key: str, job: ElasticJob, error: ApiError | StatusRefusedError) -> None:
         if isinstance(error, StatusRefusedError):
@@ -160,7 +161,8 @@ class Session:
             if error.namespace_ends:  # and the job with it
                 _log.info("job %s: its namespace is being deleted: nothing can be created", key)
                 return
-            self._recorder.tell(_about(job), "Warning", "Forbidden", error.message)
+            told = Told(type="Warning", reason="Forbidden", message=error.message)
+            self._recorder.tell(_about(job), told)
         _log.warning("job %s: %s (again in %.1f s)", key, error, wait_s)
 
     def _count(self, result: str) -> None:

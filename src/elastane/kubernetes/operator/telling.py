@@ -20,8 +20,10 @@ import msgspec
 
 from elastane.kubeapi import Api, ApiConflictError, ApiError, ApiNotFoundError
 from elastane.kubeapi.resource import EVENTS
+from elastane.kubernetes.model import Told
 from elastane.kubernetes.operator.bounds import (
     EVENT_COUNT_S,
+    EVENT_KEPT_S,
     EVENT_MESSAGE_CHARS_MAX,
     EVENTS_BURST,
     EVENTS_REFILL_S,
@@ -61,6 +63,7 @@ class _Entry:
     last_s: float
     count: int = 0
     written: int = 0  # of that count; 0: the event was not made yet
+    lasts: bool = False  # its count is told whole, and is not added to that of another operator
 
 
 @dataclass
@@ -83,22 +86,26 @@ class Recorder:
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._queue = KeyedQueue()
 
-    def tell(self, about: About, kind: str, reason: str, message: str) -> None:
-        """Publish an event of `kind` Normal or Warning, or count it where it is there."""
-        message = message[:EVENT_MESSAGE_CHARS_MAX]
-        key = _key(about, kind, reason, message)
+    def tell(self, about: About, told: Told) -> None:
+        """Publish an event, or count it where it is there; see Told for its count."""
+        message = told.message[:EVENT_MESSAGE_CHARS_MAX]
+        key = _key(about, told.type, told.reason, message)
         now_s = time.time()
         entry = self._entries.get(key)
+        if entry is not None and now_s - entry.last_s > EVENT_KEPT_S:
+            entry = None  # The server has dropped it since: this is another occurrence.
         if entry is None:
             if len(self._queue) >= EVENTS_WAITING_MAX or not self._allowed(about.uid):
                 self._told("dropped")
                 return
-            entry = self._entries[key] = _Entry(about, kind, reason, message, now_s, now_s)
+            entry = _Entry(about, told.type, told.reason, message, now_s, now_s)
+            entry.lasts = told.count is not None
+            self._entries[key] = entry
             self._queue.add(key)
-        else:
-            self._queue.add_in(key, EVENT_COUNT_S)
-        entry.count += 1
+        entry.count = entry.count + 1 if told.count is None else max(entry.count, told.count)
         entry.last_s = now_s
+        if entry.count > entry.written:
+            self._queue.add_in(key, EVENT_COUNT_S)  # Sooner where it was added just now.
         self._entries.move_to_end(key)
         if len(self._entries) > EVENTS_REMEMBERED_MAX:
             oldest, _ = self._entries.popitem(last=False)
@@ -132,7 +139,11 @@ class Recorder:
                 await self._api.create(EVENTS, namespace, body, EventCount)
             except ApiConflictError:
                 there = await self._api.find(EVENTS, namespace, name, EventCount)
-                entry.count = count = count + (there.count if there else 0)
+                before = there.count if there else 0
+                entry.count = count = max(count, before) if entry.lasts else count + before
+                if count == before:
+                    entry.written = count
+                    return
             else:
                 entry.written = count
                 return

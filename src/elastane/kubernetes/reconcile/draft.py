@@ -85,9 +85,15 @@ class Draft:
         """Have the shell do something."""
         self.actions.append(action)
 
-    def tell(self, kind: Literal["Normal", "Warning"], reason: str, message: str) -> None:
-        """Have the shell publish an Event, of which there are at most EVENTS_MAX."""
-        told = Told(type=kind, reason=reason, message=message)
+    def tell(
+        self,
+        kind: Literal["Normal", "Warning"],
+        reason: str,
+        message: str,
+        count: int | None = None,
+    ) -> None:
+        """Have the shell publish an Event, of which there are at most EVENTS_MAX; see Told."""
+        told = Told(type=kind, reason=reason, message=message, count=count)
         if told not in self.events and len(self.events) < EVENTS_MAX:
             self.events.append(told)
 

@@ -87,7 +87,7 @@ def _check_template(draft: Draft) -> None:
     text = f"{_TEMPLATE}: the API server refused pod {refusal.name}: {told(refusal)}"
     if any(pod.lives for pod in draft.own):
         draft.wants.insert(0, ("InvalidTemplate", text))
-        draft.tell("Warning", "InvalidTemplate", text)
+        draft.tell("Warning", "InvalidTemplate", text, count=1)
     else:
         draft.end("Failed", "InvalidTemplate", text)
 

@@ -56,7 +56,7 @@ def _tell_bounds(draft: Draft) -> None:
         text = f"spec.replicaSpecs.Worker.replicas = {asked} is outside of {settings.min} to"
         text += f" {settings.max}: {used} are used"
         text += "; spec.suspend stops a job" if asked == 0 else ""
-        draft.tell("Warning", "ReplicasOutOfRange", text)
+        draft.tell("Warning", "ReplicasOutOfRange", text, count=1)
     if draft.before.is_("Suspended"):
         draft.tell("Normal", "ElasticJobResumed", "spec.suspend is false: pods are made again")
     was = draft.before.desired_replicas
@@ -66,7 +66,7 @@ def _tell_bounds(draft: Draft) -> None:
     wanted = "Never" if settings.policy == "ExitCode" else settings.policy
     if written not in (None, wanted):
         text = f"restartPolicy {written} of the template is not used: {settings.policy} is"
-        draft.tell("Warning", "SettedPodTemplateRestartPolicy", text)
+        draft.tell("Warning", "SettedPodTemplateRestartPolicy", text, count=1)
 
 
 def _tell_hindrances(draft: Draft) -> None:
@@ -84,7 +84,7 @@ def _tell_hindrances(draft: Draft) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         text = f"{names[0]}{more}: {reason}" + (f": {message}" if message else "")
         draft.wants.append((reason, text[:TEXT_CHARS_MAX]))
-        draft.tell("Warning", reason, text[:TEXT_CHARS_MAX])
+        draft.tell("Warning", reason, text[:TEXT_CHARS_MAX], count=1)
 
 
 def _is_overdue(draft: Draft, pod: Judged) -> bool:

@@ -122,7 +122,7 @@ def _replace(draft: Draft, kind: str, found: Meta) -> bool:
     if not is_leftover:
         text = f"{kind} {found.name} belongs to another controller: it has to go"
         draft.wants.append(("NameTaken", text))
-        draft.tell("Warning", "NameTaken", text)
+        draft.tell("Warning", "NameTaken", text, count=1)
     return False
 
 

@@ -115,7 +115,7 @@ def _create(draft: Draft, index: int, there: list[Judged]) -> None:
         draft.wants.append(
             ("BackOff", f"{text} ({trouble.why}): made again at {trouble.not_before}")
         )
-        draft.tell("Warning", "BackOff", text)
+        draft.tell("Warning", "BackOff", text, count=1)
     elif name is not None and not waits_for_refusal(draft, "Pod", name):
         manifest = pod_manifest(
             draft.job,
@@ -139,7 +139,7 @@ def _free_name(draft: Draft, index: int, there: list[Judged]) -> str | None:
     if name in taken:
         text = f"there is a pod {name} that is not the job's: it has to go"
         draft.wants.append(("NameTaken", text))
-        draft.tell("Warning", "NameTaken", text)
+        draft.tell("Warning", "NameTaken", text, count=1)
         return None
     for pod in there:
         if pod.uid not in draft.fenced and not _is_held(draft, pod):

@@ -37,7 +37,7 @@ def waits_for_refusal(draft: Draft, kind: str, name: str) -> bool:
         return False
     reason = _reason(refusal)
     draft.wants.append((reason, f"{kind} {name} was refused: {told(refusal)}"))
-    draft.tell("Warning", f"FailedCreate{kind}", f"{name}: {told(refusal)}")
+    draft.tell("Warning", f"FailedCreate{kind}", f"{name}: {told(refusal)}", refusal.times)
     return _is_too_soon(draft, refusal)
 
 
@@ -54,7 +54,7 @@ def hold_refused(draft: Draft) -> None:
             continue
         text = f"to {refusal.deed} {refusal.kind} {refusal.name} was refused: {told(refusal)}"
         draft.wants.append((_reason(refusal), text))
-        draft.tell("Warning", _reason(refusal), text)
+        draft.tell("Warning", _reason(refusal), text, refusal.times)
         if not _is_too_soon(draft, refusal):
             kept.append(action)
     draft.actions = kept

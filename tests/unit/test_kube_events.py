@@ -1,0 +1,141 @@
+"""Events of the operator: each is one object, and its count is how often the thing happened."""
+
+import asyncio
+
+import pytest
+from kube_cluster import Cluster, spec_of
+
+from elastane.kubeapi import ApiConflictError, ApiError, ApiNotFoundError
+from elastane.kubernetes.model import Refusal, Told
+from elastane.kubernetes.operator import telling
+from elastane.kubernetes.operator.telling import About, EventCount, Recorder
+
+ABOUT = About("elastic.pytorch.org/v1alpha1", "ElasticJob", "n", "j", "uid")
+LASTS = Told(type="Warning", reason="Unschedulable", message="no node has room", count=1)
+HAPPENS = Told(type="Normal", reason="PodDeleted", message="j-worker-0 is being deleted")
+
+
+class Events:
+    """The API server's events."""
+
+    def __init__(self):
+        self.there, self.writes, self.fails = {}, 0, 0
+
+    async def create(self, resource, namespace, body, kind):
+        self._write()
+        if body["metadata"]["name"] in self.there:
+            raise ApiConflictError("it is there")
+        self.there[body["metadata"]["name"]] = dict(body)
+        return EventCount(body["count"])
+
+    async def patch(self, resource, namespace, name, patch, kind):
+        self._write()
+        if name not in self.there:
+            raise ApiNotFoundError("it is not there")
+        self.there[name] |= patch
+        return EventCount(patch["count"])
+
+    async def find(self, resource, namespace, name, kind):
+        found = self.there.get(name)
+        return found and EventCount(found["count"])
+
+    def _write(self):
+        self.writes += 1
+        if self.fails:
+            self.fails -= 1
+            raise ApiError("the server has troubles")
+
+    @property
+    def counts(self):
+        return [event["count"] for event in self.there.values()]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(telling, "EVENT_COUNT_S", 0.0)
+    return Events()
+
+
+async def tell(recorder, *told):
+    """Tell these, each once what was told before was written, or could not be."""
+    running = asyncio.create_task(recorder.run())
+    for one in told:
+        recorder.tell(ABOUT, one)
+        recorder.tried.clear()
+        if recorder.is_behind:
+            await asyncio.wait_for(recorder.tried.wait(), 60.0)
+    running.cancel()
+
+
+class Watched(Recorder):
+    """A recorder that says how far it is."""
+
+    def __init__(self, server):
+        self.tried = asyncio.Event()
+        super().__init__(server, "operator", lambda outcome: self.tried.set())
+
+    @property
+    def is_behind(self):
+        return any(one.count > one.written for one in self._entries.values())
+
+
+def record(server, *told):
+    """An operator tells these."""
+    asyncio.run(tell(Watched(server), *told))
+
+
+def test_what_lasts_is_one_event_with_count_one_however_often_it_is_decided_upon(server):
+    record(server, *[LASTS] * 52)
+    assert (server.counts, server.writes) == ([1], 1)
+
+
+def test_another_operator_does_not_add_to_what_lasts(server):
+    record(server, LASTS)
+    record(server, LASTS, LASTS)
+    assert server.counts == [1]
+
+
+def test_what_happens_again_is_counted_also_by_another_operator(server):
+    record(server, HAPPENS, HAPPENS)
+    record(server, HAPPENS)
+    assert server.counts == [3]
+
+
+def test_a_count_that_grows_is_written_and_one_that_shrinks_is_not(server):
+    looping = [Told(type="Warning", reason="CrashLooping", message="x", count=n) for n in (3, 19)]
+    record(server, *looping, looping[0])
+    assert (server.counts, server.writes) == ([19], 2)
+
+
+def test_what_could_not_be_written_is_written_when_it_is_told_again(server):
+    server.fails = 1
+    record(server, LASTS, LASTS)
+    assert server.counts == [1]
+
+
+def test_what_comes_back_after_the_server_has_dropped_its_event_is_told_again(server, monkeypatch):
+    monkeypatch.setattr(telling, "EVENT_KEPT_S", -1.0)
+    recorder = Watched(server)
+
+    async def twice():
+        await tell(recorder, LASTS)
+        server.there.clear()
+        await tell(recorder, LASTS)
+
+    asyncio.run(twice())
+    assert server.counts == [1]
+
+
+def test_decisions_say_how_often_what_lasts_has_happened():
+    cluster = Cluster(spec=spec_of(9, 1, 4))
+    cluster.settle()
+    for pod in cluster.pods.values():
+        cluster.ask(pod, 30)
+    cluster.end_deleted()
+    refusal = Refusal(kind="Pod", name="j-worker-0", code=403, message="quota", times=7)
+    cluster.refused = (refusal,)
+    cluster.relist()
+    decision, _ = cluster.operate()
+    counts = {told.reason: told.count for told in decision.events}
+    assert counts["FailedCreatePod"] == 7
+    assert counts["ReplicasOutOfRange"] == 1
