@@ -123,8 +123,8 @@ def test_folder_of_several_jobs_is_refused_with_their_names(base, capsys):
     assert safe_name("other/job") in said
 
 
-def test_selection_that_matches_nothing_says_so_and_how_output_is_kept(base, capsys):
-    assert "--tee" in refused(capsys, base, "--rank", "7")
+def test_selection_that_matches_nothing_says_so_and_what_chose_it(base, capsys):
+    assert "leave out --rank" in refused(capsys, base, "--rank", "7")
 
 
 def test_lines_are_whole_at_the_edges_of_what_is_read_at_once(tmp_path, capsysbinary):

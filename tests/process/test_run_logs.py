@@ -65,6 +65,7 @@ def test_teed_streams_go_to_both_and_the_console_says_whose_they_are(tmp_path: P
         assert "]: err 0 0" not in one.err
         assert set(files(one.job_dir())) == {
             "round_1/attempt_0/rank_0/stdout.log",
+            "round_1/attempt_0/rank_0/stderr.log",
             "round_1/attempt_0/rank_1/stdout.log",
             "round_1/attempt_0/rank_1/stderr.log",
         }

@@ -103,10 +103,13 @@ def ended(process, tmp_path):
     return (out or b"").decode(), err.decode(), json.loads((tmp_path / "report.json").read_text())
 
 
-def test_plain_output_goes_to_the_console_untouched_and_an_error_file_is_named(agent, tmp_path):
+def test_plain_output_goes_to_the_console_untouched_and_a_copy_is_kept(agent, tmp_path):
     out, err, report = ended(agent([SPEAKER.format(0)]), tmp_path)
     assert (out, err) == ("out 0\n", "err 0\n")
-    assert report["paths"][0][:2] == ["", ""]
+    kept = [Path(path) for path in report["paths"][0][:2]]
+    assert [path.name for path in kept] == ["stdout.log", "stderr.log"]
+    assert [path.read_text() for path in kept] == ["out 0\n", "err 0\n"]
+    assert kept[0].with_name("stdout.log.idx").stat().st_size >= 16
     assert report["paths"][0][2].endswith("/logs/job/round_2/attempt_1/rank_4/error.json")
     assert Path(report["paths"][0][2]).parent.is_dir()
 

@@ -52,12 +52,17 @@ def test_one_node_with_nothing_said_stands_alone(make):
         assert (config.spec.min_nodes, config.spec.max_nodes) == (1, 1)
 
 
-def test_standalone_overrides_backend_endpoint_and_id(make):
+def test_standalone_overrides_backend_and_endpoint_and_keeps_the_name(make):
     config = make(
         "--standalone", "--rdzv-backend", "c10d", "--rdzv-endpoint", "far:1", "--rdzv-id", "mine"
     )
     assert config.rendezvous.backend == "standalone"
-    assert config.spec.job != "mine"
+    assert config.spec.job == "mine"
+
+
+def test_standalone_takes_a_name_that_cannot_be_used_and_makes_one_up(make):
+    job = make("--standalone", "--rdzv-id", "team/run 7").spec.job
+    assert "/" not in job and job != "team/run 7"
 
 
 def test_standalone_of_several_nodes_is_refused(make):

@@ -121,7 +121,9 @@ def test_lines_of_two_workers_do_not_tear_each_other(sink, monkeypatch):
 
 def test_the_beginning_of_a_line_waits_for_its_end_however_long_nothing_came_before_it():
     shown = []
-    console = SimpleNamespace(spare_bytes=PIPE_BYTES, offer=lambda data: shown.append(data) or True)
+    console = SimpleNamespace(
+        fd=-1, spare_bytes=PIPE_BYTES, offer=lambda data: shown.append(data) or True
+    )
     capture = Capture(console)
     write = capture.open()
     os.write(write, b"half of ")

@@ -104,8 +104,8 @@ def _nothing_kept(folder: Path) -> UsageError:
     return UsageError(
         f"{folder} holds no output of the workers that were asked for",
         slug="no-output",
-        expected="files that --tee or --redirects of elastane run made",
-        next_step="elastane run --tee 3 ... keeps all output and shows it too",
+        expected="files of workers, which elastane run makes unless --log-dir is /dev/null",
+        next_step="leave out --rank, --node, --round, --attempt, --stdout and --stderr",
     )
 
 

@@ -28,9 +28,8 @@ _UNSPECIFIED = ("", "none")
 def job_id(options: Options, rendezvous: Rendezvous, nodes: tuple[int, int]) -> tuple[str, bool]:
     """Return the job's name, and whether no other machine is meant to join it."""
     named = options.text("rdzv_id")
-    # As torchrun: a machine by itself makes up its name, unless its backend was asked for.
-    asked = "rdzv_backend" in options.given and not options.flag("standalone")
-    if named not in _UNSPECIFIED and (asked or rendezvous.backend != "standalone"):
+    # As with torchrun, a machine by itself may be given any name; it uses one that can be used.
+    if named not in _UNSPECIFIED and (rendezvous.backend != "standalone" or _is_plain(named)):
         check_name("--rdzv-id", named)
         return named, rendezvous.alone
     stem = _stem(options.script)
@@ -69,8 +68,7 @@ def fingerprint(options: Options, rendezvous: Rendezvous, nodes: tuple[int, int]
 
 def check_name(option: str, name: str) -> None:
     """Refuse a name that cannot be part of a path or of a line of log."""
-    plain = name.isprintable() and not set(name) & {"/", "\\"} and name not in (".", "..")
-    if plain and 0 < len(name) <= NAME_CHARS_MAX:
+    if _is_plain(name):
         return
     raise ConfigurationError(
         f"{option} = {name!r}",
@@ -78,6 +76,11 @@ def check_name(option: str, name: str) -> None:
         expected=f"1 to {NAME_CHARS_MAX} printable characters without slashes; it becomes part "
         "of file names",
     )
+
+
+def _is_plain(name: str) -> bool:
+    plain = name.isprintable() and not set(name) & {"/", "\\"} and name not in (".", "..")
+    return plain and 0 < len(name) <= NAME_CHARS_MAX
 
 
 def _stem(script: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from elastane.core.unreadable import UNREADABLE
 from elastane.runtime.streams.bounds import LINE_BYTES_MAX
 from elastane.runtime.streams.files import WORKER_FILE
 from elastane.runtime.streams.index import TimeIndex
+from elastane.runtime.streams.kept import earlier
 from elastane.runtime.streams.plan import parse_rank_dir
 
 # One piece of a file: a job of a thousand workers is merged within 64 MB.
@@ -99,9 +101,10 @@ def find_streams(job_dir: Path, selection: Selection) -> list[StreamFile]:
             continue
         for std in _STD_NAMES:
             path = folder / f"{std}.log"
-            if (not selection.stds or std in selection.stds) and path.is_file():
-                found.append(StreamFile(path, place[0], place[1], std, worker))
-    return sorted(found, key=lambda stream: stream.order)
+            for file in (earlier(path), path):
+                if (not selection.stds or std in selection.stds) and file.is_file():
+                    found.append(StreamFile(file, place[0], place[1], std, worker))
+    return sorted(found, key=lambda stream: stream.order)  # stable: what is earlier stays first
 
 
 class Cursor:
@@ -130,6 +133,8 @@ class Cursor:
         """Read on: a piece, or more of it where no line ends in that."""
         try:
             with self.stream.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:
+                    self._offset = 0  # It was full, and another one took its place.
                 file.seek(self._offset)
                 data = file.read(_CHUNK_BYTES)
                 if b"\n" not in data and len(data) == _CHUNK_BYTES:

@@ -55,6 +55,13 @@ SETTLE_BYTES_MAX = 2 * PIPE_BYTES
 # A console that took nothing for this long gets no more of what the last workers said. Longer than
 # STALL_S, for it is there that one reads why a job failed.
 CAPTURE_STALL_S = 1.0
+# What is kept in a file of a stream that goes to the console, where no option asks for a file: at
+# most twice this of each stream. The default folder may be in memory, or in a pod's small disk.
+KEPT_BYTES_MAX = 16 << 20
+# Output that waits for a slow disk; what comes beyond is not kept.
+KEPT_QUEUE_BYTES = 4 << 20
+# When the workers are gone, a disk may take this long to have the rest.
+KEPT_CLOSE_S = 1.0
 # Last lines of a file, for a diagnosis.
 TAIL_LINES_MAX = 30
 TAIL_BYTES_MAX = 8 << 10
@@ -71,4 +78,5 @@ assert STALL_S < FINISH_S
 assert TEE_POLL_S <= PARTIAL_WAIT_S
 assert CAPTURE_PAUSE_S < CAPTURE_PARTIAL_S < SETTLE_S
 assert CAPTURE_STALL_S < FINISH_S
+assert CAPTURE_READ_BYTES <= KEPT_QUEUE_BYTES < KEPT_BYTES_MAX and KEPT_CLOSE_S < FINISH_S
 assert TAIL_BYTES_MAX <= CAPTURE_TAIL_BYTES and CAPTURE_READ_BYTES <= SETTLE_BYTES_MAX

@@ -1,9 +1,11 @@
-"""One worker's stderr on its way to the agent's: a pipe, and a memory of its end.
+"""One stream of a worker on its way to the agent's: a pipe, a memory of its end, and a copy.
 
-It owns both. The pipe holds a worker up only where the console does, as when the worker wrote to
-the console itself; no byte is lost, changed or put in another order. Not a file in memory: a
-program that opens /dev/stderr anew would cut a file off, and write over what others appended.
-Lines are kept whole where their ends come soon, so those of two workers do not tear each other.
+It owns the pipe and the memory, and fills the copy, a file (see `kept`). The pipe holds a worker up
+only where the console does, as when the worker wrote to the console itself; no byte is lost,
+changed or put in another order. Not a file in memory: a program that opens /dev/stderr anew would
+cut a file off, and write over what others appended. Where the console is a terminal, the pipe is a
+pseudoterminal that changes nothing either, so that progress bars and colours stay. Lines are kept
+whole where their ends come soon, so those of two workers do not tear each other.
 
 Not safe for threads: `pump` calls all but `open` and `start` from its own. It fails softly: where
 the memory of the end cannot be written any more (a limit on file sizes), there is none.
@@ -12,28 +14,37 @@ the memory of the end cannot be written any more (a limit on file sizes), there 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import termios
+import tty
 
 from elastane.runtime.kernel import punch_hole
 from elastane.runtime.streams.bounds import (
     CAPTURE_PARTIAL_S,
     CAPTURE_READ_BYTES,
     CAPTURE_TAIL_BYTES,
+    KEPT_CLOSE_S,
     LINE_BYTES_MAX,
     PIPE_BYTES,
     SETTLE_BYTES_MAX,
 )
 from elastane.runtime.streams.console import Console
+from elastane.runtime.streams.kept import KeptFile
 
 _F_SETPIPE_SZ = 1031
 
 
 class Capture:
-    """Copies one stream to `console`; with None it only remembers the stream's end."""
+    """Copies one stream to `console` and into `kept`, where there are such.
 
-    def __init__(self, console: Console | None) -> None:
+    In any case it remembers the stream's end.
+    """
+
+    def __init__(self, console: Console | None, kept: KeptFile | None = None) -> None:
         self.console = console
+        self._kept = kept
         self.fd = -1
         self._tail = _Tail()
         self._unsent = b""
@@ -41,9 +52,12 @@ class Capture:
 
     def open(self) -> int:
         """Return the descriptor that the worker writes to; the caller closes it."""
-        self.fd, write = os.pipe2(os.O_CLOEXEC)
+        if self.console is not None and os.isatty(self.console.fd):
+            self.fd, write = _terminal_like(self.console.fd)
+        else:
+            self.fd, write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.fd, False)
-        with contextlib.suppress(PermissionError):  # this user's pipes hold enough already
+        with contextlib.suppress(OSError):  # this user's pipes hold enough already; no pipe
             fcntl.fcntl(write, _F_SETPIPE_SZ, PIPE_BYTES)
         self._tail.open()
         return write
@@ -81,11 +95,17 @@ class Capture:
                 data = os.read(self.fd, CAPTURE_READ_BYTES)
             except BlockingIOError:
                 break
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                data = b""  # So a pseudoterminal says that nobody holds the other side.
             if not data:
                 self._end()
                 break
             taken_bytes += len(data)
             self._tail.write(data)
+            if self._kept is not None:
+                self._kept.put(data)
             if self.console is not None:
                 if not self._unsent:
                     self._unsent_since_s = now_s
@@ -107,6 +127,8 @@ class Capture:
         """Close what is open; return how many bytes were never shown."""
         self._end()
         self._tail.close()
+        if self._kept is not None:
+            self._kept.close(KEPT_CLOSE_S)
         left, self._unsent = len(self._unsent), b""
         return left
 
@@ -126,6 +148,16 @@ class Capture:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _terminal_like(console_fd: int) -> tuple[int, int]:
+    """Return both sides of a pseudoterminal of the console's size that passes all bytes on."""
+    own, workers = os.openpty()
+    tty.setraw(workers)
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(console_fd, termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(workers, termios.TIOCSWINSZ, size)
+    return own, workers
 
 
 class _Tail:

@@ -30,6 +30,7 @@ from elastane.runtime.streams.files import (
     open_append,
 )
 from elastane.runtime.streams.filtered import Filtered
+from elastane.runtime.streams.kept import KeptFile
 from elastane.runtime.streams.places import GroupFiles, WorkerFiles, filtered_name, planned
 from elastane.runtime.streams.plan import LogPlan, Std, WorkerPlace
 from elastane.runtime.streams.pump import Pump
@@ -90,7 +91,7 @@ class GroupStreams:
         if not self._gave_up:
             try:
                 opening = partial(self._open_files, local_rank, rank, role)
-                return self._with_tail(await self._offload.run(opening, OPEN_S))
+                return self._captured(*await self._offload.run(opening, OPEN_S))
             except TimeoutError:
                 self._gave_up = True
                 self._warn(Path(self._plan.base_dir), OSError(f"no answer within {OPEN_S:g} s"))
@@ -98,28 +99,61 @@ class GroupStreams:
 
     def open(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
         """Open the streams of one worker, before it starts; may block on the log folder."""
-        return self._with_tail(self._open_files(local_rank, rank, role))
+        return self._captured(*self._open_files(local_rank, rank, role))
 
-    def _open_files(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
+    def _open_files(
+        self, local_rank: int, rank: int, role: str
+    ) -> tuple[WorkerStreams, dict[Std, KeptFile]]:
+        """Return the streams of one worker, and the files of those that the console gets."""
         place = WorkerPlace(self._fence, local_rank, rank, role, self._node)
         files = self._files_of(place)
         stdout, stdout_path = self._open_stream(place, Std.OUT, files)
         stderr, stderr_path = self._open_stream(place, Std.ERR, files)
-        return WorkerStreams(stdout, stderr, stdout_path, stderr_path, files.error_file)
+        streams = WorkerStreams(stdout, stderr, stdout_path, stderr_path, files.error_file)
+        return streams, self._keep({Std.OUT: stdout, Std.ERR: stderr}, files)
 
-    def _with_tail(self, streams: WorkerStreams) -> WorkerStreams:
-        """See to it that the end of stderr can be read; not where it is a terminal's."""
+    def _keep(self, opened: Mapping[Std, int], files: WorkerFiles) -> dict[Std, KeptFile]:
+        """Open files for copies of the streams that go to the console."""
+        kept = {}
+        for std, fd in opened.items():
+            path = files.kept.get(std, "")
+            if not path or fd not in _CONSOLE_FDS.values() or self._gave_up:
+                continue
+            kept[std] = KeptFile(Path(path), self._warn_kept)
+            try:
+                kept[std].open()
+            except OSError as error:
+                self._warn(Path(path), error)
+                del kept[std]
+        return kept
+
+    def _captured(self, streams: WorkerStreams, kept: Mapping[Std, KeptFile]) -> WorkerStreams:
+        """See to it that the end of stderr can be read, and that what is kept is captured.
+
+        Where nothing is kept, a terminal stays the worker's own.
+        """
+        if Std.OUT in kept:
+            write, _ = self._capture(streams.stdout, kept[Std.OUT])
+            streams = replace(streams, stdout=write, stdout_path=str(kept[Std.OUT].path))
         if streams.stderr_path:
             return replace(streams, stderr_tail=streams.stderr_path)
+        file = kept.get(Std.ERR)
         shown = streams.stderr in _CONSOLE_FDS.values()
-        if shown and os.isatty(streams.stderr):
+        if shown and file is None and os.isatty(streams.stderr):
             return streams
-        capture = Capture(process_console(streams.stderr) if shown else None)
+        write, tail = self._capture(streams.stderr, file)
+        path = str(file.path) if file is not None else ""
+        return replace(streams, stderr=write, stderr_path=path, stderr_tail=tail)
+
+    def _capture(self, fd: int, kept: KeptFile | None) -> tuple[int, str]:
+        """Return what a worker writes to in place of `fd`, and the path of the stream's end."""
+        shown = fd in _CONSOLE_FDS.values()
+        capture = Capture(process_console(fd) if shown else None, kept)
         write = capture.open()
         self._ends.append(write)
         self._captures[capture.tail_path] = capture
         self._pump.add(capture)
-        return replace(streams, stderr=write, stderr_tail=capture.tail_path)
+        return write, capture.tail_path
 
     def close_worker_ends(self) -> None:
         """Close the descriptors that `open` made; to be called once the workers have theirs."""
@@ -206,6 +240,12 @@ class GroupStreams:
             _log.warning("no lines are copied to %s: %s", target, error.strerror or error)
         else:
             self._tailer.add(filtered)
+
+    def _warn_kept(self, path: Path, error: OSError) -> None:
+        """Say once that the console alone has the rest of the output."""
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s: no more is kept: %s [log-dir]", path, error.strerror or error)
 
     def _warn(self, path: Path, error: OSError) -> None:
         """Say once for the group that files fail; the causes of the others are the same."""

@@ -18,13 +18,17 @@ _FILTERED = {Std.OUT: "filtered_stdout", Std.ERR: "filtered_stderr"}
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """One worker's: the path of each stream, which of them the console shows as well."""
+    """One worker's: the path of each stream, which of them the console shows as well.
+
+    `kept` are the files that get a copy of what goes to the console.
+    """
 
     paths: Mapping[Std, str]
     tees: Std = Std.NONE
     error_file: str = ""
     # What the class that chose the files wants changed in the worker's environment.
     env: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[Std, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,9 @@ def planned(plan: LogPlan, place: WorkerPlace, folder: Path | None, error_file: 
     nowhere = "" if plan.shows(place.local_rank) else os.devnull
     paths, tees = {}, Std.NONE
     for std, name in FILE_NAMES.items():
-        kept = folder is not None and plan.keeps(place.local_rank, std)
-        paths[std] = str(folder / name) if kept and folder is not None else nowhere
-        if kept and plan.tees(place.local_rank, std):
+        asked = folder is not None and plan.keeps(place.local_rank, std)
+        paths[std] = str(folder / name) if asked and folder is not None else nowhere
+        if asked and plan.tees(place.local_rank, std):
             tees |= std
-    return WorkerFiles(paths, tees, error_file)
+    kept = {std: str(folder / name) for std, name in FILE_NAMES.items() if folder is not None}
+    return WorkerFiles(paths, tees, error_file, kept=kept)

@@ -151,7 +151,7 @@ class Pump:
         for capture in self._captures:
             lost_bytes = capture.close()
             if lost_bytes and capture.console is not None:
-                capture.console.put(b"[elastane: %d bytes of stderr were lost here]\n" % lost_bytes)
+                capture.console.put(b"[elastane: %d bytes of output were lost here]\n" % lost_bytes)
         with self._lock:
             os.close(self._wake_fd)
             self._wake_fd = -1
