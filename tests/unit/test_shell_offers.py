@@ -17,7 +17,7 @@ class Core:
     """Hears what the shell passes on; a signal ends it."""
 
     wake_s = 0.0
-    train_until_s = None
+    train_until_s = outcome = None
 
     def __init__(self, group):
         self.group, self.heard = group, []

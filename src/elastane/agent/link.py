@@ -71,8 +71,12 @@ class Link:
         self._silence_s = spec.timing.silence_s
         self._soon_s = look_s(spec.max_nodes, _RETRY_MAX_S)
         self._session: Session | None = None
-        self._was_linked = False
+        self._was_linked = self._is_retired = False
         self._at = ("", 0)
+
+    def retire(self) -> None:
+        """Look for no other coordinator: the job has ended, and this agent knows how."""
+        self._is_retired = True
 
     def send(self, message: ToCoordinator) -> None:
         """Send, if there is a session."""
@@ -85,6 +89,8 @@ class Link:
         pause_s, since_s, said = _RETRY_FIRST_S, loop.time(), False
         closed_early = 0
         while True:
+            if self._is_retired:
+                await asyncio.Event().wait()  # The agent ends once its workers have.
             try:
                 session = await self._reach()
             except ElastaneError as error:
@@ -133,6 +139,7 @@ class Link:
         """Whether a coordinator without authority has a successor elsewhere, or is sought here."""
         if message.authority:
             self._locator.found()
+        if message.authority or self._is_retired:
             return False
         with contextlib.suppress(ElastaneError):
             return await self._locator.locate(linked=True) != self._at

@@ -103,6 +103,8 @@ class AgentShell:
                     if isinstance(effect, Exit):
                         return self._judged(effect)
                     self._carry_out(effect)
+                if self._core.outcome is not None and self._link is not None:
+                    self._link.retire()
                 self._set_timer()
         finally:
             warm.cancel()

@@ -307,9 +307,8 @@ class WorkerGroup:
         await self._spares.end()
         alive = [w.process for w in self._workers if w.process is not None and w.is_alive]
         for worker in self._workers:
-            # One that was asked to checkpoint by SIGTERM is not asked twice.
-            if worker.process is not None and worker.is_alive and not worker.termed:
-                worker.process.send_signal(signal.SIGTERM)
+            if worker.process is not None and worker.is_alive:
+                self._ask_to_end(worker, worker.process)
         ended = asyncio.create_task(_wait_all(alive))
         kill = asyncio.create_task(_wait_set(self._kill))
         await asyncio.wait({ended, kill}, return_when=asyncio.FIRST_COMPLETED)
@@ -319,6 +318,14 @@ class WorkerGroup:
                 worker.process.kill_group(signal.SIGKILL)
         await self._reap(ended)
         await self._finish()
+
+    def _ask_to_end(self, worker: Worker, process: WorkerProcess) -> None:
+        """Have a worker end; at once where it has nothing to lose: it may swallow SIGTERM."""
+        self._lines.send(worker.local_rank, workerline.End())  # Heard where it waits for a place.
+        if worker.page.has_saved:
+            process.kill_group(signal.SIGKILL)
+        elif not worker.termed:  # One that was asked to checkpoint by SIGTERM is not asked twice.
+            process.send_signal(signal.SIGTERM)
 
     async def _end_start(self) -> None:
         """Wait for the start in hand; one that waits for a zygote's imports is given up."""

@@ -162,7 +162,7 @@ class AgentCore:
             self._outbox.send(Leave(self._leaving))
 
     def _unlink(self, reason: str) -> None:
-        if self.linked:
+        if self.linked and self.outcome is None:  # It goes when the job has ended.
             self._tell(EventKind.COORDINATOR_AWAY, reason)
         self.contact.end(reason, self._now_s)
         if self._leaving and self.group is None:

@@ -2,7 +2,9 @@
 
 Owns the descriptor that the worker inherited and a thread that reads it. The thread ends the world
 in hand the moment it is told so, whatever the main thread waits in; the main thread asks for its
-next place when it is back. In a forked child, such as a DataLoader's, there is no line.
+next place when it is back. A process that waits for a place is ended by the thread when the agent
+says so, since a framework may swallow SIGTERM. In a forked child, such as a DataLoader's, there is
+no line.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from collections.abc import Callable
 
 from elastane.core.model import Fence
 from elastane.core.sharding import Sharding
-from elastane.errors import JobError
+from elastane.errors import ExitCode, JobError
 from elastane.runtime import workerline
 from elastane.runtime.workerline import (
     Able,
     Ask,
     Differed,
     Doing,
+    End,
     Finished,
     FromWorker,
     Interrupt,
@@ -48,6 +51,7 @@ class AgentLine:
         self._news = threading.Condition()
         self._place: Place | None = None
         self._interrupted = ""
+        self._waits = self._ends = False
         self._closed = False
         self._end_world: Callable[[], None] = _nothing
         self._doing: Callable[[], Doing] = _idle
@@ -105,7 +109,10 @@ class AgentLine:
     def next_place(self) -> Place:
         """Wait for a place in another world, as long as it takes."""
         with self._news:
+            self._waits = True
+            self._end_if_waiting()
             self._news.wait_for(lambda: self._place is not None or self._closed)
+            self._waits = False
             place, self._place, self._interrupted = self._place, None, ""
         if place is None:
             raise _no_agent("it closed the line")
@@ -172,10 +179,22 @@ class AgentLine:
                     self._place = word
                 elif isinstance(word, Interrupt):
                     self._place, self._interrupted = None, word.reason or "interrupted"
+                elif isinstance(word, End):
+                    self._ends = True
+                    self._end_if_waiting()
+                    continue
                 elif word is None:
                     self._closed = True
                 self._news.notify_all()
             self._end_world()
+
+    def _end_if_waiting(self) -> None:
+        """End this process where it waits for a place and is to be stopped; the lock is held."""
+        if self._waits and self._ends:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            os._exit(ExitCode.DRAINED)
 
 
 def _nothing() -> None:

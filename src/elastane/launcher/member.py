@@ -301,6 +301,7 @@ class Member:
             for effect in core.handle(event, time.monotonic()):
                 if core.outcome is not None:
                     self._tell_outcome(core.outcome)
+                    link.retire()
                 if isinstance(effect, Exit):
                     return
                 self._carry_out(effect, link)

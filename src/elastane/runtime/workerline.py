@@ -54,6 +54,10 @@ class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
     reason: Text
 
 
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """To a worker: the agent stops it. One that waits for a place has nothing to lose, and ends."""
+
+
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """To a worker: say what you are at."""
 
@@ -118,7 +122,7 @@ class Differed(msgspec.Struct, frozen=True, tag="differed"):
     reason: Text
 
 
-ToWorker = Place | Wait | Interrupt | Ask | Spare | Begin
+ToWorker = Place | Wait | Interrupt | End | Ask | Spare | Begin
 FromWorker = Able | Finished | Lost | Doing | Ready | Differed
 _encode = msgspec.json.Encoder().encode
 _to_worker = msgspec.json.Decoder(ToWorker).decode

@@ -1,7 +1,8 @@
 """A training loop that writes down each step: what the tests of membership look at.
 
-Arguments: file, steps. MODE: `plain`, `drain` (asks should_checkpoint()), `term` (catches SIGTERM
-and agrees on a step by a collective), `alone` (no torch, no process group).
+Arguments: file, steps. MODE: `plain`, `drain` (asks should_checkpoint(), and exits then), `park`
+(asks, saves and asks again), `term` (catches SIGTERM and agrees on a step by a collective), `alone`
+(no torch, no process group). SWALLOWS: `ignores` or `handles` SIGTERM without ending.
 """
 
 import os
@@ -15,6 +16,10 @@ mode = os.environ.get("MODE", "plain")
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 checkpoint = out.with_suffix(".ck")
 asked_to_go = []
+if os.environ.get("SWALLOWS") == "ignores":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+elif os.environ.get("SWALLOWS") == "handles":
+    signal.signal(signal.SIGTERM, lambda *_: None)
 if mode == "term":
     signal.signal(signal.SIGTERM, lambda *_: asked_to_go.append(1))
 
@@ -38,6 +43,8 @@ def is_leaving(flag: float) -> bool:
     return mode == "term" and flag > 0
 
 
+if mode == "park":
+    import elastane
 if mode == "alone":
     first = saved()
 else:
@@ -62,6 +69,8 @@ for step in range(first + 1, steps + 1):
         votes = float(vote)
     log.write(f"{rank} {step} {facts} {time.time():.4f}\n")
     time.sleep(0.02)
+    while mode == "park" and elastane.should_checkpoint():
+        save(step)  # The next call waits until this worker is stopped.
     if is_leaving(votes):
         save(step)
         sys.exit(0)

@@ -196,7 +196,8 @@ class SimulatedNode:
         life = self.life
 
         def now() -> None:
-            if self.alive and self.life == life and self.session is None:
+            is_over = self.core is not None and self.core.outcome is not None
+            if self.alive and self.life == life and self.session is None and not is_over:
                 if self.paused:
                     self.look(0.5)
                 else:

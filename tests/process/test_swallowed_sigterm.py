@@ -1,0 +1,67 @@
+"""Workers whose framework swallows SIGTERM: those that have nothing to lose end at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Job
+from process_harness import DEADLINE_S, worker_environment
+
+from elastane.core.notes import EventKind
+from elastane.runtime import workerline
+
+# Longer than any wait of a test: SIGKILL by the timeout fails it.
+SHUTDOWN_S = "600"
+# A worker in `init()`, as far as its line goes, that ignores SIGTERM.
+WAITER = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+from elastane.job.agentline import AgentLine
+line = AgentLine.inherited()
+line.first()
+if sys.argv[1] == "waits":
+    print("waits", end="")
+line.begin(lambda: None, lambda: None)
+if sys.argv[1] == "works":
+    sys.stdin.read()
+    print("worked", end="")
+line.next_place()
+"""
+
+
+@pytest.mark.parametrize("how", ["ignores", "handles"])
+def test_a_worker_that_is_parked_behind_its_checkpoint_is_ended_at_once(
+    tmp_path: Path, how: str
+) -> None:
+    options = ("--shutdown-timeout", SHUTDOWN_S)
+    with Job(tmp_path, nnodes="1:2", mode="park", options=options) as job:
+        job.start("a", env={"SWALLOWS": how})
+        job.wait_step(world=1)
+        job.start("b")
+        assert job.wait_step(world=2).restarts == 0
+        assert not job.events(EventKind.INCIDENT)
+
+
+@pytest.mark.parametrize("at", ["waits", "works"])
+def test_a_worker_that_waits_for_a_place_ends_at_its_agents_word(at: str) -> None:
+    agent, worker = workerline.pair()
+    agent.send(workerline.encode(workerline.Wait(rank=0, world_size=1, local_rank=0)))
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITER, at],
+        env=worker_environment(ELASTANE_LINE_FD=str(worker.fileno())),
+        pass_fds=[worker.fileno()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            worker.close()
+            agent.send(workerline.encode(workerline.End()))
+            # One that works goes on until it asks for a place; what was printed is not lost.
+            said, _ = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    agent.close()
+    assert (process.returncode, said.decode()) == (143, {"waits": "waits", "works": "worked"}[at])

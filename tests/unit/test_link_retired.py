@@ -1,0 +1,66 @@
+"""An agent that knows how its job ended looks for no other coordinator, and starts none."""
+
+import asyncio
+
+import pytest
+
+from elastane.agent.link import Link
+from elastane.core.events import Linked, Told, Unlinked
+from elastane.core.messages import Alive
+from elastane.core.model import JobSpec
+
+SPEC = JobSpec(job="j", min_nodes=1, max_nodes=2, max_restarts=3)
+
+
+class Session:
+    reason = "the coordinator has ended"
+
+    def __init__(self, *messages):
+        self._messages = [*messages, None]
+
+    async def receive(self):
+        return self._messages.pop(0)
+
+    def close(self, reason):
+        """Close nothing."""
+
+
+class Locator:
+    def __init__(self):
+        self.asked = 0
+
+    async def locate(self, *, linked=False):
+        self.asked += 1
+        return "127.0.0.1", 1
+
+    def found(self):
+        """Hear it."""
+
+
+@pytest.mark.parametrize("authority", [True, False])
+def test_a_retired_link_does_not_seek_the_coordinator_of_a_job_that_has_ended(authority):
+    locator, posted = Locator(), []
+
+    async def dial(host, port):
+        return Session(Alive(authority=authority))
+
+    def post(event):
+        posted.append(event)
+        if isinstance(event, Told):
+            link.retire()
+        if isinstance(event, Unlinked):
+            ended.set()
+
+    async def scenario():
+        link_task = asyncio.ensure_future(link.run())
+        await ended.wait()
+        for _ in range(5):
+            await asyncio.sleep(0)  # It would ask for the next coordinator by now.
+        link_task.cancel()
+        await asyncio.gather(link_task, return_exceptions=True)
+
+    ended = asyncio.Event()
+    link = Link(locator, dial, post, SPEC)
+    asyncio.run(scenario())
+    assert locator.asked == 1
+    assert [type(event) for event in posted] == [Linked, Told, Unlinked]
