@@ -41,6 +41,8 @@ def frames_of(*calls):
     ("calls", "said"),
     [
         ([(USER, "main"), (USER, "validate"), *IN_DDP, ("torch._C", "x")], "_sync_buffers (__main"),
+        ([(USER, "main"), ("torch.nn.modules.module", "_call_impl"), *IN_DDP[:2]],
+         "_pre_forward (__main__.py:2, main)"),
         ([(USER, "main"), ("torch.distributed.c10d_logger", "wrapper"), (C10D, "all_reduce")],
          "all_reduce (__main__.py:2, main)"),
         ([(USER, "main"), ("elastane.job.step", "backward"), ("torch.autograd.graph", "_run")],

@@ -51,9 +51,10 @@ def described(frames: Sequence[FrameType]) -> str:
 def _called(inner: Sequence[FrameType]) -> str:
     """Return what the user's code has called, by frames that lie within; "" where by none."""
     outside_in = [*reversed(inner)]
-    for frame in outside_in:
-        if _module(frame) == _DDP and frame.f_code.co_name not in _DDP_WAY:
-            return frame.f_code.co_name
+    in_ddp = [frame.f_code.co_name for frame in outside_in if _module(frame) == _DDP]
+    if in_ddp:
+        # Buckets are agreed on, in C++, at the end of the way.
+        return next((name for name in in_ddp if name not in _DDP_WAY), in_ddp[-1])
     for frame in outside_in:
         if _module(frame) == _COLLECTIVES:
             return frame.f_code.co_name

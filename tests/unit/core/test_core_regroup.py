@@ -407,3 +407,12 @@ def test_who_waits_for_a_place_in_a_world_of_which_nobody_comes_back_starts_anew
     after.says("c", Stopped(beside.fence, Offer(9000, True)))
     after.passes(5.0, alive="c")
     assert after.assigned["c"].nodes == 1 and not after.assigned["c"].in_place
+
+
+def test_workers_that_all_wait_between_two_loops_of_steps_are_let_out():
+    job = in_place(nodes="ab")
+    able(job, "a", "b", workers=())  # They have finished a loop, and evaluate.
+    beats(job, "a")
+    assert kinds(job, "b") == []
+    beats(job, "b")
+    assert kinds(job, "b") == [Interrupt]
