@@ -59,7 +59,7 @@ def event(kind, reason="because", seq=0):
 
 
 def test_a_running_job_in_full():
-    nodes = [node("b", 1, progress=40), node("a", 0, progress=41)]
+    nodes = [node("b", 1, progress=40), node("a", 0, progress=41, steps_per_s=12.345)]
     assert report_lines(report(nodes), "10.0.0.1:29400") == [
         "digits-1: running, round 3 attempt 1, 4 workers",
         "  why           all nodes are here",
@@ -68,10 +68,17 @@ def test_a_running_job_in_full():
         "  budget        1 of 3 restarts used",
         "  last incident worker 1 of a: SIGKILL",
         "",
-        "  node  host      state    rank  workers  step  heard",
-        "  a     10.0.0.1  running  0     2        41    0.2 s ago",
-        "  b     10.0.0.1  running  1     2        40    0.2 s ago",
+        "  node  host      state    rank  workers  step  steps/s  heard",
+        "  a     10.0.0.1  running  0     2        41    12.3     0.2 s ago",
+        "  b     10.0.0.1  running  1     2        40    -        0.2 s ago",
     ]
+
+
+def test_steps_that_a_script_does_not_show_are_said_not_to_be_seen():
+    lines = report_lines(report([node("a", 0)]), "h:1")
+    assert any(line.startswith("  steps         none seen: a script shows them") for line in lines)
+    lines = report_lines(report([node("a", 0, progress=0)]), "h:1")
+    assert not any("none seen" in line for line in lines)
 
 
 def test_a_job_without_a_round_or_nodes_says_so():
@@ -85,7 +92,7 @@ def test_a_thousand_nodes_fit_on_one_screen_and_those_without_a_rank_come_first(
     nodes = [node(f"n{rank:04d}", rank) for rank in range(1000)]
     lines = report_lines(report([*nodes, node("late", None, state="waiting")]), "h:1")
     assert len(lines) < NODES_SHOWN_MAX + 12
-    assert lines[8].split()[0] == "late"
+    assert lines[10].split()[0] == "late"
     assert lines[-1] == f"  and {1001 - NODES_SHOWN_MAX} more; --json lists all"
 
 

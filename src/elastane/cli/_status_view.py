@@ -14,7 +14,7 @@ from elastane.observe.records import LoggedEvent
 # More nodes than fit on a screen are counted, not listed; those in trouble are listed first.
 NODES_SHOWN_MAX = 40
 EVENTS_SHOWN_MAX = 10
-_COLUMNS = ("node", "host", "state", "rank", "workers", "step", "heard")
+_COLUMNS = ("node", "host", "state", "rank", "workers", "step", "steps/s", "heard")
 
 
 def report_lines(report: Report, endpoint: str) -> list[str]:
@@ -28,7 +28,18 @@ def report_lines(report: Report, endpoint: str) -> list[str]:
     ]
     if report.last_incident:
         lines.append(f"  last incident {report.last_incident}")
-    return [*lines, "", *_table(report.nodes)]
+    return [*lines, *_unseen(report), "", *_table(report.nodes)]
+
+
+def _unseen(report: Report) -> list[str]:
+    """Say what is not seen of a script that shows no steps."""
+    training = [node for node in report.nodes if node.node_rank is not None]
+    if not training or any(node.progress is not None for node in training):
+        return []
+    return [
+        "  steps         none seen: a script shows them by calling elastane.should_checkpoint()",
+        "                in each step, or by job.steps(); no others can be seen",
+    ]
 
 
 def ended_lines(job: str, events: Sequence[LoggedEvent], folder: str) -> list[str]:
@@ -107,5 +118,6 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
         "-" if node.node_rank is None else str(node.node_rank),
         str(node.local_world_size),
         "-" if node.progress is None else str(node.progress),
+        "-" if node.steps_per_s is None else f"{node.steps_per_s:.3g}",
         f"{duration(node.heard_s)} ago",
     )

@@ -291,7 +291,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int | None
     local_world_size: int
     heard_s: float  # seconds since its last message
-    progress: int | None = None
+    progress: int | None = None  # steps that its workers show; None: they show none
+    steps_per_s: float | None = None
 
 
 class Report(msgspec.Struct, frozen=True, tag="report", kw_only=True):

@@ -172,6 +172,7 @@ def put_in_force(
         node.untold, node.spent, node.halted = False, state.in_place, ""
         node.take_places(member.local_ranks)
         node.failures, node.progress = (), None
+        node.pace.note(state.now_s, None)
         node.waits_at, node.all_wait = (), False
         node.marked = node.drained = node.draining = False
         state.refile(node)

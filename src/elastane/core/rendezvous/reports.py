@@ -62,6 +62,7 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
 def _beat(state: State, node: Node, message: Heartbeat) -> bool:
     """Take in how far its workers are; return whether a rule is to look at that."""
     node.progress = message.progress
+    node.pace.note(state.now_s, message.progress)
     news = stateholders.heard(state, node, message)
     is_of_now = message.fence == node.fence
     waits_at = message.waiting if is_of_now else ()

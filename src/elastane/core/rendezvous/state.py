@@ -29,6 +29,7 @@ from elastane.core.model import (
     World,
 )
 from elastane.core.notes import EventKind, Note
+from elastane.core.pace import Pace
 from elastane.core.rendezvous.incident import Incident
 from elastane.core.sharding import Sharding
 
@@ -80,6 +81,7 @@ class Node:
     failures: tuple[Failure, ...] = ()  # brought along while a new coordinator recovers
     leaving: str = ""
     progress: int | None = None
+    pace: Pace = field(default_factory=Pace)
     waits_at: tuple[Waiting, ...] = ()  # where all its workers in the world wait for others
     all_wait: bool = False  # they do so for too long
     marked: bool = False

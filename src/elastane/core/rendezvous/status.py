@@ -79,6 +79,7 @@ def _node(state: State, node: Node, ranks: dict[str, int]) -> NodeStatus:
         local_world_size=node.spec.local_world_size,
         heard_s=max(0.0, state.now_s - node.heard_s),
         progress=node.progress,
+        steps_per_s=node.pace.steps_per_s(state.now_s),
     )
 
 

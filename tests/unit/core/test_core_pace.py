@@ -1,0 +1,46 @@
+"""How quickly a node makes steps, by its heartbeats."""
+
+import pytest
+from core_driver import Driver
+
+from elastane.core.messages import Heartbeat
+from elastane.core.pace import Pace
+
+
+def test_the_rate_is_that_of_the_latest_counts():
+    pace = Pace()
+    assert pace.steps_per_s(0.0) is None
+    for second in range(100):
+        pace.note(float(second), 5 * second)
+    assert pace.steps_per_s(99.0) == 5.0
+
+
+def test_a_count_that_begins_again_has_no_rate_of_the_one_before():
+    pace = Pace()
+    for second, steps in enumerate((10, 20, 3)):
+        pace.note(float(second), steps)
+    assert pace.steps_per_s(2.0) is None
+    pace.note(3.0, 4)
+    assert pace.steps_per_s(3.0) == 1.0
+    pace.note(4.0, None)
+    assert pace.steps_per_s(4.0) is None
+
+
+def test_a_node_that_stands_still_slows_down():
+    pace = Pace()
+    for second in range(3):
+        pace.note(float(second), second)
+    assert pace.steps_per_s(2.5) == 1.0
+    assert pace.steps_per_s(20.0) == pytest.approx(0.1)
+
+
+def test_status_has_the_rate_of_each_node():
+    job = Driver()
+    for node_id in "ab":
+        job.join(node_id)
+    for beat in range(4):
+        job.now_s += 1.0
+        job.says("a", Heartbeat(progress=2 * beat))
+        job.says("b", Heartbeat())
+    found = {node.node_id: node.steps_per_s for node in job.machine.report().nodes}
+    assert found == {"a": 2.0, "b": None}
