@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from etcd_server import etcd
+from hostile_support import listening
 from jobs import free_port, until
-from supervise import Agent, ask, children, descendants, words_agent, write_script
+from supervise import Agent, ask, children, command_line, descendants, words_agent, write_script
 
 BODY = """
 import json, sys
@@ -178,6 +179,18 @@ def test_the_server_that_the_agent_brings_along_has_no_secret_of_the_job(tmp_pat
         spill.take(one)
         assert any("etcd" in where for where in spill.found)
         assert not spill.holds(token)
+
+
+def test_the_server_that_the_agent_brings_along_listens_on_no_port(tmp_path):
+    words = ("--standalone", "--rdzv-backend", "etcd", "--no-zygote", "--log-dir", "logs")
+    with words_agent(tmp_path, *words, write_script(tmp_path, BODY), lead=UMASK_NONE) as one:
+        one.told("up.0.0", 60)
+        (server,) = [p for p in one.family() if "--data-dir" in command_line(p)]
+        assert not listening([server])
+        sockets = [path for path in tmp_path.rglob("*.sock:1") if path.is_socket()]
+        assert len(sockets) == 2
+        (folder,) = {path.parent for path in sockets}
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_what_a_file_store_holds_is_private_even_where_the_mask_is_open(tmp_path):

@@ -275,7 +275,8 @@ async def reachable_host(local_addr: str, store: Store) -> str:
     servers: list[str] = []
     for url in getattr(store, "urls", ()):
         with contextlib.suppress(ElastaneError):  # a name that does not resolve here and now
-            servers += await resolve(urlsplit(url).hostname or "")
+            if host := urlsplit(url).hostname:  # none for a socket of this machine
+                servers += await resolve(host)
     # Documentation addresses (RFC 5737, RFC 3849) are nobody's: the default route leads there.
     for address in (*servers, "192.0.2.1", "2001:db8::1"):
         source = _source_towards(address)

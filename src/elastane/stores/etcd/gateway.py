@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +24,7 @@ from elastane.core.limits import STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
 from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, StoreError
 from elastane.stores.etcd import wire
+from elastane.stores.etcd.server import short_path
 from elastane.stores.etcd.settings import EtcdSettings
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ ANSWER_BYTES_MAX = 2 * STORE_VALUE_BYTES_MAX
 _NOT_TAKEN = ("no leader", "not capable", "server stopped", "too many requests")
 # What it says when it may have: a write is not sent again.
 _MAY_BE_TAKEN = ("leader changed", "timed out", "unavailable")
+# The host of a request over a socket is nobody's.
+_BY_SOCKET = "http://etcd"
 _NOT_ALLOWED = ("auth", "permission denied", "user name is empty")
 _TOKEN_IS_OLD = ("invalid auth token", "auth: token", "revision of auth store is old")
 
@@ -60,6 +64,7 @@ class Gateway:
         self.settings = settings
         self._timeout_s = timeout_s
         self._client: httpx.AsyncClient | None = None
+        self._opened = contextlib.ExitStack()  # what the client's transport needs
         self._at = 0
 
     async def ask(
@@ -122,6 +127,7 @@ class Gateway:
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
+        self._opened.close()
 
     def unreachable(self, trouble: str) -> StoreError:
         """Return the error for servers of which none took the request up."""
@@ -196,6 +202,8 @@ class Gateway:
         return False
 
     def _url(self) -> str:
+        if self.settings.socket:
+            return _BY_SOCKET
         return self.settings.urls[self._at % len(self.settings.urls)]
 
     def _next(self) -> None:
@@ -218,7 +226,9 @@ class Gateway:
             timeout = httpx.Timeout(ATTEMPT_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
             # A proxy of the environment is for the world outside, never for the cluster.
             self._client = httpx.AsyncClient(
-                verify=_context(self.settings), timeout=timeout, trust_env=False
+                transport=self._opened.enter_context(_transport(self.settings)),
+                timeout=timeout,
+                trust_env=False,
             )
         return self._client
 
@@ -321,6 +331,17 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def _transport(settings: EtcdSettings) -> Iterator[httpx.AsyncHTTPTransport]:
+    import httpx
+
+    if settings.socket:
+        with short_path(Path(settings.socket)) as path:
+            yield httpx.AsyncHTTPTransport(uds=path)
+    else:
+        yield httpx.AsyncHTTPTransport(verify=_context(settings))
 
 
 def _context(settings: EtcdSettings) -> ssl.SSLContext | bool:

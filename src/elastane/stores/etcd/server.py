@@ -1,9 +1,9 @@
 """A local etcd server: its command line, its folder, and whether it answers.
 
 Owns what does not depend on who runs the process: the agent's sidecar and the API's EtcdServer
-start it each in its own way. A folder is named after the process that made it, so the next start on
-this machine removes what a killed one left. How it fails: ConfigurationError where there is no
-binary; StoreError where the server does not come up.
+start it each in its own way, and the sidecar's listens on no port. A folder is named after the
+process that made it, so the next start on this machine removes what a killed one left. How it
+fails: ConfigurationError where there is no binary; StoreError where the server does not come up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,8 @@ START_TIMEOUT_S = 60.0
 # Ports are free when they are chosen, and may be taken until they are used.
 START_ATTEMPTS = 3
 _HEALTH_TIMEOUT_S = 1.0
+# etcd wants HOST:PORT, and takes all of it as the name of a socket.
+_CLIENT_SOCKET, _PEER_SOCKET = "client.sock:1", "peer.sock:1"
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,17 @@ class LocalServer:
         """What `--rdzv-endpoint` is given."""
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def _urls(self) -> tuple[str, str]:
+        """Where clients and other members find it."""
+        return f"http://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=_HEALTH_TIMEOUT_S)
+
     def command(self) -> list[str]:
         """Return its command line; v2 is served too, where the binary still has it."""
-        client = f"http://{self.endpoint}"
-        peer = f"http://127.0.0.1:{self.peer_port}"
+        client, peer = self._urls
         argv = [self.binary, "--name", "elastane", "--data-dir", str(self.folder / "data")]
         argv += ["--listen-client-urls", client, "--advertise-client-urls", client]
         argv += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
@@ -54,7 +63,7 @@ class LocalServer:
 
     def is_healthy(self) -> bool:
         """Whether the server answers, and has elected itself."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_HEALTH_TIMEOUT_S)
+        connection = self._connection()
         try:
             connection.request("GET", "/health")
             return bool(json.loads(connection.getresponse().read(4096)).get("health") == "true")
@@ -62,6 +71,51 @@ class LocalServer:
             return False
         finally:
             connection.close()
+
+
+@dataclass(frozen=True)
+class PrivateServer(LocalServer):
+    """A server of this user alone: it listens on sockets in its folder, whose mode is 0700.
+
+    Any user of the machine reaches a port of the loopback, and etcd authenticates nobody by
+    default. Start it in its folder: etcd takes a socket's name as HOST:PORT, relative to there.
+    """
+
+    @property
+    def endpoint(self) -> str:
+        """What `--rdzv-endpoint` is given."""
+        return f"unix://{self.folder / _CLIENT_SOCKET}"
+
+    @property
+    def _urls(self) -> tuple[str, str]:
+        return f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return _SocketConnection(self.folder / _CLIENT_SOCKET)
+
+
+class _SocketConnection(http.client.HTTPConnection):
+    """HTTP over a socket in the file system."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("etcd", timeout=_HEALTH_TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        with short_path(self._path) as path:
+            self.sock.connect(path)
+
+
+@contextlib.contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Give a path for the same socket that is short enough for the kernel (107 bytes)."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def find_binary(environ: Mapping[str, str]) -> str:
@@ -82,17 +136,27 @@ def find_binary(environ: Mapping[str, str]) -> str:
 
 def prepare(binary: str, base: Path) -> LocalServer:
     """Return a server on free ports with a folder below `base`, whose leftovers are removed."""
-    remove_leftovers(base)
-    name = f"etcd.{os.getpid()}.{process_start(os.getpid()).rpartition(':')[2]}"
-    folder = base / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
+    folder = _folder(base)
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
         for sock in sockets:
             sock.bind(("127.0.0.1", 0))
         port, peer_port = (sock.getsockname()[1] for sock in sockets)
     return LocalServer(binary, folder, port, peer_port)
+
+
+def prepare_private(binary: str, base: Path) -> PrivateServer:
+    """Return a server without ports, with a folder below `base` as `prepare` makes it."""
+    return PrivateServer(binary, _folder(base), 0, 0)
+
+
+def _folder(base: Path) -> Path:
+    remove_leftovers(base)
+    name = f"etcd.{os.getpid()}.{process_start(os.getpid()).rpartition(':')[2]}"
+    folder = base / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    return folder
 
 
 def remove_leftovers(base: Path) -> None:

@@ -17,6 +17,7 @@ PORT = 2379
 # Below it lies a folder for each job; torch's is /torchelastic/p2p, for the same keys of another
 # form, so the two never meet.
 PREFIX = "elastane"
+_UNIX = "unix://"
 # Key of --rdzv-conf: the field it sets.
 CONF_KEYS = {
     "protocol": "protocol",
@@ -45,6 +46,12 @@ class EtcdSettings:
     password: str = field(default="", repr=False)
 
     @property
+    def socket(self) -> str:
+        """The path of the socket by which the server is reached; "" for one with a port."""
+        url = self.urls[0]
+        return url.removeprefix(_UNIX) if url.startswith(_UNIX) else ""
+
+    @property
     def names(self) -> str:
         """The servers, for a person."""
         return ", ".join(self.urls)
@@ -62,7 +69,10 @@ def read_settings(endpoint: str, conf: Mapping[str, str]) -> EtcdSettings:
         raise ConfigurationError(
             f"--rdzv-conf protocol = {given!r}", slug="bad-rdzv-conf", expected="http or https"
         )
-    urls = tuple(_url(part.strip(), protocol) for part in endpoint.split(",") if part.strip())
+    if endpoint.startswith(f"{_UNIX}/"):  # The etcd that an agent brings along.
+        urls: tuple[str, ...] = (endpoint,)
+    else:
+        urls = tuple(_url(part.strip(), protocol) for part in endpoint.split(",") if part.strip())
     if not urls:
         raise ConfigurationError(
             "--rdzv-backend etcd without --rdzv-endpoint",
