@@ -351,11 +351,12 @@ class Cluster:
         self.pods[pod.uid] = pod
         self.deliver(pod.uid)
 
-    def tell_who_is_in(self, without=()):
+    def tell_who_is_in(self, without=(), **more):
         """The coordinator has all pods that run in its world, but those of some indices."""
         uids = [pod.uid for pod in self.pods.values() if pod.alive and pod.index not in without]
         members = [MemberReport(pod=uid, state="joined", rank=i) for i, uid in enumerate(uids)]
-        self.report = JobReport(at_s=self.now_s, world_size=len(uids), members=tuple(members))
+        more = {"world_size": len(uids)} | more
+        self.report = JobReport(at_s=self.now_s, members=tuple(members), **more)
 
     def _all(self):
         pods = sorted((uid, pod.phase, pod.asked_s) for uid, pod in self.pods.items())

@@ -120,7 +120,8 @@ def words(cell):
 
 def test_the_conditions_are_those_that_there_are():
     assert [name for row in table("condition") for name in words(row[0])] == [
-        *("Created", "Suspended", "Restarting", "Degraded", "Running", "Succeeded", "Failed")
+        *("Created", "Suspended", "Restarting", "Stalled", "CrashLooping", "Degraded"),
+        *("Running", "Succeeded", "Failed"),
     ]
     assert set(conditions._ORDER) == {name for row in table("condition") for name in words(row[0])}
 

@@ -135,10 +135,15 @@ def _facts(found: Found) -> list[tuple[str, str]]:
         ("outdated", f"{status.outdated} of an older template" if status.outdated else ""),
         ("world", world),
         ("step", "" if status.step is None else f"{status.step}{pace}"),
-        ("restarts", f"{status.restarts}, of them {status.failures} failures"),
+        ("restarts", _restarts(status)),
         ("last incident", "" if incident is None else f"{incident.cause}{_ago(incident.time)}"),
         ("started", _span(status)),
     ]
+
+
+def _restarts(status: JobStatus) -> str:
+    workers = f", {status.worker_restarts} of workers" if status.worker_restarts else ""
+    return f"{status.restarts}, of them {status.failures} failures{workers}"
 
 
 def _span(status: JobStatus) -> str:

@@ -162,6 +162,13 @@ class ElasticJobSpec(RunPolicy, frozen=True, kw_only=True):
         _told("Rules that come before restartPolicy ExitCode's own."),
     ] = ()
     node_quarantine: NodeQuarantine | None = None
+    stalled_seconds: Annotated[
+        Annotated[int, Meta(ge=0, le=7 * 86_400)],
+        _told(
+            "The job is Stalled when enough pods run and its step has not risen for so long."
+            " 0: never."
+        ),
+    ] = 600
     node_lost_seconds: Annotated[
         Annotated[int, Meta(ge=0, le=86_400)],
         _told(

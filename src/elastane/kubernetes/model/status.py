@@ -82,6 +82,14 @@ class InPlace(_Told, frozen=True, kw_only=True):
     restarts: int = 0
 
 
+class Crashes(_Told, frozen=True, kw_only=True):
+    """Failures in a row without a step above `step`, the highest; `time`: of the last failure."""
+
+    count: int = 0
+    step: int = 0
+    time: _Time = None
+
+
 class Incident(_Told, frozen=True, kw_only=True):
     """The last incident and its cause."""
 
@@ -92,8 +100,9 @@ class Incident(_Told, frozen=True, kw_only=True):
 class JobStatus(_Told, frozen=True, kw_only=True):
     """The whole status. Counters never go back while the job lives.
 
-    `restarts`: pods that were replaced and containers that were restarted. `failures`: those of
-    them that count towards backoffLimit. `disruptions`: pods that the cluster took away.
+    `restarts`: pods that were replaced, containers that were restarted, and workers that were
+    restarted by their agents, these last also alone as `worker_restarts`. `failures`: pods and
+    containers that count towards backoffLimit. `disruptions`: pods that the cluster took away.
     `replicas` is what the scale subresource tells: pods that live. `outdated`: those of them that
     were made of an older template. `counted`: uids of pods whose
     end is accounted for, which is so before they are deleted. `fenced`: uids of pods on lost
@@ -117,12 +126,15 @@ class JobStatus(_Told, frozen=True, kw_only=True):
     first_start_time: _Time = None
     stuck_since_time: _Time = None
     restarts: int = 0
+    worker_restarts: int = 0
     failures: int = 0
     disruptions: int = 0
     round: int | None = None
     world_size: int | None = None
     step: int | None = None
     steps_per_second: float | None = None
+    last_progress_time: _Time = None
+    crashes: Crashes | None = None
     last_incident: Incident | None = None
     workers: tuple[WorkerStatus, ...] = ()
     workers_omitted: int = 0

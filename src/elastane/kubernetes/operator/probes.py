@@ -34,7 +34,7 @@ _OF_A_JOB = {
     "elastane_job_steps_per_second": ("Pace of the job.", "stepsPerSecond"),
     "elastane_job_world_size": ("Workers in the current world.", "worldSize"),
     "elastane_job_pods_ready": ("Pods of the job that run.", "readyReplicas"),
-    "elastane_job_restarts": ("Pods replaced and containers restarted.", "restarts"),
+    "elastane_job_restarts": ("Pods replaced, containers and workers restarted.", "restarts"),
     "elastane_job_failures": ("Restarts that count towards backoffLimit.", "failures"),
     "elastane_job_disruptions": ("Pods that the cluster took away.", "disruptions"),
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 # A pod that lived for less than this ended quickly; kubelets forget crashes after as long.
 QUICK_S = 600.0
+# Failures of workers, containers and pods in a row, without a new step, that are a crash loop. One
+# failure is none, and a second may have the same cause as the first.
+CRASHES_TOLD_MIN = 3
 # Pause before the replacement of a pod that ended quickly twice in a row, doubled each further
 # time; the first is replaced at once. As kubelets do with containers, up to their bound.
 BACKOFF_FIRST_S = 10.0

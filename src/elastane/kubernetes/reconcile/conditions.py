@@ -5,6 +5,8 @@
 | Created | the operator has seen the job |
 | Running | at least minReplicas pods run |
 | Degraded | something keeps pods from running, or there were minReplicas and now are fewer |
+| CrashLooping | workers, containers or pods fail again and again, and the step does not rise |
+| Stalled | enough pods run, and the step has not risen for spec.stalledSeconds |
 | Restarting | the replacement of a pod that ended early does not run yet |
 | Suspended | spec.suspend |
 | Succeeded, Failed | the job has ended so, for ever |
@@ -20,9 +22,22 @@ import msgspec
 
 from elastane.kubernetes.model import Condition, as_time
 from elastane.kubernetes.reconcile.draft import Draft, Verdict
+from elastane.kubernetes.reconcile.progress import Progress, stalled_since
 
-_ORDER = ("Created", "Suspended", "Restarting", "Degraded", "Running", "Succeeded", "Failed")
-_WARNINGS = ("Degraded", "Restarting", "Failed")
+_ORDER = (
+    "Created",
+    "Suspended",
+    "Restarting",
+    "Stalled",
+    "CrashLooping",
+    "Degraded",
+    "Running",
+    "Succeeded",
+    "Failed",
+)
+# CrashLooping has an event of its own, with a count.
+_QUIET = ("Created", "CrashLooping")
+_WARNINGS = ("Degraded", "Restarting", "Stalled", "Failed")
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +65,9 @@ def tally(draft: Draft) -> Tally:
     )
 
 
-def conditions_of(draft: Draft, verdict: Verdict | None, count: Tally) -> dict[str, Condition]:
+def conditions_of(
+    draft: Draft, verdict: Verdict | None, count: Tally, progress: Progress
+) -> dict[str, Condition]:
     """Return what is to be said, by type; conditions that do not apply are absent."""
     name = draft.job.name
     made = {"Created": _true("Created", "ElasticJobCreated", f"ElasticJob {name} is created.")}
@@ -71,11 +88,31 @@ def conditions_of(draft: Draft, verdict: Verdict | None, count: Tally) -> dict[s
     degraded = _degraded(draft, count)
     if degraded:
         made["Degraded"] = degraded
+    made |= _without_progress(draft, progress)
     if count.restarting:
         shown = ", ".join(str(index) for index in count.restarting[:8])
         shown += ", ..." if len(count.restarting) > 8 else ""
         text = f"{len(count.restarting)} pods are made again: worker {shown}"
         made["Restarting"] = _true("Restarting", "ElasticJobRestarting", text)
+    return made
+
+
+def _without_progress(draft: Draft, progress: Progress) -> dict[str, Condition]:
+    """Return what is to be said of a job whose step does not rise."""
+    made = {}
+    if progress.is_crashing:
+        crashes, incident = progress.crashes, draft.before.last_incident
+        where = f"above {crashes.step}" if crashes.step else "at all"
+        text = f"{crashes.count} failures in a row without a step {where}"
+        said = f"{text}; the last: {incident.cause}" if incident else text
+        made["CrashLooping"] = _true("CrashLooping", "FailuresWithoutProgress", said)
+        draft.tell("Warning", "CrashLooping", f"failures in a row, no step {where}", crashes.count)
+    since = stalled_since(draft, progress)
+    if since:
+        step = draft.before.step or 0
+        text = f"no step above {step} since {since}; spec.stalledSeconds is"
+        text += f" {draft.settings.spec.stalled_seconds}"
+        made["Stalled"] = _true("Stalled", "NoProgress", text)
     return made
 
 
@@ -127,7 +164,7 @@ def phase_of(made: dict[str, Condition], *, has_run: bool) -> str:
             return kind
     if not has_run:
         return "Running" if "Running" in true else "Pending"
-    for kind in ("Degraded", "Restarting", "Running"):
+    for kind in ("Degraded", "CrashLooping", "Stalled", "Restarting", "Running"):
         if kind in true:
             return kind
     return "Pending"
@@ -173,6 +210,6 @@ def tell_changes(draft: Draft, after: tuple[Condition, ...]) -> None:
     for one in after:
         old = draft.before.condition(one.type)
         was = old is not None and old.status == "True"
-        if one.status == "True" and not was and one.type != "Created":
+        if one.status == "True" and not was and one.type not in _QUIET:
             reason = f"ElasticJob{one.type}"
             draft.tell("Warning" if one.type in _WARNINGS else "Normal", reason, one.message)

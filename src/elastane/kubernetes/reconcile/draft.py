@@ -38,7 +38,7 @@ class Draft:
 
     `pods` are those that are, or shall be, the job's: ours and orphans. `others` hold names.
     `gone` are pods of the job that were deleted, in their last state.
-    Counters begin as the status has them.
+    Counters begin as the status has them; `restarts` are those that the operator counts itself.
     """
 
     def __init__(self, seen: Observed, before: JobStatus, settings: Settings, now_s: float) -> None:
@@ -53,7 +53,7 @@ class Draft:
         self.events: list[Told] = []
         self.wakes_s: list[float] = []
         self.verdict: Verdict | None = None
-        self.restarts = before.restarts
+        self.restarts = before.restarts - before.worker_restarts
         self.failures = before.failures
         self.disruptions = before.disruptions
         # Dictionaries for their order and for quick look-up.

@@ -6,7 +6,7 @@ import msgspec
 
 from elastane.kubernetes.model import JobStatus, as_time
 from elastane.kubernetes.model.names import REPLICA_TYPE, selector
-from elastane.kubernetes.model.status import Incident, ReplicaStatus, WorkerStatus
+from elastane.kubernetes.model.status import Crashes, Incident, ReplicaStatus, WorkerStatus
 from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX, WORKERS_TOLD_MAX
 from elastane.kubernetes.reconcile.conditions import (
     conditions_of,
@@ -18,6 +18,7 @@ from elastane.kubernetes.reconcile.conditions import (
 )
 from elastane.kubernetes.reconcile.draft import Draft, Verdict
 from elastane.kubernetes.reconcile.pods import Judged
+from elastane.kubernetes.reconcile.progress import current_report, follow
 from elastane.stores.kubernetes.letters import JobReport
 
 
@@ -25,7 +26,8 @@ def status_of(draft: Draft, verdict: Verdict | None) -> JobStatus:
     """Return the status; tells Events of what has changed in it."""
     edition = draft.job.edition
     count = tally(draft)
-    made = conditions_of(draft, verdict, count)
+    progress = follow(draft)
+    made = conditions_of(draft, verdict, count, progress)
     conditions = merged(draft.before.conditions, made, edition, draft.now_s)
     phase = phase_of(made, has_run=draft.first_start_time is not None)
     tell_changes(draft, conditions)
@@ -46,13 +48,16 @@ def status_of(draft: Draft, verdict: Verdict | None) -> JobStatus:
         ended_well_time=draft.ended_well_time,
         first_start_time=draft.first_start_time,
         stuck_since_time=draft.stuck_since_time,
-        restarts=draft.restarts,
+        restarts=draft.restarts + progress.worker_restarts,
+        worker_restarts=progress.worker_restarts,
         failures=draft.failures,
         disruptions=draft.disruptions,
         round=said.round,
         world_size=said.world_size,
         step=said.step,
         steps_per_second=said.steps_per_second,
+        last_progress_time=progress.last_time,
+        crashes=progress.crashes if progress.crashes != Crashes() else None,
         last_incident=said.last_incident,
         workers=_workers(draft),
         workers_omitted=max(0, len(draft.own) - WORKERS_TOLD_MAX),
@@ -86,7 +91,7 @@ def _said(draft: Draft) -> JobStatus:
         return msgspec.structs.replace(stands, world_size=0, steps_per_second=0.0)
     if report is None or not report.members:
         return draft.before
-    if living.isdisjoint(member.pod for member in report.members):
+    if current_report(draft) is None:
         incident = draft.before.last_incident
         return JobStatus(world_size=0, steps_per_second=0.0, last_incident=incident)
     return _reported(draft, report)
