@@ -48,7 +48,7 @@ def test_a_worker_that_is_parked_behind_its_checkpoint_is_ended_at_once(
 @pytest.mark.parametrize("at", ["waits", "works"])
 def test_a_worker_that_waits_for_a_place_ends_at_its_agents_word(at: str) -> None:
     agent, worker = workerline.pair()
-    agent.send(workerline.encode(workerline.Wait(rank=0, world_size=1, local_rank=0)))
+    agent.send(workerline.encode(workerline.Wait(local_rank=0)))
     with subprocess.Popen(
         [sys.executable, "-c", WAITER, at],
         env=worker_environment(ELASTANE_LINE_FD=str(worker.fileno())),
