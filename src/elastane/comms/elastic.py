@@ -93,15 +93,17 @@ class ElasticGroup(ProcessGroup):
             self._registered = False
             tables.leave(self)
 
-    def replace(self, world: WorldGroup) -> None:
-        """Go on in `world`, which is built; closes the former one and forgets its failure.
+    def replace(self, world: WorldGroup, *, keeps: bool = False) -> None:
+        """Go on in `world`, which is built; forgets the failure of the former one.
+
+        Closes the former one, unless it `keeps` it: that is the caller's then.
 
         Never while a forward or backward runs: each DDP over this group gets a new reducer.
         """
         former, self._world = self._world, world
         self._works.clear()
         world.when_aborted = self._works.releaser()
-        if former is not None and former is not world:
+        if former is not None and former is not world and not keeps:
             former.close()
         if self._registered:
             tables.resize(self, _members(world))

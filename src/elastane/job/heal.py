@@ -7,8 +7,8 @@ who was giving holds what it held. JobError where no state is left that is whole
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,26 @@ from elastane.comms import near, transfer
 from elastane.comms.channel import Channel, GroupChannel
 from elastane.comms.elastic import ElasticGroup
 from elastane.core.recovery import Handover, Healing, Standing, decide
-from elastane.data.cursor import Cursor
 from elastane.errors import JobError
 from elastane.job.room import room_for
 from elastane.job.undo import Undo
 
 if TYPE_CHECKING:
     from elastane.job.shards import Shards
+
+
+class Progress(Protocol):
+    """How far a member is, with what a state needs besides what is tracked."""
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it for another member."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over another member's."""
 
 
 class Health:
@@ -70,12 +83,12 @@ class Health:
         else:
             undo.restore()
 
-    def compare(self, cursor: Cursor) -> None:
+    def compare(self, progress: Progress) -> None:
         """Bring all members of the world to one state: that of who is furthest."""
         if self.shards is not None:
-            self.shards.compare(cursor)
+            self.shards.compare(progress)
             return
-        said = [cursor.next_step, self.holds, self.torn, near.machine()]
+        said = [progress.next_step, self.holds, self.torn, near.machine()]
         heard = gathered(self._group, said)
         healing = decide([Standing(n, bool(h), bool(t), m) for n, h, t, m in heard])
         if healing is None:
@@ -87,16 +100,16 @@ class Health:
             )
         for handover in of_member(healing, self._group.rank()):
             if handover.receiver == self._group.rank():
-                self._take(handover, cursor)
+                self._take(handover, progress)
             else:
-                give(self._group, handover, self._state(cursor))
+                give(self._group, handover, self._state(progress))
         if healing.receivers:  # Who goes on from here knows that all others hold the state too.
             dist.barrier(group=self._group)
         self._group.check()
         self.whole()
         self._room = []
 
-    def _take(self, handover: Handover, cursor: Cursor) -> None:
+    def _take(self, handover: Handover, progress: Progress) -> None:
         found = take(
             *(self._group, handover, {"tracked": self.tracked.state()}),
             room=self._room,
@@ -104,7 +117,7 @@ class Health:
         )
         self.half_written()  # Also where nothing of the tensors differed.
         self.tracked.load(found.state["tracked"])
-        cursor.load_state_dict(found.state["data"])
+        progress.load_state_dict(found.state["data"])
         self.whole()
 
     def half_written(self) -> None:
@@ -115,8 +128,8 @@ class Health:
         """From now on, this member holds a state."""
         self.holds, self.torn = True, False
 
-    def _state(self, cursor: Cursor) -> dict[str, Any]:
-        return {"tracked": self.tracked.state(), "data": cursor.state_dict()}
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        return {"tracked": self.tracked.state(), "data": progress.state_dict()}
 
 
 def gathered(group: ElasticGroup, numbers: Sequence[int]) -> list[list[int]]:

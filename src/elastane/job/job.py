@@ -10,10 +10,11 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
@@ -30,11 +31,14 @@ from elastane.job.agentline import AgentLine
 from elastane.job.deterministic import Deterministic
 from elastane.job.mode import Mode
 from elastane.job.replicas import Replicas
+from elastane.job.retry import Before, Call, Calls, Progress, given_up
 from elastane.job.saved import SavedJob
 from elastane.job.step import Step
 from elastane.job.trail import Trail, trail_of
 from elastane.job.undo import Undo
 from elastane.job.world import Worlds
+
+T = TypeVar("T")
 
 
 def init(
@@ -79,6 +83,8 @@ class Job:
             self.process_group, self._tracked, self._health, self._world.differed
         )
         self._saved = SavedJob(self._world, self._tracked, self._health)
+        self._calls = Calls(self.process_group)
+        self._former_hook = sys.excepthook
         self._verify_every = 0
         self._feed: Feed | None = None
         self._loader: Any = None
@@ -90,6 +96,7 @@ class Job:
     def join(self, *, wait_for_place: bool = True) -> Self:
         """Meet the other workers; `init` calls it."""
         atexit.register(self.close)
+        self._former_hook, sys.excepthook = sys.excepthook, self._excepthook
         self._world.join(wait_for_place=wait_for_place)
         self.mode.apply(self.process_group, self._tracked)
         return self
@@ -181,7 +188,9 @@ class Job:
                 step = Step(self, feed.cursor.next_step, portions)
                 self.mode.begin(step.number)
                 self._world.pulse.at(Activity.BETWEEN)
+                self._calls.behind_step()
                 yield step, portions[0].batch
+                self._world.widen()
                 if not step.begun:
                     raise _not_begun(step)
                 if not step.committed:
@@ -192,8 +201,70 @@ class Job:
             self._leave_trail()
             raise
         finally:  # Also where the loop was left by break: it enters no other world.
+            self._world.widen()
+            self._calls.loop_ended()
             self._world.pulse.at(Activity.APART)
             self._world.finished()
+
+    def retry(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Call a function with collectives of its own; where a peer is lost, run it again.
+
+        For what stands between steps: evaluation, metrics, a barrier. Behind the `with` of a step,
+        or between two loops, by all workers at the same place. The function runs from its beginning
+        in the next world, with rank and world size of that; random streams, buffers and train or
+        eval mode are put back before. What it changes elsewhere is its own to put back. It must not
+        step an optimizer. Returns the function's value; raises what the function raises, unless a
+        lost peer explains it. How workers that join take part: docs/in-place.md.
+        """
+        name = getattr(function, "__qualname__", type(function).__name__)
+        call = self._calls.begin(name, self.committed)
+        if call.is_over:
+            return cast(T, call.value)
+        if call.is_between_loops:
+            self._world.able()
+        self._world.pulse.at(Activity.BETWEEN)
+        call.before = Before(self._tracked, self.process_group)
+        try:
+            while not self._is_run(call, functools.partial(function, *args, **kwargs)):
+                pass
+        finally:
+            self._calls.end()
+            if call.is_between_loops:
+                self._world.pulse.at(Activity.APART)
+                self._world.finished()
+        return cast(T, call.value)
+
+    def _is_run(self, call: Call, function: Callable[[], Any]) -> bool:
+        """Run the function of a call; False where a peer was lost and it is to run again."""
+        try:
+            call.ran, call.value = False, function()
+            call.ran = True
+            self.process_group.check()
+            torch.distributed.barrier(group=self.process_group)
+            self.process_group.check()
+        except Exception as error:
+            self._world.lose(error)
+            return self._is_over_in_the_next(call)
+        self._calls.complete(call)
+        return True
+
+    def _is_over_in_the_next(self, call: Call) -> bool:
+        """Enter the next world from within a call; whether another member has completed it."""
+        while True:
+            self._enter_next()
+            self._world.pulse.at(Activity.BETWEEN)
+            callers = self._calls.callers()
+            if call.is_over or call.is_between_loops or len(callers) == self.process_group.size():
+                return call.is_over
+            try:
+                self._world.narrow(callers)
+                return False
+            except (ElastaneError, RuntimeError) as error:
+                self._world.lose(error)
+
+    def is_last_of_epoch(self, number: int) -> bool:
+        """Whether the step of this number is the last one of its epoch."""
+        return (number + 1) % self._open_feed.cursor.ledger.steps_per_epoch == 0
 
     def beat(self) -> None:
         """Show that a step goes on: a long body has nothing else to show."""
@@ -202,10 +273,12 @@ class Job:
     def begin_step(self, step: Step) -> None:
         """Begin the body of a step; `with step:` calls it."""
         self._world.pulse.at(Activity.BODY)
+        self._calls.in_step()
         self._undo.begin()
 
     def end_step(self, step: Step, error: Exception | None) -> bool:
         """End the body of a step; returns whether `error` was that of a lost peer."""
+        self._calls.behind_step()
         self.mode.leave()
         if error is None:
             try:
@@ -233,6 +306,8 @@ class Job:
     def close(self) -> None:
         """Leave the job: nothing of it is left in this process. Idempotent."""
         atexit.unregister(self.close)
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._former_hook
         while self._handles:
             self._handles.pop().remove()
         if self._feed is not None:
@@ -251,7 +326,26 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._tell_given_up(error)
         self.close()
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Of a script without `with elastane.init()`."""
+        self._tell_given_up(error)
+        self._former_hook(kind, error, trace)
+
+    def _tell_given_up(self, error: BaseException) -> None:
+        """Say what is lost with this worker, where an error of a lost peer ends it."""
+        is_ours = isinstance(error, JobError) or self._world.restarts  # with words of its own
+        if is_ours or self._feed is None or not isinstance(error, Exception):
+            return
+        if self.process_group.failed or isinstance(error, PeerLostError):
+            where = f"rank {self.process_group.rank()} of {self.process_group.size()}"
+            saved = "what the Checkpointer finds" if self._saved.restored_by else "the beginning"
+            sys.stderr.write(given_up(error, where, self.committed, saved))
 
     @property
     def committed(self) -> int:
@@ -351,7 +445,8 @@ class Job:
             if in_the_next:
                 self._world.enter()
             alike.make_alike(self.process_group, self.committed if self._health.holds else -1)
-            self._health.compare(self._open_feed.cursor)
+            self._calls.meet()
+            self._health.compare(Progress(self._open_feed.cursor, self._calls))
         except (ElastaneError, RuntimeError) as error:
             self._world.lose(error)
             return False

@@ -22,9 +22,9 @@ from elastane.comms.elastic import ElasticGroup
 from elastane.comms.mesh import MeshGroups
 from elastane.core.recovery import Handover
 from elastane.core.shardplan import Claim, Plan, plan
-from elastane.data.cursor import Cursor
 from elastane.errors import JobError
 from elastane.job import heal
+from elastane.job.heal import Progress
 from elastane.job.undo import Undo
 
 
@@ -81,10 +81,10 @@ class Shards:
             self._undo.restore()
             self.forget()
 
-    def compare(self, cursor: Cursor) -> None:
+    def compare(self, progress: Progress) -> None:
         """Bring all members of a world to one state."""
         reset(self._tracked)
-        found = plan(self._claims(cursor), self._mesh.shards)
+        found = plan(self._claims(progress), self._mesh.shards)
         if found.lost:
             raise self._lost(found)
         rank = self._group.rank()
@@ -93,12 +93,12 @@ class Shards:
             self.forget()
         self.is_healing = True
         try:
-            self._advance(found, cursor)
+            self._advance(found, progress)
             for handover in found.handovers:
                 if rank == handover.receiver:
-                    self._take(handover, cursor)
+                    self._take(handover, progress)
                 elif rank in handover.givers:
-                    heal.give(self._group, handover, self._state(cursor))
+                    heal.give(self._group, handover, self._state(progress))
         finally:
             self.is_healing = False
         if found.advancing or found.handovers:
@@ -106,27 +106,27 @@ class Shards:
         self._group.check()
         self._health.whole()
 
-    def _claims(self, cursor: Cursor) -> list[Claim]:
+    def _claims(self, progress: Progress) -> list[Claim]:
         health = self._health
         torn = not health.holds and (health.torn or self._came_later)
-        said = [cursor.next_step, health.holds, torn, self._ready, self._mesh.seat]
+        said = [progress.next_step, health.holds, torn, self._ready, self._mesh.seat]
         heard = heal.gathered(self._group, [*said, near.machine()])
         return [
             Claim(n, bool(holds), bool(torn), bool(ready), self._mesh.shard_of(seat), machine)
             for n, holds, torn, ready, seat, machine in heard
         ]
 
-    def _advance(self, found: Plan, cursor: Cursor) -> None:
+    def _advance(self, found: Plan, progress: Progress) -> None:
         """Have those make the update who are ready for one that others have made."""
         rank = self._group.rank()
         for each in found.advancing:
             handover = Handover(each, (found.leader,), near=False)
             if rank == found.leader:
-                heal.give(self._group, handover, self._small(cursor))
+                heal.give(self._group, handover, self._small(progress))
             elif rank == each:
                 small = heal.take(self._group, handover, None).state
                 self._update(small)
-                cursor.load_state_dict(small["data"])
+                progress.load_state_dict(small["data"])
 
     def _update(self, small: dict[str, Any]) -> None:
         tracked = self._tracked
@@ -141,7 +141,7 @@ class Shards:
             parameter.grad = None
         self.forget()
 
-    def _small(self, cursor: Cursor) -> dict[str, Any]:
+    def _small(self, progress: Progress) -> dict[str, Any]:
         """What the rest of a body may have changed, the same on all members."""
         tracked = self._tracked
         settings = [
@@ -149,9 +149,9 @@ class Shards:
             for each in tracked.optimizers
         ]
         others = [thing.state_dict() for thing in tracked.others]
-        return {"settings": settings, "others": others, "data": cursor.state_dict()}
+        return {"settings": settings, "others": others, "data": progress.state_dict()}
 
-    def _take(self, handover: Handover, cursor: Cursor) -> None:
+    def _take(self, handover: Handover, progress: Progress) -> None:
         for parameter in self._tracked.parameters():
             parameter.grad = None  # Else nothing can be prepared.
         self._tracked.prepare()
@@ -162,11 +162,11 @@ class Shards:
         )
         self._health.half_written()
         self._tracked.load(placed(own, found.state["tracked"]))
-        cursor.load_state_dict(found.state["data"])
+        progress.load_state_dict(found.state["data"])
         self._health.whole()
 
-    def _state(self, cursor: Cursor) -> dict[str, Any]:
-        return {"tracked": local(self._tracked.state()), "data": cursor.state_dict()}
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        return {"tracked": local(self._tracked.state()), "data": progress.state_dict()}
 
     def _lost(self, found: Plan) -> JobError:
         numbers = ", ".join(map(str, found.lost))

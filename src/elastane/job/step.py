@@ -47,6 +47,11 @@ class Step:
             self._job.beat()
 
     @property
+    def last_of_epoch(self) -> bool:
+        """Whether the next step is of another epoch; the same on all workers."""
+        return self._job.is_last_of_epoch(self.number)
+
+    @property
     def samples(self) -> int:
         """How many samples of the step are this rank's."""
         return sum(portion.samples for portion in self._portions)

@@ -9,6 +9,7 @@ caller answers by entering the next; JobError where there is none.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 import zlib
@@ -49,6 +50,8 @@ class Worlds:
         self._line = line
         self._page: WorkerPage | None = None
         self._building: tuple[WorldGroup, ...] = ()
+        # The whole world, while some of its members go on in a group of their own.
+        self._whole: WorldGroup | None = None
         self.mesh: MeshGroups | None = None
         # Whether this worker came after the first step: others give it their state.
         self.came_later = False
@@ -186,6 +189,7 @@ class Worlds:
         assert self._line is not None, "lose() has refused"
         self.pulse.at(Activity.ENTERING)
         self._take(self._line.next_place())
+        self._close_whole()
         self._build(self.place)
         if self.mesh is not None:
             self._take_seat(self.mesh)
@@ -211,6 +215,45 @@ class Worlds:
             self.able()
             self.lose(error)
             self._wait_for_place()
+
+    def narrow(self, ranks: Sequence[int]) -> None:
+        """Go on among these members of the world alone, in a group of their own; see `widen`.
+
+        Rank and world size are those of that group. Raises as the construction of a group does.
+        """
+        if self.mesh is not None:
+            raise JobError(
+                "a worker was lost in job.retry() behind a step, and one that joined since holds"
+                " shards that the function needs",
+                expected="job.retry() between two loops of job.steps(), where a mesh is used: there"
+                " a worker that joins takes part",
+                next_step="for epoch in range(n):  for step, batch in job.steps(loader,"
+                " until_epoch=epoch + 1): ...;  job.retry(validate, model)",
+                slug="job-retry",
+            )
+        whole = self.group.world
+        wiring = dataclasses.replace(
+            whole.wiring,
+            rank=ranks.index(whole.rank),
+            world_size=len(ranks),
+            fence=f"{whole.wiring.fence}/some",
+            serves=False,
+        )
+        world = WorldGroup(wiring)
+        self._building += (world,)
+        if self.has_news:
+            world.abort()
+        world.build()
+        self._whole = whole
+        self.group.replace(world, keeps=True)
+        os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
+
+    def widen(self) -> None:
+        """Be in the whole world again."""
+        if self._whole is not None and self.place is not None:
+            self.group.replace(self._whole)
+            self._whole = None
+            os.environ.update(self.place.env)
 
     def lose(self, error: Exception) -> None:
         """Take an error for that of a lost peer, if it is one; else it is raised again.
@@ -239,6 +282,12 @@ class Worlds:
         if self.mesh is not None:
             self.mesh.close()
         self.group.close()
+        self._close_whole()
+
+    def _close_whole(self) -> None:
+        if self._whole is not None:
+            self._whole.close()
+            self._whole = None
 
     def _take(self, place: Place) -> None:
         """Hold this place, and have the environment say so."""
