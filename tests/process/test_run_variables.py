@@ -25,6 +25,7 @@ MAY_DIFFER = {
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
     "SHOW_FOLDER", "SUPERVISE_FOLDER", "SUPERVISE_MARK", "TMPDIR", "PWD", "OLDPWD", "_", "SHLVL",
     "PYTHONUNBUFFERED", "LC_CTYPE",
+    "GLOO_SOCKET_IFNAME",  # ours: a job on one machine listens on the loopback
     "PYTHONFAULTHANDLER",  # ours: a fatal signal shows the Python stacks
 }  # fmt: skip
 GIVEN = {

@@ -33,6 +33,7 @@ _CONF = "PET_RDZV_CONF"
 _SECRET_KEYS = ("token", "password")
 # ROCm reads it too.
 _DEVICES = "CUDA_VISIBLE_DEVICES"
+_LOOPBACK_INTERFACE = "lo"
 LOCAL_RANK_MACRO = "${local_rank}"
 
 
@@ -42,7 +43,8 @@ class RunFacts:
 
     `virtual_local_rank`: each worker sees one device, as number 0. `timer_file` is where they set
     timers on themselves, empty where nobody watches. `signals` are those at which the agent drains.
-    `keeper` is the path of the socket of the node's keeper, empty where there is none.
+    `keeper` is the path of the socket of the node's keeper, empty where there is none. Of a job
+    `on_one_machine` gloo listens on the loopback.
     """
 
     job: str
@@ -53,6 +55,7 @@ class RunFacts:
     timer_file: str = ""
     signals: tuple[str, ...] = ()
     keeper: str = ""
+    on_one_machine: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,18 @@ def worker_environment(
         env["ELASTANE_LINE_FD"] = str(worker.line_fd)
     own = {"ELASTANE_KEEPER": run.keeper, "ELASTANE_LEASH": worker.leash}
     env.update({name: value for name, value in own.items() if value})
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # A fatal signal then shows the stacks of all threads, in their child processes too.
-    env.setdefault("PYTHONFAULTHANDLER", "1")
+    return {**_defaults(run), **env}
+
+
+def _defaults(run: RunFacts) -> dict[str, str]:
+    """Return the variables that a worker has where the user set no other value."""
+    # By the fault handler a fatal signal shows the stacks of all threads, of children too.
+    found = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONFAULTHANDLER": "1"}
+    if run.on_one_machine:
+        found["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE
     if run.local_world_size > 1:
-        env.setdefault("OMP_NUM_THREADS", "1")
-    return env
+        found["OMP_NUM_THREADS"] = "1"
+    return found
 
 
 def only_device(base: Mapping[str, str], local_rank: int) -> str:

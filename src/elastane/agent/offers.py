@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 
 from elastane.core.model import Offer
+from elastane.runtime.endpoint import bound
 
 # As many connections as a large job's workers may open at once; the kernel caps it at somaxconn.
 _BACKLOG = 4096
@@ -25,13 +26,18 @@ class OfferedPort:
     as torch does) gets it.
     """
 
-    def __init__(self, *, listening: bool) -> None:
+    def __init__(self, *, listening: bool, host: str = "") -> None:
+        """`host` is where others reach this node; see runtime.endpoint.bound."""
         self.listening = listening
+        self._host = host
         self._socket: socket.socket | None = None
 
     def open(self) -> Offer:
-        """Bind a port of the kernel's choice on all addresses, IPv6 too where there is any."""
-        self._socket = _bind()
+        """Bind a port of the kernel's choice.
+
+        One that does not listen is held on all addresses: so will torch's store bind it.
+        """
+        self._socket = bound(self._host if self.listening else "", 0)
         if self.listening:
             self._socket.listen(_BACKLOG)
         return self.offer
@@ -54,7 +60,7 @@ class OfferedPort:
 
     def hand_over(self) -> OfferedPort:
         """Return one that holds what this one held, for a world that meets there; this is free."""
-        taken = OfferedPort(listening=self.listening)
+        taken = OfferedPort(listening=self.listening, host=self._host)
         taken._socket, self._socket = self._socket, None
         return taken
 
@@ -63,22 +69,3 @@ class OfferedPort:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def _bind() -> socket.socket:
-    try:
-        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("::", 0))
-        except OSError:
-            sock.close()
-            raise
-        return sock
-    except OSError:
-        # No IPv6 on this host.
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("0.0.0.0", 0))
-        return sock

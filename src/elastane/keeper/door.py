@@ -24,6 +24,7 @@ from elastane.core.limits import (
 from elastane.errors import ElastaneError
 from elastane.keeper.background import step_back
 from elastane.keeper.peers import TO_RECEIVER, Neighbours, Offer
+from elastane.runtime.endpoint import bound
 from elastane.runtime.unproven import Unproven
 
 if TYPE_CHECKING:
@@ -47,12 +48,9 @@ class Door:
         self._told = ""
 
     def open(self) -> str:
-        """Listen at all addresses of this node; returns where, as HOST:PORT. Raises OSError."""
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listener = socket.create_server(
-            ("", 0), family=family, backlog=KEEPER_BACKLOG, dualstack_ipv6=dual
-        )
+        """Listen where others reach this node; returns where, as HOST:PORT. Raises OSError."""
+        self._listener = bound(self.about.host, 0)
+        self._listener.listen(KEEPER_BACKLOG)
         threading.Thread(target=self._accept, name="keeper-door", daemon=True).start()
         host = self.about.host
         return f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"

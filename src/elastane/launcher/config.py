@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastane.core.model import JobSpec
+from elastane.runtime.endpoint import is_loopback, reach
 from elastane.runtime.process import WorkerKind
 from elastane.runtime.streams.places import ChooseFiles
 from elastane.runtime.streams.plan import LogPlan
@@ -113,3 +114,15 @@ class LaunchConfig:
     notes: tuple[str, ...] = ()
     supervision: Supervision = Supervision()
     report_file: str = ""
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether no other machine can take part in the job."""
+        meets = self.rendezvous
+        is_local = not meets.store and is_loopback(meets.host)
+        return meets.alone or (is_local and self.spec.max_nodes == 1)
+
+    @property
+    def reach(self) -> str:
+        """Where others reach this node's listeners, "" where that is not known yet."""
+        return reach(self.node.local_addr, alone=self.is_on_one_machine)

@@ -176,7 +176,7 @@ class _Agent:
     def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Seat:
         config = self._config
         if keys is not None:
-            return StoreSeat(keys, self._node.id, config.node.local_addr, hosting)
+            return StoreSeat(keys, self._node.id, config.reach, hosting)
         endpoint = Endpoint(config.rendezvous.host or "127.0.0.1", config.rendezvous.port)
         return EndpointSeat(endpoint, config.rendezvous.hosts, hosting)
 
@@ -210,6 +210,7 @@ class _Agent:
                 timer_file=self._node.timers.path if self._node.timers else "",
                 signals=config.signals,
                 keeper=self._node.keeping.path,
+                on_one_machine=config.is_on_one_machine,
             ),
             logs=config.logs,
             spawner=self._node.spawner,

@@ -55,7 +55,7 @@ from elastane.launcher.identity import new_incarnation
 from elastane.launcher.seat import EndpointSeat, Seat, StoreSeat, token_of
 from elastane.observe import logging as say
 from elastane.runtime import rpc
-from elastane.runtime.endpoint import STANDALONE, Endpoint
+from elastane.runtime.endpoint import STANDALONE, Endpoint, is_loopback, reach
 from elastane.runtime.environment import snapshot
 from elastane.runtime.kernel import suspended_s
 from elastane.runtime.tls import TlsConfig
@@ -88,6 +88,12 @@ class MemberConfig:
     tls: TlsConfig | None = None
     close_grace_s: float = 30.0
 
+    @property
+    def reach(self) -> str:
+        """Where others reach this node's listeners, "" where that is not known yet."""
+        is_local = self.open_store is None and is_loopback(self.endpoint.host)
+        return reach(self.local_addr, alone=is_local and self.spec.max_nodes == 1)
+
 
 @dataclass
 class Desk:
@@ -118,7 +124,7 @@ class Member:
         self._main: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
-        self._port = OfferedPort(listening=True)
+        self._port = OfferedPort(listening=True, host=config.reach)
         self._core: AgentCore | None = None
         self._link: Link | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -258,7 +264,7 @@ class Member:
         config = self.config
         if keys is None:
             return EndpointSeat(config.endpoint, config.hosts, hosting)
-        return StoreSeat(keys, config.node_id, config.local_addr, hosting)
+        return StoreSeat(keys, config.node_id, config.reach, hosting)
 
     def _node_spec(self) -> NodeSpec:
         config = self.config
@@ -377,7 +383,7 @@ class Member:
     def _new_port(self) -> Offer:
         """Hold another port than the last, which may have been told to others."""
         self._port.close()
-        self._port = OfferedPort(listening=True)
+        self._port = OfferedPort(listening=True, host=self.config.reach)
         return self._port.open()
 
     def _say_conclusion(self) -> None:

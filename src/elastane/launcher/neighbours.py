@@ -21,6 +21,6 @@ def neighbours(config: LaunchConfig, keyring: Keyring) -> Neighbours:
     return Neighbours(
         job=config.spec.job,
         secrets=tuple(hmac.digest(each, _PURPOSE, "sha256") for each in keyring.secrets()),
-        host=config.node.local_addr,
+        host=config.reach,
         tls=(tls.cert, tls.key, tls.ca) if tls is not None else ("", "", ""),
     )

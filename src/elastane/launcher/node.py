@@ -118,7 +118,7 @@ async def node_of(config: LaunchConfig, node_id: str, host: str) -> AsyncIterato
     await warden.start()
     events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
     spawner = _spawner(config, leash, events, node_id)
-    port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner))
+    port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner), host=config.reach)
     watched = config.supervision
     node = Node(config, node_id, leash, events, warden, spawner, port, keeping)
     keeping.report(node.tell_of_keeper, node.tell_keeper_lost)

@@ -52,7 +52,8 @@ TABLE: tuple[Option, ...] = (
     Option(
         "local-addr",
         "",
-        "address of this node as other nodes reach it (default: the one its connection shows)",
+        "address of this node as other nodes reach it (default: the one its connection shows); a "
+        "numeric one is also where this node listens",
         NODES,
         metavar="ADDR",
     ),

@@ -201,7 +201,7 @@ class StoreSeat:
         # Where its host lives and merely lost the store, its workers train: they are waited for.
         ended = before.node_id if before and not self._linked else ""
         takeover = Takeover(record, ended, store_backed=True)
-        listener = listen("0.0.0.0", 0)
+        listener = listen(self._local_addr, 0)
         if listener is None:
             raise ConfigurationError("no free port", slug="port-in-use")
         with contextlib.closing(listener):

@@ -39,7 +39,8 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"{host}:{self.port}"
 
 
-STANDALONE = Endpoint("127.0.0.1", 0)
+LOOPBACK = "127.0.0.1"
+STANDALONE = Endpoint(LOOPBACK, 0)
 
 
 def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
@@ -176,20 +177,32 @@ def _can_bind(number: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return True
 
 
+def reach(local_addr: str, *, alone: bool) -> str:
+    """Return where others reach this node's listeners, "" where that is not known yet.
+
+    The address that the user names; else the loopback for a job on this machine `alone`.
+    """
+    return local_addr or (LOOPBACK if alone else "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as it was typed, is the loopback."""
+    number = _number(host)
+    return host == "localhost" or (number is not None and number.is_loopback)
+
+
 def listen(host: str, port: int) -> socket.socket | None:
     """Return a listening, non-blocking socket for the endpoint; None where the port is served.
 
-    A loopback host is bound as such and is out of reach for others. Any other is served on all
-    addresses of this machine: other nodes may know it by a name that resolves differently there
-    (Debian's own is 127.0.1.1 to itself). Port 0 takes a free one. Raises ConfigurationError.
+    See `bound` for the addresses. Port 0 takes a free one. Raises ConfigurationError.
     """
-    family, bind_host = _bind_address(host)
-    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart, at once
-        if family == socket.AF_INET6 and bind_host == "::":
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind((bind_host, port))
+        sock = bound(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise _unlistenable(Endpoint(host, port), error) from error
+    try:
         sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError as error:
@@ -200,18 +213,41 @@ def listen(host: str, port: int) -> socket.socket | None:
     return sock
 
 
-def _bind_address(host: str) -> tuple[socket.AddressFamily, str]:
-    if host == "localhost":
-        return socket.AF_INET, "127.0.0.1"
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound where others reach `host`; raises OSError.
+
+    The loopback, and a numeric address of this machine, are bound as such and are out of reach by
+    any other address. All addresses of this machine are bound for "", and for a name: other nodes
+    may know it by one that resolves differently there (Debian's own is 127.0.1.1 to itself).
+    """
+    family, bind_host = _bind_address(host)
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        number = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        number = None
-    if number is not None and number.is_loopback:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart, at once
+        if family == socket.AF_INET6 and bind_host == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((bind_host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind_address(host: str) -> tuple[socket.AddressFamily, str]:
+    number = _number(LOOPBACK if host == "localhost" else host)
+    if number is not None and (number.is_loopback or str(number) in local_addresses()):
         return (socket.AF_INET6 if number.version == 6 else socket.AF_INET), str(number)
     if _has_ipv6():
         return socket.AF_INET6, "::"
     return socket.AF_INET, "0.0.0.0"
+
+
+def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a numeric address; None for a name, and for an address of one link (`%eth0`)."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 def _has_ipv6() -> bool:

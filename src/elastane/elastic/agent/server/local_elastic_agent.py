@@ -45,6 +45,7 @@ from elastane.elastic.multiprocessing import (
     PContext,
     start_processes,
 )
+from elastane.elastic.rendezvous._one_machine import OneMachineRendezvous
 from elastane.elastic.utils.api import macros
 from elastane.elastic.utils.process_state import is_uninterruptible_state, read_proc_state
 from elastane.errors import ConfigurationError
@@ -64,6 +65,7 @@ TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE
 # Of this process's environment, what a worker's own is made from; the rest is inherited.
 _PASSED_ON = (
     "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
     "OMP_NUM_THREADS",
     "PYTHONFAULTHANDLER",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -183,7 +185,13 @@ class LocalElasticAgent(SimpleElasticAgent):
             reason="",
         )
         run_id = spec.rdzv_handler.get_run_id()
-        run = RunFacts(run_id, socket.gethostname(), spec.role, spec.local_world_size)
+        run = RunFacts(
+            run_id,
+            socket.gethostname(),
+            spec.role,
+            spec.local_world_size,
+            on_one_machine=isinstance(spec.rdzv_handler, OneMachineRendezvous),
+        )
         base = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         kept = {name: "" for name in _KEPT if name in os.environ}
         return {**worker_environment(base, assignment, run, WorkerFacts(rank)), **kept}

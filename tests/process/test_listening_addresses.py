@@ -1,0 +1,143 @@
+"""Where the processes of a job listen: no further than its machines need."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import until
+from process_harness import worker_environment
+
+from elastane.agent.offers import OfferedPort
+from elastane.keeper.door import Door
+from elastane.keeper.peers import Neighbours
+from elastane.runtime.endpoint import bound, is_loopback, listen, local_addresses, reach
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+here = Path(sys.argv[1])
+(here / f"up.{dist.get_rank()}").touch()
+while not (here / "go").exists():
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def listening(session):
+    """Return the addresses at which processes of a session tree listen, by process."""
+    children: dict[int, list[int]] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        children.setdefault(int(words[1]), []).append(int(status.parent.name))
+    waiting, found = [session], {}
+    sockets = _listening_inodes()
+    while waiting:
+        pid = waiting.pop()
+        waiting += children.get(pid, [])
+        try:
+            links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        for link in links:
+            if link.startswith("socket:[") and link[8:-1] in sockets:
+                found.setdefault(sockets[link[8:-1]], set()).add(f"{pid} {line[:80]}")
+    return found
+
+
+def _listening_inodes():
+    found = {}
+    for name, size in (("tcp", 4), ("tcp6", 16)):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":  # TCP_LISTEN
+                raw = bytes.fromhex(words[1].partition(":")[0])
+                parts = struct.unpack(f">{size // 4}I", raw)
+                packed = struct.pack(f"<{size // 4}I", *parts)
+                family = socket.AF_INET if size == 4 else socket.AF_INET6
+                found[words[9]] = socket.inet_ntop(family, packed)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--standalone",),
+        ("--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+    ],
+    ids=["standalone", "endpoint"],
+)
+def test_a_job_on_one_machine_listens_on_the_loopback_alone(tmp_path, options):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    job = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "elastane.run", *options, "--nproc-per-node", "2"),
+            *(str(script), str(tmp_path)),
+        ],
+        env=worker_environment(TMPDIR=str(tmp_path)),
+        cwd=tmp_path,
+    )
+    try:
+        until(lambda: len(list(tmp_path.glob("up.*"))) == 2, "both ranks have met", 60)
+        found = listening(job.pid)
+        assert len(found) >= 1 and sum(map(len, found.values())) >= 3, "coordinator, store, gloo"
+        assert [where for where in found if not is_loopback(where)] == [], json.dumps(
+            {where: sorted(who) for where, who in found.items()}, indent=1
+        )
+        (tmp_path / "go").touch()
+        assert job.wait(60) == 0
+    finally:
+        job.terminate()
+        job.wait(30)
+
+
+OWN = sorted(a for a in local_addresses() if "." in a and not a.startswith("127."))[:1]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.7", *OWN])
+def test_what_a_node_serves_is_bound_to_the_address_that_is_named(address):
+    port = OfferedPort(listening=True, host=address)
+    port.open()
+    door = Door(Neighbours("job", (b"x" * 32,), host=address), lambda offer, line: None)
+    where = door.open()
+    with listen(address, 0) as listener:
+        assert listener.getsockname()[0] == address
+        assert port.socket.getsockname()[0] == address
+        assert where.startswith(f"{address}:") and door._listener.getsockname()[0] == address
+        taken = port.hand_over()
+        taken.close()
+        port.open()
+        assert port.socket.getsockname()[0] == address, "the next one too"
+    port.close()
+
+
+@pytest.mark.parametrize("host", ["", "a-name", "192.0.2.77"])
+def test_a_name_and_an_address_of_another_machine_are_served_on_all(host):
+    with bound(host, 0) as found:
+        assert found.getsockname()[0] in {"::", "0.0.0.0"}
+
+
+@pytest.mark.parametrize(
+    ("local_addr", "alone", "expected"),
+    [("", True, "127.0.0.1"), ("", False, ""), ("10.0.0.1", True, "10.0.0.1"), ("n", False, "n")],
+)
+def test_others_reach_a_node_where_it_says_or_not_at_all(local_addr, alone, expected):
+    assert reach(local_addr, alone=alone) == expected
