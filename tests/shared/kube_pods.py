@@ -43,6 +43,7 @@ class SimPod:
     waiting: str = ""
     ended_as: str = ""
     init_started_s: float = 0.0
+    said: str = ""
 
     @property
     def is_over(self):
@@ -65,7 +66,11 @@ class SimPod:
         status = {"phase": self.phase, "reason": self.reason}
         state = self._state()
         if state:
-            last = {"terminated": {"exitCode": self.last_code}} if self.restarts else {}
+            last = (
+                {"terminated": {"exitCode": self.last_code, "message": self.said}}
+                if self.restarts
+                else {}
+            )
             status["containerStatuses"] = [
                 {
                     "name": CONTAINER,
@@ -86,5 +91,5 @@ class SimPod:
         if self.code is not None:
             times = {"startedAt": as_time(self.started_s), "finishedAt": as_time(self.finished_s)}
             times |= {"reason": self.ended_as} if self.ended_as else {}
-            return {"terminated": {"exitCode": self.code} | times}
+            return {"terminated": {"exitCode": self.code, "message": self.said} | times}
         return {"waiting": {"reason": self.waiting}} if self.waiting else {}

@@ -127,7 +127,7 @@ def _facts(found: Found) -> list[tuple[str, str]]:
     bounds = f" (min {low}, max {high})" if low or high else ""
     world = "" if status.round is None else f"round {status.round}, {status.world_size} workers"
     pace = "" if status.steps_per_second is None else f", {status.steps_per_second:.3g} a second"
-    incident = status.last_incident
+    incident, failure = status.last_incident, status.last_failure
     is_late = status.observed_generation < found.job.metadata.edition
     return [
         ("operator", "has not answered to the spec as it is" if is_late else ""),
@@ -137,6 +137,7 @@ def _facts(found: Found) -> list[tuple[str, str]]:
         ("step", "" if status.step is None else f"{status.step}{pace}"),
         ("restarts", _restarts(status)),
         ("last incident", "" if incident is None else f"{incident.cause}{_ago(incident.time)}"),
+        ("last failure", "" if failure is None else f"{failure.cause}{_ago(failure.time)}"),
         ("started", _span(status)),
     ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 
 from elastane.agent.stuck import SLUG as UNKILLABLE
 from elastane.core.effects import Exit
@@ -22,12 +23,17 @@ from elastane.observe.report import report_of, write_launcher_error, write_repor
 _log = logging.getLogger("elastane.launcher")
 # Set for a launcher that is itself a worker of somebody's: TorchX, Kubernetes, another launcher.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# Set in a pod of an ElasticJob: the file whose text its kubelet puts into the pod's status.
+_TERMINATION_LOG = "ELASTANE_TERMINATION_LOG"
+# A kubelet takes 4,096 bytes; a condition of an ElasticJob repeats 400 characters.
+_LAST_WORDS_CHARS_MAX = 1000
 
 
 def tell_end(config: LaunchConfig, exit_: Exit) -> None:
     """Write what was asked for, then print the box of a job that failed."""
     _write_files(config, exit_)
     outcome = _outcome(exit_)
+    _write_last_words(config.environment.get(_TERMINATION_LOG, ""), outcome)
     if outcome.ok or (exit_.outcome is None and not outcome.slug):
         return
     show(outcome, _log_dir(config))
@@ -57,6 +63,24 @@ def _write_files(config: LaunchConfig, exit_: Exit) -> None:
             write_launcher_error(error_file, report)
     except OSError as error:
         _log.warning("how the job ended is not on file: %s", error)
+
+
+def _write_last_words(path: str, outcome: Outcome) -> None:
+    """Write why this agent ends, in one line, where its pod's status tells it."""
+    if not path or outcome.ok:
+        return
+    words = outcome.reason
+    failure = outcome.cause.failure if outcome.cause is not None else None
+    if failure is not None and failure.message:
+        words += f": {failure.message}"
+    line = " ".join(words.split())[:_LAST_WORDS_CHARS_MAX]
+    try:
+        # The kubelet has made the file; where there is none, nobody reads it.
+        with Path(path).open("r+", encoding="utf-8", errors="replace") as file:
+            file.write(line + "\n")
+            file.truncate()
+    except OSError as error:
+        _log.info("the pod's status does not say why this agent ends: %s: %s", path, error)
 
 
 def _outcome(exit_: Exit) -> Outcome:

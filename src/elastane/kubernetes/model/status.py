@@ -91,7 +91,7 @@ class Crashes(_Told, frozen=True, kw_only=True):
 
 
 class Incident(_Told, frozen=True, kw_only=True):
-    """The last incident and its cause."""
+    """The last incident or failure, and its cause."""
 
     cause: str
     time: _Time = None
@@ -103,12 +103,13 @@ class JobStatus(_Told, frozen=True, kw_only=True):
     `restarts`: pods that were replaced, containers that were restarted, and workers that were
     restarted by their agents, these last also alone as `worker_restarts`. `failures`: pods and
     containers that count towards backoffLimit. `disruptions`: pods that the cluster took away.
-    `replicas` is what the scale subresource tells: pods that live. `outdated`: those of them that
-    were made of an older template. `counted`: uids of pods whose
-    end is accounted for, which is so before they are deleted. `fenced`: uids of pods on lost
-    nodes, which may neither rejoin nor publish. `first_start_time`: when a pod of the job was
-    first seen to have run. `stuck_since_time`: since when none can start, for a reason that does
-    not pass by itself. `ended_well_time`: when the first pod succeeded; from then on none is made.
+    `last_failure`: of a pod or container, as it ended; `last_incident`: as the job's coordinator
+    reports it. `replicas` is what the scale subresource tells: pods that live. `outdated`: those
+    of them that were made of an older template. `counted`: uids of pods whose end is accounted
+    for, which is so before they are deleted. `fenced`: uids of pods on lost nodes, which may
+    neither rejoin nor publish. `first_start_time`: when a pod of the job was first seen to have
+    run. `stuck_since_time`: since when none can start, for a reason that does not pass by itself.
+    `ended_well_time`: when the first pod succeeded; from then on none is made.
     """
 
     phase: str = ""
@@ -136,6 +137,7 @@ class JobStatus(_Told, frozen=True, kw_only=True):
     last_progress_time: _Time = None
     crashes: Crashes | None = None
     last_incident: Incident | None = None
+    last_failure: Incident | None = None
     workers: tuple[WorkerStatus, ...] = ()
     workers_omitted: int = 0
     counted: tuple[str, ...] = ()

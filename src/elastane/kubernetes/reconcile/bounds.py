@@ -4,6 +4,11 @@ from __future__ import annotations
 
 # A pod that lived for less than this ended quickly; kubelets forget crashes after as long.
 QUICK_S = 600.0
+# A rendezvous of the user's (an etcd of the same manifest) may come up later than the job: it has
+# to be scheduled, and its image pulled. Until then launchers other than elastane's end with code 1,
+# within a minute: those of torch import it, and try for some seconds.
+FIRST_START_S = 300.0
+FIRST_START_LIVED_S = 60.0
 # Failures of workers, containers and pods in a row, without a new step, that are a crash loop. One
 # failure is none, and a second may have the same cause as the first.
 CRASHES_TOLD_MIN = 3

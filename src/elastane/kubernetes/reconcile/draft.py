@@ -62,6 +62,7 @@ class Draft:
         self.in_place = {one.uid: one for one in before.in_place}
         self.troubles = {one.index: one for one in before.troubles}
         self.nodes = {one.name: one for one in before.nodes}
+        self.last_failure = before.last_failure
         self.ended_well_time = before.ended_well_time
         self.first_start_time = before.first_start_time
         self.stuck_since_time = before.stuck_since_time

@@ -88,6 +88,7 @@ def variables(job: Meta, settings: Settings) -> list[dict[str, Any]]:
         _field("ELASTANE_POD_UID", "metadata.uid"),
         _field("ELASTANE_POD_NAME", "metadata.name"),
         {"name": "ELASTANE_ELASTICJOB", "value": job.name},
+        {"name": "ELASTANE_TERMINATION_LOG", "value": settings.termination_log},
     ]
     if backend(job, settings) == "kubernetes":
         token = {"name": token_of(rdzv_id(job, settings)), "key": TOKEN_KEY}

@@ -15,17 +15,19 @@ import msgspec
 from elastane.errors import ExitCode
 from elastane.kubernetes.model import FreeSeat, as_time, since_epoch
 from elastane.kubernetes.model.spec import RuleAction
-from elastane.kubernetes.model.status import InPlace, NodeTrouble, Trouble
+from elastane.kubernetes.model.status import Incident, InPlace, NodeTrouble, Trouble
 from elastane.kubernetes.reconcile.bounds import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
     COUNTED_KEPT,
+    FIRST_START_LIVED_S,
+    FIRST_START_S,
     NODES_KEPT,
     QUICK_S,
 )
 from elastane.kubernetes.reconcile.draft import Draft
 from elastane.kubernetes.reconcile.injection import backend, rdzv_id
-from elastane.kubernetes.reconcile.pods import Ending, Judged
+from elastane.kubernetes.reconcile.pods import Ending, Judged, ending_text
 from elastane.kubernetes.reconcile.rules import documented, ruled
 from elastane.kubernetes.reconcile.settings import Settings
 from elastane.stores.kubernetes.names import lease_of
@@ -61,6 +63,10 @@ def _count_success(draft: Draft, pod: Judged) -> None:
 
 def _count_failure(draft: Draft, pod: Judged, ending: Ending) -> None:
     action = action_of(ending, draft.settings)
+    if action == "Fail" and _may_lack_rendezvous(draft, ending):
+        action = "Ignore"
+        text = f"{pod.name}: {ending.text}; its rendezvous may not be up yet: started again"
+        draft.tell("Warning", "FirstStart", text)
     draft.counted[pod.uid] = None
     if ending.cause == "OOM":
         draft.tell("Warning", "PodOOM", f"{pod.name} on {pod.node}: {ending.text}")
@@ -69,7 +75,10 @@ def _count_failure(draft: Draft, pod: Judged, ending: Ending) -> None:
     if ending.cause not in ("App", "OOM"):
         draft.disruptions += 1
         draft.tell("Warning", f"Pod{ending.cause}", f"{pod.name} on {pod.node}: {ending.text}")
-    elif action != "Ignore":
+    else:
+        text = f"{pod.name} on {pod.node}: {ending.text}"
+        draft.last_failure = Incident(cause=text, time=as_time(draft.now_s))
+    if ending.cause in ("App", "OOM") and action != "Ignore":
         draft.failures += 1
         charge_node(draft, pod.node, unfit=ending.code == ExitCode.NODE_UNFIT)
     # An agent of elastane ends with 0 when the whole job has; torchrun's speaks for its own node.
@@ -103,6 +112,20 @@ def action_of(ending: Ending, settings: Settings) -> RuleAction:
     return "Fail" if settings.policy == "Never" else "Retry"
 
 
+def _may_lack_rendezvous(draft: Draft, ending: Ending) -> bool:
+    """Whether a pod may have failed since the rendezvous that the user named is not up yet.
+
+    Only by exit code 1, which says nothing, and where no rule of the user's says what it means.
+    """
+    settings, begun_s = draft.settings, since_epoch(draft.start_time)
+    if backend(draft.job, settings) == "kubernetes" or settings.policy != "ExitCode":
+        return False
+    if ending.code != 1 or ruled(1, settings.spec.exit_code_rules) is not None:
+        return False
+    is_quick = ending.lived_s is not None and ending.lived_s < FIRST_START_LIVED_S
+    return is_quick and begun_s is not None and draft.now_s < begun_s + FIRST_START_S
+
+
 def _count_departure(draft: Draft, pod: Judged) -> None:
     draft.counted[pod.uid] = None
     draft.disruptions += 1
@@ -124,6 +147,10 @@ def _count_in_place(draft: Draft, pod: Judged) -> None:
         draft.failures += more
     code = pod.crash.exit_code if pod.crash else "unknown"
     text = f"{pod.name} was restarted in place {pod.restarts} times; the last exit code is {code}"
+    if pod.crash is not None and pod.crash.exit_code != 0:
+        said = ending_text(pod.crash)
+        cause = f"{pod.name} on {pod.node}: {said}"
+        draft.last_failure = Incident(cause=cause, time=as_time(draft.now_s))
     draft.tell("Warning", "RestartedInPlace", text)
 
 

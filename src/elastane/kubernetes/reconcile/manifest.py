@@ -53,6 +53,8 @@ def pod_manifest(
     worker = next(one for one in spec["containers"] if one["name"] == settings.container)
     worker["args"] = [*arguments(job, settings), *settings.arguments]
     worker["env"] = _variables(worker.get("env") or [], variables(job, settings))
+    # Without a message the pod's status has the end of the log, which is deleted with the pod.
+    worker.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     return {
         "apiVersion": "v1",
         "kind": "Pod",

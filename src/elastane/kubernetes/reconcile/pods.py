@@ -272,11 +272,21 @@ def _told(pod: Pod, ended: Terminated, cause: Cause) -> str:
     if cause != "App":
         said = " ".join(part for part in (pod.status.reason, pod.status.message) if part)
         return _cut(f"{cause}, exit code {ended.exit_code}: {said}" if said else cause)
+    return ending_text(ended)
+
+
+def ending_text(ended: Terminated) -> str:
+    """Return how a container ended by itself, with the last words of its termination message.
+
+    That is the cause, from an agent of elastane; else the end of the log, where the last line may
+    be a mere rule.
+    """
     text = f"exit code {ended.exit_code}"
     if ended.signal:
         text += f" (signal {ended.signal})"
-    lines = ended.message.strip().splitlines()
-    return _cut(f"{text}: {lines[-1].strip()}" if lines else text)
+    lines = [line.strip() for line in ended.message.splitlines()]
+    said = next((line for line in reversed(lines) if any(map(str.isalnum, line))), "")
+    return _cut(f"{text}: {said}" if said else text)
 
 
 def _lived_s(ended: Terminated) -> float | None:

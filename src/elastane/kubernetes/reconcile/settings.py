@@ -23,6 +23,9 @@ from elastane.kubernetes.reconcile.validation import (
     wrong_types,
 )
 
+# Kubernetes' default of a container's terminationMessagePath.
+TERMINATION_LOG = "/dev/termination-log"
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What a job's spec says, in a form that cannot contradict itself: min <= desired <= max.
@@ -61,6 +64,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             if container["name"] == self.container:
                 return list(container.get("args") or [])
         return []
+
+    @property
+    def termination_log(self) -> str:
+        """Where the container that trains leaves its last words, for its kubelet."""
+        for container in self.template["spec"]["containers"]:
+            if container["name"] == self.container:
+                return str(container.get("terminationMessagePath") or TERMINATION_LOG)
+        return TERMINATION_LOG
 
     @property
     def is_suspended(self) -> bool:

@@ -59,6 +59,7 @@ def status_of(draft: Draft, verdict: Verdict | None) -> JobStatus:
         last_progress_time=progress.last_time,
         crashes=progress.crashes if progress.crashes != Crashes() else None,
         last_incident=said.last_incident,
+        last_failure=draft.last_failure,
         workers=_workers(draft),
         workers_omitted=max(0, len(draft.own) - WORKERS_TOLD_MAX),
         counted=tuple(draft.counted),
