@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
+from elastane.comms.pairing import MispairedError
 from elastane.comms.storeclient import StoreClient
 from elastane.errors import JobError, PeerLostError
 from elastane.job.alike import make_alike
@@ -439,4 +440,36 @@ def ddp_differs(worker, size, otherwise):
     except JobError as error:
         worker.say(str(error))
     del model
+    worker.hear()
+
+
+def commits_with(worker, odd):
+    """Members commit; then rank 1 makes one all-reduce more, and stands in it, or it passed."""
+    elastic = ElasticGroup()
+    elastic.register()
+    elastic.replace(build(worker, "first", worker.number, 3))
+    for step in range(3):
+        dist.all_reduce(torch.ones(8))
+        elastic.pairing.agree(step)
+    dist.all_reduce(torch.ones(8))
+    told = worker.when_told(elastic.abort)
+    stands = odd == "stands" and worker.number == 1
+    work = dist.all_reduce(torch.ones(8), async_op=True) if stands else None
+    if odd == "passed" and worker.number == 1:
+        elastic.pairing.tally.note("allreduce", [torch.ones(8)])  # as if paired with a later one
+    worker.say("in")
+    try:
+        if work is not None:
+            work.wait()
+        elastic.pairing.agree(3)
+        worker.say("committed")
+    except (RuntimeError, MispairedError, PeerLostError) as error:
+        worker.say(str(error))
+    told.join()
+    elastic.replace(build(worker, "second", worker.number, 3))
+    try:
+        elastic.pairing.meet(updated=False)
+        worker.say("met")
+    except MispairedError as error:
+        worker.say(str(error))
     worker.hear()

@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 from torch._C._distributed_c10d import Backend as TorchBackend
@@ -30,6 +31,8 @@ from elastane.comms.storeclient import StoreClient
 _CUT_AGAIN_S = 0.005
 _CUT_RARELY_S = 0.1
 _VISITS_MAX = 20
+# As torch's own default for one device.
+_THREADS = 2
 # To reach the own listener, on this host.
 _KNOCK_S = 0.2
 
@@ -61,6 +64,18 @@ class Wiring:
         assert self.timeout_s > 0, self.timeout_s
 
 
+class Made(NamedTuple):
+    """What a construction has made.
+
+    `aside`: a second context of gloo between the same members, whose collectives are in no order
+    with those of `group`; None where the group is of one, or of some of a world's members.
+    """
+
+    group: ProcessGroup
+    store: Store
+    aside: ProcessGroupGloo | None
+
+
 class Construction:
     """`run` makes the group; `end`, from any other thread, makes `run` come out of anything."""
 
@@ -74,13 +89,17 @@ class Construction:
         self.server: Store | None = None
         self.inodes: set[int] = set()
 
-    def run(self) -> tuple[ProcessGroup, Store]:
-        """The group, and its store."""
+    def run(self) -> Made:
+        """Make the group and what goes with it."""
         try:
             store = self._reach_store()
-            group = self._assemble(store)
+            # One device for both contexts: they listen at one address, by which all of their
+            # connections are known.
+            device = _device(self._wiring)
+            group = self._assemble(store, device)
+            aside = self._aside(store, device)
             self.inodes = self._gloo_inodes()
-            return group, store
+            return Made(group, store, aside)
         except BaseException:
             if self.client is not None:
                 self.client.close()
@@ -137,23 +156,30 @@ class Construction:
         client.open()
         return PrefixStore(wiring.fence, client)
 
-    def _assemble(self, store: Store) -> ProcessGroup:
+    def _assemble(self, store: Store, device: ProcessGroupGloo.Device) -> ProcessGroup:
         wiring = self._wiring
         group = ProcessGroup(store, wiring.rank, wiring.world_size)
         kind = ProcessGroup.BackendType
         group._set_default_backend(kind.NCCL if wiring.device_type == "cuda" else kind.GLOO)
-        group._register_backend(torch.device("cpu"), kind.GLOO, self._gloo(store))
+        group._register_backend(torch.device("cpu"), kind.GLOO, self._gloo(store, device, _THREADS))
         if wiring.device_type == "cuda":
             group._register_backend(torch.device("cuda"), kind.NCCL, self._nccl())
         group._set_group_name(GroupName(f"elastane/{wiring.fence}"))
         return group
 
-    def _gloo(self, store: Store) -> ProcessGroupGloo:
+    def _aside(self, store: Store, device: ProcessGroupGloo.Device) -> ProcessGroupGloo | None:
+        if self._wiring.world_size == 1 or self._wiring.members:
+            return None
+        return self._gloo(PrefixStore("aside", store), device, _THREADS)
+
+    def _gloo(
+        self, store: Store, device: ProcessGroupGloo.Device, threads: int
+    ) -> ProcessGroupGloo:
         wiring = self._wiring
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [_device(wiring)]
+        options._devices = [device]
         options._timeout = timedelta(seconds=wiring.timeout_s)
-        options._threads = 2  # as torch's own default for one device
+        options._threads = threads
         self._meeting = meeting = Meeting(store)
         meeting.ended = self._ended
         return ProcessGroupGloo(meeting, wiring.rank, wiring.world_size, options)

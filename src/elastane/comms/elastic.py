@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastane.comms import ddp, tables
 from elastane.comms.group import WorldGroup
+from elastane.comms.pairing import Pairing
 from elastane.comms.works import Completed, Ledger, Together, Waited
 from elastane.errors import ConfigurationError, JobError, PeerLostError
 
@@ -77,6 +78,7 @@ class ElasticGroup(ProcessGroup):
         self.guard: Callable[[str], None] | None = None
         # Whether this member builds apart from the others: they take part in no operation of its.
         self.apart = False
+        self.pairing = Pairing(self)
         # Groups of some of the members: what fails or waits there, fails or waits here.
         self.parts: tuple[ElasticGroup, ...] = ()
 
@@ -100,9 +102,12 @@ class ElasticGroup(ProcessGroup):
 
         Never while a forward or backward runs: each DDP over this group gets a new reducer.
         """
+        broke = self.failed
         former, self._world = self._world, world
         self._works.clear()
         world.when_aborted = self._works.releaser()
+        if former is not None and former is not world:
+            self.pairing.left(former.wiring.fence, former.size, broke=broke)
         if former is not None and former is not world and not keeps:
             former.close()
         if self._registered:
@@ -250,6 +255,19 @@ class ElasticGroup(ProcessGroup):
         self._works.add(waited)
         return waited
 
+    def aside(self, begin: Callable[[Any], Work]) -> None:
+        """Wait for what `begin` begins over a second context between the members of the world.
+
+        That has no place in the order of this group's collectives. For worlds of several.
+        """
+        world = self._usable()
+        assert world.aside is not None, "a world of one, or a group of some members"
+        try:
+            Waited(begin(world.aside), self._works, [], sliced=True).wait()
+        except RuntimeError as error:
+            self._works.note(error)
+            raise self._lost() from error
+
     def split_group(self, *_args: Any, **_kwargs: Any) -> ProcessGroup | None:
         """Refused: an elastic group has no subgroups."""
         tables.NoSubgroups().check([])
@@ -282,6 +300,9 @@ class ElasticGroup(ProcessGroup):
         world = self._usable()
         if self.guard is not None:
             self.guard(name)
+        tensors = _tensors(args)
+        if name not in _MESSAGES:
+            self.pairing.tally.note(name, tensors)
         try:
             work: Work | None = getattr(world.group, name)(*args, **kwargs)
         except (RuntimeError, PeerLostError) as error:
@@ -289,7 +310,7 @@ class ElasticGroup(ProcessGroup):
             raise
         if work is None:
             return None
-        waited = Waited(work, self._works, _tensors(args), sliced=name in _SLICED)
+        waited = Waited(work, self._works, tensors, sliced=name in _SLICED)
         if name not in _MESSAGES:
             self._works.add(waited)
         return waited

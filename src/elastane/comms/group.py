@@ -19,10 +19,10 @@ from collections.abc import Callable
 from enum import Enum
 
 from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from elastane.comms import sockets
-from elastane.comms.construction import Construction, Wiring
+from elastane.comms.construction import Construction, Made, Wiring
 from elastane.errors import ElastaneError, PeerLostError
 
 __all__ = ["ALONE", "Wiring", "WorldGroup"]
@@ -62,7 +62,7 @@ class WorldGroup:
         self._changed = threading.Condition()
         self._phase = _Phase.NEW
         self._construction = Construction(wiring)
-        self._made: tuple[ProcessGroup, Store] | None = None
+        self._made: Made | None = None
         self._failure: BaseException | None = None
         # Called, once, by whoever ends a world that was ready.
         self.when_aborted: Callable[[], None] | None = None
@@ -80,12 +80,17 @@ class WorldGroup:
     @property
     def group(self) -> ProcessGroup:
         """torch's group; after `build` and until `close`."""
-        return self._whole()[0]
+        return self._whole().group
 
     @property
     def store(self) -> Store:
         """The world's store, its keys under the fence; a private one in a world of one."""
-        return self._whole()[1]
+        return self._whole().store
+
+    @property
+    def aside(self) -> ProcessGroupGloo | None:
+        """A context beside the group's, where the world has several members: see `Made`."""
+        return self._whole().aside
 
     @property
     def aborted(self) -> bool:
@@ -141,7 +146,7 @@ class WorldGroup:
                 self._construction.client.interrupt()
             sockets.cut(self._construction.inodes)
             if self.wiring.device_type == "cuda":
-                made[0].abort()
+                made.group.abort()
             if self.when_aborted is not None:
                 self.when_aborted()
 
@@ -164,7 +169,7 @@ class WorldGroup:
             closer.start()
 
     def _construct(self) -> None:
-        made: tuple[ProcessGroup, Store] | None = None
+        made: Made | None = None
         failure: BaseException | None = None
         try:
             made = self._construction.run()
@@ -181,7 +186,7 @@ class WorldGroup:
         if made is not None and self._construction.client is not None:
             self._construction.client.close()
 
-    def _whole(self) -> tuple[ProcessGroup, Store]:
+    def _whole(self) -> Made:
         made = self._made
         if made is None:
             raise self._not_built()

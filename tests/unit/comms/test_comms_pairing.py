@@ -1,0 +1,96 @@
+"""What members count of their collectives, and which of their records cannot both be right."""
+
+import pytest
+import torch
+
+from elastane.comms.pairing import (
+    ENDED,
+    IN_BODY,
+    KINDS,
+    UPDATED,
+    Record,
+    Tally,
+    odd_pair,
+    odd_survivors,
+)
+
+
+def tally_of(*names, count=8):
+    tally = Tally()
+    for name in names:
+        tally.note(name, [torch.zeros(count)])
+    return tally
+
+
+def record(*names, world=1, step=5, commits=2, reached=IN_BODY, count=8):
+    return tally_of(*names, count=count).record(world, step, commits, reached)
+
+
+def test_a_tally_says_how_many_of_which_kind():
+    said = record("allreduce", "allreduce", "broadcast", "_allgather_base", "reduce_scatter_tensor")
+    assert said.described() == "2 all-reduces, 1 broadcast, 1 all-gather, 1 reduce-scatter"
+    assert record("gather", "scatter").described() == "2 other collectives"
+    assert record().described() == "no collective"
+    assert Record.unpacked(said.packed()) == said
+    assert all(-(2**63) <= number < 2**63 for number in said.packed())
+
+
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        (["broadcast", "allreduce"], 8),
+        (["allreduce", "broadcast"], 9),
+        (["allreduce"], 8),
+        (["allreduce", "broadcast", "barrier"], 8),
+        (["allreduce_coalesced", "broadcast"], 8),
+    ],
+    ids=["order", "size", "fewer", "more", "name"],
+)
+def test_two_members_that_did_other_things_are_found(names, count):
+    same = record("allreduce", "broadcast")
+    assert odd_pair([same, record(*names, count=count), same]) == (0, 1)
+    assert odd_pair([record(*names, count=count), same, same]) == (0, 1)
+
+
+def test_gathers_may_be_of_unlike_sizes():
+    assert record("allgather", count=1) == record("allgather", count=2)
+
+
+def test_members_at_other_steps_are_found():
+    assert odd_pair([record(step=5), record(step=6)]) == (0, 1)
+
+
+AT_COMMIT = record("allreduce", reached=ENDED)
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (record("allreduce", "allreduce"), (0, 1)),  # stood in a surplus collective
+        (record("broadcast"), (0, 1)),
+        (record("allreduce", "allreduce", reached=ENDED), (0, 1)),
+        (record(), None),  # it was behind
+        (record("allreduce"), None),
+        (record("allreduce", "allreduce", commits=3), None),  # it was a step further
+        (record("allreduce", "allreduce", world=7), None),
+        (record("allreduce", "allreduce", world=0), None),
+    ],
+)
+def test_survivors_of_a_broken_world_are_compared_as_far_as_that_is_certain(other, found):
+    assert odd_survivors([AT_COMMIT, other]) == found
+    assert odd_survivors([other, AT_COMMIT]) == found
+    came_later = Record(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
+    assert odd_survivors([came_later, other]) is None
+
+
+def test_members_that_keep_no_update_may_have_made_anything():
+    assert odd_survivors([record("allreduce"), record("barrier")]) is None
+
+
+def test_an_update_that_was_cut_off_from_the_rest_of_its_body_is_compared_too():
+    kept = record("allreduce", "broadcast", reached=UPDATED)
+    further = record("allreduce", "broadcast", "barrier", reached=UPDATED)
+    assert odd_survivors([kept, further]) is None
+    assert odd_survivors([kept, record("allreduce")]) is None
+    assert odd_survivors([kept, record("allreduce", "barrier")]) == (0, 1)
+    assert odd_survivors([kept, record("allreduce", "broadcast", "barrier")]) == (0, 1)
