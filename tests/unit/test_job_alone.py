@@ -139,8 +139,13 @@ def test_a_lost_step_leaves_nothing_behind(stepped):
     tracked = Tracked()
     tracked.add({"net": net, "a": halves[0], "b": halves[1], "s": scheduler, "g": generator})
     undo = Undo(tracked)
+
+    def begins(optimizer):
+        undo.called(optimizer)
+        undo.before_update(optimizer)
+
     for half in halves:
-        half.register_step_pre_hook(lambda which, *_: undo.before_update(which))
+        half.register_step_pre_hook(lambda which, *_: begins(which))
         half.register_step_post_hook(lambda which, *_: undo.after_update(which))
 
     def body(count):

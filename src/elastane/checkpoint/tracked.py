@@ -248,15 +248,25 @@ def states_of(thing: Any) -> Callable[[], Any]:
 
 
 def bare(thing: Any) -> Any:
-    """Return the module inside of DDP and torch.compile: it has the same names without them."""
+    """Return what is inside of DDP, torch.compile and Accelerate's optimizer; of the same state."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # where something was compiled
     while True:
         if isinstance(thing, _WRAPPERS):
             thing = thing.module
         elif dynamo is not None and isinstance(thing, dynamo.OptimizedModule):
             thing = thing._orig_mod
+        elif _is_delegate(thing):
+            thing = thing.optimizer
         else:
             return thing
+
+
+def _is_delegate(thing: Any) -> bool:
+    """Whether it is an optimizer only in name, that has all done by another (Accelerate's)."""
+    is_one = isinstance(thing, torch.optim.Optimizer)
+    inner = vars(thing).get("optimizer") if is_one else None
+    has_hooks = is_one and "_optimizer_step_pre_hooks" in vars(thing)
+    return not has_hooks and isinstance(inner, torch.optim.Optimizer)
 
 
 def _refused(what: str, expected: str) -> JobError:

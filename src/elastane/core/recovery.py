@@ -31,12 +31,14 @@ class Standing:
 
     `torn`: it was receiving a state that did not come to its end, and holds half of each.
     `machine`: the same number on all members that can share memory; 0 is no machine.
+    `cut_short`: the body of its last step broke off behind the update, and the rest was not run.
     """
 
     committed: int
     holds: bool
     torn: bool = False
     machine: int = 0
+    cut_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,9 @@ def decide(standings: Sequence[Standing]) -> Healing | None:
         return Healing(0, (0,), _waves((0,), machines), fresh=True)
     committed = max(standings[rank].committed for rank in holders)
     right = tuple(rank for rank in holders if standings[rank].committed == committed)
+    whole = tuple(rank for rank in right if not standings[rank].cut_short)
+    # Bodies that broke off may have done so at different places: one of them is taken for all.
+    right = whole or right[:1]
     return Healing(committed, right, _waves(right, machines), fresh=False)
 
 

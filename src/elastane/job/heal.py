@@ -48,6 +48,8 @@ class Health:
         self._room: list[torch.Tensor] = []
         self.holds = False
         self.torn = False
+        # Whether the last step broke off in its body, behind its update.
+        self.cut_short = False
         # Of a state that is sharded over workers, and has replicas.
         self.shards: Shards | None = None
 
@@ -77,20 +79,32 @@ class Health:
             self.shards.agree(optimizer)
 
     def put_back(self, undo: Undo) -> None:
-        """End a step that did not happen here."""
+        """End a step that did not happen here; what cannot be put back comes from another."""
         if self.shards is not None:
             self.shards.put_back()
-        else:
-            undo.restore()
+        elif not undo.restore():
+            self.half_written()
+
+    def keeps(self, undo: Undo, *, is_cut: bool) -> bool:
+        """Whether a step that failed here has happened: its update was made, as on all members.
+
+        `is_cut`: the failure was in the body, and the rest of the body was not run. Then the step
+        is retried where its update can be taken back. Where not, this member's state gives way to
+        that of one whose body came to its end.
+        """
+        if not undo.is_whole or (is_cut and self.shards is None and undo.is_revocable):
+            return False
+        self.cut_short = is_cut
+        return True
 
     def compare(self, progress: Progress) -> None:
         """Bring all members of the world to one state: that of who is furthest."""
         if self.shards is not None:
             self.shards.compare(progress)
             return
-        said = [progress.next_step, self.holds, self.torn, near.machine()]
+        said = [progress.next_step, self.holds, self.torn, near.machine(), self.cut_short]
         heard = gathered(self._group, said)
-        healing = decide([Standing(n, bool(h), bool(t), m) for n, h, t, m in heard])
+        healing = decide([Standing(n, bool(h), bool(t), m, bool(c)) for n, h, t, m, c in heard])
         if healing is None:
             raise JobError(
                 "no worker of this world holds the state of the job",
@@ -126,7 +140,7 @@ class Health:
 
     def whole(self) -> None:
         """From now on, this member holds a state."""
-        self.holds, self.torn = True, False
+        self.holds, self.torn, self.cut_short = True, False, False
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         return {"tracked": self.tracked.state(), "data": progress.state_dict()}

@@ -21,6 +21,7 @@ import torch
 from elastane.checkpoint.subject import CHECKPOINTER
 from elastane.checkpoint.tracked import Tracked
 from elastane.comms.digest import state_digest
+from elastane.comms.pairing import MispairedError
 from elastane.core.hangs import Activity
 from elastane.core.model import Fence
 from elastane.data.checks import whole
@@ -33,7 +34,7 @@ from elastane.job.mode import Mode
 from elastane.job.replicas import Replicas
 from elastane.job.retry import Before, Call, Calls, Progress, given_up
 from elastane.job.saved import SavedJob
-from elastane.job.step import Step
+from elastane.job.step import Step, Updates, refuse_partitioned
 from elastane.job.trail import Trail, trail_of
 from elastane.job.undo import Undo
 from elastane.job.world import Worlds
@@ -79,6 +80,7 @@ class Job:
         self.mode, self._trail = mode, trail
         self._undo = Undo(self._tracked)
         self._health = heal.Health(self.process_group, self._tracked)
+        self._updates = Updates(self.process_group, self._tracked, self._health, self._undo)
         self._replicas = Replicas(
             self.process_group, self._tracked, self._health, self._world.differed
         )
@@ -88,7 +90,6 @@ class Job:
         self._verify_every = 0
         self._feed: Feed | None = None
         self._loader: Any = None
-        self._handles: list[Any] = []
         # Whether all members are known to hold what this one holds: since a world was entered, or
         # they met, nobody has made a step. The same on all of them, also who has just come.
         self._met = False
@@ -141,6 +142,7 @@ class Job:
                 slug="job-track",
             )
         self._tracked.add(objects)
+        refuse_partitioned(self._tracked)
         sharding.refuse(self._tracked, self.mode, self._trail)
 
     def device_mesh(self, *, shard: int) -> Any:
@@ -275,22 +277,27 @@ class Job:
         self._world.pulse.at(Activity.BODY)
         self._calls.in_step()
         self._undo.begin()
+        self._updates.in_body = True
 
     def end_step(self, step: Step, error: Exception | None) -> bool:
         """End the body of a step; returns whether `error` was that of a lost peer."""
         self._calls.behind_step()
+        self._updates.in_body = False
         self.mode.leave()
+        is_cut = error is not None
         if error is None:
             try:
                 self.process_group.check()
                 self._health.agree(None)
+                self.process_group.pairing.agree(step.number)
             except PeerLostError as lost:
                 error = lost
         elif not (self.process_group.failed or self._world.has_news):
             return False
-        if error is None or self._undo.is_whole:
+        if error is None or self._health.keeps(self._undo, is_cut=is_cut):
             step.committed, self._met = True, False
             self._health.forget()
+            self._undo.committed()
             self._open_feed.commit(step.number)
             self._world.pulse.step_made()
         else:
@@ -308,8 +315,7 @@ class Job:
         atexit.unregister(self.close)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._former_hook
-        while self._handles:
-            self._handles.pop().remove()
+        self._updates.close()
         if self._feed is not None:
             self._feed.close()
         if self._trail is not None:
@@ -383,27 +389,13 @@ class Job:
             sharding.begin(self._world, self._health, self._undo, self._verify_every)
         if self._world.came_later:
             self._health.prepare()
-        for optimizer in self._tracked.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
-            self._handles.append(optimizer.register_step_post_hook(self._after_update))
+        self._updates.watch(self.mode, self._saved.settle)
         self._world.begin()
         self._world.pulse.at(Activity.ENTERING)
         if self._world.restarts:
             self._met = True
         elif self._world.waits or not self._come_together():
             self._enter_next()
-
-    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._health.is_healing:
-            return
-        self._saved.settle()
-        self.process_group.check()
-        self.mode.insist_on_all()
-        self._health.agree(optimizer)
-        self._undo.before_update(optimizer)
-
-    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._undo.after_update(optimizer)
 
     def _is_done(self, feed: Feed, until_epoch: int | None, until_step: int | None) -> bool:
         cursor = feed.cursor
@@ -444,13 +436,17 @@ class Job:
         try:
             if in_the_next:
                 self._world.enter()
+            self.process_group.pairing.meet(updated=self._health.cut_short)
             alike.make_alike(self.process_group, self.committed if self._health.holds else -1)
             self._calls.meet()
             self._health.compare(Progress(self._open_feed.cursor, self._calls))
+        except MispairedError:
+            raise
         except (ElastaneError, RuntimeError) as error:
             self._world.lose(error)
             return False
         self._met = True
+        self.process_group.pairing.begin()
         self._world.met(self.committed)
         return not self._world.is_over()
 

@@ -75,10 +75,9 @@ class Shards:
 
     def put_back(self) -> None:
         """End a step that failed here: as it began, or kept until it is known who was ahead."""
-        if self._agreed and self._next is not None and not self._undo.has_copies:
-            self._health.half_written()  # The update itself failed, anywhere in it.
         if self._agreed or not self._ready:
-            self._undo.restore()
+            if not self._undo.restore():
+                self._health.half_written()  # The update itself failed, anywhere in it.
             self.forget()
 
     def compare(self, progress: Progress) -> None:
