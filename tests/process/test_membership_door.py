@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Agent, Job, free_port, newest, ranks
+from supervise import words_agent, write_script
 
 from elastane.core.notes import EventKind
 from elastane.launcher.facts import torch_build
@@ -143,3 +144,16 @@ def test_another_torch_is_refused_and_both_versions_are_named(job: Job, tmp_path
         ours = torch_build()["__version__"]
         assert_refused(agent, 78, f"torch {ours} in the job", "9.9.9 on node x")
     assert_undisturbed(job)
+
+
+def test_a_limit_of_open_files_that_is_too_low_for_the_job_ends_it_with_the_next_step(
+    tmp_path: Path,
+) -> None:
+    lead = ("sh", "-c", 'ulimit -n 64; exec "$@"', "sh")
+    words = ("--standalone", "--no-zygote", write_script(tmp_path, "tell('ran')"))
+    with words_agent(tmp_path, *words, lead=lead) as one:
+        assert one.wait() == 78
+        said = " ".join(one.err.replace("║", " ").split())
+        assert "may open 64 files" in said and "[descriptor-limit]" in said
+        assert "ulimit -n 1024" in said
+        assert not (tmp_path / "ran.0.0").exists()

@@ -19,7 +19,7 @@ from elastane.core.model import JobSpec, Outcome, Record
 from elastane.core.notes import EventKind, Note
 from elastane.core.rendezvous import Rendezvous
 from elastane.errors import RendezvousRefusedError
-from elastane.runtime.rpc import Access
+from elastane.runtime.rpc import Access, insist_on_room
 from elastane.stores.jobs import JobKeys
 from elastane.stores.kubernetes.settings import JOB_VARIABLE, POD_VARIABLE
 
@@ -97,7 +97,11 @@ class Hosting:
     async def serve(
         self, listener: socket.socket, takeover: Takeover, save: Save = save_nowhere
     ) -> Outcome | None:
-        """Serve until the job has ended (its outcome) or the seat was lost (None)."""
+        """Serve until the job has ended (its outcome) or the seat was lost (None).
+
+        ConfigurationError where this process may not hold the connections of the smallest world.
+        """
+        insist_on_room(self.spec.min_nodes)
         machine = Rendezvous(
             self.spec,
             time.monotonic(),

@@ -93,6 +93,8 @@ class EndpointSeat:
         self._hosting = hosting
         self._serving: asyncio.Task[object] | None = None
         self._port = endpoint.port
+        self._unable: ConfigurationError | None = None
+        self._gave_up = asyncio.Event()
 
     async def locate(self, *, linked: bool = False) -> tuple[str, int]:
         """Serve the endpoint if it is this machine's and nobody does; return where it is."""
@@ -109,14 +111,20 @@ class EndpointSeat:
 
     async def _serve(self, listener: socket.socket) -> None:
         with contextlib.closing(listener):
-            await self._hosting.serve(listener, Takeover())
+            try:
+                await self._hosting.serve(listener, Takeover())
+            except ConfigurationError as error:  # The next try would fail in the same way.
+                self._unable = error
+                self._gave_up.set()
 
     def found(self) -> None:
         """See Seat."""
 
     async def run(self) -> None:
-        """Do nothing: the seat is taken by `locate`, when a coordinator is needed."""
-        await asyncio.Event().wait()
+        """Wait: `locate` takes the seat. ConfigurationError where this agent cannot serve."""
+        await self._gave_up.wait()
+        assert self._unable is not None, "set before the event"
+        raise self._unable
 
     async def close(self, *, ended: bool) -> None:
         """See Seat."""

@@ -7,5 +7,6 @@ connection that breaks a bound or the protocol is cut and says why; nothing here
 from elastane.runtime.rpc.client import Session, connect
 from elastane.runtime.rpc.door import Access, Door
 from elastane.runtime.rpc.link import Link, LinkOwner
+from elastane.runtime.rpc.sockets import insist_on_room
 
-__all__ = ["Access", "Door", "Link", "LinkOwner", "Session", "connect"]
+__all__ = ["Access", "Door", "Link", "LinkOwner", "Session", "connect", "insist_on_room"]

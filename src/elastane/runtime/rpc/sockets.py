@@ -1,6 +1,7 @@
 """Socket options, addresses and descriptor limits of the control plane.
 
 Knows nothing of what is spoken. `make_room_for` never fails: it returns what could be had.
+`insist_on_room` raises ConfigurationError where that is too little for a coordinator's job.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import resource
 import socket
 
-from elastane.core.limits import TCP_USER_TIMEOUT_S
+from elastane.core.limits import DESCRIPTORS_SPARED, TCP_USER_TIMEOUT_S
+from elastane.errors import ConfigurationError
 
 _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 3
@@ -48,3 +50,20 @@ def make_room_for(descriptors: int) -> int:
     wanted = min(max(descriptors, 2 * soft), ceiling)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+def insist_on_room(nodes: int) -> None:
+    """Refuse to serve where this process may not hold a connection for each of so many nodes.
+
+    Its own agent's connection is one of them: it would be refused until the job is given up.
+    """
+    needed = DESCRIPTORS_SPARED + nodes + 1  # One more for a connection that is not proven yet.
+    limit = make_room_for(needed)
+    if limit < needed:
+        raise ConfigurationError(
+            f"coordinator: this process may open {limit} files, too few for {nodes} nodes",
+            slug="descriptor-limit",
+            expected=f"{needed} or more: {DESCRIPTORS_SPARED} for the agent's own processes and"
+            " files, and one for each connection",
+            next_step=f"ulimit -n {max(1024, 2 * needed)}",
+        )
