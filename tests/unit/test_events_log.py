@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 
 import pytest
@@ -186,3 +187,21 @@ def test_follow_gives_all_and_ends_when_it_is_told_to(log, tmp_path):
     assert one.flush()
     followed = follow(tmp_path / "job", is_over=lambda: True)
     assert [event.reason for event in followed] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("gone", ["folder", "file", "renamed"])
+def test_a_log_that_was_removed_is_begun_again_and_says_so(log, tmp_path, caplog, gone):
+    one = log()
+    one.tell(note("before"), "agent")
+    assert one.flush()
+    match gone:
+        case "folder":
+            shutil.rmtree(tmp_path / "job")
+        case "file":
+            one.path.unlink()
+        case "renamed":
+            one.path.rename(one.path.with_suffix(".1"))
+    one.tell(note("after"), "agent")
+    assert one.flush()
+    assert reasons(tmp_path / "job") == ["after"]
+    assert caplog.text.count("was removed or replaced") == 1

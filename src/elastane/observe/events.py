@@ -2,7 +2,8 @@
 
 It owns the files `<log_dir>/<job>/events.<host>.jsonl`. Writing is never in anybody's way: a
 thread does it, a full or hanging disk costs events, which are counted, and the count is written
-once the disk takes lines again. Readers merge all hosts by time and take what they can read.
+once the disk takes lines again. A file that was removed is made again, with a warning. Readers
+merge all hosts by time and take what they can read.
 """
 
 from __future__ import annotations
@@ -90,11 +91,21 @@ class EventLog:
             self._close_file()
 
     def _open(self) -> None:
+        if self._fd >= 0 and not self._is_in_place():
+            _log.warning("event log %s was removed or replaced: another one is begun", self.path)
+            self._close_file()
         if self._fd < 0:
             ensure_base_dir(self._base_dir)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = open_append(self.path)
             self._torn = _ends_torn(self.path)
+
+    def _is_in_place(self) -> bool:
+        """Tell whether the file that is open is the one that readers find."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), self.path.lstat())
+        except FileNotFoundError:
+            return False
 
     def _append(self, line: bytes) -> None:
         """Append a whole line, or raise; what was torn before is ended first."""
