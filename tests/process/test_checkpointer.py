@@ -235,6 +235,14 @@ def test_one_call_saves_and_one_loads(tmp_path):
     wait_for(lambda: len(folders(tmp_path / "ck")) == 1)  # the older one goes behind the call
 
 
+def test_what_was_saved_last_is_the_newest_though_an_older_run_came_further(tmp_path):
+    """A new run in the folder of an old one, and one that goes back: their steps are smaller."""
+    for step in (1000, 10, 20, 15, 15):
+        elastane.save_checkpoint(tmp_path / "ck", {"step": step}, step=step, keep=2)
+        loaded = elastane.load_checkpoint(tmp_path / "ck")
+        assert (loaded.step, loaded.state) == (step, {"step": step})
+
+
 def test_other_objects_than_were_saved_are_named(tmp_path):
     one = Trained()
     one.step()

@@ -233,7 +233,7 @@ def test_a_fence_can_be_asked_for_before_anything_is_written(repository):
 def test_the_fence_is_that_of_a_damaged_checkpoint_too(repository, tmp_path):
     folder = save(repository, 3, round=2)
     (tmp_path / folder / MANIFEST).write_bytes(b"")
-    assert repository.newest_fence() == (0, 2, 0)
+    assert repository.newest_key().fence == (0, 2, 0)
     with pytest.raises(FencedError):
         save(repository, 900)
 
@@ -241,7 +241,7 @@ def test_the_fence_is_that_of_a_damaged_checkpoint_too(repository, tmp_path):
 def test_saves_without_a_manifest_fence_nobody_off(repository):
     begin(repository, 3, round=2)
     save(repository, 900)
-    assert steps(repository) == [900] and repository.newest_fence() == (0, 1, 0)
+    assert steps(repository) == [900] and repository.newest_key().fence == (0, 1, 0)
 
 
 def test_one_fence_may_publish_any_step_in_any_order(repository):

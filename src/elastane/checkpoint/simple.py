@@ -25,7 +25,7 @@ from elastane.checkpoint.restoring import opened_files, places_for, state_of
 from elastane.checkpoint.saving import Saver, insist_durable
 from elastane.checkpoint.subject import fence_of_process, insist_on_mapping, insist_on_names
 from elastane.checkpoint.tracked import bare, give, has_state, states_of
-from elastane.core.checkpoints import era_beyond
+from elastane.core.checkpoints import Key, era_beyond
 from elastane.keeper.client import Keeper
 from elastane.runtime import environment
 from elastane.storage import Found, Repository, open_storage
@@ -53,9 +53,8 @@ def save_checkpoint(
     step, keep = steps_done(step), at_least_one(keep)
     repository = Repository(open_storage(absolute(where)))
     with told_of(repository.storage.where):
-        newest = repository.newest_fence()
-    fence = subject.fence
-    era = newest[0] if newest is not None and newest[1:] <= fence else era_beyond(newest, *fence)
+        newest = repository.newest_key()
+    era = _era(newest, subject.fence, step)
     # Not the agent's keeper: that holds the job's own state, and is perhaps busy with it.
     with contextlib.closing(Keeper.connect(own=True)) as keeper:
         place = Place(repository.storage)
@@ -65,6 +64,19 @@ def save_checkpoint(
         order = Order(step, "asked", keep, environment.get("TORCHELASTIC_RUN_ID", ""))
         key, _ = saver.save(captured, order, era, saver.agree(captured, order, 1))
         insist_durable(keeper, key, repository.storage.where)
+
+
+def _era(newest: Key | None, fence: tuple[int, int], step: int) -> int:
+    """Return the era in which what is saved now is the newest.
+
+    A run that begins again in the folder of another one, or goes back to an earlier step, saves at
+    smaller steps than are there. In the same era its checkpoints would be old on arrival.
+    """
+    if newest is None:
+        return 0
+    if Key(newest.era, *fence, step) > newest:
+        return newest.era
+    return era_beyond(newest.fence, *fence)
 
 
 def load_checkpoint(

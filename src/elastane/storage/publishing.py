@@ -51,24 +51,25 @@ def is_published(storage: Storage, folder: str) -> bool:
     return True
 
 
-def newest_fence(storage: Storage, beyond: Fence | None = None) -> Fence | None:
-    """Return the greatest fence of what is published, sound or not; None where none is greater."""
-    named = [
-        (parsed[0].fence, name) for name in storage.folders() if (parsed := parse_folder(name))
-    ]
-    for fence, name in sorted(named, reverse=True):
-        if beyond is not None and fence <= beyond:
+def newest_key(storage: Storage, beyond: Fence | None = None) -> Key | None:
+    """Return the greatest key of what is published, sound or not.
+
+    None where there is none, or none of a fence beyond that one.
+    """
+    named = [(parsed[0], name) for name in storage.folders() if (parsed := parse_folder(name))]
+    for key, name in sorted(named, reverse=True):
+        if beyond is not None and key.fence <= beyond:
             return None
         if is_published(storage, name):
-            return fence
+            return key
     return None
 
 
 def check_fence(storage: Storage, key: Key) -> None:
     """Raise FencedError where a later round than this key's has published."""
-    newest = newest_fence(storage, beyond=key.fence)
+    newest = newest_key(storage, beyond=key.fence)
     if newest is not None:
-        raise _fenced(storage.where, key, newest)
+        raise _fenced(storage.where, key, newest.fence)
 
 
 def add_part(storage: Storage, folder: str, part: Part) -> None:

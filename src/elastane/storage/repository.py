@@ -19,7 +19,6 @@ import msgspec
 from elastane.core import retention
 from elastane.core.checkpoints import (
     MANIFEST,
-    Fence,
     Key,
     Manifest,
     Part,
@@ -92,9 +91,9 @@ class Repository:
             if not publishing.is_published(self.storage, folder):
                 self.storage.remove(folder)
 
-    def newest_fence(self) -> Fence | None:
-        """Return the greatest fence of what is published, sound or not."""
-        return publishing.newest_fence(self.storage)
+    def newest_key(self) -> Key | None:
+        """Return the greatest key of what is published, sound or not."""
+        return publishing.newest_key(self.storage)
 
     def published(self) -> list[Found]:
         """Return all checkpoints, newest first, judged by their records and their files' sizes."""
