@@ -169,8 +169,10 @@ class ElasticGroup(ProcessGroup):
     def traffic(self) -> int | None:
         """The bytes that went over connections to other members so far; from any thread.
 
-        None where they cannot be counted: NCCL has other ways.
+        None where they say nothing: NCCL has other ways, and what is in flight may have ended.
         """
+        if not any(group._works.is_waited_for for group in (self, *self.parts)):
+            return None
         worlds = [group._world for group in (self, *self.parts)]
         counts = [world.traffic if world is not None else None for world in worlds]
         return None if None in counts else sum(count for count in counts if count is not None)

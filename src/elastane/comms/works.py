@@ -147,6 +147,11 @@ class Completed(Work):
         return self._tensors
 
 
+def _tells_its_end(work: Work) -> bool:
+    """Whether `is_completed` is True as soon as a work has ended."""
+    return isinstance(work, Waited) and work._sliced
+
+
 class Together(Work):
     """Several works, waited for as one."""
 
@@ -249,6 +254,17 @@ class Ledger:
         """Whether anything has not completed, or is waited for."""
         with self.lock:
             return self._waiting > 0 or any(not work.is_completed() for work in self._open)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether anything has not completed for certain; narrower than `in_flight`.
+
+        Some kinds, such as a reduce-scatter over gloo, complete only once they are waited for: the
+        thread that began one may compute meanwhile.
+        """
+        with self.lock:
+            pending = any(not work.is_completed() for work in self._open if _tells_its_end(work))
+            return self._waiting > 0 or bool(self._promised) or pending
 
     def sift(self) -> None:
         """Let go of works that have completed, noting those that failed."""

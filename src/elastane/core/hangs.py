@@ -181,7 +181,7 @@ class HangWatch:
         worker.answered, worker.waits, worker.at = True, waits and not held, at
         if waits or held:
             worker.busy_s = self._now_s
-        if worker.traffic not in (None, traffic):
+        if None not in (worker.traffic, traffic) and worker.traffic != traffic:
             worker.still_s = self._now_s
         worker.traffic = traffic
 
@@ -271,7 +271,8 @@ class HangWatch:
             return self._now_s - worker.still_s >= HANG_ENTER_S
         if worker.traffic is not None:
             return self._is_still(worker)
-        # A device may compute what a collective waits for: only earlier waits say how long.
+        # A device may compute what a collective waits for, or a thread while its reduce-scatter has
+        # ended unseen: only earlier waits say how long.
         first = worker.sight.steps < HANG_STEPS_FIRST
         limit_s = HANG_CEILING_S if first else self._learned_s(None, HANG_STALL_S)
         return self._now_s - worker.since_s >= limit_s

@@ -83,3 +83,24 @@ def test_a_wait_that_never_ends_is_given_up_with_its_world_and_its_thread_is_not
     left.join(30)
     assert not left.is_alive()
     end_of(ledger, [thread for thread in waiters() if thread not in before])
+
+
+class Pending(Step):
+    """A work that has not ended, as far as it says."""
+
+    def is_completed(self):
+        return self.over.is_set()
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_a_work_that_may_have_ended_unseen_is_in_flight_and_not_waited_for(sliced):
+    ledger, work = Ledger(), Pending(over=False)
+    waited = Waited(work, ledger, [], sliced=sliced)
+    ledger.add(waited)
+    assert ledger.in_flight
+    assert ledger.is_waited_for is sliced, "a reduce-scatter says nothing before its wait"
+    ledger.count_waiting(1)
+    assert ledger.is_waited_for
+    ledger.count_waiting(-1)
+    work.over.set()
+    assert not ledger.in_flight and not ledger.is_waited_for
