@@ -10,7 +10,8 @@ import pytest
 from process_harness import DEADLINE_S, Told, worker_environment
 
 from elastane.runtime.kernel import become_subreaper
-from elastane.runtime.zygote.client import DEFAULT_PRELOAD, ZygoteSpawner
+from elastane.runtime.zygote import DEFAULT_PRELOAD
+from elastane.runtime.zygote.client import ZygoteSpawner
 
 
 @pytest.fixture(scope="session")

@@ -281,6 +281,44 @@ def test_a_variable_that_another_module_sets_is_said_when_torch_is_imported(
     assert told.of("fallback") == []
 
 
+def test_another_zygote_takes_over_with_what_workers_imported_but_for_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    for name, value in (("calm", "None"), ("ranked", "os.environ.get('RANK')")):
+        (site / name).mkdir(parents=True)
+        text = f"import os\npid, value = os.getpid(), {value}\n"
+        (site / name / "__init__.py").write_text(text)
+    script = tmp_path / "imports.py"
+    script.write_text(
+        "import os, calm, ranked\n"
+        "print(calm.pid == os.getpid(), ranked.pid == os.getpid(), ranked.value)\n"
+    )
+    paths = {"PYTHONPATH": str(site), "PYTHONUSERBASE": str(tmp_path)}
+    env = worker_environment(**paths)
+    monkeypatch.setattr(client, "DEFAULT_PRELOAD", ("json",))
+    become_subreaper()
+
+    async def scenario() -> None:
+        told = Told()
+        spawner = ZygoteSpawner(("json",), env, sys.executable, told)
+        await spawner.start()
+        try:
+            await asyncio.wait_for(spawner.warm.wait(), DEADLINE_S)
+            wanted = command("script", script, env={**env, "RANK": "5"})
+            first, pid = await run_spawned(spawner, wanted, tmp_path), spawner.pid
+            assert (first.out, first.err) == ("True True 5\n", "")
+            spawner.learn(("calm", "ranked"))
+            await eventually(lambda: spawner.pid not in (pid, None), "another zygote", 60.0)
+            second = await run_spawned(spawner, wanted, tmp_path)
+            assert (second.out, second.err) == ("False True 5\n", "")
+            assert told.of("fallback") == told.of("died") == []
+        finally:
+            await spawner.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("case", ["missing", "folder", "compiled", "hides", "preloaded"])
 def test_what_only_python_can_run_is_left_to_it(
     runner: asyncio.Runner, zygote: ZygoteSpawner, told: Told, tmp_path: Path, case: str

@@ -25,9 +25,9 @@ def early(tmp_path, monkeypatch):
     importlib.import_module("early_one.part")
     made = []
 
-    def hide(*bound, env=None):
+    def hide(*bound, env=None, reads=None):
         origins = {name: module.__file__ for name, module in modules.items()}
-        made.append(EarlyModules(Imported(origins, frozenset(bound)), env or {}))
+        made.append(EarlyModules(Imported(origins, frozenset(bound), reads or {}), env or {}))
         made[-1].hide()
         return modules
 
@@ -75,6 +75,17 @@ def test_a_package_that_is_first_on_the_path_by_now_is_the_one_that_is_imported(
 
     assert early_one.version == 2
     assert early_two is not modules["early_two"], "it may hold the other version"
+
+
+@pytest.mark.parametrize(("value", "same"), [("1", True), ("2", False)])
+def test_a_package_that_would_read_other_variables_now_is_imported_anew(
+    early, monkeypatch, value, same
+):
+    modules = early(reads={"SETTING": "1", "UNSET": None})
+    monkeypatch.setenv("SETTING", value)
+    import early_one
+
+    assert (early_one is modules["early_one"]) == same
 
 
 def test_of_what_torch_is_built_on_the_early_one_stays_and_that_is_said(

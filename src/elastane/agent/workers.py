@@ -52,6 +52,8 @@ from elastane.runtime.timers import TimerRequest
 _log = logging.getLogger("elastane.workers")
 # A SIGKILLed process in uninterruptible sleep may take its time; then it is reported, not hidden.
 _KILL_WAIT_S = 5.0
+# By then a worker has imported what it needs, and a job that ends sooner has no use for it.
+_LEARN_AFTER_S = 20.0
 
 
 @dataclass
@@ -162,7 +164,14 @@ class WorkerGroup:
         finally:
             files.close_worker_ends()
         self.minder.begin(self._workers)
+        asyncio.get_running_loop().call_later(_LEARN_AFTER_S, self._learn)
         self._post_started(self._workers)
+
+    def _learn(self) -> None:
+        """Have the spawner import early what a worker of this group has imported by now."""
+        alive = [w for w in self._workers if w.is_alive]
+        if alive and not self._stopping:
+            self.setup.spawner.learn(alive[0].page.imports)
 
     def _next_port(self, assignment: Assignment) -> OfferedPort | None:
         """Hold another port; the one that was offered is returned where its world meets here."""

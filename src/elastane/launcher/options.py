@@ -7,12 +7,8 @@ file are all made from this table. It reads nothing and decides nothing.
 from __future__ import annotations
 
 from elastane.launcher.option import Option
+from elastane.runtime.zygote import DEFAULT_PRELOAD
 
-# What a worker's start imports beyond the script itself: torch, and what the first optimizer and
-# the first DDP pull in on first use, which is about half of a start (FACTS: 0.95 of 2.07 s).
-DEFAULT_PRELOAD = (
-    "torch,torch.distributed,torch.optim,torch._dynamo,torch.nn.parallel,torch.utils.data"
-)
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
@@ -289,7 +285,7 @@ TABLE: tuple[Option, ...] = (
     ),
     Option(
         "preload",
-        DEFAULT_PRELOAD,
+        ",".join(DEFAULT_PRELOAD),
         "modules that are imported once, before workers are forked",
         OURS,
         metavar="MOD,...",

@@ -160,6 +160,9 @@ class ExecSpawner:
         argv = command_line(command, self._python)
         return await launch(argv, command.env, command.cwd, command.descriptors(), command.cpus)
 
+    def learn(self, modules: tuple[str, ...]) -> None:
+        """Each worker imports for itself."""
+
     async def serve_store(self, listener: socket.socket) -> WorkerProcess | None:
         """Return None: without a zygote the worker of rank 0 serves the store."""
         assert listener.fileno() >= 0

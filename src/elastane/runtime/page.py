@@ -23,14 +23,17 @@ from elastane.core.limits import COUNT_MAX
 from elastane.runtime.kernel import accept_barriers, impose_barrier
 
 PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
-PAGE_BYTES = 4096
+# One page of words, and room for the names of some 1,500 modules.
+PAGE_BYTES = 64 << 10
+_NAMES_AT = 4096
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
-VERSION = 5
+VERSION = 6
 # Word numbers, of 8 bytes each, little-endian.
 _MAGIC, _VERSION = 0, 1  # line 0: the agent, once
 _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
 _GATE, _TARGET, _STOPS, _UNTIL_NS = 16, 17, 18, 19  # line 2: the agent
 _MARK, _STEPS, _ROUND = 24, 25, 26  # line 3: the worker
+_NAMES_BYTES = 32  # line 4: the worker
 # What a worker that waits behind the target says.
 _WAITS, _HAS_SAVED = 1, 2
 # How often a worker past its deadline looks whether that has moved on.
@@ -103,6 +106,13 @@ class Page(_Words):
     def round(self) -> int:
         """The round of the last world whose members this worker has met; 0: of none."""
         return min(int(self._words[_ROUND]), COUNT_MAX - 1)
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """The modules that the worker says it has looked for, in their order."""
+        end = _NAMES_AT + min(int(self._words[_NAMES_BYTES]), PAGE_BYTES - _NAMES_AT)
+        names = self._memory[_NAMES_AT:end].decode("ascii", "replace").split("\n")
+        return tuple(name for name in names if all(map(str.isidentifier, name.split("."))))
 
     def gate(self) -> None:
         """Have the worker wait in its next call; once this returns, `calls` may be read."""
@@ -192,6 +202,16 @@ class WorkerPage(_Words):
         """Show progress."""
         words = self._words
         words[_MARK] = (words[_MARK] + (1 << _ACTIVITY_BITS)) % _MARK_MAX
+
+    def note_import(self, name: str) -> bool:
+        """Add a module to those that were looked for; False where there is no room for more."""
+        used, data = self._words[_NAMES_BYTES], name.encode("ascii", "replace") + b"\n"
+        begin, end = _NAMES_AT + used, _NAMES_AT + used + len(data)
+        if end > PAGE_BYTES:
+            return False
+        self._memory[begin:end] = data
+        self._words[_NAMES_BYTES] = used + len(data)
+        return True
 
     def step_made(self) -> None:
         """Count a step that this process has made."""

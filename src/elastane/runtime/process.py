@@ -163,6 +163,9 @@ class Spawner(Protocol):
     async def spawn(self, command: WorkerCommand) -> WorkerProcess:
         """Start a worker; raises ConfigurationError where the command cannot be run."""
 
+    def learn(self, modules: tuple[str, ...]) -> None:
+        """Have later workers find these modules imported; returns at once, and may do nothing."""
+
     async def serve_store(self, listener: socket.socket) -> WorkerProcess | None:
         """Start a process that serves the process-group store, or None where none can be."""
 

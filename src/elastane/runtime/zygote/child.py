@@ -19,7 +19,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -28,8 +28,9 @@ from typing import Any, TextIO
 from elastane.runtime.errorfile import write_error_file
 from elastane.runtime.execspawn import RUN_PATH_CODE, command_line
 from elastane.runtime.kernel import show_program
+from elastane.runtime.page import PAGE_FD_VARIABLE, WorkerPage
 from elastane.runtime.process import WorkerCommand
-from elastane.runtime.zygote.early import EarlyModules, Imported
+from elastane.runtime.zygote.early import EarlyModules, Imported, ImportNotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,16 @@ def become(command: WorkerCommand, birth: Birth, imported: Imported) -> Callable
     _renew_modules()
     _renew_random_state()
     _watch_fatal_signals()
+    _note_imports(command.env)
     EarlyModules(imported, command.env).hide()
     return _program(command, birth)
+
+
+def _note_imports(env: Mapping[str, str]) -> None:
+    """Have the agent see what this worker imports, so that the next ones find it imported."""
+    with contextlib.suppress(OSError, ValueError):  # There is no page, or none of this version.
+        page = WorkerPage.open(int(env.get(PAGE_FD_VARIABLE, "")))
+        ImportNotes(page.note_import).begin()
 
 
 def _renew_import_path(command: WorkerCommand, birth: Birth) -> None:

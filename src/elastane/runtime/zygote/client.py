@@ -19,22 +19,8 @@ from pathlib import Path
 from elastane.errors import ElastaneError
 from elastane.runtime.execspawn import ExecSpawner, launch
 from elastane.runtime.process import WorkerCommand, WorkerProcess, adopt, spawning
-from elastane.runtime.zygote import fitness, protocol
+from elastane.runtime.zygote import DEFAULT_PRELOAD, fitness, protocol
 
-# torch, and what the first optimizer imports behind it: 823 modules by way of torch._dynamo,
-# half of a worker's start (torch 2.13, two cores, 2026-11-20: 0.56 s and 0.67 s).
-DEFAULT_PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch.optim",
-    "torch.utils.data",
-    "torch._dynamo",
-    "torch.profiler",
-    "multiprocessing.popen_fork",
-    "multiprocessing.queues",
-    "multiprocessing.synchronize",
-)
 # A fork takes milliseconds, tens of them when many gigabytes are preloaded.
 SPAWN_TIMEOUT_S = 5.0
 # Imports take seconds, from a cold network file system a minute; an exec would do no better.
@@ -44,6 +30,12 @@ DEATHS_MAX = 3
 RESTART_DELAY_S = 0.2
 # Room for the command line of a worker, which takes the place of the zygote's own.
 COMMAND_LINE_BYTES = 2048
+# Names that a zygote is started with: the kernel takes 128 KB for one argument.
+LEARNED_BYTES_MAX = 100_000
+# Each zygote may find packages that must not be imported early; the next one does without.
+LEARN_TRIES = 4
+# While the one zygote is asked for workers, the other waits; a fork takes milliseconds.
+SWAP_POLL_S = 0.05
 
 Tell = Callable[[str, str], None]
 
@@ -75,6 +67,7 @@ class ZygoteSpawner:
         self._deaths = 0
         self._has_torch = False
         self._keeper: asyncio.Task[None] | None = None
+        self._learner: asyncio.Task[None] | None = None
         self._first_warm_up: asyncio.Future[None] | None = None
 
     @property
@@ -125,12 +118,23 @@ class ZygoteSpawner:
         fds = {0: 0, 1: 2, 2: 2, protocol.ZYGOTE_FD: listener.fileno()}
         return await launch(argv, self._env, self._cwd, fds)
 
+    def learn(self, modules: tuple[str, ...]) -> None:
+        """Have another zygote import `modules` too, and take the place of this one; once.
+
+        Not where the user chose what is preloaded.
+        """
+        chosen = self._preload != DEFAULT_PRELOAD
+        if chosen or self._learner is not None or not modules or not self.warm.is_set():
+            return
+        self._learner = asyncio.create_task(self._replace(modules))
+
     async def close(self) -> None:
         """End the zygote and wait for it; workers live on."""
         self.why_cold = "the zygote was closed"
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        tasks = [task for task in (self._keeper, self._learner) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._give_up("the zygote was closed")
         if self._zygote is not None:
             await self._zygote.wait()
@@ -143,7 +147,7 @@ class ZygoteSpawner:
             except ElastaneError as error:
                 ended = str(error)
             else:
-                ended = f"exit code {await zygote.wait()}"
+                ended = f"exit code {await self._last_code(zygote)}"
             self._deaths += 1
             self._give_up(f"the zygote died ({ended})")
             self.died.set()
@@ -151,27 +155,82 @@ class ZygoteSpawner:
             await asyncio.sleep(RESTART_DELAY_S * self._deaths)
         self.why_cold = f"{DEATHS_MAX} zygotes died in a row, the last one: {self.why_cold}"
 
+    async def _last_code(self, zygote: WorkerProcess) -> int:
+        """Wait for the end of the zygote and of those that take its place."""
+        while True:
+            code = await zygote.wait()
+            if self._zygote is zygote or self._zygote is None:
+                return code
+            zygote = self._zygote
+
+    async def _replace(self, modules: Sequence[str]) -> None:
+        """Warm up a zygote with these modules beside the one that serves, and swap the two."""
+        unsafe: set[str] = set()
+        for _ in range(LEARN_TRIES):
+            names = [name for name in modules if name.partition(".")[0] not in unsafe]
+            text = ",".join(names)[:LEARNED_BYTES_MAX].rpartition(",")[0]
+            try:
+                zygote, sock = await self._start(text)
+            except ElastaneError:
+                return
+            try:
+                answer = await _first_answer(sock)
+                found = set(answer["unsafe"]) if answer is not None else set()
+                if answer is None or (answer["unfit"] and not found):
+                    return
+                if not found:
+                    if await self._swap(zygote, sock):
+                        self._tell("warm", f"with what workers import, in {answer['took_s']:.2f} s")
+                    return
+                unsafe |= found
+            finally:
+                if zygote is not self._zygote:
+                    sock.close()
+                    zygote.kill_group(signal.SIGKILL)
+                    await zygote.wait()
+
+    async def _swap(self, zygote: WorkerProcess, sock: socket.socket) -> bool:
+        """Let `zygote` serve from now on; the one before ends, since its channel does.
+
+        False where the one before died meanwhile: then another follows it.
+        """
+        while self._asked:  # noqa: ASYNC110 - a fork in flight is answered within its bound
+            await asyncio.sleep(SWAP_POLL_S)
+        before = self._sock
+        if before is None or not self.warm.is_set():
+            return False
+        self._sock, self._zygote = sock, zygote
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(before)
+        before.close()
+        loop.add_reader(sock, self._read)
+        return True
+
     async def _launch(self) -> WorkerProcess:
+        self._zygote, self._sock = await self._start("")
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._sock, self._read)
+        loop.call_later(WARM_TIMEOUT_S, self._check_warm, self._zygote)
+        return self._zygote
+
+    async def _start(self, learned: str) -> tuple[WorkerProcess, socket.socket]:
+        """Start a zygote that imports what is preloaded and `learned`; returns its channel too."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             # Its workers' streams are like its own: unbuffered, as an exec'd worker's are.
             argv = [self._python, "-u", "-m", "elastane.runtime.zygote", str(os.getpid())]
-            argv += [",".join(self._preload), " " * COMMAND_LINE_BYTES]
+            argv += [",".join(self._preload), learned, " " * COMMAND_LINE_BYTES]
             null = os.open(os.devnull, os.O_RDONLY)
             try:
                 fds = {0: null, 1: 2, 2: 2, protocol.ZYGOTE_FD: its.fileno()}
-                self._zygote = await launch(argv, self._env, self._cwd, fds)
+                zygote = await launch(argv, self._env, self._cwd, fds)
             except BaseException:
                 mine.close()
                 raise
             finally:
                 os.close(null)
         mine.setblocking(False)
-        self._sock = mine
-        loop = asyncio.get_running_loop()
-        loop.add_reader(mine, self._read)
-        loop.call_later(WARM_TIMEOUT_S, self._check_warm, self._zygote)
-        return self._zygote
+        return zygote, mine
 
     def _check_warm(self, zygote: WorkerProcess) -> None:
         if zygote is self._zygote and not self.warm.is_set() and zygote.exit_code is None:
@@ -282,3 +341,24 @@ class ZygoteSpawner:
                 answer.set_result(reason)
         self._asked.clear()
         self._settle_first_warm_up()
+
+
+async def _first_answer(sock: socket.socket) -> protocol.Message | None:
+    """Return the first message of a zygote; None where it ends before, or takes too long."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(sock, tell)
+    try:
+        async with asyncio.timeout(WARM_TIMEOUT_S):
+            await readable
+        received = protocol.receive(sock)
+    except (TimeoutError, OSError):
+        return None
+    finally:
+        loop.remove_reader(sock)
+    return received[0] if received is not None else None

@@ -31,11 +31,13 @@ _OWN = frozenset({"elastane", "msgspec"})
 class Imported:
     """The top-level packages that were imported early, each with its file, in their order.
 
-    `bound` are those that torch imported, and torch: one process holds each of them once.
+    `bound` are those that torch imported, and torch: one process holds each of them once. `reads`
+    are the variables that learned packages read when they were imported, with their values then.
     """
 
     origins: Mapping[str, str] = field(default_factory=dict)
     bound: frozenset[str] = frozenset()
+    reads: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def outside(names: Iterable[str]) -> dict[str, str]:
@@ -80,7 +82,7 @@ class EarlyModules:
         module = self._hidden.get(name, {}).get(name)
         if self._looks or module is None or module.__spec__ is None:
             return None
-        if name not in self._imported.bound and any(map(self._elsewhere, self._unit(name))):
+        if name not in self._imported.bound and self._is_stale(name):
             self._forget(self._unit(name))
             return None
         spec = copy.copy(module.__spec__)
@@ -93,6 +95,12 @@ class EarlyModules:
         if name in self._imported.bound:
             self._report(unit)
         self._show(unit)
+
+    def _is_stale(self, name: str) -> bool:
+        """Whether an import now would lead elsewhere, or read other variables."""
+        if any(os.environ.get(each) != value for each, value in self._imported.reads.items()):
+            return True
+        return any(map(self._elsewhere, self._unit(name)))
 
     def _unit(self, name: str) -> list[str]:
         bound = self._imported.bound
@@ -133,6 +141,27 @@ class EarlyModules:
             self._looks = False
         file = getattr(found, "origin", None)
         return "" if file in (None, origin) or _is_same_file(file, origin) else str(file)
+
+
+class ImportNotes:
+    """A finder that finds nothing, and has what is looked for noted, until `note` takes no more."""
+
+    def __init__(self, note: Callable[[str], bool]) -> None:
+        self._note, self._pid = note, os.getpid()
+
+    def begin(self) -> None:
+        """Note imports from now on, in this process and in none that it forks."""
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> None:
+        """Note the name of a module that is not Python's own."""
+        package = name.partition(".")[0]
+        if package in sys.stdlib_module_names or package in _OWN or os.getpid() != self._pid:
+            return
+        if not self._note(name) and self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 class _Given:

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +28,7 @@ from elastane.runtime.zygote import fitness, protocol
 from elastane.runtime.zygote.child import Birth, become, first_path_entry, note_birth
 from elastane.runtime.zygote.ddp import free_reducers_first
 from elastane.runtime.zygote.early import Imported, outside
+from elastane.runtime.zygote.learned import import_learned
 from elastane.runtime.zygote.sources import sets_too_late
 from elastane.runtime.zygote.store import serve
 
@@ -35,6 +36,9 @@ from elastane.runtime.zygote.store import serve
 # the client's SPAWN_TIMEOUT_S, which would take the zygote itself for hung.
 ADOPTION_TIMEOUT_S = 2.0
 ADOPTION_POLL_S = 0.0002
+
+# Packages are few, and this is a bound on a message.
+UNSAFE_TOLD_MAX = 64
 
 Work = Callable[[], None]
 
@@ -46,11 +50,14 @@ class RefusedError(Exception):
 def main(args: Sequence[str]) -> Work | None:
     """Serve the agent; returns None when it is gone, and in each worker what that is to do."""
     agent, preload = int(args[0]), [name for name in args[1].split(",") if name]
+    learned = [name for name in args[2].split(",") if name]
     birth = note_birth()
     sock = socket.socket(fileno=protocol.ZYGOTE_FD)
     begun = time.monotonic()
     with without_collections():
         problems, imported = import_all(preload)
+        found = import_learned(learned, settle)
+    imported = replace(imported, origins=outside(sys.modules), reads=found.reads)
     free_reducers_first()
     unfit = settle()
     gc.collect()
@@ -61,6 +68,7 @@ def main(args: Sequence[str]) -> Work | None:
             "op": "warm",
             "problems": problems,
             "unfit": unfit,
+            "unsafe": sorted(found.unsafe)[:UNSAFE_TOLD_MAX],
             "torch": importlib.util.find_spec("torch") is not None,
             "took_s": time.monotonic() - begun,
         },
