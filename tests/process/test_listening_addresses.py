@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import until
+from jobs import free_port, until
 from process_harness import worker_environment
 
 from elastane.agent.offers import OfferedPort
 from elastane.keeper.door import Door
 from elastane.keeper.peers import Neighbours
-from elastane.runtime.endpoint import bound, is_loopback, listen, local_addresses, reach
+from elastane.runtime.endpoint import bound, is_loopback, listen, local_addresses, meets_here, reach
 
 SCRIPT = """
 import json, os, sys, time
@@ -80,11 +80,12 @@ def _listening_inodes():
     "options",
     [
         ("--standalone",),
-        ("--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        ("--nnodes", "1:2", "--rdzv-endpoint", "localhost:{port}"),
     ],
-    ids=["standalone", "endpoint"],
+    ids=["standalone", "loopback"],
 )
 def test_a_job_on_one_machine_listens_on_the_loopback_alone(tmp_path, options):
+    options = [option.format(port=free_port()) for option in options]
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     job = subprocess.Popen(
@@ -141,3 +142,19 @@ def test_a_name_and_an_address_of_another_machine_are_served_on_all(host):
 )
 def test_others_reach_a_node_where_it_says_or_not_at_all(local_addr, alone, expected):
     assert reach(local_addr, alone=alone) == expected
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local_addr", "here"),
+    [
+        ("localhost", "", True),
+        ("127.0.0.1", "", True),
+        ("::1", "127.0.0.1", True),
+        ("localhost", "10.0.0.1", False),
+        ("node-a", "", False),
+        ("10.0.0.1", "127.0.0.1", False),
+        ("", "", False),
+    ],
+)
+def test_agents_that_meet_at_the_loopback_are_of_one_machine(endpoint, local_addr, here):
+    assert meets_here(endpoint, local_addr) is here

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastane.core.model import JobSpec
-from elastane.runtime.endpoint import is_loopback, reach
+from elastane.runtime.endpoint import meets_here, reach
 from elastane.runtime.process import WorkerKind
 from elastane.runtime.streams.places import ChooseFiles
 from elastane.runtime.streams.plan import LogPlan
@@ -119,8 +119,8 @@ class LaunchConfig:
     def is_on_one_machine(self) -> bool:
         """Whether no other machine can take part in the job."""
         meets = self.rendezvous
-        is_local = not meets.store and is_loopback(meets.host)
-        return meets.alone or (is_local and self.spec.max_nodes == 1)
+        endpoint = "" if meets.store else meets.host
+        return meets.alone or meets_here(endpoint, self.node.local_addr)
 
     @property
     def reach(self) -> str:

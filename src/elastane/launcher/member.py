@@ -55,7 +55,7 @@ from elastane.launcher.identity import new_incarnation
 from elastane.launcher.seat import EndpointSeat, Seat, StoreSeat, token_of
 from elastane.observe import logging as say
 from elastane.runtime import rpc
-from elastane.runtime.endpoint import STANDALONE, Endpoint, is_loopback, reach
+from elastane.runtime.endpoint import STANDALONE, Endpoint, meets_here, reach
 from elastane.runtime.environment import snapshot
 from elastane.runtime.kernel import suspended_s
 from elastane.runtime.tls import TlsConfig
@@ -91,8 +91,8 @@ class MemberConfig:
     @property
     def reach(self) -> str:
         """Where others reach this node's listeners, "" where that is not known yet."""
-        is_local = self.open_store is None and is_loopback(self.endpoint.host)
-        return reach(self.local_addr, alone=is_local and self.spec.max_nodes == 1)
+        endpoint = self.endpoint.host if self.open_store is None else ""
+        return reach(self.local_addr, alone=meets_here(endpoint, self.local_addr))
 
 
 @dataclass

@@ -191,6 +191,15 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (number is not None and number.is_loopback)
 
 
+def meets_here(endpoint_host: str, local_addr: str) -> bool:
+    """Whether agents that meet at this host, without a store, are all of this machine.
+
+    A coordinator at the loopback is out of reach for others. A node that is named by an address of
+    a network is held to be one of several machines: a tunnel may lead to that loopback.
+    """
+    return is_loopback(endpoint_host) and (not local_addr or is_loopback(local_addr))
+
+
 def listen(host: str, port: int) -> socket.socket | None:
     """Return a listening, non-blocking socket for the endpoint; None where the port is served.
 
