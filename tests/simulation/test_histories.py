@@ -107,9 +107,16 @@ def test_every_kind_of_fault_is_drawn_and_told():
         "loses the lease",
         "cannot reach the store",
         "SIGTERM",
+        "agent of",
+        "agent and warden of",
+        "workers of",
+        "warden of",
+        "the zygote of",
+        "the store process of",
+        "the keeper of snapshots of",
     ):
         assert what in stories, what
-    assert len(kinds) == 29
+    assert len(kinds) == 36
 
 
 def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):

@@ -342,9 +342,16 @@ def test_the_other_side_of_a_partition_forgotten_is_found(monkeypatch):
 
 def test_an_agent_that_never_isolates_itself_is_found(monkeypatch):
     monkeypatch.setattr(AgentCore, "_mind_isolation", lambda self: None)
+    # Its warden would do it six seconds later.
+    monkeypatch.setattr(AgentCore, "train_until_s", property(lambda self: None))
     # Two sides at once, or one that outlives the job which ended without it.
     found = first_failure(200, first=5_300)
     assert "two sides train" in found or "after the job's end" in found
+
+
+def test_an_agent_that_stands_still_without_a_deadline_for_its_workers_is_found(monkeypatch):
+    monkeypatch.setattr(AgentCore, "train_until_s", property(lambda self: None))
+    assert "two sides train" in first_failure(10, first=940)
 
 
 def test_ranks_given_by_name_are_found(monkeypatch):

@@ -7,7 +7,7 @@ wrong when is `faults`' business, what must hold is `checks`'.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from elastane.core.effects import Exit
 from elastane.core.events import Fenced, Resized, Signalled
@@ -25,7 +25,7 @@ from elastane.testing.simulation.residents import Residents
 from elastane.testing.simulation.seat import Seat
 from elastane.testing.simulation.store import Published, SimulatedStore
 from elastane.testing.simulation.story import Story
-from elastane.testing.simulation.workers import HasHosts, Script, Training
+from elastane.testing.simulation.workers import HasHosts, Script, Still, Training
 
 # A host's end is heard of, and told to the job, within this: later than its peers see it.
 _HEARD_S = 0.15
@@ -45,6 +45,7 @@ class Cluster:
         self.given_up: tuple[str, ...] = ()
         self.sees_deaths = False  # the job's owner hears of hosts that crash, and tells
         self.dead: tuple[str, ...] = ()
+        self.still = Still()
         self.clock = VirtualClock()
         self.story = Story(self.clock)
         self.network = Network(self.clock, rng)
@@ -52,8 +53,9 @@ class Cluster:
         self.checks = Checks(self)
         self.store.on_write = self.checks.filed
         # One of the two has the job's workers.
-        self.training = Training(self.clock, rng, script, self._can_step, self.checks)
-        self.residents = Residents(self.clock, rng, script, self._can_step, self.checks)
+        self.training = Training(self.clock, rng, script, self._can_step, self.checks, self.still)
+        self.residents = Residents(self.clock, rng, script, self._can_step, self.checks, self.still)
+        self.still.is_overdue = lambda host: self.nodes[host].is_overdue
         self.nodes: dict[str, SimulatedNode] = {}
         self.seats: dict[str, Seat] = {}
         self.disturbed_s = 0.0
@@ -291,23 +293,36 @@ class Cluster:
     def pause(self, name: str, for_s: float, *, suspended: bool = False) -> None:
         """Nothing runs on a host for a while; `suspended`: nor does its monotonic clock."""
         node = self.nodes[name]
-        if node.paused or not (node.alive or name in self.seats):
+        if node.stands_still or not (node.alive or name in self.seats):
             return
         how = "is suspended" if suspended else "stands still"
         self.story.tell(f"FAULT {name} {how} for {for_s:.1f} s")
-        node.paused, life, from_s = True, node.life, node.clock.now_s
-        self.paused += 1
+        self._stop(node, ("agent", "workers", "warden"), for_s)
         if suspended:
             node.clock.suspend()
 
+    def stop_processes(self, name: str, kinds: Sequence[str], for_s: float) -> None:
+        """SIGSTOP to some processes of a host, and to no other: agent, workers, warden."""
+        node = self.nodes[name]
+        if node.alive and not node.stands_still:
+            self.story.tell(f"FAULT {' and '.join(kinds)} of {name} stand still for {for_s:.1f} s")
+            self._stop(node, kinds, for_s)
+
+    def _stop(self, node: SimulatedNode, kinds: Sequence[str], for_s: float) -> None:
+        name, life, from_s = node.name, node.life, node.clock.now_s
+        node.paused = "agent" in kinds
+        node.workers_paused, node.warden_paused = "workers" in kinds, "warden" in kinds
+        self.paused += "workers" in kinds
+
         def resume() -> None:
-            self.paused -= 1
+            self.paused -= "workers" in kinds
             node.clock.wake()
-            if node.life != life or not node.paused:
+            if node.life != life or not node.stands_still:
                 return
             self.story.tell(f"{name} goes on")
             waiting = self._waiting.pop(name, [])
-            self._stood_still(name, node.clock.now_s - from_s)
+            if node.paused:
+                self._stood_still(name, node.clock.now_s - from_s)
             node.resume()
             for act in waiting:
                 self.on_host(name, act)
@@ -361,6 +376,6 @@ class Cluster:
         if self.network.is_whole and not self.paused:
             return True
         hosts = run.hosts
-        return not any(self.nodes[host].paused for host in hosts) and all(
+        return not any(self.nodes[host].workers_paused for host in hosts) and all(
             self.network.linked(one, other) for one in hosts for other in hosts if one < other
         )

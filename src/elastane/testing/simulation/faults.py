@@ -36,6 +36,8 @@ _COORDINATOR_STEPS = (
     Step.BEFORE_HANGUP,
     Step.BEFORE_END,
 )
+# How long one process of a host stands still: some are longer than every bound.
+_STILL_S = (2.0, 9.0, 140.0, 200.0)
 _AGENT_STEPS = (
     Step.BEFORE_START,
     Step.AFTER_START,
@@ -203,6 +205,43 @@ class Faults:
         for_s = self._rng.choice((1.0, 4.0, 30.0))
         self._cluster.pause(self._some(), for_s, suspended=True)
         self._until(for_s)
+
+    # One process of a host, and no other.
+
+    def _stop_agent(self) -> None:
+        """The workers go on, and the warden is there."""
+        self._stop_processes("agent")
+
+    def _stop_agent_and_warden(self) -> None:
+        """Nobody can end the workers, so these have to look at their deadline by themselves."""
+        looks = self._setting.script.asks or self._setting.in_place
+        self._stop_processes("agent", *("warden",) * looks)
+
+    def _stop_workers(self) -> None:
+        self._stop_processes("workers")
+
+    def _stop_warden(self) -> None:
+        self._stop_processes("warden")
+
+    def _stop_processes(self, *kinds: str) -> None:
+        for_s = self._rng.choice(_STILL_S)
+        self._cluster.stop_processes(self._some(), kinds, for_s)
+        self._until(for_s)
+
+    def _stop_zygote(self) -> None:
+        self._hold_up("the zygote", self._cluster.still.zygotes)
+
+    def _stop_store_process(self) -> None:
+        self._hold_up("the store process", self._cluster.still.stores)
+
+    def _stop_keeper(self) -> None:
+        self._hold_up("the keeper of snapshots", self._cluster.still.keepers)
+
+    def _hold_up(self, what: str, hosts: set[str]) -> None:
+        name, for_s = self._some(), self._rng.choice(_STILL_S)
+        self._tell(f"{what} of {name} stands still for {for_s:.1f} s")
+        hosts.add(name)
+        self._later(for_s, lambda: hosts.discard(name))
 
     def _clock_jump(self) -> None:
         self._cluster.jump_clock(self._some(), self._rng.choice((0.3, 2.5, 60.0, 3600.0)))

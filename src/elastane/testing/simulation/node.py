@@ -32,9 +32,10 @@ from elastane.core.events import (
     Told,
     Unlinked,
     Warm,
+    WorkerFailed,
 )
 from elastane.core.messages import Alive, ToAgent, Welcome
-from elastane.core.model import Assignment, NodeSpec, Offer, Outcome, Versions
+from elastane.core.model import Assignment, Failure, NodeSpec, Offer, Outcome, Versions
 from elastane.core.steps import agent_step
 from elastane.errors import ExitCode
 from elastane.testing.simulation.clock import HostClock, Timer
@@ -59,7 +60,9 @@ class SimulatedNode:
         self.cluster, self.name, self.size, self.node_rank = cluster, name, size, node_rank
         self.clock = clock
         self.alive = False
-        self.paused = False
+        # Which of its processes stand still: its agent (with a coordinator in it), workers, warden.
+        self.paused = self.workers_paused = self.warden_paused = False
+        self.until_boot_s: float | None = None  # the deadline of its workers
         self.life = 0
         self.incarnation = ""  # of the agent that is or was the last here
         self.exit: Exit | None = None
@@ -75,12 +78,14 @@ class SimulatedNode:
         self._ports = 20_000
         self._heard_s = 0.0
         self._tick: Timer | None = None
+        self._deadline: Timer | None = None
 
     def boot(self, warm_s: float = 0.0) -> None:
         """Start a new agent on this host."""
         assert not self.alive, self.name
         self.clock.wake()  # However it was stopped, it is started now.
-        self.alive, self.paused, self.exit, self.signalled = True, False, None, False
+        self.alive, self.exit, self.signalled = True, None, False
+        self.paused = self.workers_paused = self.warden_paused = False
         self.welcomed, self.signals = False, 0
         self.life += 1
         self.incarnation = f"{self.name}.{self.life}"
@@ -101,6 +106,16 @@ class SimulatedNode:
         self.cluster.story.tell(f"{self.name}: agent {spec.incarnation} starts")
         self._later(warm_s, Warm())
         self.look(0.0)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether any of its processes does."""
+        return self.paused or self.workers_paused or self.warden_paused
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its workers are to begin no step: the deadline in their pages has passed."""
+        return self.until_boot_s is not None and self.clock.boot_s > self.until_boot_s
 
     @property
     def trains(self) -> bool:
@@ -129,7 +144,10 @@ class SimulatedNode:
         self.core.met = self.household.met if self.household is not None else 0
         self.core.slept_s = self.clock.slept_s
         life, done = self.life, None
-        for due in self.core.handle(event, self.clock.now_s):
+        effects = self.core.handle(event, self.clock.now_s)
+        self.until_boot_s = self.core.train_until_s
+        self._mind_deadline()
+        for due in effects:
             if self.cluster.dies_at(self.name, agent_step(done, due)):
                 return
             self._carry_out(due)
@@ -139,15 +157,60 @@ class SimulatedNode:
 
     def resume(self) -> None:
         """Go on after a pause, with all that came meanwhile."""
-        self.paused, self._heard_s = False, self.clock.now_s
+        was_paused = self.paused
+        self.paused = self.workers_paused = self.warden_paused = False
+        if was_paused:
+            self._heard_s = self.clock.now_s
         backlog, self.backlog = self.backlog, []
         for life, event in backlog:
             if life == self.life:
                 self.feed(event)
+        self._mind_deadline()
+
+    def _mind_deadline(self) -> None:
+        """The warden: kill the workers at the deadline that the agent has set last."""
+        if self.until_boot_s is None or self._deadline is not None:
+            return
+        life = self.life
+
+        def look() -> None:
+            self._deadline = None
+            if not self.alive or self.life != life or self.warden_paused:
+                return  # A warden that goes on looks again.
+            if self.until_boot_s is not None and self.clock.boot_s > self.until_boot_s:
+                self._kill_workers()
+            else:
+                self._mind_deadline()
+
+        self._deadline = self.clock.after(
+            max(0.001, self.until_boot_s - self.clock.boot_s + 0.001), look
+        )
+
+    def _kill_workers(self) -> None:
+        self.cluster.story.tell(f"the warden of {self.name} kills its workers")
+        self.until_boot_s = None
+        found = self.household or self.group
+        if found is None:
+            return
+        if self.household is not None:
+            ended = self.cluster.residents.kill(self.household)
+        else:
+            assert self.group is not None
+            ended = self.cluster.training.kill(self.group)
+        fence = found.born if isinstance(found, Household) else found.fence
+        for local_rank in ended:
+            rank = found.assignment.rank_base + local_rank
+            failure = Failure(local_rank=local_rank, rank=rank, pid=1, exit_code=-9)
+            found.feed(WorkerFailed(fence, failure, self.clock.now_s))
 
     def die(self) -> None:
         """The agent and its workers are no more."""
-        self.alive, self.paused = False, False
+        self.alive = False
+        self.paused = self.workers_paused = self.warden_paused = False
+        self.until_boot_s = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
         self.backlog.clear()
         self.election = None
         if self._tick is not None:

@@ -34,7 +34,7 @@ from elastane.testing.simulation.places import (
     Worker,
     left_out,
 )
-from elastane.testing.simulation.workers import STALL_S, HasHosts, Script
+from elastane.testing.simulation.workers import STALL_S, HasHosts, Script, Still
 
 if TYPE_CHECKING:
     from elastane.testing.simulation.checks import Checks
@@ -58,9 +58,10 @@ class Residents:
         script: Script,
         can_step: Callable[[HasHosts], bool],
         checks: Checks,
+        still: Still,
     ) -> None:
         self._clock, self._rng, self.script = clock, rng, script
-        self._can_step, self._checks = can_step, checks
+        self._can_step, self._checks, self._still = can_step, checks, still
         self._mesh = Mesh(script.span, clock, rng, self._tell_able)
         self._worlds: dict[tuple[str, int, Fence], Gathering] = {}
         self._pids = 1000
@@ -131,6 +132,14 @@ class Residents:
         for worker in [w for w in group.workers.values() if w.alive]:
             self._end(worker, "dead")
 
+    def kill(self, group: Household) -> list[int]:
+        """SIGKILL to all workers of a node that live; returns which those were."""
+        ended = [i for i, worker in group.workers.items() if worker.alive]
+        group.crashed = True
+        for local_rank in ended:
+            self._end(group.workers[local_rank], "dead")
+        return ended
+
     def stop(self, group: Household, grace_s: float) -> None:
         """SIGTERM, and SIGKILL after the grace; a shorter one may follow."""
         if group.phase == "gone":
@@ -157,6 +166,9 @@ class Residents:
 
     def _imported(self, worker: Worker, first: Assignment | None) -> None:
         if worker.stage != "starting":
+            return
+        if worker.group.host in self._still.zygotes:
+            self._clock.after(STALL_S, lambda: self._imported(worker, first))
             return
         worker.stage = "waiting"
         if first is None or first.waiting:
@@ -276,7 +288,8 @@ class Residents:
         world.busy = False
         if not world.all_are("meeting"):
             return
-        if not self._can_step(world):
+        at = {w.group.assignment.master_addr for w in world.workers.values()}
+        if not self._can_step(world) or at & self._still.stores:
             world.busy = True
             self._clock.after(STALL_S, lambda: self._meet(world))
             return
@@ -377,7 +390,8 @@ class Residents:
         worker.made += 1
         worker.moved_s = self._clock.now_s
         self._checks.line.commits(worker, world)
-        if worker.rank == 0 and worker.committed % self.script.checkpoint_every == 0:
+        is_due = worker.committed % self.script.checkpoint_every == 0
+        if worker.rank == 0 and is_due and not self._still.keepers & {*world.hosts}:
             self._save(worker.committed)
 
     def _call(self, worker: Worker, world: Gathering) -> None:
@@ -389,7 +403,8 @@ class Residents:
         if worker.committed >= self.script.steps:
             self._finish(world)
             return
-        if group.gated and group.aimed_s is None:
+        is_gated = group.gated and group.aimed_s is None
+        if is_gated or self._still.is_overdue(group.host):
             self._clock.after(0.05, lambda: self._call(worker, world))
             return
         worker.calls = worker.committed

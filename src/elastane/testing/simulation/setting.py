@@ -28,6 +28,18 @@ FIRST_S, LAST_S = 1.0, 40.0
 FAULTS_MAX = 100
 GIVEN_UP_FIRST = 2 * FAULTS_MAX
 SEES_DEATHS = 3 * FAULTS_MAX
+# Single processes of a host that stand still, beside all that.
+STILL_FIRST = 4 * FAULTS_MAX
+STILL = (
+    "stop_agent",
+    "stop_agent",
+    "stop_agent_and_warden",
+    "stop_workers",
+    "stop_warden",
+    "stop_zygote",
+    "stop_store_process",
+    "stop_keeper",
+)
 MISMATCH = 4 * FAULTS_MAX
 # How often each kind of fault is drawn, relative to the others.
 WEIGHTS = {
@@ -157,6 +169,7 @@ def setting_of(seed: int, *, store_backed: bool, in_place: bool = False, span: i
         plan=(
             *_plan(rng, store_backed=store_backed, in_place=in_place),
             *_resizes(seed),
+            *_still(seed),
             *(_mismatch(seed) if in_place else ()),
             *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
         ),
@@ -208,6 +221,15 @@ def _mismatch(seed: int) -> tuple[Planned, ...]:
     if rng.random() > 0.1:
         return ()
     return (Planned(MISMATCH, FIRST_S + rng.random() * (LAST_S - FIRST_S), "mismatch"),)
+
+
+def _still(seed: int) -> tuple[Planned, ...]:
+    """Draw which processes stand still alone, and when: in some histories, beside their faults."""
+    rng = random.Random(f"still {seed}")
+    if rng.random() > 0.15:
+        return ()
+    times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 2, 3)))]
+    return tuple(Planned(STILL_FIRST + n, at_s, rng.choice(STILL)) for n, at_s in enumerate(times))
 
 
 def _sees_deaths(seed: int) -> tuple[Planned, ...]:

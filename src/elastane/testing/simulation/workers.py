@@ -49,6 +49,16 @@ class Script:
     span: int = 0  # nodes of a replica of a state that is sharded; 0: each worker has the whole
 
 
+@dataclass(slots=True)
+class Still:
+    """Hosts of which a zygote, a store process or a keeper stands still."""
+
+    zygotes: set[str] = field(default_factory=set)
+    stores: set[str] = field(default_factory=set)
+    keepers: set[str] = field(default_factory=set)
+    is_overdue: Callable[[str], bool] = lambda _host: False  # workers there begin no step
+
+
 class HasHosts(Protocol):
     """A world, as far as the network is concerned."""
 
@@ -74,6 +84,7 @@ class LocalGroup:
     failed: set[int] = field(default_factory=set)
     run: Run | None = None
     moved_s: float = 0.0
+    killed: bool = False  # all of it, by the warden
 
     @property
     def fence(self) -> Fence:
@@ -124,9 +135,10 @@ class Training:
         script: Script,
         can_step: Callable[[HasHosts], bool],
         checks: Checks,
+        still: Still,
     ) -> None:
         self._clock, self._rng, self.script = clock, rng, script
-        self._can_step, self._checks = can_step, checks
+        self._can_step, self._checks, self._still = can_step, checks, still
         self._runs: dict[tuple[str, int], Run] = {}
         self._last: Run | None = None
         self.saved_step = 0
@@ -177,10 +189,22 @@ class Training:
             return
         if group.end is not None:
             group.end.cancel()
-        lives_s = 0.0 if group.phase == "done" else min(grace_s, self.script.trap_s)
+        is_dead = group.phase == "done" or group.killed
+        lives_s = 0.0 if is_dead else min(grace_s, self.script.trap_s)
         if group.phase == "computing" and not self.script.trap_s:
             group.phase = "broken"
         group.end = self._clock.after(lives_s + 0.01, lambda: self._gone(group, new_offer))
+
+    def kill(self, group: LocalGroup) -> list[int]:
+        """SIGKILL to all workers of a node that live; returns which those were."""
+        if group.phase in ("done", "gone"):
+            return []
+        was_computing, group.phase, group.killed = group.computes, "broken", True
+        if was_computing:
+            self._peers_notice(group)
+        ended = sorted({*range(group.size)} - group.failed)
+        group.failed.update(ended)
+        return ended
 
     def mark(self, group: LocalGroup) -> None:
         """Gate the workers and count their calls."""
@@ -203,7 +227,12 @@ class Training:
         self._go_on(run)
 
     def _compute(self, run: Run, group: LocalGroup) -> None:
-        if group.phase == "starting":
+        held_up = group.host in self._still.zygotes
+        if group.phase == "starting" and (
+            held_up or group.assignment.master_addr in self._still.stores
+        ):
+            self._clock.after(STALL_S, lambda: self._compute(run, group))
+        elif group.phase == "starting":
             group.phase, group.moved_s = "computing", self._clock.now_s
             self._go_on(run)
             self._watch(group)
@@ -242,7 +271,7 @@ class Training:
             group.moved_s = self._clock.now_s
         self._checks.stepped(run.fence)
         done = run.base + run.steps
-        if done % self.script.checkpoint_every == 0:
+        if done % self.script.checkpoint_every == 0 and not self._still.keepers & {*run.hosts}:
             self.saved_step = max(self.saved_step, done)
         if done >= self.script.steps:
             self._finish(run)
@@ -255,7 +284,8 @@ class Training:
         """One should_checkpoint(); a gated one blocks until it is told the target."""
         if not group.computes or group.calls >= run.steps:
             return
-        if group.gated and group.target is None:
+        is_overdue = self.script.asks and self._still.is_overdue(group.host)
+        if is_overdue or (group.gated and group.target is None):
             self._clock.after(0.05, lambda: self._call(run, group))
             return
         if group.target is not None and group.calls >= group.target:
