@@ -24,6 +24,7 @@ class Table:
 TABLES = (
     Table("restart", "bench.table", "Any torchrun script: restarts, beside torchrun"),
     Table("in-place", "bench.in_place", "Scripts that recover in place, beside their peers"),
+    Table("survive", "bench.survive", "A script of epochs, with four kills in each run"),
     Table("arrival", "bench.arrival", "A node arrives at 100 MB of state"),
     Table("data", "bench.permutation", "The order of elastic data"),
     Table("reduction", "bench.reduction", "The sum that does not depend on the world"),
