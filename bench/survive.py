@@ -45,6 +45,7 @@ class Job:
 
     def __init__(self, folder: Path, workers: int) -> None:
         self.said, self.workers = folder / "said", workers
+        self.killed_s = 0.0
         self.said.mkdir()
         script = [str(SCRIPT), str(self.said), str(EPOCHS), str(STEP_S), "behind"]
         self.cluster = LocalCluster(
@@ -66,10 +67,11 @@ class Job:
         return found
 
     def is_whole(self, node: LocalNode) -> bool:
-        """Whether all workers that live have made a step in a world of all."""
+        """Whether all workers have made a step in a world of all since the last kill."""
         now, pids = self.lines("committed"), node.workers()
-        made = [now[pid][-1]["world"] for pid in pids if now.get(pid)]
-        return len(made) == self.workers and set(made) == {self.workers}
+        last = [now[pid][-1] for pid in pids if now.get(pid)]
+        whole = [e for e in last if e["world"] == self.workers and e["at_s"] > self.killed_s]
+        return len(whole) == len(pids) == self.workers
 
     def kill(self, node: LocalNode, rng: random.Random, number: int) -> None:
         """Kill one worker, once the last one is replaced; every other time in a validation."""
@@ -79,6 +81,7 @@ class Job:
         time.sleep(rng.uniform(0.0, 0.5))
         if number % 2:
             node.kill_worker(rng.randrange(self.workers))
+            self.killed_s = time.monotonic()
             return
         before = len([*self.said.glob("died-*")])
         (self.said / "die").touch()
@@ -87,6 +90,7 @@ class Job:
             "a validation",
             DEADLINE_S,
         )
+        self.killed_s = time.monotonic()
 
     def problem(self, kills: int) -> str:
         """Say what went wrong in a job that has ended; "" where nothing did."""

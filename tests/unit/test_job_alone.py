@@ -7,6 +7,7 @@ real processes fork.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -313,3 +314,11 @@ def test_a_ddp_with_a_hook_that_keeps_a_state_is_refused(job):
     job.track(net=net)
     with pytest.raises(JobError, match=r"PowerSGDState.*\[job-ddp\]"):
         next(job.steps(loader_of(), until_step=1))
+
+
+def test_every_attribute_of_a_job_and_of_a_step_is_documented(job):
+    page = (Path(__file__).parents[2] / "docs" / "in-place.md").read_text()
+    step, _ = next(job.steps(loader_of(), until_step=1))
+    for name, thing in (("job", job), ("step", step)):
+        public = {each for each in dir(thing) if not each.startswith("_")}
+        assert not {each for each in public if f"`{name}.{each}" not in page}
