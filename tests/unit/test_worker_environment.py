@@ -5,7 +5,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from elastane.agent.environment import RunFacts, WorkerFacts, worker_args, worker_environment
+from elastane.agent.environment import (
+    RunFacts,
+    WorkerFacts,
+    place_variables,
+    why_without_place,
+    worker_args,
+    worker_environment,
+)
 from elastane.core.model import Assignment, Fence
 from elastane.errors import ConfigurationError
 
@@ -109,6 +116,27 @@ def test_a_store_in_a_worker_is_said_so():
     plain = msgspec.structs.replace(ASSIGNMENT, agent_store=False)
     found = worker_environment({}, plain, RUN, WorkerFacts(local_rank=0))
     assert found["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+
+def test_a_worker_without_a_place_has_no_variable_of_one_and_keeps_its_own():
+    waiting = msgspec.structs.replace(ASSIGNMENT, waiting=True)
+    base = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "outer"}
+    found = worker_environment(base, waiting, RUN, WorkerFacts(local_rank=1))
+    place = place_variables(ASSIGNMENT, 1)
+    assert place["RANK"] == "5" and place["MASTER_PORT"] == "40001"
+    assert found.keys() & place.keys() == {"TORCHELASTIC_RESTART_COUNT"}
+    assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("1", "2")
+
+
+def test_ranks_count_the_workers_that_take_part():
+    some = msgspec.structs.replace(ASSIGNMENT, workers=(1,))
+    assert place_variables(some, 1)["RANK"] == "4"
+
+
+def test_the_end_of_a_worker_that_read_its_rank_too_early_is_explained():
+    words = "  File \"train.py\", line 3\nKeyError: 'WORLD_SIZE'"
+    assert "call elastane.init() before WORLD_SIZE is read" in why_without_place(words)
+    assert why_without_place("KeyError: 'weights'") == ""
 
 
 def test_a_local_rank_that_the_node_does_not_have_is_our_bug():

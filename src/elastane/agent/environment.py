@@ -6,6 +6,7 @@ in. It reads nothing itself, and what it returns never holds the job's secret.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ _PLACE = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
     *("ELASTANE_ROUND", "ELASTANE_ATTEMPT"),
 )
+_LACKS_PLACE = re.compile(rf"KeyError: '({'|'.join(_PLACE)})'")
+SLUG = "variable-before-place"
 _SECRET = "ELASTANE_TOKEN"
 _CONF = "PET_RDZV_CONF"
 _SECRET_KEYS = ("token", "password")
@@ -161,6 +164,21 @@ def place_variables(assignment: Assignment, local_rank: int) -> dict[str, str]:
     }
     assert found.keys() == {*_PLACE}, "a worker without a place lacks these, and no others"
     return {**found, **_restarts(assignment)}
+
+
+def why_without_place(message: str) -> str:
+    """Explain the end of a worker that had no place, where it lacked one of these variables.
+
+    `message`: its last words. Returns "" where they say something else.
+    """
+    found = _LACKS_PLACE.search(message)
+    if found is None:
+        return ""
+    return (
+        f"{found[1]} is absent: this worker replaces another or joins later, and has no place"
+        f" before elastane.init(). Next step: call elastane.init() before {found[1]} is read,"
+        f" or read job.rank and job.world_size instead [{SLUG}]"
+    )
 
 
 def _restarts(assignment: Assignment) -> dict[str, str]:

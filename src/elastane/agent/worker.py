@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elastane.agent.environment import WorkerFacts, worker_args, worker_environment
+from elastane.agent.environment import (
+    WorkerFacts,
+    why_without_place,
+    worker_args,
+    worker_environment,
+)
 from elastane.agent.groupsetup import GroupSetup
 from elastane.agent.lastwords import LastWords, read_last_words
 from elastane.core.limits import FAILURE_TEXT_CHARS_MAX
@@ -90,7 +95,8 @@ class Worker:
         if self.hung:  # What a handler of SIGABRT says last is of no use: we sent it.
             message = f"{words.message}\n{self.hung}".lstrip()
             return replace(words, message=message, output=False)
-        return words
+        why = why_without_place(words.message) if self.beside else ""
+        return replace(words, message=f"{words.message}\n{why}") if why else words
 
     def failure(
         self, pid: int, code: int, words: LastWords, evidence: str = "", *, stopped: bool = False
