@@ -181,6 +181,11 @@ class Pairing:
         self.tally.clear()
         self._commits, self._reached = 0, IN_BODY
 
+    def passed(self) -> None:
+        """Count what all members have done together outside of a step as done, like a commit."""
+        self.tally.clear()
+        self._commits += 1
+
     def agree(self, step: int) -> None:
         """Wait until all members are at the commit of `step`, having made the same collectives.
 

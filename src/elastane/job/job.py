@@ -248,6 +248,7 @@ class Job:
             self._world.lose(error)
             return self._is_over_in_the_next(call)
         self._calls.complete(call)
+        self.process_group.pairing.passed()
         return True
 
     def _is_over_in_the_next(self, call: Call) -> bool:
