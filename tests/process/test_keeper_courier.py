@@ -14,7 +14,7 @@ from rpc_support import make_papers
 
 from elastane.core.checkpoints import Key
 from elastane.core.snapshots import Name
-from elastane.keeper import courier, line, neighbour
+from elastane.keeper import courier, door, line, neighbour
 from elastane.keeper.courier import Courier, Errand
 from elastane.keeper.door import Door
 from elastane.keeper.messages import HeldPiece, HeldWords, Replica
@@ -222,6 +222,30 @@ def test_with_tls_both_keepers_verify_each_other(between, tmp_path):
     assert between.held() == {2: data}
     between.door.about = ABOUT
     assert not between.bring(3, b"3" * 100)
+
+
+@pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "TLS"])
+def test_silent_connections_make_room_for_a_copy_and_leave_nothing_behind(
+    tmp_path, monkeypatch, is_tls
+):
+    """Also those that stand in the handshake of TLS, which has taken their socket over."""
+    monkeypatch.setattr(door, "KEEPER_UNPROVEN_MAX", 2)
+    monkeypatch.setattr(door, "UNPROVEN_PATIENCE_S", 0.05)
+    one = Between(tmp_path)
+    if is_tls:
+        papers = make_papers(tmp_path)
+        names = tuple(str(papers / name) for name in ("node.pem", "node.key", "ca.pem"))
+        one.door.about = about = Neighbours("job", ABOUT.secrets, "", names)
+        one.courier._neighbours = lambda: about
+    host, _, port = one.at.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            end = stack.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
+            end.send(b"\x16\x03\x01" if is_tls else b"EL")
+        assert one.bring(1, b"1" * 100)
+        assert len(one.door._unproven) <= 2
+    until(lambda: not len(one.door._unproven), "all are forgotten")
+    assert one.bring(2, b"2" * 100)
 
 
 def test_cycles_of_copies_leave_nothing_behind(between):
