@@ -1,5 +1,7 @@
 """What the operator's caches hold, and what they give to a decision."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -11,6 +13,8 @@ from elastane.kubernetes.model.seen import PodSpec
 from elastane.kubernetes.operator import cache as cache_module
 from elastane.kubernetes.operator.cache import Cache
 from elastane.kubernetes.operator.kinds import Held, Node, node_state
+from elastane.kubernetes.operator.probes import Probes, make_metrics
+from elastane.kubernetes.operator.queue import KeyedQueue
 from elastane.kubernetes.operator.view import View
 
 
@@ -216,3 +220,22 @@ def test_uids_of_what_is_gone_are_not_kept_for_ever(monkeypatch):
     for number in range(10):
         held.saw_gone(pod(uid=str(number)))
     assert len(held._gone) == 3
+
+
+def test_each_job_has_gauges_of_what_its_status_says():
+    view = View(lambda key: None, lambda key, delay_s: None)
+    status = {"step": 457, "stepsPerSecond": 2.5, "lastProgressTime": "1970-01-01T00:01:40Z"}
+    for name, said in (("a", status), ("b", {}), ("c", None)):
+        meta = Meta(name=name, namespace="n", uid=name, resource_version="1")
+        view.jobs.saw(ElasticJob(metadata=meta, status=said))
+    probes = Probes(make_metrics(), list, lambda: SimpleNamespace(view=view, queue=KeyedQueue()))
+    text = probes.answer("GET", "/metrics").body.decode()
+    told = dict(
+        line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("elastane_job_")
+    )
+    of_a = '{job="a",namespace="n"}'
+    assert told == {
+        f"elastane_job_step{of_a}": "457",
+        f"elastane_job_steps_per_second{of_a}": "2.5",
+        f"elastane_job_last_progress_timestamp_seconds{of_a}": "100",
+    }

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from elastane.kubernetes.model import since_epoch
 from elastane.kubernetes.operator.metrics import CONTENT_TYPE, Metrics, labels
 from elastane.runtime.health import Answer
 
@@ -37,6 +38,10 @@ _OF_A_JOB = {
     "elastane_job_restarts": ("Pods replaced, containers and workers restarted.", "restarts"),
     "elastane_job_failures": ("Restarts that count towards backoffLimit.", "failures"),
     "elastane_job_disruptions": ("Pods that the cluster took away.", "disruptions"),
+    "elastane_job_last_progress_timestamp_seconds": (
+        "When the step was last seen to move, in seconds since the epoch.",
+        "lastProgressTime",
+    ),
 }
 
 
@@ -127,6 +132,8 @@ def _of_each_job(field: str, session: Session) -> dict[str, float]:
     made = {}
     for job in session.view.jobs:
         value = job.status.get(field) if isinstance(job.status, dict) else None
+        if isinstance(value, str):
+            value = since_epoch(value)
         if isinstance(value, int | float):
             meta = job.metadata
             made[labels(namespace=meta.namespace, job=meta.name)] = float(value)
