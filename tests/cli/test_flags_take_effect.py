@@ -92,8 +92,8 @@ def test_a_local_rank_of_two_digits_can_be_named(here):
     body = "import os, sys\nsys.stdout.write(f\"I am {os.environ['RANK']}\\n\")\n"
     end_of(here, [*argv, write(here, body)], **LIGHT)
     assert sorted(said(here).split()[2::3], key=int) == [str(rank) for rank in range(1, 10)]
-    kept = {path.parent.name for path in (here / "logs").glob("*/*/*/*/stdout.log")}
-    assert kept == {"rank_0", "rank_10"}
+    kept = {path.parent.name: path for path in (here / "logs").glob("*/*/*/*/stdout.log")}
+    assert {kept[name].read_text() for name in ("rank_0", "rank_10")} == {"I am 0\n", "I am 10\n"}
 
 
 def test_the_older_launcher_puts_the_local_rank_first_and_knows_the_macro(here):
