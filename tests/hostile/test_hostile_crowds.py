@@ -31,6 +31,7 @@ LISTENERS = {
     "runtime/health.py": "health check",
     "agent/offers.py": "process-group store",
     "keeper/door.py": "snapshot server",
+    "elastic/rendezvous/_one_machine.py": "store of an agent without a handler",
     # Other users and hosts do not get to these.
     "agent/keeping.py": "a socket of mode 0600 in a folder of mode 0700",
     "elastic/utils/api.py": "holds a port for its caller, and serves nothing",
@@ -102,6 +103,20 @@ def test_the_process_group_store_answers(victim):
     others |= {victim.a.process.pid, victim.b.process.pid}
     (port,) = listening([pid for pid in processes_of(victim.job) if pid not in others])
     with victim.watch(), crowd(port):
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        store.set("crowd", "is borne")
+        assert store.get("crowd") == b"is borne"
+
+
+def test_the_store_of_an_agent_without_a_handler_answers():
+    from torch.distributed import TCPStore
+
+    from elastane.elastic.rendezvous._one_machine import OneMachineRendezvous
+
+    handler = OneMachineRendezvous()
+    info = handler.next_rendezvous()
+    port = info.bootstrap_store_info.master_port
+    with crowd(port):
         store = TCPStore("127.0.0.1", port, is_master=False)
         store.set("crowd", "is borne")
         assert store.get("crowd") == b"is borne"
