@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import elastane
 from elastane.checkpoint.checkpointer import Checkpointer
 from elastane.errors import CheckpointError, ConfigurationError, StorageError
+from elastane.runtime.page import finish_before_park
 
 
 class Trained:
@@ -402,3 +403,22 @@ def keepers_of(mark: bytes) -> list[int]:
             if words.startswith(b"elastane-keeper") and mark in env:
                 found.append(int(entry.name))
     return found
+
+
+def test_a_save_is_complete_before_its_worker_parks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy goes on behind the training; the agent kills a parked worker at once."""
+    trained, settled = Trained(), []
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore(trained.objects())
+        trained.step()
+        checkpointer.save(1)
+        copier = checkpointer._saver.copier
+        settle = copier.settle
+        monkeypatch.setattr(copier, "settle", lambda: settled.append(settle()))
+        finish_before_park()
+        assert settled
+    settled.clear()
+    finish_before_park()
+    assert not settled

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from elastane.job import drain, world
-from elastane.runtime.page import MAGIC, PAGE_BYTES, PAGE_FD_VARIABLE, Page
+from elastane.runtime.page import (
+    MAGIC,
+    PAGE_BYTES,
+    PAGE_FD_VARIABLE,
+    Page,
+    before_park,
+    finish_before_park,
+)
 
 
 class Time:
@@ -194,3 +201,17 @@ def test_it_saves_once_where_all_are_stopped_also_when_that_turns_out_later(page
     worlds.reach(3, lambda: saved.append(clock.now_s))
     assert len(saved) == 1 and told == [False, True]
     assert not page.is_parked
+
+
+def test_work_behind_the_training_is_complete_before_the_worker_parks(page, clock):
+    """The agent kills a parked worker at once."""
+    finished = []
+    cancel = before_park(lambda: finished.append(page.is_parked))
+    page.gate()
+    page.aim(1)
+    clock.after(2.0, page.release)
+    assert calls(2) == [True, False]
+    assert finished == [False]
+    cancel()
+    finish_before_park()
+    assert finished == [False]

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -29,6 +29,7 @@ from elastane.errors import CheckpointError, ElastaneError
 from elastane.keeper.client import Keeper
 from elastane.keeper.messages import Failed
 from elastane.runtime import environment
+from elastane.runtime.page import before_park
 from elastane.storage import open_storage
 from elastane.storage.repository import Repository
 
@@ -65,6 +66,7 @@ class Checkpointer:
         self._saver: Saver | None = None
         self._captured: Captured | None = None
         self._loan: Loan | None = None
+        self._cancel_settling: Callable[[], None] = _nothing
         self._era, self._job = 0, environment.get("TORCHELASTIC_RUN_ID", "")
         self._last: Key | None = None
         self._missed = ""  # why what was asked for was not saved
@@ -87,6 +89,7 @@ class Checkpointer:
             place.insist()  # There is no memory to go on from.
         self._subject, self._saver = subject, Saver(subject, keeper, self.where, place)
         subject.before_change(self._settle)
+        self._cancel_settling = before_park(self._settle)
         if not subject.is_new:
             return None  # The others give it their state, and with it ours.
         restorer = Restorer(subject, keeper, repository)
@@ -141,6 +144,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Let go of the keeper, which ends what it is writing. Idempotent."""
+        self._cancel_settling()
         self._end_loan()
         if self._saver is not None:
             self._saver.close()
@@ -253,6 +257,10 @@ class Checkpointer:
         if (reason or text) not in self._told:
             self._told.add(reason or text)
             _log.warning("%s", text)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _keeper(where: str) -> Keeper:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from elastane.runtime.page import PAGE_FD_VARIABLE, WorkerPage
+from elastane.runtime.page import PAGE_FD_VARIABLE, WorkerPage, finish_before_park
 
 # The job agrees within a step of its slowest worker, and a drain lasts 30 s by default.
 AGREEMENT_TIMEOUT_S = 60.0
@@ -57,6 +57,7 @@ def _drained(page: WorkerPage, calls: int) -> bool:
     target = page.target
     if calls <= target:
         return calls == target
+    finish_before_park()
     page.park(True)
     _gave_up = not _wait(page, PARKED_TIMEOUT_S, until_target=False) and page.gated
     page.park(False)

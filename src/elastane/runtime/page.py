@@ -15,9 +15,11 @@ either the worker sees the gate, or the agent sees the call.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
+from collections.abc import Callable
 
 from elastane.core.limits import COUNT_MAX
 from elastane.runtime.kernel import accept_barriers, impose_barrier
@@ -235,3 +237,27 @@ class WorkerPage(_Words):
     def park(self, parked: bool, *, saved: bool = True) -> None:
         """Say whether the worker waits behind the target, and whether it has checkpointed."""
         self._words[_PARKED] = (_HAS_SAVED if saved else _WAITS) if parked else 0
+
+
+_before_park: list[Callable[[], None]] = []
+
+
+def before_park(finish: Callable[[], None]) -> Callable[[], None]:
+    """Have `finish` called before this worker parks; return what cancels that.
+
+    The agent kills a parked worker at once. Work that goes on behind the training, such as the
+    copy of a snapshot, has to be complete by then.
+    """
+    _before_park.append(finish)
+
+    def cancel() -> None:
+        with contextlib.suppress(ValueError):
+            _before_park.remove(finish)
+
+    return cancel
+
+
+def finish_before_park() -> None:
+    """Complete what goes on behind the training. Call it before `WorkerPage.park(True)`."""
+    for finish in list(_before_park):
+        finish()
