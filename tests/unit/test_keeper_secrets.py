@@ -11,7 +11,7 @@ def told(keyring, tls=None, job="job"):
     config = SimpleNamespace(
         spec=SimpleNamespace(job=job),
         rendezvous=SimpleNamespace(tls=tls),
-        node=SimpleNamespace(local_addr="10.0.0.2"),
+        reach="10.0.0.2",
     )
     return neighbours(config, keyring)
 
