@@ -10,7 +10,7 @@ from bed import binaries
 from elastic_jobs import install_definition
 from helm_subset import render_chart
 
-from elastane.cli.kubernetes import IMAGE, NAMESPACE
+from elastane.cli.kubernetes import NAMESPACE
 from elastane.kubernetes.manifests import Installation, installation
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,11 @@ def by_name(documents):
 
 
 def test_the_base_is_what_install_prints():
-    printed = installation(Installation(namespace=NAMESPACE, image=IMAGE))
-    assert kustomized("base") == by_name(printed)
+    base = kustomized("base")
+    (operator,) = base["Deployment", "elastane-operator"]["spec"]["template"]["spec"]["containers"]
+    assert operator["image"].startswith("set-an-image.invalid/"), "an overlay sets it"
+    printed = installation(Installation(namespace=NAMESPACE, image=operator["image"]))
+    assert base == by_name(printed)
 
 
 def test_the_overlay_changes_what_it_says_and_nothing_else():
@@ -83,7 +86,8 @@ def test_every_sample_is_taken_and_nothing_of_it_is_pruned(control_plane, namesp
 @pytest.mark.parametrize("chart", ["elastane-operator", "elastic-job"])
 def test_what_the_charts_make_is_taken(control_plane, namespace, chart):
     install_definition(control_plane)
-    values = PLAIN if chart == "elastic-job" else {"watchNamespace": namespace}
+    operator = {"watchNamespace": namespace, "image": {"repository": "registry.example/elastane"}}
+    values = PLAIN if chart == "elastic-job" else operator
     sent = render_chart(CHARTS / chart, "release", namespace, values)
     got = taken(control_plane, "", sent)
     assert [one["metadata"]["name"] for one in got] == [one["metadata"]["name"] for one in sent]
