@@ -19,6 +19,7 @@ from typing import Any
 
 from elastane.errors import ConfigurationError
 from elastane.job.call import BEGUN, CALL, HEADER, VALUE, VALUES
+from elastane.runtime import by_value
 from elastane.runtime.files import write_atomic
 
 
@@ -46,12 +47,10 @@ def name_of(fn: Any) -> str:
 
 def pack(call: Call) -> dict[str, bytes]:
     """Return the files that a worker needs, by name; ConfigurationError for what has none."""
-    import cloudpickle
-
     try:
-        content = cloudpickle.dumps((call.fn, list(call.args), dict(call.kwargs)))
+        content = by_value.dumps((call.fn, list(call.args), dict(call.kwargs)))
     except Exception as error:
-        raise _cannot_send(call, error, cloudpickle.dumps) from error
+        raise _cannot_send(call, error, by_value.dumps) from error
     here = str(Path.cwd())
     header = {
         "name": call.name,

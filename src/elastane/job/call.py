@@ -23,6 +23,7 @@ from typing import Any
 
 from elastane.errors import ConfigurationError, ElastaneError
 from elastane.job.record import ErrorFileHandler
+from elastane.runtime import by_value
 from elastane.runtime.files import write_atomic
 from elastane.runtime.leaving import run_and_leave
 
@@ -143,10 +144,8 @@ def _fill_main(fn: Any) -> None:
 
 def pickled_result(value: Any, name: str) -> bytes:
     """Return what the function `name` returned, pickled; ConfigurationError that names it else."""
-    import cloudpickle
-
     try:
-        content: bytes = cloudpickle.dumps(value)
+        return by_value.dumps(value)
     except Exception as error:
         raise ConfigurationError(
             f"what {name}() returned cannot be pickled: {type(value).__name__}: {error}",
@@ -155,7 +154,6 @@ def pickled_result(value: Any, name: str) -> bytes:
             next_step=f"return what the caller needs of it, or write a file and return its path; "
             f"None, where {name}() has nothing to say",
         ) from None
-    return content
 
 
 def load_of_main(content: bytes) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 from elastane.errors import ConfigurationError
 from elastane.functions.payload import name_of
 from elastane.job.call import load_of_main
+from elastane.runtime import by_value
 
 _starting = threading.Lock()
 
@@ -29,10 +30,8 @@ class ByValue:
     """Something of the main program. Its pickle is loaded as the thing itself."""
 
     def __init__(self, thing: Any) -> None:
-        import cloudpickle
-
         try:
-            self._content: bytes = cloudpickle.dumps(thing)
+            self._content = by_value.dumps(thing)
         except Exception as error:
             raise ConfigurationError(
                 f"{name_of(thing)} of the main program cannot be sent to the workers: "
