@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import secrets
@@ -38,10 +39,13 @@ class Spill:
         family = descendants(one.pid)
         assert len(family) >= 3, "a warden, a zygote, a worker"
         for pid in family | {one.pid}:
-            name = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:4]
-            self.found[f"command line {pid} {name}"] = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if pid != one.pid:  # Whose variables its user gave it.
-                self.found[f"variables {pid} {name}"] = Path(f"/proc/{pid}/environ").read_bytes()
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It may end any time.
+                line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                name = line.split(b"\0")[:4]
+                self.found[f"command line {pid} {name}"] = line
+                if pid != one.pid:  # The agent's variables were given by its user.
+                    found = Path(f"/proc/{pid}/environ").read_bytes()
+                    self.found[f"variables {pid} {name}"] = found
 
     def run(self, one: Agent, *words: str, codes: tuple[int, ...] = (0,)) -> str:
         done = ask(one, *words)

@@ -50,6 +50,8 @@ def unpicklable(rank):
 def tensors(rank):
     import torch
 
+    # A forked child of a process that has used OpenMP's threads waits for them for ever.
+    torch.set_num_threads(1)
     return {"weights": torch.full((300, 300), float(rank)), "rank": rank}
 
 
