@@ -24,10 +24,18 @@ class Incident:
     def see(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
         """Put `failures` of a node on the time line, each once and as early as a report says.
 
-        A report comes late by its way here; who tells all in each keeps the order of its own.
+        Each report arrives late by an unknown delay, and repeats what earlier ones said. A known
+        failure shows by how much this report was slower than the quickest: all of it is moved back
+        by that, so that the failures of one node keep the order that its own clock gave them.
         """
+        known = [
+            self.seen[node_id, one.local_rank].at_s - (now_s - one.age_s)
+            for one in failures
+            if (node_id, one.local_rank) in self.seen
+        ]
+        slower_s = max(0.0, -min(known, default=0.0))
         for failure in failures:
-            of, at_s = (node_id, failure.local_rank), now_s - failure.age_s
+            of, at_s = (node_id, failure.local_rank), now_s - failure.age_s - slower_s
             if of not in self.seen:
                 self.seen[of] = Sighting(node_id=node_id, at_s=at_s, failure=failure)
             elif at_s < self.seen[of].at_s:
