@@ -144,7 +144,9 @@ def test_the_sample_of_failure_handling_restarts_and_keeps_output(tmp_path, monk
     told(tmp_path, count, restarts=1)
     assert "a word" in shown
     kept = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
-    assert kept.count("a word\n") == len(kept) >= count
+    # A worker of the first attempt may have been stopped before it printed.
+    assert set(kept) <= {"a word\n", ""}
+    assert kept.count("a word\n") >= count
 
 
 GUARDS = """
