@@ -39,7 +39,9 @@ class Spill:
         family = descendants(one.pid)
         assert len(family) >= 3, "a warden, a zygote, a worker"
         for pid in family | {one.pid}:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It may end any time.
+            with contextlib.suppress(
+                FileNotFoundError, ProcessLookupError
+            ):  # A worker may end at any time.
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
                 name = line.split(b"\0")[:4]
                 self.found[f"command line {pid} {name}"] = line
