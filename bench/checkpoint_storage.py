@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.report import machine
-from elastane.core.checkpoints import About, Key, Part, folder_name
 from elastane.storage import Found, Repository, open_storage
+from elastane.storage.checkpoints import About, Key, Part, folder_name
 
 BLOCK_BYTES = 16 << 20
 GOAL = 0.85

@@ -12,10 +12,11 @@ import time
 
 import msgspec
 
-from elastane.core.effects import Persist, Send
-from elastane.core.events import Broken, Received, RendezvousEvent, Tick
-from elastane.core.limits import Timing
-from elastane.core.messages import (
+from elastane.coordinator.rules import Rendezvous
+from elastane.protocol.effects import Persist, Send
+from elastane.protocol.events import Broken, Received, RendezvousEvent, Tick
+from elastane.protocol.limits import Timing
+from elastane.protocol.messages import (
     Assign,
     Drain,
     Drained,
@@ -29,8 +30,7 @@ from elastane.core.messages import (
     ToAgent,
     ToCoordinator,
 )
-from elastane.core.model import Assignment, JobSpec, NodeSpec, Offer, Record, Versions
-from elastane.core.rendezvous import Rendezvous
+from elastane.protocol.model import Assignment, JobSpec, NodeSpec, Offer, Record, Versions
 
 # Shorter than a silence: these agents send no heartbeats while time passes.
 TIMING = Timing(last_call_s=1.0)

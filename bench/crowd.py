@@ -31,9 +31,9 @@ CAP_S = 240.0
 
 def take_part(first: int, count: int, port: int, nodes: int) -> None:
     """Be `count` agents until killed; tell of each world in which all of them have a place."""
-    from elastane.core.model import JobSpec
-    from elastane.launcher.membership import MemberConfig, Membership
-    from elastane.runtime.endpoint import Endpoint
+    from elastane.agent.membership import MemberConfig, Membership
+    from elastane.process.endpoint import Endpoint
+    from elastane.protocol.model import JobSpec
 
     raise_descriptors()
     threading.stack_size(256 << 10)

@@ -41,7 +41,7 @@ def raise_descriptors() -> None:
 
 
 def job_spec(nodes: int) -> Any:
-    from elastane.core.model import JobSpec
+    from elastane.protocol.model import JobSpec
 
     return JobSpec(job=JOB, min_nodes=nodes, max_nodes=nodes, max_restarts=100)
 
@@ -51,10 +51,10 @@ def job_spec(nodes: int) -> Any:
 
 async def coordinate(nodes: int) -> None:
     from elastane.coordinator import Coordinator
-    from elastane.core.model import Record
-    from elastane.core.rendezvous import Rendezvous
-    from elastane.core.wire import derive_secret
-    from elastane.runtime.rpc import Access
+    from elastane.coordinator.rules import Rendezvous
+    from elastane.process.rpc import Access
+    from elastane.protocol.model import Record
+    from elastane.protocol.wire import derive_secret
 
     async def save(record: Record) -> None:
         return None
@@ -86,10 +86,10 @@ class FakeAgent:
         self.tasks: list[asyncio.Task[None]] = []
 
     async def join(self) -> None:
-        from elastane.core.messages import Join
-        from elastane.core.model import NodeSpec, Offer, Versions
-        from elastane.core.wire import derive_secret
-        from elastane.runtime import rpc
+        from elastane.process import rpc
+        from elastane.protocol.messages import Join
+        from elastane.protocol.model import NodeSpec, Offer, Versions
+        from elastane.protocol.wire import derive_secret
 
         secret = derive_secret(JOB, None)
         self.session = await rpc.connect("127.0.0.1", self.port, JOB, secret, None, 60.0)
@@ -103,8 +103,8 @@ class FakeAgent:
         self.tasks = [asyncio.create_task(self.listen()), asyncio.create_task(self.beat())]
 
     async def listen(self) -> None:
-        from elastane.core.messages import Assign, Refused, Stop, Stopped
-        from elastane.core.model import Offer
+        from elastane.protocol.messages import Assign, Refused, Stop, Stopped
+        from elastane.protocol.model import Offer
 
         while (message := await self.session.receive()) is not None:
             match message:
@@ -118,7 +118,7 @@ class FakeAgent:
                     raise SystemExit(what)
 
     async def beat(self) -> None:
-        from elastane.core.messages import Heartbeat
+        from elastane.protocol.messages import Heartbeat
 
         while not self.session.closed:
             await asyncio.sleep(1.0)

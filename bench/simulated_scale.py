@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from elastane.core.limits import Timing
-from elastane.core.messages import Alive, Heartbeat, ToAgent, ToCoordinator
-from elastane.core.model import JobSpec
-from elastane.testing.simulation.cluster import Cluster
-from elastane.testing.simulation.network import Session
-from elastane.testing.simulation.workers import Script
+from elastane.protocol.limits import Timing
+from elastane.protocol.messages import Alive, Heartbeat, ToAgent, ToCoordinator
+from elastane.protocol.model import JobSpec
+from simulation.cluster import Cluster
+from simulation.network import Session
+from simulation.workers import Script
 
 SIZES = (100, 1_000, 10_000)
 TIMING = Timing(last_call_s=1.0)

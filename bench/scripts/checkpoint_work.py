@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import elastane
-from elastane.keeper.client import Keeper
+from elastane.snapshots.client import Keeper
 
 TURNS = 5
 TENSORS = 128

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from elastane.data.batch_sampler import ElasticBatchSampler
     from elastane.data.sampler import ElasticSampler
     from elastane.functions.launch import launch
-    from elastane.job.drain import should_checkpoint
-    from elastane.job.job import Job, init
-    from elastane.job.record import record
-    from elastane.job.step import Step
+    from elastane.worker.drain import should_checkpoint
+    from elastane.worker.job import Job, init
+    from elastane.worker.record import record
+    from elastane.worker.step import Step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,15 +41,15 @@ _HOMES = {
     "Checkpointer": "elastane.checkpoint.checkpointer",
     "ElasticBatchSampler": "elastane.data.batch_sampler",
     "ElasticSampler": "elastane.data.sampler",
-    "Job": "elastane.job.job",
-    "Step": "elastane.job.step",
+    "Job": "elastane.worker.job",
+    "Step": "elastane.worker.step",
     "errors": "elastane.errors",
-    "init": "elastane.job.job",
+    "init": "elastane.worker.job",
     "launch": "elastane.functions.launch",
     "load_checkpoint": "elastane.checkpoint.simple",
-    "record": "elastane.job.record",
+    "record": "elastane.worker.record",
     "save_checkpoint": "elastane.checkpoint.simple",
-    "should_checkpoint": "elastane.job.drain",
+    "should_checkpoint": "elastane.worker.drain",
 }
 
 

@@ -71,9 +71,9 @@ def test_no_verb_is_a_usage_error_with_the_help_on_stderr(capsys):
 
 
 def test_an_option_that_is_spelled_right_is_not_suggested(capsys):
-    assert cli.main(["sim", "--seeds", "many"]) == ExitCode.USAGE
+    assert cli.main(["explain", "job", "--round", "many"]) == ExitCode.USAGE
     said = capsys.readouterr().err
-    assert "argument --seeds: invalid int value: 'many'" in said and "did you mean" not in said
+    assert "argument --round: invalid int value: 'many'" in said and "did you mean" not in said
 
 
 def test_an_unknown_verb_gets_the_nearest(capsys):

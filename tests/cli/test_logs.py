@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastane.cli.main import main
-from elastane.runtime.files import safe_name
+from elastane.process.files import safe_name
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 from elastane.cli import main as cli
 from elastane.cli.run import read_options
 from elastane.errors import ConfigurationError, UsageError
-from elastane.launcher import settings as files
-from elastane.launcher.build import build
-from elastane.launcher.option import Option
-from elastane.launcher.options import TABLE
-from elastane.launcher.parser import RunParser, add_options, parse
+from elastane.options import settings as files
+from elastane.options.build import build
+from elastane.options.option import Option
+from elastane.options.options import TABLE
+from elastane.options.parser import RunParser, add_options, parse
 
 
 @pytest.fixture

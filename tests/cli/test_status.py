@@ -12,7 +12,7 @@ import pytest
 
 from elastane.cli.main import main
 from elastane.errors import ExitCode
-from elastane.runtime.files import JobEntry, JobRegistry, process_start, runtime_folder
+from elastane.process.files import JobEntry, JobRegistry, process_start, runtime_folder
 
 DEADLINE_S = 30.0
 

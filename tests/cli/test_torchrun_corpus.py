@@ -15,9 +15,9 @@ from torchrun_corpus import cases
 from elastane.cli import launch
 from elastane.cli.launch import legacy
 from elastane.errors import ElastaneError
-from elastane.launcher.build import build
-from elastane.launcher.options import BY_DEST, TABLE
-from elastane.launcher.parser import RunParser, add_options, read
+from elastane.options.build import build
+from elastane.options.options import BY_DEST, TABLE
+from elastane.options.parser import RunParser, add_options, read
 
 pytest.importorskip("torch.distributed.run")
 ORACLE = Path(__file__).with_name("torchrun_oracle.py")

@@ -5,8 +5,8 @@ import argparse
 import pytest
 
 from elastane.errors import UsageError
-from elastane.launcher.options import BY_DEST, TABLE
-from elastane.launcher.parser import parse
+from elastane.options.options import BY_DEST, TABLE
+from elastane.options.parser import parse
 
 torchrun = pytest.importorskip("torch.distributed.run")
 ACTIONS = [

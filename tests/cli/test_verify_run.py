@@ -5,7 +5,7 @@ import json
 import pytest
 
 from elastane.cli.main import main
-from elastane.job.trail import Trail
+from elastane.worker.digest_log import Trail
 
 SETTINGS = {"shards": 8, "seed": 1, "threads": 1, "data": {"n": 10, "seed": 0}}
 

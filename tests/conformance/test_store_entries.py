@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from store_harness import Harness, asynchronous, until
 
-from elastane.core.limits import STORE_VALUE_BYTES_MAX
 from elastane.errors import ConfigurationError
+from elastane.protocol.limits import STORE_VALUE_BYTES_MAX
 from elastane.stores.protocol import ConflictError, Entry, Store
 
 

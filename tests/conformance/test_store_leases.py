@@ -8,8 +8,8 @@ import time
 import pytest
 from store_harness import Harness, asynchronous, until
 
-from elastane.core.limits import LEASE_MARGIN
 from elastane.errors import ConfigurationError, LeaseLostError
+from elastane.protocol.limits import LEASE_MARGIN
 from elastane.stores.protocol import Holder
 
 TTL_S = 0.4

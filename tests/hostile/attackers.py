@@ -16,12 +16,12 @@ import msgspec
 from hostile_support import TOKEN, Attack
 
 from elastane import __version__
-from elastane.core import messages as m
-from elastane.core.limits import FRAME_BYTES_MAX
-from elastane.core.model import Assignment, Failure, Fence, JobSpec, NodeSpec, Offer, Versions
-from elastane.core.wire import MAGIC, ClientHandshake, derive_secret
-from elastane.core.wire.frames import CODE_BYTES
 from elastane.errors import WireError
+from elastane.protocol import messages as m
+from elastane.protocol.limits import FRAME_BYTES_MAX
+from elastane.protocol.model import Assignment, Failure, Fence, JobSpec, NodeSpec, Offer, Versions
+from elastane.protocol.wire import MAGIC, ClientHandshake, derive_secret
+from elastane.protocol.wire.frames import CODE_BYTES
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 FAR = 1 << 62
@@ -386,7 +386,7 @@ def bodies(rng: random.Random) -> list[bytes]:
 
 
 def own_versions() -> Versions:
-    from elastane.launcher.facts import versions
+    from elastane.options.facts import versions
 
     assert versions().elastane == __version__
     return versions()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jobs import Agent, Job, until
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 TOKEN = "correct horse battery staple"
 # Two agents, four processes with torch, and the attackers share two cores here.

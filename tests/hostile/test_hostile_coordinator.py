@@ -11,10 +11,10 @@ from attackers import Insiders, Strangers
 from hostile_support import Victim, dice, storm
 from jobs import until
 
-from elastane.core.limits import MESSAGES_BURST_MAX, MESSAGES_PER_S_MAX, UNPROVEN_MAX
-from elastane.core.messages import Query, Report
-from elastane.core.model import Fence
-from elastane.core.notes import EventKind
+from elastane.protocol.limits import MESSAGES_BURST_MAX, MESSAGES_PER_S_MAX, UNPROVEN_MAX
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Query, Report
+from elastane.protocol.model import Fence
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def strangers(victim):
 
 def spec_of(victim):
     """The job as its agents say it: the terms of its own recorded Join are sealed, so by hand."""
-    from elastane.launcher.build import build
-    from elastane.launcher.parser import parse
+    from elastane.options.build import build
+    from elastane.options.parser import parse
 
     words = victim.job.command("x", 1, ())
     return build(parse(words[words.index("run") + 1 :], {}), {}).spec

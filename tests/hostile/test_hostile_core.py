@@ -7,13 +7,13 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastane.core.effects import Persist, Send
-from elastane.core.events import Broken, Received, Tick
-from elastane.core.limits import COUNT_MAX, LOCAL_WORLD_SIZE_MAX, ROUND_MAX
-from elastane.core.messages import Conclude, Heartbeat, Join, Leave, ToAgent, ToCoordinator
-from elastane.core.model import Fence, JobSpec, NodeSpec, Offer, Record, Versions
-from elastane.core.notes import EventKind
-from elastane.core.rendezvous import Rendezvous
+from elastane.coordinator.rules import Rendezvous
+from elastane.protocol.effects import Persist, Send
+from elastane.protocol.events import Broken, Received, Tick
+from elastane.protocol.limits import COUNT_MAX, LOCAL_WORLD_SIZE_MAX, ROUND_MAX
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Conclude, Heartbeat, Join, Leave, ToAgent, ToCoordinator
+from elastane.protocol.model import Fence, JobSpec, NodeSpec, Offer, Record, Versions
 
 SPEC = JobSpec(job="digits", min_nodes=2, max_nodes=3, max_restarts=2)
 VERSIONS = Versions(elastane="1", python="3")

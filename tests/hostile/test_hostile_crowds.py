@@ -17,23 +17,23 @@ from keeper_support import Node, Worker
 from process_harness import until
 
 import elastane
-from elastane.core.limits import KEEPER_UNPROVEN_MAX, UNPROVEN_MAX
-from elastane.core.messages import Query, Report
-from elastane.core.model import Fence
-from elastane.keeper.messages import Replica
-from elastane.runtime import health
-from elastane.runtime.unproven import Unproven
+from elastane.process import health
+from elastane.process.unproven import Unproven
+from elastane.protocol.limits import KEEPER_UNPROVEN_MAX, UNPROVEN_MAX
+from elastane.protocol.messages import Query, Report
+from elastane.protocol.model import Fence
+from elastane.snapshots.messages import Replica
 
 # Every file of the package that listens, and the test of its port's crowd. A new one is added here
 # together with a test.
 LISTENERS = {
-    "runtime/endpoint.py": "coordinator",
-    "runtime/health.py": "health check",
+    "process/endpoint.py": "coordinator",
+    "process/health.py": "health check",
     "agent/offers.py": "process-group store",
-    "keeper/door.py": "snapshot server",
+    "snapshots/listener.py": "snapshot server",
     "elastic/rendezvous/_one_machine.py": "store of an agent without a handler",
     # Other users and hosts do not get to these.
-    "agent/keeping.py": "a socket of mode 0600 in a folder of mode 0700",
+    "agent/snapshot_server.py": "a socket of mode 0600 in a folder of mode 0700",
     "elastic/utils/api.py": "holds a port for its caller, and serves nothing",
     "elastic/rendezvous/etcd_server.py": "finds a free port, and serves nothing",
 }

@@ -11,25 +11,25 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastane.cli.explain import story_lines
-from elastane.core.limits import FRAME_BYTES_MAX
-from elastane.core.model import Fence, JobSpec, Record
-from elastane.core.unreadable import UNREADABLE
-from elastane.core.wire import ClientHandshake, ServerHandshake, derive_secret
-from elastane.dashboard.view import decode_progress
 from elastane.errors import ElastaneError, WireError
-from elastane.launcher.conf import read_conf
-from elastane.launcher.secret import read_tokens
-from elastane.launcher.settings import load
+from elastane.observe.dashboard.view import decode_progress
 from elastane.observe.events import read_events
 from elastane.observe.merge import _read_worker
 from elastane.observe.records import LoggedEvent, decode_line
 from elastane.observe.report import JobReport, read_report
 from elastane.observe.story import story_of
-from elastane.runtime.endpoint import Endpoint, parse_endpoint
-from elastane.runtime.errorfile import read_error_file
-from elastane.runtime.files import JobEntry, JobRegistry
-from elastane.runtime.streams.files import WORKER_FILE
-from elastane.runtime.timers import TimerPipe, TimerRequest, TimerTable, parse_request
+from elastane.options.conf import read_conf
+from elastane.options.secret import read_tokens
+from elastane.options.settings import load
+from elastane.process.endpoint import Endpoint, parse_endpoint
+from elastane.process.errorfile import read_error_file
+from elastane.process.files import JobEntry, JobRegistry
+from elastane.process.streams.files import WORKER_FILE
+from elastane.process.timers import TimerPipe, TimerRequest, TimerTable, parse_request
+from elastane.protocol.limits import FRAME_BYTES_MAX
+from elastane.protocol.model import Fence, JobSpec, Record
+from elastane.protocol.unreadable import UNREADABLE
+from elastane.protocol.wire import ClientHandshake, ServerHandshake, derive_secret
 from elastane.stores.etcd import wire as etcd_wire
 from elastane.stores.jobs import Filed, JobKeys, Seat
 from elastane.stores.memory import MemoryBackend, MemoryStore

@@ -18,9 +18,9 @@ from hostile_support import Victim, descriptors, dice, links, listening, process
 from jobs import free_port, until
 from supervise import agent, alive, children
 
-from elastane.core.notes import EventKind
-from elastane.runtime import health
-from elastane.runtime.timers import REQUEST_BYTES_MAX, TimerRequest
+from elastane.process import health
+from elastane.process.timers import REQUEST_BYTES_MAX, TimerRequest
+from elastane.protocol.log_events import EventKind
 
 # Beyond what a flood leaves open: the store's, a probe's, a log's.
 _SPARE = 8

@@ -10,16 +10,16 @@ from jobs import free_port
 from supervise import words_agent, write_script
 
 from elastane.cli.main import main
-from elastane.core.events import Received
-from elastane.core.messages import Join, Refused, Welcome
-from elastane.core.model import Fence, JobSpec, NodeSpec, Offer, Versions
-from elastane.core.notes import EventKind, Note
-from elastane.core.rendezvous import Rendezvous
+from elastane.coordinator.rules import Rendezvous
 from elastane.errors import ConfigurationError
-from elastane.launcher.build import build
-from elastane.launcher.parser import parse
 from elastane.observe.records import Teller, encode_line, make_event
-from elastane.runtime.files import JobEntry, JobRegistry, NodeSlot, runtime_folder, safe_name
+from elastane.options.build import build
+from elastane.options.parser import parse
+from elastane.process.files import JobEntry, JobRegistry, NodeSlot, runtime_folder, safe_name
+from elastane.protocol.events import Received
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.messages import Join, Refused, Welcome
+from elastane.protocol.model import Fence, JobSpec, NodeSpec, Offer, Versions
 from elastane.stores.jobs import JobKeys
 from elastane.stores.memory import MemoryBackend, MemoryStore
 from elastane.stores.protocol import check_key

@@ -10,11 +10,11 @@ from attackers import connected
 from hostile_support import TOKEN, Victim
 from jobs import until
 
-from elastane.core.notes import EventKind
-from elastane.core.wire import ClientHandshake, ServerHandshake, derive_secret
 from elastane.errors import ConfigurationError, WireError
-from elastane.launcher.keyring import Keyring
-from elastane.launcher.secret import read_tokens
+from elastane.options.keyring import Keyring
+from elastane.options.secret import read_tokens
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.wire import ClientHandshake, ServerHandshake, derive_secret
 
 NEW = "a new secret, made today"
 JOB = "digits"

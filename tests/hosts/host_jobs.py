@@ -18,7 +18,7 @@ from etcd_server import ETCD, need_etcd
 from hosts import MAIN, PYTHON, HostProcess, Lan, need_hosts
 from jobs import LONE, Agent, Job, Step, newest, until
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 
 @dataclass

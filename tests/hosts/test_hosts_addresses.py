@@ -10,7 +10,7 @@ from host_jobs import EtcdHosts, HostJob, job_on, judge
 from hosts import Lan, need_hosts
 from jobs import DEADLINE_S
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 STEPS = 30
 

@@ -10,7 +10,7 @@ import pytest
 from host_jobs import HostJob, job_on, let_pass, wait_world
 from jobs import newest, until
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 # Silence is 3 s, a lease 2 s, the wait for the last world's agents 2 s; the rest is room for a
 # busy machine.

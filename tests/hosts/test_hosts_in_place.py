@@ -12,7 +12,7 @@ import pytest
 from host_jobs import HostJob, job_on, let_pass, wait_world
 from jobs import SCRIPT, newest
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 IN_PLACE = SCRIPT.with_name("member_in_place.py")
 

@@ -11,7 +11,7 @@ from host_jobs import EtcdHosts, HostJob, job_on, judge, wait_world
 from hosts import Lan, need_hosts
 from jobs import newest, ranks
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 # Silence 3 s, a lease 2 s, the wait for the last world's agents 2 s, and an election among etcd's
 # members; the rest is room for a busy machine.

@@ -9,7 +9,7 @@ import pytest
 from host_jobs import HostJob, job_on, let_pass, wait_world
 from jobs import newest
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 FAULTS = {
     "late": {"delay_s": 0.05},

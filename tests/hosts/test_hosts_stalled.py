@@ -8,7 +8,7 @@ import pytest
 from host_jobs import wait_world
 from test_hosts_in_place import in_place_on
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 
 def test_connections_that_carry_nothing_any_more_are_left_for_others_and_nobody_is_blamed(

@@ -12,7 +12,7 @@ from host_jobs import HostJob, job_on, judge, let_pass, wait_world
 from hosts import Host, Lan, need_hosts
 from jobs import newest, until
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 

@@ -7,7 +7,7 @@ from bed_pods import create, pod, state, wait_log, wait_pod
 from elastic_jobs import PRELOAD, prepare
 from jobs import SCRIPT, Job, newest, until
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 

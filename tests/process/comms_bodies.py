@@ -18,8 +18,8 @@ from elastane.comms.group import ALONE, Wiring, WorldGroup
 from elastane.comms.pairing import MispairedError
 from elastane.comms.storeclient import StoreClient
 from elastane.errors import JobError, PeerLostError
-from elastane.job.alike import make_alike
-from elastane.runtime.zygote import store
+from elastane.process.zygote import store
+from elastane.worker.alike import make_alike
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from process_harness import DEADLINE_S, Told, worker_environment
 
-from elastane.runtime.kernel import become_subreaper
-from elastane.runtime.zygote import DEFAULT_PRELOAD
-from elastane.runtime.zygote.client import ZygoteSpawner
+from elastane.process.kernel import become_subreaper
+from elastane.process.zygote import DEFAULT_PRELOAD
+from elastane.process.zygote.client import ZygoteSpawner
 
 
 @pytest.fixture(scope="session")

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from elastane.core.notes import EventKind
 from elastane.observe.events import read_events
 from elastane.observe.records import LoggedEvent
-from elastane.runtime.files import process_start
+from elastane.process.files import process_start
+from elastane.protocol.log_events import EventKind
 
 SCRIPT = Path(__file__).parent / "scripts" / "member_steps.py"
 LONE = SCRIPT.with_name("lone_coordinator.py")

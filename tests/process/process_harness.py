@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastane.runtime.execspawn import command_line
-from elastane.runtime.process import Spawner, WorkerCommand, WorkerKind, WorkerProcess
+from elastane.process.execspawn import command_line
+from elastane.process.process import Spawner, WorkerCommand, WorkerKind, WorkerProcess
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE_S = 30.0

@@ -10,14 +10,14 @@ import warnings
 from reports import report_of
 
 from elastane.coordinator import Coordinator
-from elastane.core.effects import Finished, Hangup, Persist, Send, Tell
-from elastane.core.events import Broken, Received, Tick
-from elastane.core.messages import Leave, Query, Release
-from elastane.core.model import JobSpec, Outcome, Record
-from elastane.core.notes import EventKind, Note
-from elastane.core.wire import derive_secret
-from elastane.runtime import rpc
-from elastane.runtime.rpc import Access
+from elastane.process import rpc
+from elastane.process.rpc import Access
+from elastane.protocol.effects import Finished, Hangup, Persist, Send, Tell
+from elastane.protocol.events import Broken, Received, Tick
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.messages import Leave, Query, Release
+from elastane.protocol.model import JobSpec, Outcome, Record
+from elastane.protocol.wire import derive_secret
 
 JOB = "digits"
 SECRET = derive_secret(JOB, "open sesame")

@@ -7,9 +7,9 @@ import functools
 import time
 from collections.abc import Awaitable, Callable
 
-from elastane.core.limits import Timing
-from elastane.core.model import JobSpec
-from elastane.stores.election import Election
+from elastane.coordinator.election import Election
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import JobSpec
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import JobKeys
 

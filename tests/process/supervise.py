@@ -222,7 +222,7 @@ class Agent:
 
     def _of_the_zygote(self) -> list[int]:
         family = sorted(children(self.pid))
-        return [pid for pid in family if "elastane.runtime.zygote" in command_line(pid)]
+        return [pid for pid in family if "elastane.process.zygote" in command_line(pid)]
 
     def kill_all(self) -> None:
         """End whatever is left, by pid."""

@@ -16,8 +16,8 @@ from small_saves import begin, opened, save, steps
 
 from elastane.cli.main import main
 from elastane.errors import FencedError, StorageError
+from elastane.storage.errors import told_of
 from elastane.storage.folder import PLACE
-from elastane.storage.trouble import told_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MB = 1 << 20

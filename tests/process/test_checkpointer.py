@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import elastane
 from elastane.checkpoint.checkpointer import Checkpointer
 from elastane.errors import CheckpointError, ConfigurationError, StorageError
-from elastane.runtime.page import finish_before_park
+from elastane.process.status_page import finish_before_park
 
 
 class Trained:

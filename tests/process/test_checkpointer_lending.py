@@ -10,9 +10,9 @@ import pytest
 import torch
 from keeper_support import Node
 
-from elastane.checkpoint import lending
+from elastane.checkpoint import copy_on_write
 from elastane.checkpoint.checkpointer import Checkpointer
-from elastane.runtime import kernel
+from elastane.process import kernel
 
 
 class Trained:
@@ -44,7 +44,7 @@ class Trained:
 
 @pytest.fixture
 def node(tmp_path):
-    if not lending.can_lend():
+    if not copy_on_write.can_lend():
         pytest.skip("the kernel has no MADV_POPULATE_WRITE, or gives huge pages to all")
     with Node(tmp_path) as node:
         yield node
@@ -65,7 +65,7 @@ def known(node, tmp_path):
 def save_others(where, times: int = 6) -> None:
     """Fill all slots that may be filled; what it restores is its own at once."""
     other = Trained()
-    with mock.patch.object(lending, "can_lend", lambda: False), Checkpointer(where) as ck:
+    with mock.patch.object(copy_on_write, "can_lend", lambda: False), Checkpointer(where) as ck:
         ck.restore(other.objects())
         for number in range(times):
             other.step()

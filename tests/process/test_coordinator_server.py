@@ -8,12 +8,12 @@ import pytest
 from rpc_support import JOB, SECRET, Desk, ask, descriptors, play, until
 
 from elastane.coordinator import query
-from elastane.core.events import Received, Tick
-from elastane.core.limits import INBOX_BYTES_MAX
-from elastane.core.messages import Heartbeat, Leave, Ready
-from elastane.core.wire import ClientHandshake
-from elastane.runtime.rpc import door as door_module
-from elastane.runtime.rpc import link as link_module
+from elastane.process.rpc import door as door_module
+from elastane.process.rpc import link as link_module
+from elastane.protocol.events import Received, Tick
+from elastane.protocol.limits import INBOX_BYTES_MAX
+from elastane.protocol.messages import Heartbeat, Leave, Ready
+from elastane.protocol.wire import ClientHandshake
 
 
 def raw(port):

@@ -7,9 +7,9 @@ import socket
 import pytest
 from rpc_support import DONE, Desk, ask, play, until
 
-from elastane.core.events import AuthorityChanged
-from elastane.core.messages import Leave
 from elastane.errors import LeaseLostError, StoreError
+from elastane.protocol.events import AuthorityChanged
+from elastane.protocol.messages import Leave
 
 
 def raw(port):

@@ -17,8 +17,8 @@ import pytest
 from growing import Growing
 from jobs import PRELOAD_OPTIMIZER
 
-from elastane.job.trail import read_trail
 from elastane.testing import LocalCluster
+from elastane.worker.digest_log import read_trail
 
 SCRIPT = Path(__file__).parent / "scripts" / "deterministic_train.py"
 DEADLINE_S = 120.0

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from supervise import Agent, agent, ask, words_agent, write_script
 
-from elastane.core.diagnosis import STOPPED_IN_ITS_END
 from elastane.observe.report import JobReport, read_report
-from elastane.runtime.errorfile import read_error_file
+from elastane.process.errorfile import read_error_file
+from elastane.protocol.diagnosis import STOPPED_IN_ITS_END
 
 # A zygote that has imported torch, for the native stack is torch's to show.
 TORCH = ("--preload", "torch")

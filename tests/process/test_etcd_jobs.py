@@ -16,7 +16,7 @@ from etcd_server import EtcdCluster, etcd, shared_cluster
 from jobs import Job, newest, trains_on, until
 from supervise import agent
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 V2 = ("--enable-v2",)
 

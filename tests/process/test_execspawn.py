@@ -23,9 +23,9 @@ from process_harness import (
 )
 
 from elastane.errors import ConfigurationError
-from elastane.runtime.execspawn import ExecSpawner
-from elastane.runtime.files import process_start
-from elastane.runtime.process import EXIT_UNKNOWN, adopt, reap_orphans
+from elastane.process.execspawn import ExecSpawner
+from elastane.process.files import process_start
+from elastane.process.process import EXIT_UNKNOWN, adopt, reap_orphans
 
 SLEEP = ("-c", "import time; time.sleep(600)")
 
@@ -160,7 +160,7 @@ def test_the_agents_own_handlers_and_mask_do_not_reach_a_worker(
 
 def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
     code = (
-        "import asyncio, os, sys\nfrom elastane.runtime.execspawn import launch\n"
+        "import asyncio, os, sys\nfrom elastane.process.execspawn import launch\n"
         "async def main():\n"
         "    worker = await launch(['sleep', '600'], dict(os.environ), '/', {0: 0, 1: 1, 2: 2})\n"
         "    print(worker.pid, flush=True)\n"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from store_support import QUICK, asynchronous, elect, poll, take
 
-from elastane.core.limits import Timing
-from elastane.core.model import JobSpec, Record
 from elastane.errors import StoreError
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import JobSpec, Record
 from elastane.stores import pages as pages_module
 from elastane.stores.file import FileStore
 from elastane.stores.pages import Hooks, Page, Pages, Reading, Root

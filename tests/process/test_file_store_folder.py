@@ -169,7 +169,7 @@ async def test_a_folder_that_hangs_holds_up_neither_loop_nor_caller(
 
 def test_a_process_ends_while_a_call_hangs() -> None:
     code = (
-        "import asyncio, time\nfrom elastane.runtime.offload import Offload\n"
+        "import asyncio, time\nfrom elastane.process.offload import Offload\n"
         "async def main():\n  try:\n    await Offload().run(lambda: time.sleep(60), 0.1)\n"
         "  except TimeoutError: print('bounded')\nasyncio.run(main())"
     )

@@ -14,7 +14,7 @@ from process_harness import until
 from supervise import words_agent, write_script
 
 from elastane.cli import _handler
-from elastane.launcher.parser import parse
+from elastane.options.parser import parse
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sqlite_rendezvous.py"
 PACKAGE = '''

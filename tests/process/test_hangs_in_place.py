@@ -10,7 +10,7 @@ import time
 import pytest
 from test_recovery_in_place import SCRIPT, InPlace, starts
 
-from elastane.core.limits import HANG_STALL_S
+from elastane.protocol.limits import HANG_STALL_S
 
 FLOOR_S = 3.0
 

@@ -23,11 +23,11 @@ from keeper_support import SLOT_BYTES, Node, Worker, keepers, persist_to, publis
 from process_harness import DEADLINE_S, SCRIPTS, until
 from supervise import alive
 
-from elastane.core.checkpoints import Key
-from elastane.keeper import messages
-from elastane.keeper.arena import close_all
-from elastane.keeper.channel import Channel
-from elastane.keeper.client import Keeper, KeeperSilentError, connected
+from elastane.snapshots import messages
+from elastane.snapshots.channel import Channel
+from elastane.snapshots.client import Keeper, KeeperSilentError, connected
+from elastane.snapshots.shared_memory import close_all
+from elastane.storage.checkpoints import Key
 
 
 @pytest.fixture
@@ -350,7 +350,7 @@ def test_what_makes_no_sense_is_refused_and_the_worker_goes_on(node):
 
 def test_a_worker_is_gone_with_its_process_whoever_holds_its_connection(node):
     code = (
-        "import os, sys, time; from elastane.keeper.client import Keeper\n"
+        "import os, sys, time; from elastane.snapshots.client import Keeper\n"
         "k = Keeper.connect(); k.slots(3, 65536); k.grant(1.0)\n"
         "if os.fork() == 0: os.close(1); time.sleep(600)\n"
         "print('ready', flush=True); os._exit(0)"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from process_harness import DEADLINE_S
 
-from elastane.keeper import arena, channel
-from elastane.keeper.arena import make_slot, room_bytes, viewed
-from elastane.keeper.background import digests_of
-from elastane.keeper.channel import Channel
-from elastane.keeper.writing import Source
+from elastane.snapshots import channel, shared_memory
+from elastane.snapshots.background import digests_of
+from elastane.snapshots.channel import Channel
+from elastane.snapshots.shared_memory import make_slot, room_bytes, viewed
+from elastane.snapshots.writing import Source
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_room_is_that_of_the_tightest_cgroup_on_the_way_up(tmp_path, monkeypatch
         (root / folder / "memory.stat").write_text("anon 7\ninactive_file 300\n")
     own = tmp_path / "cgroup"
     own.write_text(lines)
-    monkeypatch.setattr(arena, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(arena, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(shared_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(shared_memory, "_OWN_CGROUPS", own)
     assert room_bytes() == 5000 - (1000 - 300)
     with pytest.raises(OSError, match="with 4300 bytes of memory left"):
         make_slot(1)

@@ -11,10 +11,10 @@ import pytest
 from keeper_support import SLOT_BYTES, Node, Worker, keepers, persist_to, published
 from process_harness import DEADLINE_S, until
 
-from elastane.core.checkpoints import Key, folder_name
-from elastane.keeper import line
-from elastane.keeper.messages import LAST_GASP, Replica
-from elastane.keeper.peers import TO_SENDER, Neighbours, Offer, Proof
+from elastane.snapshots import connection
+from elastane.snapshots.messages import LAST_GASP, Replica
+from elastane.snapshots.peers import TO_SENDER, Neighbours, Offer, Proof
+from elastane.storage.checkpoints import Key, folder_name
 from elastane.storage.digest import digest_of
 
 ABOUT = Neighbours("job", (b"secret" * 6,), "127.0.0.1")
@@ -181,9 +181,9 @@ def test_whoever_does_not_know_the_secret_gets_nowhere(pair):
                 assert end.recv(1) == b""
     stranger = Neighbours("job", (b"guessed" * 5,), "")
     with pytest.raises(ConnectionError, match="another secret"):
-        line.dial(b.keeper.door, stranger, TO_SENDER)
+        connection.dial(b.keeper.door, stranger, TO_SENDER)
     with pytest.raises(ConnectionError, match="another job"):
-        line.dial(b.keeper.door, Neighbours("other", (b"s" * 32,), ""), TO_SENDER)
+        connection.dial(b.keeper.door, Neighbours("other", (b"s" * 32,), ""), TO_SENDER)
     copied(a, save(a, 1, b))
     assert held(b) == [(1, [(0, SLOT_BYTES)])]
     assert "snapshot-replicas" in other.words
@@ -194,7 +194,7 @@ def test_what_a_neighbour_sends_that_makes_no_sense_is_not_kept(pair):
     known = Neighbours("job", (b"s" * 32,), "")
     offer = Offer("other", "g", Key(0, 1, 0, 9), "00000009", "", 3, (5,))
     for proof in (Proof(("x", "y")), Proof(()), offer):
-        with contextlib.closing(line.dial(b.keeper.door, known, TO_SENDER)) as one:
+        with contextlib.closing(connection.dial(b.keeper.door, known, TO_SENDER)) as one:
             one.say(offer)
             one.hear()
             one.put(memoryview(b"abc"))
@@ -202,7 +202,7 @@ def test_what_a_neighbour_sends_that_makes_no_sense_is_not_kept(pair):
             one.say(proof)
             with pytest.raises(ConnectionError):
                 one.hear()
-    with contextlib.closing(line.dial(b.keeper.door, known, TO_SENDER)) as one:
+    with contextlib.closing(connection.dial(b.keeper.door, known, TO_SENDER)) as one:
         one.say(offer)
         one.hear()
         digests = one.put(memoryview(b"abc")), one.put(memoryview(b"abcde"))

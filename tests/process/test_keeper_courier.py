@@ -12,15 +12,15 @@ import pytest
 from process_harness import DEADLINE_S, until
 from rpc_support import make_papers
 
-from elastane.core.checkpoints import Key
-from elastane.core.snapshots import Name
-from elastane.keeper import courier, door, line, neighbour
-from elastane.keeper.courier import Courier, Errand
-from elastane.keeper.door import Door
-from elastane.keeper.messages import HeldPiece, HeldWords, Replica
-from elastane.keeper.neighbour import Neighbour
-from elastane.keeper.peers import TO_SENDER, Neighbours, Offer, Stored
-from elastane.keeper.writing import Source
+from elastane.snapshots import connection, listener, replica_store, replicator
+from elastane.snapshots.listener import Door
+from elastane.snapshots.messages import HeldPiece, HeldWords, Replica
+from elastane.snapshots.peers import TO_SENDER, Neighbours, Offer, Stored
+from elastane.snapshots.replica_store import Neighbour
+from elastane.snapshots.replicator import Courier, Errand
+from elastane.snapshots.rules.snapshots import Name
+from elastane.snapshots.writing import Source
+from elastane.storage.checkpoints import Key
 
 ABOUT = Neighbours("job", (b"secret" * 6,), "127.0.0.1")
 
@@ -116,7 +116,7 @@ def test_memory_that_runs_short_is_told_once_and_costs_copies_alone(between, mon
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr(neighbour, "make_slot", short)
+        patch.setattr(replica_store, "make_slot", short)
         for step in (1, 2):
             assert not between.bring(step, b"x" * 5000)
     assert caplog.text.count("copies for a neighbour are not kept here: a snapshot's slot") == 1
@@ -136,7 +136,7 @@ def test_a_copy_of_what_has_changed_since_it_was_kept_is_no_copy(between, caplog
 def test_a_peer_that_fails_in_the_middle_is_told_and_the_next_copy_comes(
     between, dies, caplog, monkeypatch
 ):
-    monkeypatch.setattr(line, "KEEPER_COPY_STALL_S", 0.5)
+    monkeypatch.setattr(connection, "KEEPER_COPY_STALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         released = threading.Event()
 
@@ -146,7 +146,7 @@ def test_a_peer_that_fails_in_the_middle_is_told_and_the_next_copy_comes(
                 if dies == "before it has proved itself":
                     end.recv(10)
                     return
-                way = line.answer(end, ABOUT, courier.TO_SENDER)
+                way = connection.answer(end, ABOUT, replicator.TO_SENDER)
                 way._end.recv(1000)
                 if dies == "silently":
                     released.wait(DEADLINE_S)
@@ -165,7 +165,7 @@ def test_a_peer_that_fails_in_the_middle_is_told_and_the_next_copy_comes(
 def test_a_sender_that_dies_in_the_middle_leaves_what_was_there(between):
     assert between.bring(1, b"1" * 5000)
     offer = Offer("me", "g", Key(0, 1, 0, 2), "00000002", "00000001", 3, (5000,))
-    with contextlib.closing(line.dial(between.at, ABOUT, TO_SENDER)) as one:
+    with contextlib.closing(connection.dial(between.at, ABOUT, TO_SENDER)) as one:
         one.say(offer)
         one.hear()
         one.put(memoryview(b"abc"))
@@ -229,8 +229,8 @@ def test_silent_connections_make_room_for_a_copy_and_leave_nothing_behind(
     tmp_path, monkeypatch, is_tls
 ):
     """Also those that stand in the handshake of TLS, which has taken their socket over."""
-    monkeypatch.setattr(door, "KEEPER_UNPROVEN_MAX", 2)
-    monkeypatch.setattr(door, "UNPROVEN_PATIENCE_S", 0.05)
+    monkeypatch.setattr(listener, "KEEPER_UNPROVEN_MAX", 2)
+    monkeypatch.setattr(listener, "UNPROVEN_PATIENCE_S", 0.05)
     one = Between(tmp_path)
     if is_tls:
         papers = make_papers(tmp_path)

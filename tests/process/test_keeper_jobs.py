@@ -14,9 +14,9 @@ from supervise import agent, alive, command_line, state
 # Two workers, each with half of the image; a snapshot a step, from where the last ones got to.
 BODY = """
 import mmap, sys
-from elastane.core.checkpoints import Key
-from elastane.keeper.client import Keeper
-from elastane.keeper.messages import Persist, Snapshot
+from elastane.storage.checkpoints import Key
+from elastane.snapshots.client import Keeper
+from elastane.snapshots.messages import Persist, Snapshot
 
 N, STORE = 1 << 16, str(FOLDER / "store")
 keeper = Keeper.connect()

@@ -11,13 +11,13 @@ import pytest
 from keeper_support import SLOT_BYTES, persist_to, snapshot
 from process_harness import DEADLINE_S, until
 
-from elastane.core.checkpoints import Key
-from elastane.core.snapshots import Name
 from elastane.errors import CheckpointError
-from elastane.keeper import scribe, shelf
-from elastane.keeper.messages import Layout, Replica, Slots
-from elastane.keeper.shelf import Shelf
-from elastane.keeper.writing import Failure, Written
+from elastane.snapshots import store, writer
+from elastane.snapshots.messages import Layout, Replica, Slots
+from elastane.snapshots.rules.snapshots import Name
+from elastane.snapshots.store import Shelf
+from elastane.snapshots.writing import Failure, Written
+from elastane.storage.checkpoints import Key
 
 WORKER = 1
 
@@ -146,14 +146,14 @@ def test_memory_that_is_short_is_not_kept_for_copies(one, monkeypatch):
     for step in (2, 3, 4):
         one.save(step, replica=Replica("", "g", ""))
     assert [step for step, _ in one.held()] == [4, 3, 1]
-    make, times = shelf.make_slots, iter([True])
+    make, times = store.make_slots, iter([True])
 
     def short(count, size_bytes):
         if next(times, False):
             raise OSError(errno.ENOMEM, "no memory")
         return make(count, size_bytes)
 
-    monkeypatch.setattr(shelf, "make_slots", short)
+    monkeypatch.setattr(store, "make_slots", short)
     one.begin(2)
     assert [step for step, _ in one.held(2)] == [4, 3], "what was pinned made room"
 
@@ -268,7 +268,7 @@ def test_where_others_lack_the_newest_the_one_before_is_tried(one):
 
 
 def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, monkeypatch):
-    monkeypatch.setattr(scribe, "KEEPER_HURRY_S", 0.0)
+    monkeypatch.setattr(writer, "KEEPER_HURRY_S", 0.0)
     one.save(1, persist=True)
     until(lambda: one.storage.orders, "it is being written")
     (order,) = one.storage.orders
@@ -283,7 +283,7 @@ def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, mo
 
 
 def test_nor_once_a_worker_of_a_later_round_asks_how_the_writing_stands(one, monkeypatch):
-    monkeypatch.setattr(scribe, "KEEPER_HURRY_S", 0.0)
+    monkeypatch.setattr(writer, "KEEPER_HURRY_S", 0.0)
     one.save(1, persist=True)
     until(lambda: one.storage.orders, "it is being written")
     (order,) = one.storage.orders

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastane.errors import ConfigurationError
-from elastane.kubeapi import execplugin
-from elastane.kubeapi.kubeconfig import read_kubeconfig
+from elastane.kubernetes.client import execplugin
+from elastane.kubernetes.client.kubeconfig import read_kubeconfig
 
 
 def plugin(tmp_path: Path, body: str, **more: object):

@@ -8,9 +8,15 @@ import json
 import pytest
 from wire_server import END, HANG, STREAM, Thing, api, chunk, line, plain, served, status, thing
 
-from elastane.kubeapi import ApiAnswerError, ApiGoneError, ApiUnreachableError, transport, watching
-from elastane.kubeapi.identity import Anybody
-from elastane.kubeapi.resource import CONFIGMAPS
+from elastane.kubernetes.client import (
+    ApiAnswerError,
+    ApiGoneError,
+    ApiUnreachableError,
+    transport,
+    watching,
+)
+from elastane.kubernetes.client.identity import Anybody
+from elastane.kubernetes.client.resource import CONFIGMAPS
 
 
 def changed(change, version, name="x"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from wire_server import HANG, STREAM, Thing, api, chunk, plain, served, status, thing
 
-from elastane.kubeapi import (
+from elastane.kubernetes.client import (
     Access,
     Api,
     ApiAnswerError,
@@ -26,8 +26,8 @@ from elastane.kubeapi import (
     Selector,
     transport,
 )
-from elastane.kubeapi.identity import Anybody, Proof, ServiceToken
-from elastane.kubeapi.resource import NODES, PODS
+from elastane.kubernetes.client.identity import Anybody, Proof, ServiceToken
+from elastane.kubernetes.client.resource import NODES, PODS
 
 
 @served(plain(200, thing()))

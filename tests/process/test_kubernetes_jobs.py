@@ -13,8 +13,8 @@ import pytest
 from jobs import Job, newest, trains_on, until
 from kube_bed import ControlPlane, shared_control_plane
 
-from elastane.core.notes import EventKind
 from elastane.kubernetes.manifests import JOB_RIGHTS, rules_of
+from elastane.protocol.log_events import EventKind
 
 # docs/rdzv-conf.md shows the same.
 RULES = [

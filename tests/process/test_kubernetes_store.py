@@ -12,8 +12,8 @@ import pytest
 from kube_bed import shared_control_plane
 
 from elastane.errors import LeaseLostError
-from elastane.stores.kubernetes.settings import KubernetesSettings
-from elastane.stores.kubernetes.store import KubernetesStore
+from elastane.kubernetes.store.settings import KubernetesSettings
+from elastane.kubernetes.store.store import KubernetesStore
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces"
 

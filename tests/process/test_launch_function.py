@@ -250,7 +250,7 @@ def test_a_call_leaves_no_descriptor_and_no_child_behind(call):
 
 
 def test_auto_is_one_worker_for_each_device_or_processor(call):
-    from elastane.launcher.build import read_nproc
+    from elastane.options.build import read_nproc
 
     wanted = read_nproc("auto", os.environ)
     assert len(call(ranked, nproc="auto")) == wanted

@@ -49,7 +49,7 @@ def test_an_exception_is_raised_with_rank_and_trace_and_without_frames_of_ours(
     assert files == [__file__, __file__], error.trace
     assert 'return table["weights"]' in error.trace
     shown = capfd.readouterr().err
-    assert "job/call.py" not in shown and "runpy" not in shown, shown
+    assert "worker/call.py" not in shown and "runpy" not in shown, shown
 
 
 def test_a_function_that_was_killed_is_called_again(call, tmp_path):

@@ -19,7 +19,7 @@ KINDS = ("kill-worker", "kill-worker", "kill-node", "kill-agent", "stop-node", "
 HANGS = ("stop-worker", "pause-node")
 WORLD_MAX, BATCH, STEP_S = 5, 300, 0.05
 # What the script comes to import.
-PRELOAD = f"{PRELOAD_OPTIMIZER},elastane.job.job"
+PRELOAD = f"{PRELOAD_OPTIMIZER},elastane.worker.job"
 
 
 def played(folder: Path, plan: FaultPlan, seed: int, epochs: int, nodes: int) -> list[str]:

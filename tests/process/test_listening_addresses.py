@@ -15,9 +15,9 @@ from jobs import free_port, until
 from process_harness import worker_environment
 
 from elastane.agent.offers import OfferedPort
-from elastane.keeper.door import Door
-from elastane.keeper.peers import Neighbours
-from elastane.runtime.endpoint import bound, is_loopback, listen, local_addresses, meets_here, reach
+from elastane.process.endpoint import bound, is_loopback, listen, local_addresses, meets_here, reach
+from elastane.snapshots.listener import Door
+from elastane.snapshots.peers import Neighbours
 
 SCRIPT = """
 import json, os, sys, time

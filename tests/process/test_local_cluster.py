@@ -11,7 +11,7 @@ import pytest
 from process_harness import until
 
 from elastane.errors import UsageError
-from elastane.runtime.files import process_start
+from elastane.process.files import process_start
 from elastane.testing import ClusterError, Fault, FaultPlan, LocalCluster
 from elastane.testing.plans import KINDS
 from elastane.testing.processes import marked

@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 from jobs import free_port, until
 
-from elastane.core.limits import Timing
-from elastane.core.model import JobSpec
+from elastane.agent.member import Member
+from elastane.agent.membership import MemberConfig, Membership, Place
 from elastane.errors import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousRefusedError,
     RendezvousTimeoutError,
 )
-from elastane.launcher.member import Member
-from elastane.launcher.membership import MemberConfig, Membership, Place
-from elastane.runtime.endpoint import Endpoint
+from elastane.process.endpoint import Endpoint
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import JobSpec
 from elastane.stores.file import FileStore
 
 LED = Path(__file__).parent / "scripts" / "member_process.py"

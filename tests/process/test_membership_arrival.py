@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jobs import Job, newest, ranks
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 
 def test_arrivals_are_gathered_survivors_keep_their_ranks_and_a_spare_is_promoted(

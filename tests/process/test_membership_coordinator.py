@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from jobs import Agent, Job, newest, until
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 # Only where it is 1 does an agent serve the endpoint.
 NO_HOST, HOST = "--rdzv-conf=is_host=0", "--rdzv-conf=is_host=1"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import Agent, Job, left_over, newest, ranks, runs, until
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 
 def host_and_guest(job: Job) -> tuple[Agent, Agent]:

@@ -12,8 +12,8 @@ import pytest
 from jobs import Agent, Job, free_port, newest, ranks
 from supervise import words_agent, write_script
 
-from elastane.core.notes import EventKind
-from elastane.launcher.facts import torch_build
+from elastane.options.facts import torch_build
+from elastane.protocol.log_events import EventKind
 
 
 @pytest.fixture(scope="module")

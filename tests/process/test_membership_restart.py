@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jobs import Job, newest, ranks
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 
 def test_failures_restart_the_group_are_counted_once_for_the_job_and_end_all_agents_with_the_cause(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from jobs import Agent, Job, Step, newest, until
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 FAULTS = 20
 NODES = ("a", "b", "c")

@@ -11,18 +11,18 @@ from collections.abc import Iterator
 import pytest
 from process_harness import until
 
-from elastane.runtime.page import Page, WorkerPage
+from elastane.process.status_page import Page, WorkerPage
 
 CALLER = """
 import os, sys
-from elastane.job.drain import should_checkpoint
+from elastane.worker.drain import should_checkpoint
 for line in sys.stdin:
     print(should_checkpoint(), flush=True)
 """
 # A DataLoader's worker asks before and after its parent does.
 FORKING = """
 import multiprocessing, sys
-from elastane.job import drain
+from elastane.worker import drain
 def child(q): q.put([drain.should_checkpoint() for _ in range(5)])
 context = multiprocessing.get_context("fork")
 queue = context.SimpleQueue()
@@ -185,7 +185,7 @@ def test_a_second_process_with_the_page_does_not_count(page: Page, callers: list
 
 def test_waiting_for_a_target_is_bounded_and_not_repeated(page: Page) -> None:
     code = (
-        "from elastane.job import drain\ndrain.AGREEMENT_TIMEOUT_S = 0.2\n"
+        "from elastane.worker import drain\ndrain.AGREEMENT_TIMEOUT_S = 0.2\n"
         "print([drain.should_checkpoint() for _ in range(50)].count(False))"
     )
     page.gate()
@@ -205,7 +205,7 @@ def test_waiting_for_a_target_is_bounded_and_not_repeated(page: Page) -> None:
 
 def test_a_call_costs_less_than_two_microseconds(page: Page) -> None:
     code = (
-        "import timeit\nfrom elastane.job.drain import should_checkpoint\n"
+        "import timeit\nfrom elastane.worker.drain import should_checkpoint\n"
         "print(min(timeit.repeat(should_checkpoint, number=10000, repeat=20)) / 10000)"
     )
     env = dict(os.environ, ELASTANE_PAGE_FD=str(page.fd))

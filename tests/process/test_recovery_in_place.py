@@ -17,7 +17,7 @@ import pytest
 from growing import Growing
 from jobs import PRELOAD_OPTIMIZER
 
-from elastane.runtime.page import PAGE_BYTES, Page
+from elastane.process.status_page import PAGE_BYTES, Page
 from elastane.testing import Fault, FaultPlan, LocalCluster
 from elastane.testing.cluster import LocalNode
 

@@ -6,8 +6,6 @@ import socket
 import pytest
 from rpc_support import JOB, SECRET, Desk, ask, listener, make_papers, play, until
 
-from elastane.core.messages import Leave
-from elastane.core.wire import MAGIC, ServerHandshake, derive_secret
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
@@ -15,9 +13,11 @@ from elastane.errors import (
     RendezvousRefusedError,
     WireError,
 )
-from elastane.runtime import rpc
-from elastane.runtime.rpc import link as link_module
-from elastane.runtime.tls import TlsConfig
+from elastane.process import rpc
+from elastane.process.rpc import link as link_module
+from elastane.process.tls import TlsConfig
+from elastane.protocol.messages import Leave
+from elastane.protocol.wire import MAGIC, ServerHandshake, derive_secret
 
 
 async def failure(host, port, **changes):

@@ -117,9 +117,9 @@ def test_a_killed_agent_leaves_nothing_of_it_behind(tmp_path: Path) -> None:
 
 def test_a_hidden_workers_last_words_are_kept_all_the_same(tmp_path: Path) -> None:
     """And those of a worker whose stderr was never in a file are in the report of its failure."""
-    from elastane.agent.lastwords import read_last_words
-    from elastane.core.model import Fence
-    from elastane.runtime.streams import GroupStreams, LogPlan
+    from elastane.agent.failure_reports import read_last_words
+    from elastane.process.streams import GroupStreams, LogPlan
+    from elastane.protocol.model import Fence
 
     plan = LogPlan("/dev/null", console_ranks=frozenset({1}))
     streams = GroupStreams(plan, "job", "host-a", Fence(1, 0))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from supervise import agent
 
-from elastane.runtime.numa import bind
-from elastane.runtime.topology import read_topology
+from elastane.process.numa import bind
+from elastane.process.topology import read_topology
 
 PLACES = """
 names = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "LOCAL_WORLD_SIZE")

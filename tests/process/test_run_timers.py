@@ -13,7 +13,7 @@ import pytest
 from process_harness import until
 from supervise import agent, alive
 
-from elastane.runtime.timers import TimerRequest
+from elastane.process.timers import TimerRequest
 
 pytest.importorskip("torch")
 

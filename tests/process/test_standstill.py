@@ -9,7 +9,7 @@ from pathlib import Path
 from jobs import Job, newest, runs, until
 from supervise import state
 
-from elastane.core.notes import EventKind
+from elastane.protocol.log_events import EventKind
 
 SHORT = str(Path(__file__).parent / "scripts" / "short_isolation.py")
 

@@ -15,8 +15,8 @@ import pytest
 
 AGENT = """
 import asyncio, json, logging, os, subprocess, sys, time
-from elastane.core.model import Fence
-from elastane.runtime.streams import GroupStreams, LogPlan, parse_std_map
+from elastane.protocol.model import Fence
+from elastane.process.streams import GroupStreams, LogPlan, parse_std_map
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 spec = json.loads(sys.argv[1])

@@ -10,8 +10,8 @@ import pytest
 from jobs import Job
 from process_harness import DEADLINE_S, worker_environment
 
-from elastane.core.notes import EventKind
-from elastane.runtime import workerline
+from elastane.process import control_socket
+from elastane.protocol.log_events import EventKind
 
 # Longer than any wait of a test: SIGKILL by the timeout fails it.
 SHUTDOWN_S = "600"
@@ -19,7 +19,7 @@ SHUTDOWN_S = "600"
 WAITER = """
 import signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-from elastane.job.agentline import AgentLine
+from elastane.worker.control_socket import AgentLine
 line = AgentLine.inherited()
 line.first()
 if sys.argv[1] == "waits":
@@ -47,8 +47,8 @@ def test_a_worker_that_is_parked_behind_its_checkpoint_is_ended_at_once(
 
 @pytest.mark.parametrize("at", ["waits", "works"])
 def test_a_worker_that_waits_for_a_place_ends_at_its_agents_word(at: str) -> None:
-    agent, worker = workerline.pair()
-    agent.send(workerline.encode(workerline.Wait(local_rank=0)))
+    agent, worker = control_socket.pair()
+    agent.send(control_socket.encode(control_socket.Wait(local_rank=0)))
     with subprocess.Popen(
         [sys.executable, "-c", WAITER, at],
         env=worker_environment(ELASTANE_LINE_FD=str(worker.fileno())),
@@ -58,7 +58,7 @@ def test_a_worker_that_waits_for_a_place_ends_at_its_agents_word(at: str) -> Non
     ) as process:
         try:
             worker.close()
-            agent.send(workerline.encode(workerline.End()))
+            agent.send(control_socket.encode(control_socket.End()))
             # One that works goes on until it asks for a place; what was printed is not lost.
             said, _ = process.communicate(timeout=DEADLINE_S)
         finally:

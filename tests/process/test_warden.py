@@ -15,9 +15,9 @@ import pytest
 from process_harness import SCRIPTS, eventually, until
 from supervise import alive, state
 
-from elastane.core.limits import STANDSTILL_LOOK_S
-from elastane.runtime.kernel import become_subreaper
-from elastane.runtime.warden import LOOK_S, Warden, sweep
+from elastane.process.kernel import become_subreaper
+from elastane.process.orphan_reaper import LOOK_S, Warden, sweep
+from elastane.protocol.limits import STANDSTILL_LOOK_S
 
 
 def pids(path: Path) -> list[int]:

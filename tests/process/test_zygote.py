@@ -23,11 +23,11 @@ from process_harness import (
     worker_environment,
 )
 
-from elastane.runtime.kernel import become_subreaper
-from elastane.runtime.process import reap_orphans
-from elastane.runtime.warden import sweep
-from elastane.runtime.zygote import client
-from elastane.runtime.zygote.client import ZygoteSpawner
+from elastane.process.kernel import become_subreaper
+from elastane.process.orphan_reaper import sweep
+from elastane.process.process import reap_orphans
+from elastane.process.zygote import client
+from elastane.process.zygote.client import ZygoteSpawner
 
 Scenario = Callable[[ZygoteSpawner, Told], Coroutine[None, None, None]]
 

@@ -18,8 +18,8 @@ from process_harness import (
     worker_environment,
 )
 
-from elastane.runtime.process import WorkerCommand
-from elastane.runtime.zygote.client import ZygoteSpawner
+from elastane.process.process import WorkerCommand
+from elastane.process.zygote.client import ZygoteSpawner
 
 Facts = dict[str, Any]
 

@@ -12,8 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from elastane.kubeapi import Access, Api
-from elastane.kubeapi.identity import Anybody
+from elastane.kubernetes.client import Access, Api
+from elastane.kubernetes.client.identity import Anybody
 
 
 @dataclass

@@ -5,9 +5,16 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.core import invariants
-from elastane.core.model import Fence, NodeSpec, Offer, Versions
-from elastane.core.ranks import Candidate, Place, assignments, choose, next_fence, world_of
+from elastane.coordinator.rules import invariants
+from elastane.coordinator.rules.ranks import (
+    Candidate,
+    Place,
+    assignments,
+    choose,
+    next_fence,
+    world_of,
+)
+from elastane.protocol.model import Fence, NodeSpec, Offer, Versions
 
 VERSIONS = Versions(elastane="0.1", python="3.11")
 IDS = [f"n{i}" for i in range(12)]

@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from elastane.core.checkpoints import Key
-from elastane.core.snapshots import (
+from elastane.snapshots.rules.snapshots import (
     WHOLE_MAX,
     Drop,
     Forget,
@@ -23,6 +22,7 @@ from elastane.core.snapshots import (
     Whole,
     Write,
 )
+from elastane.storage.checkpoints import Key
 
 SIZES = (1, 2)
 SLOTS = 3

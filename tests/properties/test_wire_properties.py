@@ -6,10 +6,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastane.core import messages
-from elastane.core.messages import Leave, ToAgent, ToCoordinator
-from elastane.core.wire import ClientHandshake, ServerHandshake, derive_secret
 from elastane.errors import WireError
+from elastane.protocol import messages
+from elastane.protocol.messages import Leave, ToAgent, ToCoordinator
+from elastane.protocol.wire import ClientHandshake, ServerHandshake, derive_secret
 
 SECRET = derive_secret("digits", "token")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from kube_pods import BEGIN_S, SimPod, spec_of
 
+from elastane.kubernetes.bridge.messages import JobReport, MemberReport
 from elastane.kubernetes.model import (
     CreateObject,
     CreatePod,
@@ -30,7 +31,6 @@ from elastane.kubernetes.model import (
     read_status,
 )
 from elastane.kubernetes.reconcile import reconcile
-from elastane.stores.kubernetes.letters import JobReport, MemberReport
 
 __all__ = ["BEGIN_S", "Cluster", "SimPod", "spec_of"]
 

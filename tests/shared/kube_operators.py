@@ -7,8 +7,8 @@ import contextlib
 
 from kube_fake import FakeKube
 
-from elastane.kubeapi import Access
-from elastane.kubeapi.identity import Anybody, Proof
+from elastane.kubernetes.client import Access
+from elastane.kubernetes.client.identity import Anybody, Proof
 from elastane.kubernetes.model import (
     CreateObject,
     CreatePod,

@@ -1,6 +1,6 @@
 """A coordinator's report of a job in which nothing happens."""
 
-from elastane.core.messages import Report
+from elastane.protocol.messages import Report
 
 
 def report_of(job):

@@ -11,9 +11,9 @@ import random
 import pytest
 from deaths import die_at
 
-from elastane.core.steps import Step
-from elastane.testing.simulation.history import LIVENESS_S, stuck
-from elastane.testing.simulation.transcript import Play
+from simulation.history import LIVENESS_S, stuck
+from simulation.steps import Step
+from simulation.transcript import Play
 
 SCRIPT = """
 job nodes=2:4 restarts=3 steps=60 mode={mode}

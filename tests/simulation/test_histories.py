@@ -9,17 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from elastane.testing.simulation import (
-    Cut,
-    History,
-    HistoryFailedError,
-    Violation,
-    run_seed,
-    setting_of,
-)
-from elastane.testing.simulation.batch import play
-from elastane.testing.simulation.kept import read_kept
-from elastane.testing.simulation.shrink import shrunk
+from simulation import Cut, History, HistoryFailedError, Violation, run_seed, setting_of
+from simulation.batch import play
+from simulation.kept import read_kept
+from simulation.shrink import shrunk
 
 CHUNK = 250
 CHUNKS = 10
@@ -120,7 +113,7 @@ def test_every_kind_of_fault_is_drawn_and_told():
 
 
 def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):
-    from elastane.testing.simulation.faults import Faults
+    from simulation.faults import Faults
 
     def breaks(self):
         raise Violation("something that a drain breaks")
@@ -139,11 +132,15 @@ def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):
     left_out = str(small).split("--without ")[1].split()[0].split(",")
     assert len(left_out) >= len(setting.plan) - drains
     assert "--nodes 1 --story" in str(small)
-    assert str(small).splitlines()[-1].startswith(f"replay: elastane sim --seed {setting.seed} ")
+    assert (
+        str(small)
+        .splitlines()[-1]
+        .startswith(f"replay: python -m simulation --seed {setting.seed} ")
+    )
 
 
 def test_a_shrinking_ends_in_its_time(monkeypatch):
-    from elastane.testing.simulation.faults import Faults
+    from simulation.faults import Faults
 
     def breaks(self):
         raise Violation("something that a drain breaks")

@@ -1,6 +1,6 @@
 """Jobs whose workers recover in place: thousands of histories, and a death at every step of one.
 
-`elastane sim --in-place` replays a seed; its line in kept_seeds.txt has the same option.
+`python -m simulation --in-place` replays a seed; its line in kept_seeds.txt has the same option.
 """
 
 import os
@@ -9,12 +9,12 @@ import random
 import pytest
 from deaths import die_at
 
-from elastane.core.steps import Step
-from elastane.testing.simulation import Cut, History, HistoryFailedError, run_seed, setting_of
-from elastane.testing.simulation.batch import play
-from elastane.testing.simulation.history import IN_PLACE_S, LIVENESS_S, stuck
-from elastane.testing.simulation.shrink import shrunk
-from elastane.testing.simulation.transcript import Play
+from simulation import Cut, History, HistoryFailedError, run_seed, setting_of
+from simulation.batch import play
+from simulation.history import IN_PLACE_S, LIVENESS_S, stuck
+from simulation.shrink import shrunk
+from simulation.steps import Step
+from simulation.transcript import Play
 
 CHUNK = 250
 CHUNKS = 6
@@ -118,12 +118,12 @@ def test_histories_of_the_other_kind_are_not_changed_by_this_one():
 
 
 def test_a_failing_seed_is_replayed_by_its_command(capsys, monkeypatch):
-    from elastane.cli.main import main
-    from elastane.testing.simulation.line import Line
+    from simulation.__main__ import main
+    from simulation.line import Line
 
     monkeypatch.setattr(Line, "forks", lambda self, before: self._require(False, "a fork"))
-    assert main(["sim", "--seeds", "50", "--mode", "store", "--in-place"]) == 1
-    command = capsys.readouterr().out.splitlines()[-1].removeprefix("replay: elastane ")
+    assert main(["--seeds", "50", "--mode", "store", "--in-place"]) == 1
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("replay: python -m simulation ")
     assert "--in-place" in command
     assert main(command.split()) == 1
     assert "a fork" in capsys.readouterr().out

@@ -6,24 +6,24 @@ A checker that no bug can fail proves nothing; these are the bugs that it is the
 import msgspec
 import pytest
 
-from elastane.core.agent import AgentCore
-from elastane.core.budget import RestartBudget
-from elastane.core.contact import Contact
-from elastane.core.effects import Persist, Send
-from elastane.core.localworkers import LocalWorkers
-from elastane.core.messages import Assign, Stopped
-from elastane.core.model import Fence, Offer
-from elastane.core.ranks import Place, assignments, member_of
-from elastane.core.rendezvous import door, ending, forming, phases, presence, reports
-from elastane.core.rendezvous.incident import Incident
-from elastane.core.rendezvous.machine import Rendezvous
-from elastane.core.rendezvous.state import State
-from elastane.testing.simulation import HistoryFailedError, run_seed
-from elastane.testing.simulation.cluster import Cluster
-from elastane.testing.simulation.election import Election
-from elastane.testing.simulation.node import SimulatedNode
-from elastane.testing.simulation.seat import Seat
-from elastane.testing.simulation.store import SimulatedStore
+from elastane.agent.rules.agent import AgentCore
+from elastane.agent.rules.contact import Contact
+from elastane.agent.rules.local_workers import LocalWorkers
+from elastane.coordinator.rules import admission, ending, forming, liveness, phases, reports
+from elastane.coordinator.rules.budget import RestartBudget
+from elastane.coordinator.rules.incident import Incident
+from elastane.coordinator.rules.machine import Rendezvous
+from elastane.coordinator.rules.ranks import Place, assignments, member_of
+from elastane.coordinator.rules.state import State
+from elastane.protocol.effects import Persist, Send
+from elastane.protocol.messages import Assign, Stopped
+from elastane.protocol.model import Fence, Offer
+from simulation import HistoryFailedError, run_seed
+from simulation.cluster import Cluster
+from simulation.election import Election
+from simulation.node import SimulatedNode
+from simulation.seat import Seat
+from simulation.store import SimulatedStore
 
 
 def first_failure(seeds, *, store_backed=True, first=0):
@@ -74,12 +74,12 @@ def test_a_ghost_that_is_not_replaced_is_found(monkeypatch):
         if join.node.node_id in state.nodes:
             old = state.nodes[join.node.node_id]
             if old.spec.incarnation != join.node.incarnation:
-                door._refuse(state, event.session, old.id, door._duplicate(event, old))
+                admission._refuse(state, event.session, old.id, admission._duplicate(event, old))
                 return
         original(state, event, join)
 
-    original = door._enter
-    monkeypatch.setattr(door, "_enter", turn_away)
+    original = admission._enter
+    monkeypatch.setattr(admission, "_enter", turn_away)
     assert "was refused" in first_failure(300)
 
 
@@ -221,23 +221,23 @@ def test_a_late_word_of_a_dead_agent_that_refuses_its_successor_is_found(monkeyp
             if old is not None and old.heard_s > contest.began_s:
                 del state.contests[node_id]
                 join = contest.join
-                door._refuse(state, join.session, node_id, door._duplicate(join, old))
+                admission._refuse(state, join.session, node_id, admission._duplicate(join, old))
         original(state)
 
-    original = door.settle_contests
-    monkeypatch.setattr(door, "settle_contests", at_once)
+    original = admission.settle_contests
+    monkeypatch.setattr(admission, "settle_contests", at_once)
     assert "was refused" in first_failure(100, store_backed=False, first=13_950)
 
 
 def test_a_budget_of_each_agent_is_found(monkeypatch):
     """As torchrun counts: an agent that is new has all of its restarts."""
-    original = door._admit
+    original = admission._admit
 
     def anew(state, event):
         state.budget.used = 0
         original(state, event)
 
-    monkeypatch.setattr(door, "_admit", anew)
+    monkeypatch.setattr(admission, "_admit", anew)
     assert "restarts used went" in first_failure(200)
 
 
@@ -265,7 +265,7 @@ def test_a_failure_that_is_not_charged_is_found(monkeypatch):
 
 
 def test_a_late_joiner_in_a_settled_round_is_found(monkeypatch):
-    original = door._admit
+    original = admission._admit
 
     def lets_in(state, event):
         original(state, event)
@@ -287,7 +287,7 @@ def test_a_late_joiner_in_a_settled_round_is_found(monkeypatch):
         state.persist()
         state.send(node, Assign(assignments(state.world, place)[-1]))
 
-    monkeypatch.setattr(door, "_admit", lets_in)
+    monkeypatch.setattr(admission, "_admit", lets_in)
     assert "was settled after" in first_failure(100)
 
 
@@ -375,7 +375,7 @@ def test_a_target_that_some_have_passed_is_found(monkeypatch):
 
 
 def test_silence_that_is_never_noticed_is_found(monkeypatch):
-    monkeypatch.setattr(presence, "_verdict", lambda state, node: "")
+    monkeypatch.setattr(liveness, "_verdict", lambda state, node: "")
     first_failure(100)
 
 

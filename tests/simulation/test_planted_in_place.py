@@ -2,25 +2,25 @@
 
 import pytest
 
-from elastane.core.effects import RegroupWorkers
-from elastane.core.group import Group
-from elastane.core.hangs import HangWatch
-from elastane.core.limits import HANG_STEPS_FIRST
-from elastane.core.localworkers import LocalWorkers
-from elastane.core.rendezvous import (
+from elastane.agent.rules.group import Group
+from elastane.agent.rules.local_workers import LocalWorkers
+from elastane.coordinator.rules import (
     fencing,
     forming,
-    holdings,
     phases,
-    regroup,
-    stateholders,
-    successors,
+    recovery,
+    registration,
+    replacements,
+    state_holders,
 )
-from elastane.core.rendezvous.regroup import Contingent
-from elastane.core.rendezvous.state import Node, Phase
-from elastane.testing.simulation import HistoryFailedError, residents, run_seed
-from elastane.testing.simulation.node import SimulatedNode
-from elastane.testing.simulation.places import Household
+from elastane.coordinator.rules.recovery import Contingent
+from elastane.coordinator.rules.state import Node, Phase
+from elastane.protocol.effects import RegroupWorkers
+from elastane.protocol.hangs import HangWatch
+from elastane.protocol.limits import HANG_STEPS_FIRST
+from simulation import HistoryFailedError, residents, run_seed
+from simulation.node import SimulatedNode
+from simulation.places import Household
 
 
 def first_failure(seeds, *, store_backed=True, first=0, **drawn):
@@ -39,8 +39,8 @@ def test_a_successor_that_is_placed_before_survivors_is_found(monkeypatch):
 
 
 def test_nodes_of_survivors_that_are_put_in_another_order_are_found(monkeypatch):
-    original = regroup._contingents
-    monkeypatch.setattr(regroup, "_contingents", lambda state: original(state)[::-1])
+    original = recovery._contingents
+    monkeypatch.setattr(recovery, "_contingents", lambda state: original(state)[::-1])
     found = first_failure(300)
     assert "have the order" in found or "joiner" in found
 
@@ -82,8 +82,8 @@ def test_a_waiting_node_that_is_taken_for_a_member_is_found(monkeypatch):
                 node.able = set(range(node.spec.local_world_size))
                 state.refile(node)
 
-    look_after = regroup.look_after
-    monkeypatch.setattr(regroup, "look_after", at_once)
+    look_after = recovery.look_after
+    monkeypatch.setattr(recovery, "look_after", at_once)
     assert "is not able" in first_failure(300)
 
 
@@ -101,24 +101,24 @@ def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
 
 
 def test_an_incident_that_is_charged_twice_is_found(monkeypatch):
-    original = successors.charge
+    original = replacements.charge
 
     def twice(state, incident):
         original(state, incident)
         return original(state, incident)
 
-    monkeypatch.setattr(successors, "charge", twice)
+    monkeypatch.setattr(replacements, "charge", twice)
     assert "restarts" in first_failure(300)
 
 
 def test_departures_that_are_charged_are_found(monkeypatch):
-    original = regroup.begin
+    original = recovery.begin
 
     def charges(state, reason):
         state.budget.used = min(state.budget.allowed, state.budget.used + 1)
         return original(state, reason)
 
-    monkeypatch.setattr(regroup, "begin", charges)
+    monkeypatch.setattr(recovery, "begin", charges)
     assert "workers died" in first_failure(300)
 
 
@@ -143,13 +143,13 @@ def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeyp
 
 
 def test_survivors_that_are_stopped_by_a_new_coordinator_are_found(monkeypatch):
-    monkeypatch.setattr(holdings, "untold", lambda *args: None)
+    monkeypatch.setattr(registration, "untold", lambda *args: None)
     found = first_failure(20, first=1600)
     assert "was stopped" in found or "goes on from" in found
 
 
 def test_a_fault_that_restarts_all_though_some_survive_is_found(monkeypatch):
-    monkeypatch.setattr(regroup, "has_survivors", lambda state: False)
+    monkeypatch.setattr(recovery, "has_survivors", lambda state: False)
     assert "was stopped" in first_failure(300)
 
 
@@ -167,12 +167,12 @@ def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):
 
 
 def test_newcomers_that_begin_anew_while_others_train_out_of_sight_are_found(monkeypatch):
-    monkeypatch.setattr(stateholders, "in_doubt_until_s", lambda state: 0.0)
+    monkeypatch.setattr(state_holders, "in_doubt_until_s", lambda state: 0.0)
     assert "two sides train" in first_failure(100, first=20_002_500)
 
 
 def test_those_who_gave_way_and_are_stopped_though_they_are_needed_are_found(monkeypatch):
-    monkeypatch.setattr(stateholders, "keeps", lambda state, node: False)
+    monkeypatch.setattr(state_holders, "keeps", lambda state, node: False)
     assert "was stopped" in first_failure(100, first=20_037_200)
 
 
@@ -203,7 +203,7 @@ def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
 
 
 def test_who_counts_as_dead_and_is_not_is_found(monkeypatch):
-    monkeypatch.setattr(stateholders, "is_dead", lambda state, incarnation: True)
+    monkeypatch.setattr(state_holders, "is_dead", lambda state, incarnation: True)
     found = first_failure(100, first=20_002_500)
     assert "goes on from step" in found or "two sides train" in found
 
@@ -219,19 +219,19 @@ def test_the_last_that_leave_during_a_drain_and_do_not_save_are_found(monkeypatc
 
 
 def test_a_node_that_takes_part_with_some_of_its_workers_is_found(monkeypatch):
-    least = regroup._needed
-    monkeypatch.setattr(regroup, "_needed", lambda state, found: least(state, []))
+    least = recovery._needed
+    monkeypatch.setattr(recovery, "_needed", lambda state, found: least(state, []))
     assert "has a part of the workers of" in first_failure(50, span=1)
 
 
 def test_a_coordinator_that_forgets_that_nodes_are_whole_is_found(monkeypatch):
-    take = holdings.take
+    take = registration.take
 
     def forgets(state, node, holding):
         take(state, node, holding)
         node.sharding = None
 
-    monkeypatch.setattr(holdings, "take", forgets)
+    monkeypatch.setattr(registration, "take", forgets)
     assert "has a part of the workers of" in first_failure(100, span=1)
 
 
@@ -246,5 +246,5 @@ def test_a_stall_that_is_not_believed_in_the_first_steps_of_a_process_is_found(m
 
 
 def test_a_stall_that_heartbeats_do_not_tell_is_found(monkeypatch):
-    monkeypatch.setattr(regroup, "stalled", lambda state: False)
+    monkeypatch.setattr(recovery, "stalled", lambda state: False)
     assert "nothing was trained" in first_failure(60)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from elastane.core.rendezvous import parts, regroup
-from elastane.core.rendezvous.incident import Incident
-from elastane.testing.simulation import residents
-from elastane.testing.simulation.checks import Violation
-from elastane.testing.simulation.transcript import Play
+from elastane.coordinator.rules import recovery, replica_slices
+from elastane.coordinator.rules.incident import Incident
+from simulation import residents
+from simulation.checks import Violation
+from simulation.transcript import Play
 
 # In this one, those who make no whole replica are the only ones that made the update.
 AHEAD = 209
@@ -33,7 +33,7 @@ def test_whoever_is_ahead_nobody_is_left_out_before_all_are_at_one_step():
 
 
 def test_survivors_that_make_no_whole_replica_and_are_left_out_at_once_are_found(monkeypatch):
-    monkeypatch.setattr(parts, "_is_level", lambda state: True)
+    monkeypatch.setattr(replica_slices, "_is_level", lambda state: True)
     with pytest.raises(Violation, match="goes on from step 6 without n2"):
         lose_a_node(AHEAD)
 
@@ -41,14 +41,14 @@ def test_survivors_that_make_no_whole_replica_and_are_left_out_at_once_are_found
 def test_a_world_that_ends_before_all_its_members_are_at_one_step_is_found(monkeypatch):
     def hasty(state):
         state.incident = Incident(at_s=state.now_s, reason="give way", planned=True)
-        return regroup.begin(state, "give way")
+        return recovery.begin(state, "give way")
 
-    monkeypatch.setattr(regroup, "even_out", hasty)
+    monkeypatch.setattr(recovery, "even_out", hasty)
     with pytest.raises(Violation, match="goes on from step 6 without n2"):
         lose_a_node(AHEAD)
 
 
 def test_a_world_of_no_whole_replicas_that_does_not_end_is_found(monkeypatch):
-    monkeypatch.setattr(regroup, "even_out", lambda state: False)
+    monkeypatch.setattr(recovery, "even_out", lambda state: False)
     with pytest.raises(AssertionError, match="give way"):
         lose_a_node(90)

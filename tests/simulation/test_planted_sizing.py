@@ -2,11 +2,11 @@
 
 import pytest
 
-from elastane.core.messages import Release
-from elastane.core.rendezvous import door, phases, presence, regroup, sizing
-from elastane.testing.simulation import HistoryFailedError, run_seed
-from elastane.testing.simulation.checks import Violation
-from elastane.testing.simulation.transcript import Play
+from elastane.coordinator.rules import admission, liveness, phases, recovery, resize
+from elastane.protocol.messages import Release
+from simulation import HistoryFailedError, run_seed
+from simulation.checks import Violation
+from simulation.transcript import Play
 
 
 def first_failure(seeds):
@@ -30,35 +30,35 @@ def made_smaller():
 
 
 def test_nodes_that_keep_their_places_though_there_are_too_many_are_found(monkeypatch):
-    leaving = sizing.parting
+    leaving = resize.parting
 
     def only_those_who_leave(state):
         reason = leaving(state)
         return "" if "give way" in reason else reason
 
-    monkeypatch.setattr(sizing, "parting", only_those_who_leave)
+    monkeypatch.setattr(resize, "parting", only_those_who_leave)
     assert "nothing was" in first_failure(300)
 
 
 def test_a_range_that_the_next_coordinator_does_not_take_over_is_found(monkeypatch):
-    monkeypatch.setattr(door, "_job_of", lambda state, join: join.spec)
+    monkeypatch.setattr(admission, "_job_of", lambda state, join: join.spec)
     assert "was refused" in first_failure(300)
 
 
 def test_a_fault_that_drops_survivors_since_there_are_too_many_is_found(monkeypatch):
-    original = regroup._contingents
+    original = recovery._contingents
 
     def at_most(state):
         return original(state)[: state.spec.max_nodes]
 
     made_smaller()
-    monkeypatch.setattr(regroup, "_contingents", at_most)
+    monkeypatch.setattr(recovery, "_contingents", at_most)
     with pytest.raises(Violation, match="goes on from step 9 without"):
         made_smaller()
 
 
 def test_a_drained_node_that_is_counted_as_departed_is_found(monkeypatch):
-    original = presence.depart
+    original = liveness.depart
 
     def releases_and_remembers(state):
         for node in [state.nodes[i] for i in sorted(state.leaving - state.holding)]:
@@ -69,5 +69,5 @@ def test_a_drained_node_that_is_counted_as_departed_is_found(monkeypatch):
         original(state, node, why)
 
     monkeypatch.setattr(phases, "_release_leaving", releases_and_remembers)
-    monkeypatch.setattr(presence, "depart", forgets_that_it_left)
+    monkeypatch.setattr(liveness, "depart", forgets_that_it_left)
     assert "was counted as departed" in first_failure(200)

@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from elastane.testing.simulation.transcript import Play, replayed
+from simulation.transcript import Play, replayed
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 
 def test_the_page_of_the_protocol_is_what_happens():
     page = PAGE.read_text("utf-8")
-    assert replayed(page) == page, "elastane sim --transcript docs/protocol.md prints the new page"
+    assert replayed(page) == page, (
+        "python -m simulation --transcript docs/protocol.md prints the new page"
+    )
 
 
 def test_the_page_has_twenty_five_situations():

@@ -35,7 +35,7 @@ def test_every_public_name_has_a_docstring():
 
 
 def test_every_duration_that_a_user_may_set_says_why():
-    path = SRC / "core" / "limits.py"
+    path = SRC / "protocol" / "limits.py"
     lines = path.read_text().splitlines()
     timing = next(node for node in tree_of(path).body if getattr(node, "name", "") == "Timing")
     fields = [node for node in timing.body if isinstance(node, ast.AnnAssign)]
@@ -47,7 +47,7 @@ def test_every_duration_that_a_user_may_set_says_why():
 
 
 def test_every_fixed_bound_says_why():
-    path = SRC / "core" / "limits.py"
+    path = SRC / "protocol" / "limits.py"
     lines = path.read_text().splitlines()
     for node in tree_of(path).body:
         if isinstance(node, ast.Assign):

@@ -14,16 +14,16 @@ import shlex
 import pytest
 from style_sources import ROOT
 
-from elastane.core.limits import ISOLATION_LIMIT_S, OUTCOME_KEPT_S, PAIRS, Timing
 from elastane.errors import ElastaneError
-from elastane.launcher import backend, conf
-from elastane.launcher.build import build
-from elastane.launcher.parser import parse
-from elastane.launcher.show import as_lines
+from elastane.kubernetes.store.settings import CONF_KEYS as KUBERNETES_KEYS
+from elastane.kubernetes.store.settings import TIMING
+from elastane.kubernetes.store.trouble import REFUSED_S
+from elastane.options import backend, conf
+from elastane.options.build import build
+from elastane.options.parser import parse
+from elastane.options.show import as_lines
+from elastane.protocol.limits import ISOLATION_LIMIT_S, OUTCOME_KEPT_S, PAIRS, Timing
 from elastane.stores.etcd.settings import CONF_KEYS, PREFIX, read_settings
-from elastane.stores.kubernetes.settings import CONF_KEYS as KUBERNETES_KEYS
-from elastane.stores.kubernetes.settings import TIMING
-from elastane.stores.kubernetes.trouble import REFUSED_S
 
 PAGE = (ROOT / "docs" / "rdzv-conf.md").read_text()
 DURATIONS = [name.removesuffix("_s") for name in Timing.__struct_fields__]

@@ -9,16 +9,7 @@ import msgspec
 import pytest
 from style_sources import ROOT
 
-from elastane.core.limits import (
-    FAILURE_TEXT_CHARS_MAX,
-    FAILURE_TOLD_CHARS_MAX,
-    FAILURES_TOLD_MAX,
-    FAILURES_TOLD_WHOLE,
-)
-from elastane.core.model import Outcome
 from elastane.errors import ExitCode
-from elastane.launcher.options import BY_DEST
-from elastane.launcher.parser import parse
 from elastane.observe.report import (
     JobReport,
     ReportedFailure,
@@ -26,6 +17,15 @@ from elastane.observe.report import (
     report_of,
     write_report,
 )
+from elastane.options.options import BY_DEST
+from elastane.options.parser import parse
+from elastane.protocol.limits import (
+    FAILURE_TEXT_CHARS_MAX,
+    FAILURE_TOLD_CHARS_MAX,
+    FAILURES_TOLD_MAX,
+    FAILURES_TOLD_WHOLE,
+)
+from elastane.protocol.model import Outcome
 
 PAGE = (ROOT / "docs" / "report.md").read_text()
 ERRORS = (ROOT / "docs" / "errors.md").read_text()

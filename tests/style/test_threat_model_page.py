@@ -6,15 +6,15 @@ import re
 import pytest
 from style_sources import ROOT
 
-from elastane.core.limits import (
+from elastane.options import keyring
+from elastane.process import health
+from elastane.protocol.limits import (
     HANDSHAKE_BYTES_MAX,
     HANDSHAKE_TIMEOUT_S,
     MESSAGES_PER_S_MAX,
     UNPROVEN_MAX,
     UNPROVEN_PATIENCE_S,
 )
-from elastane.launcher import keyring
-from elastane.runtime import health
 
 PAGE = (ROOT / "docs" / "threat-model.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py::\w+)`", PAGE)))

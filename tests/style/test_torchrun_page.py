@@ -13,10 +13,10 @@ import pytest
 from style_sources import ROOT
 
 from elastane.errors import UsageError
-from elastane.launcher import elsewhere
-from elastane.launcher.conf import read_conf
-from elastane.launcher.options import BY_DEST, TABLE
-from elastane.launcher.parser import parse
+from elastane.options import elsewhere
+from elastane.options.conf import read_conf
+from elastane.options.options import BY_DEST, TABLE
+from elastane.options.parser import parse
 
 PAGE = (ROOT / "docs" / "torchrun.md").read_text()
 _VERDICTS = ("same", "better: ", "refused", "taken with a note", "ours")
@@ -62,8 +62,8 @@ def test_every_flag_of_torchrun_has_a_row_and_every_row_is_a_flag():
 
 
 def test_every_variable_of_a_worker_has_a_row():
-    from elastane.agent.environment import RunFacts, WorkerFacts, worker_environment
-    from elastane.core.model import Assignment, Fence
+    from elastane.process.worker_environment import RunFacts, WorkerFacts, worker_environment
+    from elastane.protocol.model import Assignment, Fence
 
     assignment = Assignment(
         fence=Fence(1, 0), node_rank=0, nodes=1, rank_base=0, world_size=2, role_rank_base=0,
@@ -79,7 +79,7 @@ def test_every_variable_of_a_worker_has_a_row():
 
 
 def test_every_key_of_rdzv_conf_has_a_row():
-    from elastane.launcher import conf
+    from elastane.options import conf
     from elastane.stores.etcd.settings import CONF_KEYS
 
     keys = {*conf._TORCHRUN, *conf._IDLE, *conf._OTHER, *CONF_KEYS} - set(conf._TLS)

@@ -7,15 +7,14 @@ import asyncio
 import msgspec
 import pytest
 
-from elastane.core.messages import NodeStatus, Report
-from elastane.core.model import Fence
-from elastane.core.rendezvous.status import Called
 from elastane.errors import StoreError
-from elastane.kubeapi.errors import unreachable
-from elastane.launcher import attending
-from elastane.launcher.attending import Attending, Summary, is_news
-from elastane.stores.kubernetes.correspondence import read_directive
-from elastane.stores.kubernetes.letters import Directive, JobReport
+from elastane.kubernetes.bridge import bridge
+from elastane.kubernetes.bridge.bridge import Attending, Summary, is_news
+from elastane.kubernetes.bridge.mailbox import read_directive
+from elastane.kubernetes.bridge.messages import Directive, JobReport
+from elastane.kubernetes.client.errors import unreachable
+from elastane.protocol.messages import AgentPresence, NodeStatus, Report
+from elastane.protocol.model import Fence
 
 
 def known(steps=(3, 4), *, round_=1, incident="", **more):
@@ -49,7 +48,9 @@ def known(steps=(3, 4), *, round_=1, incident="", **more):
 
 
 def rolled(**states):
-    return [Called(f"{pod}.1", state, rank) for rank, (pod, state) in enumerate(states.items())]
+    return [
+        AgentPresence(f"{pod}.1", state, rank) for rank, (pod, state) in enumerate(states.items())
+    ]
 
 
 def test_a_report_says_round_world_step_and_who_is_in_it():
@@ -95,14 +96,14 @@ def test_a_pod_that_was_here_and_is_not_has_departed_until_it_comes_back():
     assert states(back) == {"a": "joined", "b": "joined"}
     for turn in range(200):
         last = summary.take(known(), rolled(**{f"p{turn}": "joined"}), 1100.0 + turn)
-    assert len(last.members) == 1 + attending.DEPARTED_MAX
+    assert len(last.members) == 1 + bridge.DEPARTED_MAX
 
 
 def test_what_is_news_is_told_at_once_and_steps_now_and_then():
     told = Summary(None).take(known((3,)), [], 1000.0)
     later = Summary(None).take(known((9,)), [], 1002.0)
     assert not is_news(told, later)
-    assert is_news(told, msgspec.structs.replace(later, at_s=1000.0 + attending.REFRESH_S))
+    assert is_news(told, msgspec.structs.replace(later, at_s=1000.0 + bridge.REFRESH_S))
     assert is_news(told, msgspec.structs.replace(later, world_size=4))
     assert is_news(told, msgspec.structs.replace(later, at_s=900.0)), "a clock that was set back"
 
@@ -201,14 +202,14 @@ def test_without_a_directive_the_seat_begins_all_the_same():
 
 
 def test_an_api_server_that_is_away_holds_the_seat_up_for_a_moment_only(monkeypatch):
-    monkeypatch.setattr(attending, "FIRST_LOOK_S", 0.2)
-    monkeypatch.setattr(attending, "RETRY_S", 0.3)
+    monkeypatch.setattr(bridge, "FIRST_LOOK_S", 0.2)
+    monkeypatch.setattr(bridge, "RETRY_S", 0.3)
     away = unreachable("get configmaps/x", "refused", where="here", sent=False)
     heard, _ = attended(away, Directive((1, 2)))
     assert heard.words == [(), (1, 2)], "and it hears of it once that is back"
 
 
 def test_a_seat_that_may_not_read_the_directive_does_not_wait_for_it(monkeypatch):
-    monkeypatch.setattr(attending, "FIRST_LOOK_S", 60.0)
+    monkeypatch.setattr(bridge, "FIRST_LOOK_S", 60.0)
     heard, _ = attended(StoreError("forbidden", slug="store-refused"))
     assert heard.words == []

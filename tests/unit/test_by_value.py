@@ -4,7 +4,7 @@ import pickle
 
 import cloudpickle
 
-from elastane.runtime import by_value
+from elastane.process import by_value
 
 
 def test_a_function_keeps_the_file_and_the_lines_of_all_its_code():

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.core.checkpoints import (
+from elastane.protocol.limits import COUNT_MAX, NAME_CHARS_MAX
+from elastane.storage.checkpoints import (
     CHUNK_BYTES,
     FORMAT,
     About,
@@ -21,7 +22,6 @@ from elastane.core.checkpoints import (
     parse_folder,
     part_name,
 )
-from elastane.core.limits import COUNT_MAX, NAME_CHARS_MAX
 
 ABOUT = About("job", 2, 0.0, {}, "step")
 KEY = Key(0, 3, 1, 12800)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.core.cadence import interval, mtbf_s
-from elastane.core.limits import (
+from elastane.checkpoint.interval import interval, mtbf_s
+from elastane.protocol.limits import (
     CHECKPOINT_INTERVAL_MAX_S,
     CHECKPOINT_INTERVAL_MIN_S,
     CHECKPOINT_MTBF_S,

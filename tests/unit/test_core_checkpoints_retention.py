@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.core.checkpoints import Key, folder_name
-from elastane.core.retention import Seen, kept, litter, surplus, to_remove
+from elastane.storage.checkpoints import Key, folder_name
+from elastane.storage.retention import Seen, kept, litter, surplus, to_remove
 
 HOUR = 3600.0
 

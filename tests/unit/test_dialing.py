@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from elastane.agent import dialing
+from elastane.agent.dialing import Dialer
 from elastane.errors import RendezvousError, RendezvousRefusedError
-from elastane.launcher import dialing
-from elastane.launcher.dialing import Dialer
-from elastane.runtime.rpc import Access
+from elastane.process.rpc import Access
 
 NEW, OLD = b"new", b"old"
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastane.job import drain, world
-from elastane.runtime.page import (
+from elastane.process.status_page import (
     MAGIC,
     PAGE_BYTES,
     PAGE_FD_VARIABLE,
@@ -15,6 +14,7 @@ from elastane.runtime.page import (
     before_park,
     finish_before_park,
 )
+from elastane.worker import drain, world
 
 
 class Time:

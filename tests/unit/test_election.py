@@ -10,16 +10,16 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from elastane.core.events import AuthorityChanged
-from elastane.core.limits import Timing
-from elastane.core.model import JobSpec, Outcome, Record
+from elastane.coordinator.election import Election
 from elastane.errors import (
     ConfigurationError,
     LeaseLostError,
     RendezvousClosedError,
 )
-from elastane.runtime.endpoint import Endpoint
-from elastane.stores.election import Election
+from elastane.process.endpoint import Endpoint
+from elastane.protocol.events import AuthorityChanged
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import JobSpec, Outcome, Record
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import Filed, JobKeys
 from elastane.stores.memory import Faults, MemoryBackend, MemoryStore

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastane.errors import ConfigurationError, RendezvousError, UsageError
-from elastane.runtime import endpoint as module
-from elastane.runtime.endpoint import (
+from elastane.process import endpoint as module
+from elastane.process.endpoint import (
     DEFAULT_PORT,
     STANDALONE,
     Endpoint,
@@ -24,7 +24,7 @@ from elastane.runtime.endpoint import (
     parse_endpoint,
     resolve,
 )
-from elastane.runtime.files import (
+from elastane.process.files import (
     JobEntry,
     JobRegistry,
     NodeSlot,
@@ -239,7 +239,7 @@ def test_agents_of_one_job_on_one_machine_get_numbers_and_successors_get_them_ag
     tmp_path: Path,
 ) -> None:
     code = (
-        "import sys, pathlib\nfrom elastane.runtime.files import NodeSlot\n"
+        "import sys, pathlib\nfrom elastane.process.files import NodeSlot\n"
         "slot = NodeSlot.take(pathlib.Path(sys.argv[1]), 'job', 'host')\n"
         "print(slot.node_id, flush=True)\nsys.stdin.read()"
     )

@@ -8,7 +8,7 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, ProcessFailure
 
-from elastane.runtime.errorfile import read_error_file, write_content, write_error_file
+from elastane.process.errorfile import read_error_file, write_content, write_error_file
 
 
 def raised(error):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from elastane.core.model import Fence
-from elastane.core.notes import EventKind, Note
 from elastane.observe.handlers import HANDLERS, event_handler, event_line, hear_nothing
 from elastane.observe.records import Teller
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.model import Fence
 
 TELLER = Teller(job="digits", node="host-a", host="a.example", pid=3)
 

@@ -6,12 +6,12 @@ import unicodedata
 
 import pytest
 
-from elastane.core.model import Cause, Failure, Fence, Outcome
-from elastane.core.notes import EventKind, Note
 from elastane.errors import UsageError
 from elastane.observe import logging as observe_logging
 from elastane.observe.logging import ConsoleHandler, level_of, note_level, note_line, one_line
-from elastane.runtime.streams.console import Console
+from elastane.process.streams.console import Console
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.model import Cause, Failure, Fence, Outcome
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from elastane.core.notes import EventKind, Note
 from elastane.observe import events as events_module
 from elastane.observe.events import EventLog, EventReader, follow, read_events
+from elastane.protocol.log_events import EventKind, Note
 
 
 def note(reason, kind=EventKind.INCIDENT):

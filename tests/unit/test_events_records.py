@@ -8,10 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.core.group import failure_data
-from elastane.core.model import Cause, Failure, Fence
-from elastane.core.notes import EventKind, Note
-from elastane.core.rendezvous.ending import cause_data
+from elastane.agent.rules.group import failure_data
+from elastane.coordinator.rules.ending import cause_data
 from elastane.observe.records import (
     LINE_BYTES_MAX,
     LoggedEvent,
@@ -21,6 +19,8 @@ from elastane.observe.records import (
     iso_time,
     make_event,
 )
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.model import Cause, Failure, Fence
 
 TELLER = Teller(job="job", node="host-a", host="host-a.example", pid=7)
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"

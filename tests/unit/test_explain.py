@@ -6,9 +6,9 @@ import pytest
 
 from elastane.cli.explain import story_lines
 from elastane.cli.main import main
-from elastane.core.notes import EventKind
 from elastane.observe.records import LoggedEvent, encode_line, iso_time
 from elastane.observe.story import story_of
+from elastane.protocol.log_events import EventKind
 
 START_S = 1_700_000_000
 

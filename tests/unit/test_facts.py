@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from elastane.launcher import facts
+from elastane.options import facts
 
 
 def test_versions_are_those_of_the_installed_torch():
@@ -34,7 +34,7 @@ def test_a_build_for_cuda_or_rocm_is_named(tmp_path, monkeypatch):
 
 def test_versions_do_not_import_torch():
     code = (
-        "import sys; from elastane.launcher.facts import versions; versions();"
+        "import sys; from elastane.options.facts import versions; versions();"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0

@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from elastane.core.notes import EventKind, Note
 from elastane.observe.events import EventLog
 from elastane.observe.report import JobReport, write_report
-from elastane.runtime.errorfile import write_content
-from elastane.runtime.streams import files
+from elastane.process.errorfile import write_content
+from elastane.process.streams import files
+from elastane.protocol.log_events import EventKind, Note
 from elastane.storage.folder import FolderStorage
 
 

@@ -27,8 +27,8 @@ from elastane.functions.failure import FunctionFailedError, error_of
 from elastane.functions.payload import Call, collect, name_of, pack
 from elastane.functions.relay import Relay
 from elastane.functions.signals import at_default, raised
-from elastane.job import call
 from elastane.observe.report import JobReport, ReportedFailure
+from elastane.worker import call
 
 
 def train(lr):

@@ -8,8 +8,8 @@ import pytest
 
 from elastane.errors import UsageError
 from elastane.functions.wish import Wish, as_text, named, read_wish
-from elastane.launcher.options import TABLE
-from elastane.launcher.parser import parse
+from elastane.options.options import TABLE
+from elastane.options.parser import parse
 
 NOT_OF_FUNCTIONS = {"module", "no_python", "run_path", "show_config", "json"}
 OURS = [option for option in TABLE if option.dest not in NOT_OF_FUNCTIONS]
@@ -191,7 +191,7 @@ def test_a_name_that_was_given_stays():
 
 @pytest.mark.parametrize("function", ["<lambda>", "a/b c", "..", "é", "x" * 300, ""])
 def test_any_function_makes_a_name_that_the_launcher_takes(function):
-    from elastane.launcher.identity import check_name
+    from elastane.options.identity import check_name
 
     check_name("--rdzv-id", job(function).text("rdzv_id"))
 

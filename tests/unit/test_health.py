@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from elastane.runtime import health
-from elastane.runtime.health import HealthServer
+from elastane.process import health
+from elastane.process.health import HealthServer
 
 
 def ask(words, silent_s):

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import elastane
-from elastane.checkpoint.tracked import Tracked
+from elastane.checkpoint.registered import Tracked
 from elastane.errors import JobError
-from elastane.job.undo import Undo
+from elastane.worker.undo import Undo
 
 N, B = 100, 16
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(1))
@@ -240,7 +240,7 @@ def test_a_sharded_model_trains_in_a_job_of_one(job):
 def test_what_a_committed_step_of_shards_has_changed_stays_when_a_world_begins(job):
     from torch.distributed.fsdp import fully_shard
 
-    from elastane.job.shards import Shards
+    from elastane.worker.shards import Shards
 
     net = torch.nn.Linear(4, 1)
     fully_shard(net, mesh=job.device_mesh(shard=1))
@@ -280,7 +280,7 @@ def test_a_mesh_that_the_world_cannot_be_made_of_is_refused(job):
 
 
 def test_a_mesh_that_is_another_on_another_worker_is_refused(job, monkeypatch):
-    others = "elastane.job.world.gathered"
+    others = "elastane.worker.world.gathered"
     monkeypatch.setattr(others, lambda group, said: [said, [*said[:2], 2, said[3]]])
     with pytest.raises(JobError, match=r"called with 1, 2, by rank"):
         job.device_mesh(shard=1)

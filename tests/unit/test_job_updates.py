@@ -12,13 +12,13 @@ import functools
 import pytest
 import torch
 
-from elastane.checkpoint.tracked import Tracked
-from elastane.core.recovery import Standing, decide
+from elastane.checkpoint.registered import Tracked
+from elastane.comms.state_plan import Standing, decide
 from elastane.errors import JobError, PeerLostError
-from elastane.job.heal import Health
-from elastane.job.mode import Mode
-from elastane.job.step import Updates, refuse_partitioned
-from elastane.job.undo import Undo
+from elastane.worker.healing import Health
+from elastane.worker.mode import Mode
+from elastane.worker.step import Updates, refuse_partitioned
+from elastane.worker.undo import Undo
 
 X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.randn(32, 1, generator=torch.Generator().manual_seed(2))

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from elastane.core.checkpoints import Key
-from elastane.core.snapshots import Drop, Forget, Name, Piece, Snapshots, Superseded, Whole, Write
+from elastane.snapshots.rules.snapshots import (
+    Drop,
+    Forget,
+    Name,
+    Piece,
+    Snapshots,
+    Superseded,
+    Whole,
+    Write,
+)
+from elastane.storage.checkpoints import Key
 
 
 def name(step, nonce="n", **at):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastane.core.checkpoints import Key
-from elastane.core.limits import KEEPER_LAYOUTS_MAX
-from elastane.keeper import messages
-from elastane.keeper.contents import Contents, Layouts
-from elastane.keeper.messages import Failed, Layout, Persist, Progress, Snapshot
+from elastane.protocol.limits import KEEPER_LAYOUTS_MAX
+from elastane.snapshots import messages
+from elastane.snapshots.contents import Contents, Layouts
+from elastane.snapshots.messages import Failed, Layout, Persist, Progress, Snapshot
+from elastane.storage.checkpoints import Key
 
 
 def persist(**more):

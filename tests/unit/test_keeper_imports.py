@@ -3,9 +3,9 @@
 import ast
 from pathlib import Path
 
-import elastane.keeper
+import elastane.snapshots
 
-FOLDER = Path(elastane.keeper.__file__).parent
+FOLDER = Path(elastane.snapshots.__file__).parent
 
 
 def test_threads_that_need_storage_at_the_same_time_import_it_from_above():

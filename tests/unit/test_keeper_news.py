@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from elastane.agent.news import note_of
-from elastane.core.checkpoints import Key
-from elastane.core.notes import EventKind
-from elastane.keeper import news
-from elastane.keeper.news import NEWS, Failed, Reporter, Restored, Saved
+from elastane.agent.snapshot_events import note_of
+from elastane.protocol.log_events import EventKind
+from elastane.snapshots import events
+from elastane.snapshots.events import NEWS, Failed, Reporter, Restored, Saved
+from elastane.storage.checkpoints import Key
 
 
 def saved(step):
@@ -36,15 +36,15 @@ def heard(mine):
 
 def test_of_checkpoints_that_follow_closely_the_first_and_the_last_are_told(line, monkeypatch):
     now_s = [1000.0]
-    monkeypatch.setattr(news.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(events.time, "monotonic", lambda: now_s[0])
     mine, its = line
     reporter = Reporter(its)
     assert reporter.left_s() is None
     for step in range(1, 6):
         reporter.tell(saved(step))
     assert [(each.key.step, each.saves) for each in heard(mine)] == [(1, 1)]
-    assert reporter.left_s() == news.KEEPER_NEWS_S
-    now_s[0] += news.KEEPER_NEWS_S
+    assert reporter.left_s() == events.KEEPER_NEWS_S
+    now_s[0] += events.KEEPER_NEWS_S
     reporter.flush()
     assert [(each.key.step, each.saves) for each in heard(mine)] == [(5, 4)]
     reporter.tell(saved(6))

@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from elastane.launcher.keyring import Keyring
-from elastane.launcher.neighbours import neighbours
-from elastane.runtime.tls import TlsConfig
+from elastane.agent.neighbours import neighbours
+from elastane.options.keyring import Keyring
+from elastane.process.tls import TlsConfig
 
 
 def told(keyring, tls=None, job="job"):

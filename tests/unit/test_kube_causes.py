@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 from kube_cluster import Cluster, spec_of
 
-from elastane.core.effects import Exit
-from elastane.core.model import Cause, Failure, Outcome
+from elastane.agent.ending import tell_end
 from elastane.kubernetes.model.seen import Terminated
 from elastane.kubernetes.reconcile.bounds import FIRST_START_LIVED_S, FIRST_START_S
 from elastane.kubernetes.reconcile.pods import ending_text
-from elastane.launcher.ending import tell_end
+from elastane.protocol.effects import Exit
+from elastane.protocol.model import Cause, Failure, Outcome
 
 ETCD = {"rdzvEndpoint": "etcd:2379"}
 

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from kube_cluster import Cluster, spec_of
 
-from elastane.kubeapi import ApiConflictError, ApiError, ApiNotFoundError
+from elastane.kubernetes.client import ApiConflictError, ApiError, ApiNotFoundError
 from elastane.kubernetes.model import Refusal, Told
-from elastane.kubernetes.operator import telling
-from elastane.kubernetes.operator.telling import About, EventCount, Recorder
+from elastane.kubernetes.operator import reporting
+from elastane.kubernetes.operator.reporting import About, EventCount, Recorder
 
 ABOUT = About("elastic.pytorch.org/v1alpha1", "ElasticJob", "n", "j", "uid")
 LASTS = Told(type="Warning", reason="Unschedulable", message="no node has room", count=1)
@@ -52,7 +52,7 @@ class Events:
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(telling, "EVENT_COUNT_S", 0.0)
+    monkeypatch.setattr(reporting, "EVENT_COUNT_S", 0.0)
     return Events()
 
 
@@ -114,7 +114,7 @@ def test_what_could_not_be_written_is_written_when_it_is_told_again(server):
 
 
 def test_what_comes_back_after_the_server_has_dropped_its_event_is_told_again(server, monkeypatch):
-    monkeypatch.setattr(telling, "EVENT_KEPT_S", -1.0)
+    monkeypatch.setattr(reporting, "EVENT_KEPT_S", -1.0)
     recorder = Watched(server)
 
     async def twice():

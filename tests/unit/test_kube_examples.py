@@ -12,8 +12,8 @@ import yaml
 from elastane.kubernetes.model import CreatePod, ElasticJob, Observed
 from elastane.kubernetes.reconcile import reconcile
 from elastane.kubernetes.schema import definition
-from elastane.launcher.build import build
-from elastane.launcher.parser import parse
+from elastane.options.build import build
+from elastane.options.parser import parse
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 SAMPLES = sorted(FOLDER.glob("*.yaml"))

@@ -145,7 +145,7 @@ RUN = {
     # What the walk-through and the samples of examples/kubernetes run.
     "Dockerfile.training": [
         "elastane.examples.digits_in_place",
-        "elastane.stores.kubernetes.store",
+        "elastane.kubernetes.store.store",
         "elastane.checkpoint.checkpointer",
         "train_in_place",
         # Imported late by digits_in_place.

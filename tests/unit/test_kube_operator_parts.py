@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from elastane.errors import LeaseLostError
-from elastane.kubeapi import ApiConflictError
+from elastane.kubernetes.client import ApiConflictError
 from elastane.kubernetes.operator.bounds import RETRY_MAX_S
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.probes import make_metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
-from elastane.stores.kubernetes.lease import KubernetesLease, LeasePlace, free_of
-from elastane.stores.kubernetes.objects import LeaseObject
+from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace, free_of
+from elastane.kubernetes.store.objects import LeaseObject
 
 
 class Clock:

@@ -13,7 +13,7 @@ from elastane.kubernetes.model import (
     PatchObject,
 )
 from elastane.kubernetes.model.names import MADE_OF
-from elastane.stores.kubernetes.names import token_of
+from elastane.kubernetes.store.names import token_of
 
 
 def begun(spec=None):

@@ -4,7 +4,7 @@ import pytest
 from kube_cluster import Cluster, spec_of
 
 from elastane.kubernetes.model import FreeSeat
-from elastane.stores.kubernetes.names import lease_of
+from elastane.kubernetes.store.names import lease_of
 
 
 def ran(policy="ExitCode", **more):

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from elastane.errors import ConfigurationError, StoreError
-from elastane.kubeapi.errors import Status, refusal, unreachable
-from elastane.stores.kubernetes import trouble
-from elastane.stores.kubernetes.names import (
+from elastane.kubernetes.client.errors import Status, refusal, unreachable
+from elastane.kubernetes.store import trouble
+from elastane.kubernetes.store.names import (
     config_maps_of,
     job_label,
     lease_of,
@@ -18,15 +18,15 @@ from elastane.stores.kubernetes.names import (
     resource_of,
     token_of,
 )
-from elastane.stores.kubernetes.objects import (
+from elastane.kubernetes.store.objects import (
     ConfigMapObject,
     LeaseObject,
     Meta,
     SecretObject,
     manifest_of,
 )
-from elastane.stores.kubernetes.settings import read_settings
-from elastane.stores.kubernetes.trouble import Trouble
+from elastane.kubernetes.store.settings import read_settings
+from elastane.kubernetes.store.trouble import Trouble
 
 
 def test_a_plain_job_has_readable_names():

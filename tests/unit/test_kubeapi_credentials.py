@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from elastane.errors import ConfigurationError
-from elastane.kubeapi import find_access, identity
-from elastane.kubeapi.credentials import Access, Tls
-from elastane.kubeapi.execplugin import Credential
-from elastane.kubeapi.execplugin import _proof as read_credential
-from elastane.kubeapi.identity import Anybody, FileIdentity, Proof, ServiceToken
-from elastane.kubeapi.kubeconfig import read_kubeconfig
+from elastane.kubernetes.client import find_access, identity
+from elastane.kubernetes.client.credentials import Access, Tls
+from elastane.kubernetes.client.execplugin import Credential
+from elastane.kubernetes.client.execplugin import _proof as read_credential
+from elastane.kubernetes.client.identity import Anybody, FileIdentity, Proof, ServiceToken
+from elastane.kubernetes.client.kubeconfig import read_kubeconfig
 
 PLAIN = {
     "clusters": [{"name": "c", "cluster": {"server": "https://kube:6443/prefix/"}}],

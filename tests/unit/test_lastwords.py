@@ -1,7 +1,7 @@
 """Of a crash's long output, what a person needs: both stacks of the thread that faulted."""
 
-from elastane.agent.lastwords import crash_words, read_last_words
-from elastane.runtime.streams import WorkerStreams
+from elastane.agent.failure_reports import crash_words, read_last_words
+from elastane.process.streams import WorkerStreams
 
 CRASH = """loading
 Fatal Python error: Segmentation fault
@@ -52,7 +52,7 @@ def streams(error_file="", tail=""):
 
 
 def test_the_error_file_is_asked_first_and_its_time_is_the_failures(tmp_path):
-    from elastane.runtime.errorfile import read_error_file, write_error_file
+    from elastane.process.errorfile import read_error_file, write_error_file
 
     path, tail = tmp_path / "error.json", tmp_path / "stderr"
     write_error_file(str(path), ValueError("the cause"))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from elastane.errors import ConfigurationError, ElastaneError, UsageError
-from elastane.launcher.build import build, read_nnodes, read_nproc
-from elastane.launcher.facts import cpu_count
-from elastane.launcher.parser import parse
+from elastane.options.build import build, read_nnodes, read_nproc
+from elastane.options.facts import cpu_count
+from elastane.options.parser import parse
 
 
 @pytest.fixture

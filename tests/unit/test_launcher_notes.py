@@ -3,9 +3,9 @@
 import pytest
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.launcher import facts
-from elastane.launcher.build import build, read_nproc
-from elastane.launcher.parser import parse
+from elastane.options import facts
+from elastane.options.build import build, read_nproc
+from elastane.options.parser import parse
 
 
 @pytest.fixture

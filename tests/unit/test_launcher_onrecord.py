@@ -2,10 +2,10 @@
 
 import asyncio
 
-from elastane.core.effects import Exit
-from elastane.core.model import JobSpec, Outcome, Record
+from elastane.agent.on_record import as_on_record
 from elastane.errors import ExitCode, StoreError
-from elastane.launcher.onrecord import as_on_record
+from elastane.protocol.effects import Exit
+from elastane.protocol.model import JobSpec, Outcome, Record
 
 CLOSED = Exit(
     int(ExitCode.CONFIGURATION),

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from elastane.agent import link
-from elastane.core.model import JobSpec
 from elastane.errors import RendezvousError
+from elastane.protocol.model import JobSpec
 
 
 class Nowhere:

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from elastane.agent.link import Link
-from elastane.core.events import Linked, Told, Unlinked
-from elastane.core.messages import Alive
-from elastane.core.model import JobSpec
+from elastane.protocol.events import Linked, Told, Unlinked
+from elastane.protocol.messages import Alive
+from elastane.protocol.model import JobSpec
 
 SPEC = JobSpec(job="j", min_nodes=1, max_nodes=2, max_restarts=3)
 

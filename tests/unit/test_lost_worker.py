@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from elastane.agent import shell, workers
-from elastane.agent.environment import RunFacts
-from elastane.agent.groupsetup import GroupSetup
+from elastane.agent.group_setup import GroupSetup
 from elastane.agent.offers import OfferedPort
 from elastane.agent.shell import AgentShell
-from elastane.core.effects import Exit
-from elastane.core.events import GroupGone, Signalled
-from elastane.core.model import Assignment, Fence, Outcome
-from elastane.runtime.page import Page, WorkerPage
-from elastane.runtime.streams import LogPlan
+from elastane.process.status_page import Page, WorkerPage
+from elastane.process.streams import LogPlan
+from elastane.process.worker_environment import RunFacts
+from elastane.protocol.effects import Exit
+from elastane.protocol.events import GroupGone, Signalled
+from elastane.protocol.model import Assignment, Fence, Outcome
 
 ASSIGNMENT = Assignment(
     fence=Fence(1, 0),

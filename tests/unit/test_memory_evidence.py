@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from elastane.agent import memory
-from elastane.agent.memory import Memory, kill_evidence, read_memory, size
+from elastane.agent import out_of_memory
+from elastane.agent.out_of_memory import Memory, kill_evidence, read_memory, size
 
 KILL = -signal.SIGKILL
 
@@ -60,8 +60,8 @@ def machine(tmp_path, monkeypatch):
     """Make a machine whose kernel says this of our cgroup, and has these files of cgroups."""
 
     def make(ours, files):
-        monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-        monkeypatch.setattr(memory, "_OURS", tmp_path / "ours")
+        monkeypatch.setattr(out_of_memory, "_CGROUPS", tmp_path)
+        monkeypatch.setattr(out_of_memory, "_OURS", tmp_path / "ours")
         if ours is not None:
             (tmp_path / "ours").write_text(ours)
         for name, text in files.items():

@@ -12,12 +12,12 @@ import pytest
 from test_lost_worker import ASSIGNMENT, Posted, Unkillable, group_of
 
 from elastane.agent import spares as spares_room
-from elastane.agent.lines import Lines
+from elastane.agent.control_sockets import Lines
 from elastane.agent.spares import Spares
 from elastane.agent.worker import EXIT_NOT_STARTED
-from elastane.core.events import WorkerFailed
-from elastane.runtime.page import Page
-from elastane.runtime.streams import GroupStreams
+from elastane.process.status_page import Page
+from elastane.process.streams import GroupStreams
+from elastane.protocol.events import WorkerFailed
 
 FULL = OSError(errno.EMFILE, "Too many open files")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from elastane.errors import ConfigurationError
-from elastane.runtime.numa import Topology, bind, spread
+from elastane.process.numa import Topology, bind, spread
 
 
 def machine(nodes=2, cores=8, *, sockets=None, gpus=(), caches=1, threads=2):

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from elastane.runtime import offload as module
-from elastane.runtime.offload import Offload, OffloadFullError
+from elastane.process import offload as module
+from elastane.process.offload import Offload, OffloadFullError
 
 
 def named() -> list[threading.Thread]:

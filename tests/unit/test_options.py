@@ -3,8 +3,8 @@
 import pytest
 
 from elastane.errors import UsageError
-from elastane.launcher.options import BY_DEST, TABLE
-from elastane.launcher.parser import RunParser, Settings, parse
+from elastane.options.options import BY_DEST, TABLE
+from elastane.options.parser import RunParser, Settings, parse
 
 
 def read(*argv, **environ):

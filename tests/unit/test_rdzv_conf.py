@@ -2,9 +2,9 @@
 
 import pytest
 
-from elastane.core.limits import Timing, check
 from elastane.errors import ConfigurationError, UsageError
-from elastane.launcher.conf import read_conf, timing_of
+from elastane.options.conf import read_conf, timing_of
+from elastane.protocol.limits import Timing, check
 
 
 def timing(text):

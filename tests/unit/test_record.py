@@ -8,7 +8,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.errors import record as torchs_record
 
 import elastane
-from elastane.runtime.errorfile import read_error_file, write_error_file
+from elastane.process.errorfile import read_error_file, write_error_file
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import threading
 import msgspec
 import pytest
 
-from elastane.core.limits import STORE_VALUE_BYTES_MAX
 from elastane.errors import ConfigurationError, StoreError
+from elastane.protocol.limits import STORE_VALUE_BYTES_MAX
 from elastane.stores.protocol import ConflictError
 from elastane.stores.register import REGISTER_BYTES_MAX, RegisterStore
 

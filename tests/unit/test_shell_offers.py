@@ -7,10 +7,10 @@ import pytest
 
 from elastane.agent.offers import OfferedPort
 from elastane.agent.shell import AgentShell
-from elastane.core.effects import Exit
-from elastane.core.events import GroupAble, Linked, Signalled
-from elastane.core.model import Fence, Offer
-from elastane.core.sharding import Sharding
+from elastane.protocol.effects import Exit
+from elastane.protocol.events import GroupAble, Linked, Signalled
+from elastane.protocol.model import Fence, Offer
+from elastane.protocol.sharding import Sharding
 
 
 class Core:

@@ -6,8 +6,8 @@ import pytest
 from reports import report_of
 
 from elastane.coordinator import client
-from elastane.core.messages import Query, Refused
 from elastane.errors import ExitCode, RendezvousError, RendezvousRefusedError
+from elastane.protocol.messages import Query, Refused
 
 
 class Session:

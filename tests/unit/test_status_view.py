@@ -7,10 +7,10 @@ from elastane.cli._status_view import (
     report_lines,
     trouble_lines,
 )
-from elastane.core.messages import NodeStatus, Report
-from elastane.core.model import Fence
 from elastane.errors import RendezvousError
 from elastane.observe.records import LoggedEvent
+from elastane.protocol.messages import NodeStatus, Report
+from elastane.protocol.model import Fence
 
 
 def node(name, rank, **changes):

@@ -7,8 +7,8 @@ import threading
 import pytest
 from small_saves import ABOUT, FILES, begin, key_of, opened, save, steps, write_part
 
-from elastane.core.checkpoints import MANIFEST, Part, folder_name, part_name
 from elastane.errors import CheckpointError, FencedError
+from elastane.storage.checkpoints import MANIFEST, Part, folder_name, part_name
 from elastane.storage.publishing import Publication
 from elastane.storage.records import encode
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastane.core.model import Fence
-from elastane.runtime.streams import GroupStreams, LogPlan, group, last_lines
-from elastane.runtime.streams.bounds import CAPTURE_TAIL_BYTES, PIPE_BYTES
-from elastane.runtime.streams.capture import Capture
-from elastane.runtime.streams.console import Console
-from elastane.runtime.streams.pump import Pump
+from elastane.process.streams import GroupStreams, LogPlan, group, last_lines
+from elastane.process.streams.bounds import CAPTURE_TAIL_BYTES, PIPE_BYTES
+from elastane.process.streams.capture import Capture
+from elastane.process.streams.console import Console
+from elastane.process.streams.pump import Pump
+from elastane.protocol.model import Fence
 
 DEADLINE_S = 20.0
 
@@ -91,7 +91,7 @@ def test_a_line_without_its_end_is_shown_soon(sink):
 
 def test_lines_of_two_workers_do_not_tear_each_other(sink, monkeypatch):
     # On a loaded machine a line's end may come late, and then its beginning is shown without it.
-    monkeypatch.setattr("elastane.runtime.streams.capture.CAPTURE_PARTIAL_S", DEADLINE_S)
+    monkeypatch.setattr("elastane.process.streams.capture.CAPTURE_PARTIAL_S", DEADLINE_S)
     console, got, _ = sink
     pump = Pump("test")
     captures = [Capture(console) for _ in range(2)]
@@ -220,7 +220,7 @@ def test_a_limit_on_file_sizes_costs_the_memory_and_no_output(sink, monkeypatch)
     def full(fd, end):
         raise OSError(27, "File too large")
 
-    monkeypatch.setattr("elastane.runtime.streams.capture.punch_hole", full)
+    monkeypatch.setattr("elastane.process.streams.capture.punch_hole", full)
     pump.add(capture)
     data = b"0123456789\n" * 30_000
     os.write(write, data[: PIPE_BYTES // 2])

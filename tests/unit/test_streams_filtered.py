@@ -3,8 +3,8 @@
 import asyncio
 import os
 
-from elastane.core.model import Fence
-from elastane.runtime.streams import GroupStreams, LogPlan, Std, group, parse_needles, tailer
+from elastane.process.streams import GroupStreams, LogPlan, Std, group, parse_needles, tailer
+from elastane.protocol.model import Fence
 
 
 def test_texts_are_cut_at_single_commas_as_torch_cuts_them():

@@ -6,8 +6,8 @@ import os
 import threading
 import time
 
-from elastane.core.model import Fence
-from elastane.runtime.streams import GroupStreams, LogPlan, Std, group
+from elastane.process.streams import GroupStreams, LogPlan, Std, group
+from elastane.protocol.model import Fence
 
 
 def test_log_folder_that_hangs_costs_the_files_once_and_never_the_event_loop(

@@ -6,10 +6,10 @@ import pty
 
 import pytest
 
-from elastane.core.model import Fence
 from elastane.observe.merge import Cursor, Selection, find_streams
-from elastane.runtime.streams import GroupStreams, LogPlan, group, kept
-from elastane.runtime.streams.kept import KeptFile, earlier
+from elastane.process.streams import GroupStreams, LogPlan, group, kept
+from elastane.process.streams.kept import KeptFile, earlier
+from elastane.protocol.model import Fence
 
 DEADLINE_S = 30.0
 
@@ -107,6 +107,6 @@ def test_on_a_terminal_a_worker_has_a_terminal_of_that_size_and_a_copy_is_kept(
 
 
 def group_console(fd):
-    from elastane.runtime.streams.console import Console
+    from elastane.process.streams.console import Console
 
     return Console(fd)

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.runtime.streams.bounds import INDEX_EPOCH_ENTRIES, LINE_BYTES_MAX, PARTIAL_WAIT_S
-from elastane.runtime.streams.index import IndexWriter, TimeIndex
-from elastane.runtime.streams.lines import LONG_LINE_MARK, LineCutter
+from elastane.process.streams.bounds import INDEX_EPOCH_ENTRIES, LINE_BYTES_MAX, PARTIAL_WAIT_S
+from elastane.process.streams.index import IndexWriter, TimeIndex
+from elastane.process.streams.lines import LONG_LINE_MARK, LineCutter
 
 SECOND_NS = 10**9
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from elastane.core.model import Fence
 from elastane.errors import UsageError
-from elastane.runtime.streams import (
+from elastane.process.streams import (
     DEFAULT_PREFIX_TEMPLATE,
     LogPlan,
     Std,
@@ -13,7 +12,8 @@ from elastane.runtime.streams import (
     parse_std_map,
     prefix_template,
 )
-from elastane.runtime.streams.plan import parse_rank_dir
+from elastane.process.streams.plan import parse_rank_dir
+from elastane.protocol.model import Fence
 
 PLACE = WorkerPlace(Fence(3, 1), local_rank=2, rank=6, role="default", node="host-a")
 

@@ -6,12 +6,12 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.launcher import logspecs
-from elastane.launcher.build import build
-from elastane.launcher.parser import parse
-from elastane.runtime.process import WorkerCommand
-from elastane.runtime.streams import Std
-from elastane.runtime.zygote.fitness import unfit_binding
+from elastane.options import logspecs
+from elastane.options.build import build
+from elastane.options.parser import parse
+from elastane.process.process import WorkerCommand
+from elastane.process.streams import Std
+from elastane.process.zygote.fitness import unfit_binding
 
 
 @pytest.fixture

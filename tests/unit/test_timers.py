@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from elastane.errors import ConfigurationError
-from elastane.runtime.timers import (
+from elastane.process.timers import (
     REQUEST_BYTES_MAX,
     TIMERS_MAX,
     TimerPipe,

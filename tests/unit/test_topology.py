@@ -5,7 +5,7 @@ import os
 import pytest
 
 from elastane.errors import ConfigurationError
-from elastane.runtime.topology import parse_list, read_topology, visible_gpus
+from elastane.process.topology import parse_list, read_topology, visible_gpus
 
 
 def write(path, text):

@@ -2,7 +2,7 @@
 
 import torch
 
-from elastane.checkpoint.tracked import RandomStreams, Tracked
+from elastane.checkpoint.registered import RandomStreams, Tracked
 from elastane.comms.digest import state_digest
 
 

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from elastane.errors import ConfigurationError, JobError
-from elastane.job.trail import Trail, read_trail, trail_of
+from elastane.worker.digest_log import Trail, read_trail, trail_of
 
 SETTINGS = {"shards": 8, "seed": 1, "data": {"n": 10}, "threads": 1}
 

@@ -12,9 +12,8 @@ from elastane.cli._demo_example import EXAMPLES
 from elastane.cli._demo_result import Comparison, Result
 from elastane.cli._demo_story import STORY, TITLES, Cost, Done, chaos, cost_of, next_act
 from elastane.cli._demo_told import Ending
-from elastane.core.notes import EventKind
-from elastane.dashboard.terminal import LiveScreen, PlainLines, face_for
-from elastane.dashboard.view import (
+from elastane.observe.dashboard.terminal import LiveScreen, PlainLines, face_for
+from elastane.observe.dashboard.view import (
     HISTORY_MAX,
     LINES_MAX,
     Progress,
@@ -26,6 +25,7 @@ from elastane.dashboard.view import (
     sparkline,
 )
 from elastane.observe.records import LoggedEvent
+from elastane.protocol.log_events import EventKind
 
 
 def event(kind: str, node: str = "node-a", reason: str = "because", **data) -> LoggedEvent:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from elastane.core.limits import WHERE_CHARS_MAX
-from elastane.job import whereabouts
+from elastane.protocol.limits import WHERE_CHARS_MAX
+from elastane.worker import whereabouts
 
 USER = "__main__"
 DDP, C10D = "torch.nn.parallel.distributed", "torch.distributed.distributed_c10d"
@@ -45,12 +45,12 @@ def frames_of(*calls):
          "_pre_forward (__main__.py:2, main)"),
         ([(USER, "main"), ("torch.distributed.c10d_logger", "wrapper"), (C10D, "all_reduce")],
          "all_reduce (__main__.py:2, main)"),
-        ([(USER, "main"), ("elastane.job.step", "backward"), ("torch.autograd.graph", "_run")],
+        ([(USER, "main"), ("elastane.worker.step", "backward"), ("torch.autograd.graph", "_run")],
          "all_reduce of a backward (__main__.py:2, main)"),
         # A module within DDP calls a collective of its own, as SyncBatchNorm does.
         ([(USER, "main"), (DDP, "forward"), ("net", "forward"), (C10D, "all_gather")],
          "all_gather (net.py:2, forward)"),
-        ([(USER, "main"), ("elastane.job.job", "check")], "check (__main__.py:2, main)"),
+        ([(USER, "main"), ("elastane.worker.job", "check")], "check (__main__.py:2, main)"),
         ([(USER, "sleep")], "sleep (__main__.py:2, sleep)"),
     ],
 )  # fmt: skip

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from elastane.core import wire
-from elastane.core.limits import FRAME_BYTES_MAX, HANDSHAKE_BYTES_MAX
-from elastane.core.messages import Alive, Failed, Heartbeat, Join, Leave
-from elastane.core.model import Failure, Fence, JobSpec, NodeSpec, Offer, Versions
-from elastane.core.wire import MAGIC, ClientHandshake, ServerHandshake, derive_secret
 from elastane.errors import WireError
+from elastane.protocol import wire
+from elastane.protocol.limits import FRAME_BYTES_MAX, HANDSHAKE_BYTES_MAX
+from elastane.protocol.messages import Alive, Failed, Heartbeat, Join, Leave
+from elastane.protocol.model import Failure, Fence, JobSpec, NodeSpec, Offer, Versions
+from elastane.protocol.wire import MAGIC, ClientHandshake, ServerHandshake, derive_secret
 
 SECRET = derive_secret("digits", "open sesame")
 

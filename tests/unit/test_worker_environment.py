@@ -5,7 +5,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from elastane.agent.environment import (
+from elastane.errors import ConfigurationError
+from elastane.process.worker_environment import (
     RunFacts,
     WorkerFacts,
     place_variables,
@@ -13,8 +14,7 @@ from elastane.agent.environment import (
     worker_args,
     worker_environment,
 )
-from elastane.core.model import Assignment, Fence
-from elastane.errors import ConfigurationError
+from elastane.protocol.model import Assignment, Fence
 
 ASSIGNMENT = Assignment(
     fence=Fence(3, 1),

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from elastane.agent import lines as of_lines
-from elastane.agent.lines import Lines
-from elastane.core.sharding import Sharding
-from elastane.runtime.workerline import Able, Finished, encode
+from elastane.agent import control_sockets as of_lines
+from elastane.agent.control_sockets import Lines
+from elastane.process.control_socket import Able, Finished, encode
+from elastane.protocol.sharding import Sharding
 
 
 class Heard:

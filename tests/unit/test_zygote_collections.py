@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from elastane.runtime.zygote.server import without_collections
+from elastane.process.zygote.server import without_collections
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from elastane.runtime.zygote.early import EarlyModules, Imported
+from elastane.process.zygote.early import EarlyModules, Imported
 
 NAMES = ("early_one", "early_two")
 

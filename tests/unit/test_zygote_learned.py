@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from elastane.runtime.page import Page, WorkerPage
-from elastane.runtime.zygote.early import ImportNotes
-from elastane.runtime.zygote.learned import import_learned
+from elastane.process.status_page import Page, WorkerPage
+from elastane.process.zygote.early import ImportNotes
+from elastane.process.zygote.learned import import_learned
 
 PACKAGES = {
     "learned_calm": "import os\nsetting = os.environ.get('LEARNED_SETTING')",

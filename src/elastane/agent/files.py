@@ -13,11 +13,11 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 
-from elastane.agent.environment import WorkerFacts, worker_environment
-from elastane.agent.groupsetup import GroupSetup
-from elastane.core.model import Assignment, Fence
+from elastane.agent.group_setup import GroupSetup
 from elastane.errors import ElastaneError
-from elastane.runtime.streams import GroupStreams
+from elastane.process.streams import GroupStreams
+from elastane.process.worker_environment import WorkerFacts, worker_environment
+from elastane.protocol.model import Assignment, Fence
 
 _log = logging.getLogger("elastane.streams")
 # A class may make folders on a slow network; longer than one look at a folder of our own.

@@ -13,17 +13,17 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from elastane.core.events import AgentEvent, Linked, Told, Unlinked
-from elastane.core.limits import look_s
-from elastane.core.messages import Alive, ToAgent, ToCoordinator
-from elastane.core.model import JobSpec
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
     RendezvousClosedError,
     RendezvousRefusedError,
 )
-from elastane.runtime.rpc import Session
+from elastane.process.rpc import Session
+from elastane.protocol.events import AgentEvent, Linked, Told, Unlinked
+from elastane.protocol.limits import look_s
+from elastane.protocol.messages import Alive, ToAgent, ToCoordinator
+from elastane.protocol.model import JobSpec
 
 _log = logging.getLogger("elastane.link")
 _RETRY_FIRST_S = 0.05

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import socket
 
-from elastane.core.model import Offer
-from elastane.runtime.endpoint import bound
+from elastane.process.endpoint import bound
+from elastane.protocol.model import Offer
 
 # As many connections as a large job's workers may open at once; the kernel caps it at somaxconn.
 _BACKLOG = 4096

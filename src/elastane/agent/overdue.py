@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from elastane.agent.worker import Worker
-from elastane.runtime.timers import TimerRequest
+from elastane.process.timers import TimerRequest
 
 SLUG = "timer-expired"
 

@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from elastane.agent.groupsetup import GroupSetup
+from elastane.agent.group_setup import GroupSetup
 from elastane.agent.link import Link
 from elastane.agent.offers import OfferedPort
+from elastane.agent.rules.agent import AgentCore
 from elastane.agent.workers import WorkerGroup
-from elastane.core.agent import AgentCore
-from elastane.core.effects import (
+from elastane.errors import ExitCode
+from elastane.process.kernel import suspended_s
+from elastane.process.process import reap_orphans
+from elastane.protocol.effects import (
     AgentEffect,
     AimGroup,
     Decline,
@@ -34,12 +37,9 @@ from elastane.core.effects import (
     Tell,
     Transmit,
 )
-from elastane.core.events import AgentEvent, GroupAble, GroupGone, Linked, Signalled, Tick, Warm
-from elastane.core.model import Offer
-from elastane.core.notes import Note
-from elastane.errors import ExitCode
-from elastane.runtime.kernel import suspended_s
-from elastane.runtime.process import reap_orphans
+from elastane.protocol.events import AgentEvent, GroupAble, GroupGone, Linked, Signalled, Tick, Warm
+from elastane.protocol.log_events import Note
+from elastane.protocol.model import Offer
 
 _log = logging.getLogger("elastane.agent")
 

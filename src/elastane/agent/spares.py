@@ -18,16 +18,16 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.agent.groupsetup import GroupSetup, SpawnTask
-from elastane.agent.lines import Lines
+from elastane.agent.control_sockets import Lines
+from elastane.agent.group_setup import GroupSetup, SpawnTask
 from elastane.agent.worker import Worker
-from elastane.core.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S
-from elastane.core.model import Assignment
 from elastane.errors import ElastaneError
-from elastane.runtime import workerline
-from elastane.runtime.page import Page
-from elastane.runtime.process import WorkerProcess
-from elastane.runtime.streams import GroupStreams, LogPlan
+from elastane.process import control_socket
+from elastane.process.process import WorkerProcess
+from elastane.process.status_page import Page
+from elastane.process.streams import GroupStreams, LogPlan
+from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S
+from elastane.protocol.model import Assignment
 
 _log = logging.getLogger("elastane.workers")
 # A spare for one that was taken starts when the world that it serves is under way.
@@ -67,7 +67,9 @@ class Spares:
         assert spare.process is not None, "a spare that is alive"
         own = self._setup.environment
         env = worker.command(self._setup, place, -1).env
-        begin = workerline.Begin(env={n: value for n, value in env.items() if own.get(n) != value})
+        begin = control_socket.Begin(
+            env={n: value for n, value in env.items() if own.get(n) != value}
+        )
         if not self._lines.hand_over(key, worker.local_rank, begin, worker.streams):
             return False
         del self._waiting[key]
@@ -113,7 +115,7 @@ class Spares:
             streams = await files.open_soon(0, 0, run.role)
             spare = Worker(0, 0, streams, files, Page.create(), _NO_RANK, beside=True)
             with self._lines.open(key) as line:
-                self._lines.send(key, workerline.Spare())
+                self._lines.send(key, control_socket.Spare())
                 waiting = msgspec.structs.replace(assignment, waiting=True)
                 command = spare.command(self._setup, waiting, line.fileno())
                 spare.process = await self._setup.spawner.spawn(command)

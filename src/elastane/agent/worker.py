@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from elastane.agent.environment import (
+from elastane.agent.failure_reports import LastWords, read_last_words
+from elastane.agent.group_setup import GroupSetup
+from elastane.process.process import WorkerCommand, WorkerProcess
+from elastane.process.status_page import Page
+from elastane.process.streams import GroupStreams, WorkerStreams
+from elastane.process.worker_environment import (
     WorkerFacts,
     why_without_place,
     worker_args,
     worker_environment,
 )
-from elastane.agent.groupsetup import GroupSetup
-from elastane.agent.lastwords import LastWords, read_last_words
-from elastane.core.limits import FAILURE_TEXT_CHARS_MAX
-from elastane.core.model import NO_RANK, Assignment, Failure
-from elastane.runtime.page import Page
-from elastane.runtime.process import WorkerCommand, WorkerProcess
-from elastane.runtime.streams import GroupStreams, WorkerStreams
+from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX
+from elastane.protocol.model import NO_RANK, Assignment, Failure
 
 # The descriptors of page and line in every worker: above what programs open by themselves.
 PAGE_FD = 250

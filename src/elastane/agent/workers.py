@@ -17,19 +17,26 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
+from elastane.agent.control_sockets import Lines, place_of
 from elastane.agent.files import Outputs
-from elastane.agent.groupdrain import GroupDrain
-from elastane.agent.groupsetup import GroupSetup
-from elastane.agent.lines import Lines, place_of
-from elastane.agent.memory import Memory, kill_evidence, read_memory
-from elastane.agent.minder import Minder
+from elastane.agent.group_drain import GroupDrain
+from elastane.agent.group_setup import GroupSetup
+from elastane.agent.hang_monitor import Minder
 from elastane.agent.offers import OfferedPort
+from elastane.agent.out_of_memory import Memory, kill_evidence, read_memory
 from elastane.agent.overdue import end_overdue
-from elastane.agent.pgstore import StoreHost
+from elastane.agent.process_group_store import StoreHost
 from elastane.agent.spares import Spares
-from elastane.agent.stuck import SLUG
+from elastane.agent.uninterruptible import SLUG
 from elastane.agent.worker import EXIT_NOT_STARTED, Worker
-from elastane.core.events import (
+from elastane.errors import ElastaneError
+from elastane.process import control_socket
+from elastane.process.process import WorkerProcess
+from elastane.process.status_page import Page
+from elastane.process.strays import kill_strays
+from elastane.process.streams import GroupStreams, process_console
+from elastane.process.timers import TimerRequest
+from elastane.protocol.events import (
     AgentEvent,
     GroupAble,
     GroupGone,
@@ -40,14 +47,7 @@ from elastane.core.events import (
     WorkerLost,
     WorkerSucceeded,
 )
-from elastane.core.model import Assignment, Failure, Fence
-from elastane.errors import ElastaneError
-from elastane.runtime import workerline
-from elastane.runtime.page import Page
-from elastane.runtime.process import WorkerProcess
-from elastane.runtime.strays import kill_strays
-from elastane.runtime.streams import GroupStreams, process_console
-from elastane.runtime.timers import TimerRequest
+from elastane.protocol.model import Assignment, Failure, Fence
 
 _log = logging.getLogger("elastane.workers")
 # A SIGKILLed process in uninterruptible sleep may take its time; then it is reported, not hidden.
@@ -126,7 +126,7 @@ class WorkerGroup:
         """Have the workers that have a place end their step."""
         self.minder.world_ended()
         for worker in self._members():
-            self._lines.send(worker.local_rank, workerline.Interrupt(reason))
+            self._lines.send(worker.local_rank, control_socket.Interrupt(reason))
 
     def regroup(self, assignment: Assignment, able: tuple[int, ...]) -> None:
         """Give `able` their places in another world, where they meet at another store."""
@@ -302,7 +302,7 @@ class WorkerGroup:
     def _post_lost(self, fence: Fence, reason: str) -> None:
         self.post(WorkerLost(self.assignment.fence, fence, reason))
 
-    def _post_differed(self, local_rank: int, told: workerline.Differed) -> None:
+    def _post_differed(self, local_rank: int, told: control_socket.Differed) -> None:
         fence, rank = self.assignment.fence, told.rank
         self.post(ReplicaDiffered(fence, rank, local_rank, told.steps, told.reason))
 
@@ -330,7 +330,9 @@ class WorkerGroup:
 
     def _ask_to_end(self, worker: Worker, process: WorkerProcess) -> None:
         """Have a worker end; at once where it has nothing to lose: it may swallow SIGTERM."""
-        self._lines.send(worker.local_rank, workerline.End())  # Heard where it waits for a place.
+        self._lines.send(
+            worker.local_rank, control_socket.End()
+        )  # Heard where it waits for a place.
         if worker.page.has_saved:
             process.kill_group(signal.SIGKILL)
         elif not worker.termed:  # One that was asked to checkpoint by SIGTERM is not asked twice.

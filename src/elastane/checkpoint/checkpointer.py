@@ -15,22 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from elastane.checkpoint.cadence import Cadence, at_least_one, not_a_step, steps_done
 from elastane.checkpoint.capture import Captured
-from elastane.checkpoint.lending import Loan
-from elastane.checkpoint.place import Place, absolute
+from elastane.checkpoint.copy_on_write import Loan
+from elastane.checkpoint.folder_identity import Place, absolute
 from elastane.checkpoint.plan import Order
 from elastane.checkpoint.restoring import Restored, Restorer
+from elastane.checkpoint.save_schedule import Cadence, at_least_one, not_a_step, steps_done
 from elastane.checkpoint.saving import WAIT_S, Agreed, Saver, insist_durable, not_saved
-from elastane.checkpoint.subject import Objects, Subject
-from elastane.core.checkpoints import Key
-from elastane.core.limits import KEEPER_PATIENCE_S
+from elastane.checkpoint.state_source import Objects, Subject
 from elastane.errors import CheckpointError, ElastaneError
-from elastane.keeper.client import Keeper
-from elastane.keeper.messages import Failed
-from elastane.runtime import environment
-from elastane.runtime.page import before_park
+from elastane.process import environment
+from elastane.process.status_page import before_park
+from elastane.protocol.limits import KEEPER_PATIENCE_S
+from elastane.snapshots.client import Keeper
+from elastane.snapshots.messages import Failed
 from elastane.storage import open_storage
+from elastane.storage.checkpoints import Key
 from elastane.storage.repository import Repository
 
 _log = logging.getLogger("elastane.checkpoint")

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from elastane.checkpoint.shares import Standing
-from elastane.keeper.client import Keeper
-from elastane.runtime import environment
+from elastane.process import environment
+from elastane.snapshots.client import Keeper
 
 
 def door_of(keeper: Keeper) -> str:

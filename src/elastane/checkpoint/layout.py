@@ -19,15 +19,15 @@ import msgspec
 import torch
 
 from elastane.checkpoint.blobs import Frame, frame_of
-from elastane.core.checkpoints import Bytes
-from elastane.core.limits import (
+from elastane.errors import CheckpointError
+from elastane.protocol.limits import (
     CHECKPOINT_DIMENSIONS_MAX,
     CHECKPOINT_FILE_BYTES_MAX,
     CHECKPOINT_PARTS_MAX,
     CHECKPOINT_PIECES_MAX,
     CHECKPOINT_TENSORS_MAX,
 )
-from elastane.errors import CheckpointError
+from elastane.storage.checkpoints import Bytes
 
 # Small enough for even shares, large enough that a thousand bytes around each do not count.
 PIECE_BYTES = 4 << 20

@@ -16,14 +16,14 @@ from elastane.checkpoint.dcp import METADATA, PLAIN, Plain, metadata
 from elastane.checkpoint.layout import Layout
 from elastane.checkpoint.shares import Share
 from elastane.checkpoint.slots import Slot, Sources
+from elastane.checkpoint.state_source import World
 from elastane.checkpoint.stored import LAYOUT, STATE, Stored, encoded
-from elastane.checkpoint.subject import World
-from elastane.core.checkpoints import Key
-from elastane.keeper.client import Keeper
-from elastane.keeper.messages import Persist, Replica, Snapshot
+from elastane.snapshots.client import Keeper
+from elastane.snapshots.messages import Persist, Replica, Snapshot
+from elastane.storage.checkpoints import Key
 
 SLOTS = 3
-# Copies have two snapshots stay where they are for a while: see core/snapshots.py.
+# Copies have two snapshots stay where they are for a while: see snapshots/rules/snapshots.py.
 SLOTS_WITH_COPIES = 4
 # How long the writers of one checkpoint wait for each other.
 TOGETHER_S = 600.0

@@ -24,12 +24,12 @@ from elastane.checkpoint.choosing import (
     choose,
     first_of_each_place,
 )
+from elastane.checkpoint.copy_on_write import Lender, Loan
+from elastane.checkpoint.folder_identity import Place
 from elastane.checkpoint.gathering import gather
+from elastane.checkpoint.inventory import Looking, without
 from elastane.checkpoint.layout import Layout, Tensor, dtype_of
-from elastane.checkpoint.lending import Lender, Loan
-from elastane.checkpoint.looking import Looking, without
 from elastane.checkpoint.members import Members
-from elastane.checkpoint.place import Place
 from elastane.checkpoint.reading import (
     Arrived,
     Destination,
@@ -39,7 +39,9 @@ from elastane.checkpoint.reading import (
     fill,
     give,
 )
+from elastane.checkpoint.registered import restore_streams
 from elastane.checkpoint.sending import Sending
+from elastane.checkpoint.state_source import Subject
 from elastane.checkpoint.stored import (
     LAYOUT,
     STATE,
@@ -51,13 +53,11 @@ from elastane.checkpoint.stored import (
     streams_of,
     unreadable,
 )
-from elastane.checkpoint.subject import Subject
-from elastane.checkpoint.tracked import restore_streams
 from elastane.comms.state import build
-from elastane.core.checkpoints import Key, era_beyond
 from elastane.errors import CheckpointError, StateError
-from elastane.keeper.client import Held, Keeper
+from elastane.snapshots.client import Held, Keeper
 from elastane.storage import Storage
+from elastane.storage.checkpoints import Key, era_beyond
 from elastane.storage.repository import Repository
 
 _log = logging.getLogger("elastane.checkpoint")

@@ -19,22 +19,22 @@ import msgspec
 import torch
 import xxhash
 
-from elastane.checkpoint.cadence import Pace
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copying import Copier
 from elastane.checkpoint.doors import door_of, without_copies
+from elastane.checkpoint.folder_identity import Place
 from elastane.checkpoint.layout import Chunk, Layout, lay_out
-from elastane.checkpoint.place import Place
 from elastane.checkpoint.plan import Order, Plan, Told
+from elastane.checkpoint.registered import RandomStreams
+from elastane.checkpoint.save_schedule import Pace
 from elastane.checkpoint.shares import Share, Standing, shares
-from elastane.checkpoint.subject import World
-from elastane.checkpoint.tracked import RandomStreams
+from elastane.checkpoint.state_source import World
 from elastane.comms.digest import raw_bytes
-from elastane.core.checkpoints import Key
-from elastane.core.limits import KEEPER_PATIENCE_S
 from elastane.errors import CheckpointError
-from elastane.keeper.client import Keeper, KeeperSilentError
-from elastane.keeper.messages import Progress
+from elastane.protocol.limits import KEEPER_PATIENCE_S
+from elastane.snapshots.client import Keeper, KeeperSilentError
+from elastane.snapshots.messages import Progress
+from elastane.storage.checkpoints import Key
 
 _log = logging.getLogger("elastane.checkpoint")
 # How long a save waits for its slot: the keeper answers at once unless it is held up itself.

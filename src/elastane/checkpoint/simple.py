@@ -15,21 +15,21 @@ from typing import Any
 import msgspec
 import torch
 
-from elastane.checkpoint.cadence import at_least_one, steps_done
 from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.folder_identity import Place, absolute, named
 from elastane.checkpoint.members import Alone, Members
-from elastane.checkpoint.place import Place, absolute, named
 from elastane.checkpoint.plan import Order
 from elastane.checkpoint.reading import fill
+from elastane.checkpoint.registered import bare, give, has_state, states_of
 from elastane.checkpoint.restoring import opened_files, places_for, state_of
+from elastane.checkpoint.save_schedule import at_least_one, steps_done
 from elastane.checkpoint.saving import Saver, insist_durable
-from elastane.checkpoint.subject import fence_of_process, insist_on_mapping, insist_on_names
-from elastane.checkpoint.tracked import bare, give, has_state, states_of
-from elastane.core.checkpoints import Key, era_beyond
-from elastane.keeper.client import Keeper
-from elastane.runtime import environment
+from elastane.checkpoint.state_source import fence_of_process, insist_on_mapping, insist_on_names
+from elastane.process import environment
+from elastane.snapshots.client import Keeper
 from elastane.storage import Found, Repository, open_storage
-from elastane.storage.trouble import told_of
+from elastane.storage.checkpoints import Key, era_beyond
+from elastane.storage.errors import told_of
 
 
 class Loaded(msgspec.Struct, frozen=True):

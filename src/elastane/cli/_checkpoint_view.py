@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastane.core.retention import Removal
     from elastane.storage import Found, Progress
+    from elastane.storage.retention import Removal
 
 _COLUMNS = ("step", "written", "size", "world", "era.round.attempt", "why", "folder")
 

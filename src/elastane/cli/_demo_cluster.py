@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from elastane.runtime.kernel import become_subreaper, die_with_parent
+from elastane.process.kernel import become_subreaper, die_with_parent
 
 WORKERS_PER_NODE = 2
 # Processes that got SIGKILL are gone within milliseconds; a disk that hangs may hold one longer.

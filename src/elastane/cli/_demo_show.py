@@ -16,14 +16,8 @@ from elastane.cli._demo_cluster import (
 )
 from elastane.cli._demo_story import TITLES, Act, Cost, Done, Plan, Planned, cost_of, next_act
 from elastane.cli._demo_told import ProgressReader
-from elastane.dashboard.view import (
-    Progress,
-    View,
-    after_act,
-    after_event,
-    after_progress,
-)
 from elastane.errors import WorkerFailedError
+from elastane.observe.dashboard.view import Progress, View, after_act, after_event, after_progress
 from elastane.observe.events import EventReader
 
 # Workers get SIGKILL from the kernel at the death of their agent: this only covers a busy machine.

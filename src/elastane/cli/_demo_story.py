@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from elastane.dashboard.view import Progress
+from elastane.observe.dashboard.view import Progress
 
 Act = Literal["kill-worker", "stop-worker", "kill-node", "leave", "add-node"]
 TITLES: dict[Act, str] = {

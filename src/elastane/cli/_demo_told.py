@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.core.unreadable import UNREADABLE
-from elastane.dashboard.view import Progress, decode_progress
+from elastane.observe.dashboard.view import Progress, decode_progress
+from elastane.protocol.unreadable import UNREADABLE
 
 
 class Ending(msgspec.Struct, frozen=True):

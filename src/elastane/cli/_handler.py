@@ -16,17 +16,17 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from elastane.core.model import Outcome
+from elastane.agent.ending import show
 from elastane.errors import ConfigurationError, ExitCode, UsageError
-from elastane.launcher.backend import is_builtin
-from elastane.launcher.build import read_nnodes, read_nproc
-from elastane.launcher.command import read_command, read_logs, read_signals
-from elastane.launcher.ending import show
-from elastane.launcher.nearest import nearest
-from elastane.launcher.parser import Options
 from elastane.observe import logging as say
 from elastane.observe.report import report_of, write_launcher_error, write_report
-from elastane.runtime.execspawn import RUN_PATH_CODE
+from elastane.options.backend import is_builtin
+from elastane.options.build import read_nnodes, read_nproc
+from elastane.options.command import read_command, read_logs, read_signals
+from elastane.options.nearest import nearest
+from elastane.options.parser import Options
+from elastane.process.execspawn import RUN_PATH_CODE
+from elastane.protocol.model import Outcome
 
 if TYPE_CHECKING:
     from elastane.elastic.launcher.api import LaunchConfig
@@ -119,7 +119,7 @@ def argv_of(options: Options, environ: Mapping[str, str]) -> list[str]:
 def config_of(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
     """Return the options as torch's launcher has them."""
     from elastane.elastic.launcher.api import LaunchConfig
-    from elastane.runtime.streams.plan import parse_needles
+    from elastane.process.streams.plan import parse_needles
 
     _check_handler(options.text("rdzv_backend"))
     low, high = read_nnodes(options.text("nnodes"))
@@ -184,7 +184,7 @@ def _numa(mode: str) -> Any | None:
 def _logs(options: Options, environ: Mapping[str, str], count: int) -> LogsSpecs:
     """Return where output goes, by the class of --logs-specs where there is one."""
     from elastane.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from elastane.launcher.logspecs import load_logs_specs
+    from elastane.options.logspecs import load_logs_specs
 
     plan = read_logs(options, environ, count)
     kind: Any = DefaultLogsSpecs

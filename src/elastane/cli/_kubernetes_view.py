@@ -13,8 +13,8 @@ import msgspec
 
 from elastane.cli._status_view import duration
 from elastane.errors import UsageError
-from elastane.kubeapi import Access, Api, ApiError, Selector
-from elastane.kubeapi.resource import EVENTS, PODS
+from elastane.kubernetes.client import Access, Api, ApiError, Selector
+from elastane.kubernetes.client.resource import EVENTS, PODS
 from elastane.kubernetes.model import (
     Condition,
     ElasticJob,

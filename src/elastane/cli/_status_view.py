@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastane.core.messages import NodeStatus, Report
-from elastane.core.notes import EventKind
 from elastane.errors import ElastaneError
 from elastane.observe.records import LoggedEvent
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import NodeStatus, Report
 
 # More nodes than fit on a screen are counted, not listed; those in trouble are listed first.
 NODES_SHOWN_MAX = 40

@@ -14,16 +14,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastane.agent.environment import LOCAL_RANK_MACRO
 from elastane.cli._handler import argv_of, config_of, is_wanted
 from elastane.errors import ConfigurationError
 from elastane.functions.wish import Wish, as_text
-from elastane.launcher.backend import is_builtin
-from elastane.launcher.build import read_nnodes, read_nproc
-from elastane.launcher.option import Option
-from elastane.launcher.options import BY_DEST, TABLE
-from elastane.runtime import environment
-from elastane.runtime.streams.plan import parse_needles
+from elastane.options.backend import is_builtin
+from elastane.options.build import read_nnodes, read_nproc
+from elastane.options.option import Option
+from elastane.options.options import BY_DEST, TABLE
+from elastane.process import environment
+from elastane.process.streams.plan import parse_needles
+from elastane.process.worker_environment import LOCAL_RANK_MACRO
 
 if TYPE_CHECKING:
     from elastane.elastic.launcher.api import LaunchConfig

@@ -12,8 +12,8 @@ from pathlib import Path
 from elastane.cli.run import start
 from elastane.errors import ElastaneError
 from elastane.functions.wish import read_wish
-from elastane.runtime import environment
-from elastane.runtime.kernel import die_with_parent
+from elastane.process import environment
+from elastane.process.kernel import die_with_parent
 
 
 def main(argv: list[str]) -> int:

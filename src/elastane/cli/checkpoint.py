@@ -47,7 +47,7 @@ def _repository(args: argparse.Namespace) -> Repository:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from elastane.storage.trouble import told_of
+    from elastane.storage.errors import told_of
 
     repository = _repository(args)
     where = repository.storage.where
@@ -72,7 +72,7 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from elastane.storage.trouble import told_of
+    from elastane.storage.errors import told_of
 
     repository = _repository(args)
     where = repository.storage.where
@@ -99,7 +99,7 @@ def _configure_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from elastane.storage.trouble import told_of
+    from elastane.storage.errors import told_of
 
     repository = _repository(args)
     with told_of(repository.storage.where):
@@ -119,7 +119,7 @@ def _configure_prune(parser: argparse.ArgumentParser) -> None:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from elastane.storage.trouble import told_of
+    from elastane.storage.errors import told_of
 
     if args.keep < 1:
         raise UsageError(
@@ -151,7 +151,7 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from elastane.checkpoint.export import export, insist_on_file
-    from elastane.storage.trouble import told_of
+    from elastane.storage.errors import told_of
 
     insist_on_file(Path(args.to))
     repository = _repository(args)

@@ -66,8 +66,8 @@ def main(args: argparse.Namespace) -> int:
     check_packages(example)
     from elastane.cli._demo_cluster import Cluster
     from elastane.cli._demo_show import Show
-    from elastane.dashboard.terminal import face_for
-    from elastane.runtime import environment
+    from elastane.observe.dashboard.terminal import face_for
+    from elastane.process import environment
 
     stream = sys.stderr if args.json else sys.stdout
     begun = time.monotonic()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from elastane.cli import _kubernetes_render as rendering
 
 if TYPE_CHECKING:
-    from elastane.kubeapi import Access
+    from elastane.kubernetes.client import Access
 
 NAMESPACE = "elastane-system"
 
@@ -42,8 +42,8 @@ def _configure_access(parser: argparse.ArgumentParser) -> None:
 
 
 def _access(args: argparse.Namespace) -> Access:
-    from elastane.kubeapi import find_access
-    from elastane.runtime import environment
+    from elastane.kubernetes.client import find_access
+    from elastane.process import environment
 
     return find_access(
         environment.snapshot(),

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from elastane.cli.run import configure, read_options, start
 from elastane.errors import UsageError
-from elastane.launcher.option import Option
-from elastane.launcher.options import SCRIPT, TABLE
-from elastane.launcher.parser import Options, RunParser
-from elastane.launcher.spelling import Names
+from elastane.options.option import Option
+from elastane.options.options import SCRIPT, TABLE
+from elastane.options.parser import Options, RunParser
+from elastane.options.spelling import Names
 
 __all__ = ["Parser", "configure", "legacy", "main"]
 
@@ -37,7 +37,7 @@ class Parser(RunParser):
 
 def main(args: argparse.Namespace) -> int:
     """Launch, with the local rank among the script's arguments."""
-    from elastane.runtime import environment
+    from elastane.process import environment
 
     environ = environment.snapshot()
     options = read_options(args, environ)

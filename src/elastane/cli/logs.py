@@ -61,9 +61,9 @@ def main(args: argparse.Namespace) -> int:
 
 def find_job(job: str, log_dir: str) -> Path:
     """Return the folder of a job that is given by its name or by a path."""
-    from elastane.runtime import environment
-    from elastane.runtime.files import safe_name
-    from elastane.runtime.streams.files import default_base_dir
+    from elastane.process import environment
+    from elastane.process.files import safe_name
+    from elastane.process.streams.files import default_base_dir
 
     given = Path(job)
     if given.is_dir():
@@ -111,7 +111,7 @@ def _nothing_kept(folder: Path) -> UsageError:
 
 def _selection(args: argparse.Namespace) -> Selection:
     from elastane.observe.merge import Selection
-    from elastane.runtime.streams.plan import parse_ranks
+    from elastane.process.streams.plan import parse_ranks
 
     stds = {name for name in ("stdout", "stderr") if getattr(args, name)}
     return Selection(

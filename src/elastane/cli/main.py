@@ -31,7 +31,6 @@ VERBS = {
     "checkpoint": "list, verify, show and prune the checkpoints of a job",
     "kubernetes": "keep jobs on Kubernetes: the operator, its manifests, a job in depth",
     "verify-run": "compare the trails of two runs, and name the first step that differs",
-    "sim": "play the control plane of whole clusters in virtual time, faults and all",
     "demo": "train a classifier while workers and nodes die, on this machine",
 }
 
@@ -132,7 +131,7 @@ def usage(prog: str) -> str:
 
 def unknown_verb(verb: str, prog: str) -> UsageError:
     """Return the error for a verb that is not in the table, with the nearest that is."""
-    from elastane.launcher.nearest import nearest
+    from elastane.options.nearest import nearest
 
     near = nearest(verb, VERBS)
     return UsageError(

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastane.errors import ElastaneError, UsageError
-from elastane.launcher.parser import RunParser as Parser
-from elastane.launcher.parser import Settings, add_options, read
+from elastane.options.parser import RunParser as Parser
+from elastane.options.parser import Settings, add_options, read
 
 if TYPE_CHECKING:
-    from elastane.launcher.parser import Options
+    from elastane.options.parser import Options
 
 __all__ = ["Parser", "configure", "main", "read_options", "start"]
 
@@ -25,7 +25,7 @@ def configure(parser: Parser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Build the configuration and launch; returns the agent's exit code."""
-    from elastane.runtime import environment
+    from elastane.process import environment
 
     environ = environment.snapshot()
     return start(read_options(args, environ), environ)
@@ -47,8 +47,8 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
             slug="usage",
             expected="--show-config --json; an option of the script comes after the script",
         )
-    from elastane.launcher.build import build
-    from elastane.launcher.notes import settings_notes, whence
+    from elastane.options.build import build
+    from elastane.options.notes import settings_notes, whence
 
     _tell(settings_notes(options))
     try:
@@ -61,14 +61,14 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
         error.where = error.where or whence(options, error.what)
         raise
     _tell(config.notes)
-    from elastane.launcher.main import launch
+    from elastane.agent.main import launch
 
     return launch(config)
 
 
 def _is_others(options: Options) -> bool:
     """Whether the backend is a handler of another package; nothing is imported for ours."""
-    from elastane.launcher.backend import is_builtin
+    from elastane.options.backend import is_builtin
 
     if is_builtin(options.text("rdzv_backend")):
         return False
@@ -83,13 +83,13 @@ def _tell(notes: Iterable[str]) -> None:
 
 
 def _settings(named: str) -> Settings:
-    from elastane.launcher.settings import load
+    from elastane.options.settings import load
 
     return load(named, Path.cwd())
 
 
 def _show(options: Options, environ: Mapping[str, str]) -> int:
-    from elastane.launcher import show
+    from elastane.options import show
 
     if options.flag("json"):
         import json

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from elastane.errors import ElastaneError, ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from elastane.core.messages import Report
     from elastane.observe.records import LoggedEvent
-    from elastane.runtime.files import JobEntry
-    from elastane.runtime.tls import TlsConfig
+    from elastane.process.files import JobEntry
+    from elastane.process.tls import TlsConfig
+    from elastane.protocol.messages import Report
 
 
 @dataclass
@@ -73,8 +73,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _views(args: argparse.Namespace, job: str) -> list[_View]:
-    from elastane.runtime import environment
-    from elastane.runtime.files import JobRegistry, runtime_folder
+    from elastane.process import environment
+    from elastane.process.files import JobRegistry, runtime_folder
 
     if args.rdzv_endpoint:
         return [_from_endpoint(args, job)]
@@ -89,9 +89,9 @@ def _views(args: argparse.Namespace, job: str) -> list[_View]:
 
 def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
     """Ask at an address; whatever stands against it is raised."""
-    from elastane.launcher.secret import read_token
-    from elastane.runtime import environment
-    from elastane.runtime.endpoint import parse_endpoint
+    from elastane.options.secret import read_token
+    from elastane.process import environment
+    from elastane.process.endpoint import parse_endpoint
 
     if not job:
         raise UsageError(
@@ -147,8 +147,8 @@ def _ask(endpoint: str, job: str, token: str, tls: TlsConfig | None) -> Report:
     import asyncio
 
     from elastane.coordinator.client import query
-    from elastane.core.wire import derive_secret
-    from elastane.runtime.endpoint import parse_endpoint
+    from elastane.process.endpoint import parse_endpoint
+    from elastane.protocol.wire import derive_secret
 
     where = parse_endpoint(endpoint)
     secret = derive_secret(job, token or None)
@@ -156,8 +156,8 @@ def _ask(endpoint: str, job: str, token: str, tls: TlsConfig | None) -> Report:
 
 
 def _tls(args: argparse.Namespace) -> TlsConfig | None:
-    from elastane.launcher.secret import read_tls
-    from elastane.runtime.tls import TlsConfig
+    from elastane.options.secret import read_tls
+    from elastane.process.tls import TlsConfig
 
     files = read_tls((args.tls_cert, args.tls_key, args.tls_ca))
     return TlsConfig(cert=files.cert, key=files.key, ca=files.ca) if files else None

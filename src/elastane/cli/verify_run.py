@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from elastane.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from elastane.job.trail import Recorded
+    from elastane.worker.digest_log import Recorded
 
 SAME, DIFFERENT = 0, 1
 
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Compare, and print what was found."""
-    from elastane.job.trail import read_trail
+    from elastane.worker.digest_log import read_trail
 
     found = compared(read_trail(args.a), read_trail(args.b))
     if args.json:
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
 def compared(one: Recorded, other: Recorded) -> dict[str, Any]:
     """Return what is to be said of two trails; ConfigurationError where they share no step."""
-    from elastane.job.trail import differing
+    from elastane.worker.digest_log import differing
 
     common = sorted(one.lines.keys() & other.lines.keys())
     if not common:

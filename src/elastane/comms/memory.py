@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from elastane.comms.digest import raw_bytes
-from elastane.core.recovery import Piece
+from elastane.comms.state_plan import Piece
 
 # Smaller ones share a parcel.
 _SMALL_BYTES = 1 << 18

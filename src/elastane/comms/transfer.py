@@ -24,7 +24,7 @@ from elastane.comms.channel import Channel, decoded, unreadable
 from elastane.comms.digest import DIGEST_BYTES, PROBE_BYTES, fold, probe
 from elastane.comms.memory import Memory, parcels
 from elastane.comms.state import Parts, build, flatten
-from elastane.core.recovery import Piece, stripes
+from elastane.comms.state_plan import Piece, stripes
 from elastane.errors import StateError
 
 # Numbers in one tensor.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 
-from elastane.core.messages import Query, Refused, Report
 from elastane.errors import RendezvousError, RendezvousRefusedError
-from elastane.runtime.rpc import connect
-from elastane.runtime.tls import TlsConfig
+from elastane.process.rpc import connect
+from elastane.process.tls import TlsConfig
+from elastane.protocol.messages import Query, Refused, Report
 
 
 async def query(

@@ -18,8 +18,11 @@ from typing import Protocol
 
 from elastane.coordinator.clock import READ_S, SteadyClock
 from elastane.coordinator.turns import Peer, Turns
-from elastane.core.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
-from elastane.core.events import (
+from elastane.errors import LeaseLostError
+from elastane.process.rpc import Access, Door
+from elastane.process.rpc.door import ServerLink
+from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
+from elastane.protocol.events import (
     AuthorityChanged,
     Broken,
     Fenced,
@@ -28,12 +31,9 @@ from elastane.core.events import (
     Resized,
     Tick,
 )
-from elastane.core.limits import REFUSAL_NOTES_INTERVAL_S, REFUSAL_NOTES_MAX
-from elastane.core.model import Outcome, Record
-from elastane.core.notes import EventKind, Note
-from elastane.errors import LeaseLostError
-from elastane.runtime.rpc import Access, Door
-from elastane.runtime.rpc.door import ServerLink
+from elastane.protocol.limits import REFUSAL_NOTES_INTERVAL_S, REFUSAL_NOTES_MAX
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.model import Outcome, Record
 
 _log = logging.getLogger("elastane.coordinator")
 # Events between two turns of the event loop, which also runs the agent: about a millisecond.
@@ -43,7 +43,7 @@ _TICK_S = 0.001
 
 
 class Machine(Protocol):
-    """What decides: `elastane.core.rendezvous.Rendezvous`."""
+    """What decides: `elastane.coordinator.rules.Rendezvous`."""
 
     def handle(self, event: RendezvousEvent, now_s: float) -> list[RendezvousEffect]:
         """Take in an event at `now_s`, monotonic seconds; return what is to be done."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
-from elastane.core.limits import MESSAGES_BURST_MAX, MESSAGES_PER_S_MAX
-from elastane.runtime.rpc.door import ServerLink
+from elastane.process.rpc.door import ServerLink
+from elastane.protocol.limits import MESSAGES_BURST_MAX, MESSAGES_PER_S_MAX
 
 _MESSAGE_S = 1.0 / MESSAGES_PER_S_MAX
 _BURST_S = MESSAGES_BURST_MAX / MESSAGES_PER_S_MAX

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from elastane.core.diagnosis import headline
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
@@ -17,6 +16,7 @@ from elastane.errors import (
     WorkerFailedError,
 )
 from elastane.observe.report import JobReport, ReportedFailure
+from elastane.protocol.diagnosis import headline
 
 _BY_SLUG: dict[str, type[ElastaneError]] = {
     "rdzv-timeout": RendezvousTimeoutError,

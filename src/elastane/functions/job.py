@@ -17,16 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elastane.core.limits import Timing
-from elastane.core.unreadable import UNREADABLE
 from elastane.functions.agent import CalledAgent, signal_of
 from elastane.functions.failure import lost
 from elastane.functions.payload import collect, no_room, write_files
 from elastane.functions.wish import FILE, OF_A_FUNCTION, REPORT, Wish
-from elastane.launcher.build import build
 from elastane.observe.report import JobReport, read_report, write_report
-from elastane.runtime import environment
-from elastane.runtime.files import process_start
+from elastane.options.build import build
+from elastane.process import environment
+from elastane.process.files import process_start
+from elastane.protocol.limits import Timing
+from elastane.protocol.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _PREFIX = "elastane-call"

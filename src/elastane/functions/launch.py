@@ -18,8 +18,8 @@ from elastane.functions.job import run_function
 from elastane.functions.payload import Call, pack
 from elastane.functions.signals import Terminated, at_default, raised, unheard
 from elastane.functions.wish import Wish, as_text, named
-from elastane.job.call import MODULE
-from elastane.runtime import environment
+from elastane.process import environment
+from elastane.worker.call import MODULE
 
 _IN_A_WORKER = "TORCHELASTIC_RUN_ID"
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from elastane.errors import ConfigurationError
-from elastane.job.call import BEGUN, CALL, HEADER, VALUE, VALUES
-from elastane.runtime import by_value
-from elastane.runtime.files import write_atomic
+from elastane.process import by_value
+from elastane.process.files import write_atomic
+from elastane.worker.call import BEGUN, CALL, HEADER, VALUE, VALUES
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from elastane.errors import UsageError
-from elastane.launcher.nearest import nearest
-from elastane.launcher.option import Option
-from elastane.launcher.options import BY_DEST
-from elastane.launcher.parser import Options, Settings, read
-from elastane.launcher.settings import load
+from elastane.options.nearest import nearest
+from elastane.options.option import Option
+from elastane.options.options import BY_DEST
+from elastane.options.parser import Options, Settings, read
+from elastane.options.settings import load
 
 FILE, REPORT = "wish.json", "report.json"
 _MET_AT_AN_ADDRESS = ("static", "c10d", "elastane")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import textwrap
 import unicodedata
 
-from elastane.core.diagnosis import failure_text
-from elastane.core.model import NO_RANK, Cause, Failure, Outcome
+from elastane.protocol.diagnosis import failure_text
+from elastane.protocol.model import NO_RANK, Cause, Failure, Outcome
 
 WIDTH = 100
 MESSAGE_LINES_MAX = 12

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from elastane.core.notes import EventKind, Note
 from elastane.observe.records import (
     LINE_BYTES_MAX,
     LoggedEvent,
@@ -25,10 +24,11 @@ from elastane.observe.records import (
     encode_line,
     make_event,
 )
-from elastane.runtime.files import safe_name
-from elastane.runtime.streams.files import ensure_base_dir, open_append
-from elastane.runtime.streams.plan import NO_FILES
-from elastane.runtime.streams.writer import BackgroundWriter
+from elastane.process.files import safe_name
+from elastane.process.streams.files import ensure_base_dir, open_append
+from elastane.process.streams.plan import NO_FILES
+from elastane.process.streams.writer import BackgroundWriter
+from elastane.protocol.log_events import EventKind, Note
 
 __all__ = ["EventLog", "EventReader", "LoggedEvent", "follow", "read_events"]
 

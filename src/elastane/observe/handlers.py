@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from elastane.core.notes import EventKind, Note
 from elastane.observe.records import Teller
-from elastane.runtime.streams.console import process_console
+from elastane.process.streams.console import process_console
+from elastane.protocol.log_events import EventKind, Note
 
 # The names that torch 2.13 knows; its dynamic_rendezvous writes nothing either.
 HANDLERS = ("null", "console", "dynamic_rendezvous")

@@ -11,10 +11,10 @@ import logging
 import time
 from collections import OrderedDict
 
-from elastane.core.notes import EventKind, Note
 from elastane.errors import UsageError
 from elastane.observe.box import render_box
-from elastane.runtime.streams.console import Console, process_console
+from elastane.process.streams.console import Console, process_console
+from elastane.protocol.log_events import EventKind, Note
 
 __all__ = [
     "ConsoleHandler",

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.core.model import Fence
-from elastane.core.unreadable import UNREADABLE
-from elastane.runtime.streams.bounds import LINE_BYTES_MAX
-from elastane.runtime.streams.files import WORKER_FILE
-from elastane.runtime.streams.index import TimeIndex
-from elastane.runtime.streams.kept import earlier
-from elastane.runtime.streams.plan import parse_rank_dir
+from elastane.process.streams.bounds import LINE_BYTES_MAX
+from elastane.process.streams.files import WORKER_FILE
+from elastane.process.streams.index import TimeIndex
+from elastane.process.streams.kept import earlier
+from elastane.process.streams.plan import parse_rank_dir
+from elastane.protocol.model import Fence
+from elastane.protocol.unreadable import UNREADABLE
 
 # One piece of a file: a job of a thousand workers is merged within 64 MB.
 _CHUNK_BYTES = 32 << 10

@@ -11,8 +11,8 @@ import time
 
 import msgspec
 
-from elastane.core.notes import Note
-from elastane.core.unreadable import UNREADABLE
+from elastane.protocol.log_events import Note
+from elastane.protocol.unreadable import UNREADABLE
 
 FORMAT_VERSION = 1
 # One line is one write: this is a page, and what local file systems append as a whole.

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from elastane.core.diagnosis import evidence_text, exit_text
-from elastane.core.model import Failure, Outcome
-from elastane.runtime.errorfile import read_error_file, with_error_code, write_content
-from elastane.runtime.files import write_atomic
+from elastane.process.errorfile import read_error_file, with_error_code, write_content
+from elastane.process.files import write_atomic
+from elastane.protocol.diagnosis import evidence_text, exit_text
+from elastane.protocol.model import Failure, Outcome
 
 _NS = 1_000_000_000
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from elastane.core.model import NO_RANK
-from elastane.core.notes import EventKind
 from elastane.observe.records import LoggedEvent, iso_time
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.model import NO_RANK
 
 _NS = 1e9
 # The last year that is written with four digits: a log may say anything.

@@ -15,9 +15,9 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-from elastane.core.checkpoints import CHUNK_BYTES
-from elastane.runtime.kernel import allocate
+from elastane.process.kernel import allocate
 from elastane.storage.address import address_of
+from elastane.storage.checkpoints import CHUNK_BYTES
 from elastane.storage.digest import View, chunks, digest_of, new_digest
 from elastane.storage.protocol import Stop
 

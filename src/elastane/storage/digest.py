@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastane.core.checkpoints import CHUNK_BYTES, FileRecord
 from elastane.errors import ConfigurationError
+from elastane.storage.checkpoints import CHUNK_BYTES, FileRecord
 
 if TYPE_CHECKING:
     from types import ModuleType

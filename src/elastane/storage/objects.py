@@ -20,14 +20,14 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from elastane.core.checkpoints import (
+from elastane.errors import ConfigurationError
+from elastane.storage.checkpoints import (
     CHUNK_BYTES,
     MANIFEST,
     FileRecord,
     is_file_name,
     parse_folder,
 )
-from elastane.errors import ConfigurationError
 from elastane.storage.digest import View, chunks, digest_of
 from elastane.storage.protocol import Stop, never
 

@@ -16,7 +16,9 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from elastane.core.checkpoints import (
+from elastane.errors import CheckpointError, FencedError
+from elastane.protocol.limits import CHECKPOINT_POLL_MAX_S, CHECKPOINT_POLL_S
+from elastane.storage.checkpoints import (
     FORMAT,
     MANIFEST,
     Fence,
@@ -27,8 +29,6 @@ from elastane.core.checkpoints import (
     parse_folder,
     part_name,
 )
-from elastane.core.limits import CHECKPOINT_POLL_MAX_S, CHECKPOINT_POLL_S
-from elastane.errors import CheckpointError, FencedError
 from elastane.storage.digest import record_of
 from elastane.storage.protocol import Stop, Storage, never
 from elastane.storage.reading import told

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import msgspec
 
-from elastane.core.checkpoints import FORMAT, Manifest, Part, fault
-from elastane.core.limits import CHECKPOINT_RECORD_BYTES_MAX
-from elastane.core.unreadable import UNREADABLE
+from elastane.protocol.limits import CHECKPOINT_RECORD_BYTES_MAX
+from elastane.protocol.unreadable import UNREADABLE
+from elastane.storage.checkpoints import FORMAT, Manifest, Part, fault
 from elastane.storage.digest import digest_of
 from elastane.storage.protocol import Storage
 

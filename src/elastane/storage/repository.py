@@ -16,21 +16,14 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from elastane.core import retention
-from elastane.core.checkpoints import (
-    MANIFEST,
-    Key,
-    Manifest,
-    Part,
-    parse_folder,
-)
-from elastane.core.limits import CHECKPOINT_LITTER_S
-from elastane.core.retention import Removal, Seen
 from elastane.errors import CheckpointError
-from elastane.storage import publishing
+from elastane.protocol.limits import CHECKPOINT_LITTER_S
+from elastane.storage import publishing, retention
+from elastane.storage.checkpoints import MANIFEST, Key, Manifest, Part, parse_folder
 from elastane.storage.protocol import Progress, Stop, Storage, never
 from elastane.storage.reading import Inspection, told, wrong_size
 from elastane.storage.records import NewerFormatError, RecordError, read_record
+from elastane.storage.retention import Removal, Seen
 
 _log = logging.getLogger(__name__)
 _NAMED_MAX = 8

@@ -10,8 +10,8 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from elastane.core.limits import LEASE_MARGIN
 from elastane.errors import LeaseLostError
+from elastane.protocol.limits import LEASE_MARGIN
 from elastane.stores.protocol import Entry
 
 

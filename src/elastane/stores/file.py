@@ -32,10 +32,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from elastane.core.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.errors import LeaseLostError
-from elastane.runtime.offload import Offload
+from elastane.process.offload import Offload
+from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
+from elastane.stores.errors import folder_changed, hangs, trouble
 from elastane.stores.pages import (
     Hooks,
     Page,
@@ -51,7 +52,6 @@ from elastane.stores.protocol import (
     check_ttl,
     check_value,
 )
-from elastane.stores.trouble import folder_changed, hangs, trouble
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import msgspec
 
-from elastane.core.model import Record
-from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, RendezvousClosedError
-from elastane.runtime.endpoint import Endpoint
-from elastane.runtime.files import safe_name
+from elastane.process.endpoint import Endpoint
+from elastane.process.files import safe_name
+from elastane.protocol.model import Record
+from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.protocol import ConflictError, Entry, Store
 
 T = TypeVar("T")

@@ -34,9 +34,9 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.core.limits import STORE_VALUE_BYTES_MAX
 from elastane.errors import StoreError
-from elastane.stores.trouble import damaged, foreign, open_to_all
+from elastane.protocol.limits import STORE_VALUE_BYTES_MAX
+from elastane.stores.errors import damaged, foreign, open_to_all
 
 _PAGE = re.compile(r"\d{18}")
 _OTHERS = re.compile(r"(?P<kind>tmp|beat)\.(?P<number>\d{18})(\.[0-9a-f]+)?")

@@ -47,8 +47,8 @@ from typing import Protocol
 
 import msgspec
 
-from elastane.core.limits import STORE_KEY_CHARS_MAX, STORE_VALUE_BYTES_MAX
 from elastane.errors import ConfigurationError, StoreError
+from elastane.protocol.limits import STORE_KEY_CHARS_MAX, STORE_VALUE_BYTES_MAX
 
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 

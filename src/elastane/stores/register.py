@@ -24,14 +24,10 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from elastane.core.limits import (
-    STORE_POLL_S,
-    STORE_TIMEOUT_S,
-    STORE_VALUE_BYTES_MAX,
-)
-from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError, StoreError
-from elastane.runtime.offload import Offload
+from elastane.process.offload import Offload
+from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
+from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
 from elastane.stores.protocol import (
     ConflictError,

@@ -7,6 +7,7 @@ endpoint itself. How it fails: ConfigurationError that lists the names that are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from elastane.errors import ConfigurationError
@@ -46,11 +47,9 @@ def _etcd_v2_store(endpoint: str, conf: dict[str, str]) -> Store:
 
 
 def _kubernetes_store(endpoint: str, conf: dict[str, str]) -> Store:
-    from elastane.runtime.environment import snapshot
-    from elastane.stores.kubernetes.settings import read_settings
-    from elastane.stores.kubernetes.store import KubernetesStore
-
-    return KubernetesStore(read_settings(endpoint, conf, snapshot()))
+    # By name: Kubernetes is a room above this one.
+    factory: StoreFactory = import_module("elastane.kubernetes.store.factory").make_store
+    return factory(endpoint, conf)
 
 
 _FACTORIES: dict[str, StoreFactory] = {

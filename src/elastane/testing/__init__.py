@@ -1,10 +1,9 @@
-"""For tests: jobs on this one machine under faults, and the control plane in virtual time.
+"""For tests: jobs of several nodes on this one machine, under faults.
 
     from elastane.testing import Fault, FaultPlan, LocalCluster
 
 `LocalCluster` runs a training script on several nodes of this machine, `FaultPlan` harms them by
-plan, and pytest has the fixture `local_cluster`. `elastane.testing.simulation` plays the control
-plane alone. docs/testing.md shows how.
+plan, and pytest has the fixture `local_cluster`. docs/testing.md shows how.
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from elastane.core.notes import EventKind
 from elastane.errors import ElastaneError, UsageError
 from elastane.functions.wish import as_text
-from elastane.launcher.options import BY_DEST
 from elastane.observe.events import EventReader
 from elastane.observe.records import LoggedEvent
-from elastane.runtime import environment
+from elastane.options.options import BY_DEST
+from elastane.process import environment
+from elastane.protocol.log_events import EventKind
 from elastane.testing import processes
 
 DEADLINE_S = 60.0

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from elastane.core.notes import EventKind
 from elastane.errors import UsageError
+from elastane.protocol.log_events import EventKind
 from elastane.testing.cluster import LocalCluster, LocalNode
 
 Kind = Literal[

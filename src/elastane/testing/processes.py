@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from elastane.runtime.files import process_start
-from elastane.runtime.kernel import die_with_parent
+from elastane.process.files import process_start
+from elastane.process.kernel import die_with_parent
 
 MARK = "ELASTANE_TESTING_MARK"
 _POLL_S = 0.02

@@ -53,7 +53,7 @@ def leave(folder: Path, steps: int, weights: str) -> None:
 
 def may_die(folder: Path) -> None:
     """Have this process killed where it would keep its part, while FOLDER/torn has letters left."""
-    from elastane.keeper.client import Keeper
+    from elastane.snapshots.client import Keeper
 
     keep = Keeper.keep
 

@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from elastane.runtime.execspawn import ExecSpawner
-from elastane.runtime.kernel import become_subreaper
-from elastane.runtime.process import WorkerCommand
-from elastane.runtime.warden import Warden
-from elastane.runtime.zygote.client import ZygoteSpawner
+from elastane.process.execspawn import ExecSpawner
+from elastane.process.kernel import become_subreaper
+from elastane.process.orphan_reaper import Warden
+from elastane.process.process import WorkerCommand
+from elastane.process.zygote.client import ZygoteSpawner
 
 
 async def main(leash, out):

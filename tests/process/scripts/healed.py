@@ -75,9 +75,9 @@ def undisturbed(steps: int) -> str:
 def watch(folder: Path, say) -> None:
     """Tell of handovers, and do what a file says in the middle of one."""
     from elastane.comms import transfer
-    from elastane.job import heal, replicas
+    from elastane.worker import healing, replicas
 
-    fold, plain = transfer.fold, heal.transfer.take
+    fold, plain = transfer.fold, healing.transfer.take
     now = {"taking": False}
 
     def folding(data):
@@ -102,7 +102,7 @@ def watch(folder: Path, say) -> None:
         return found
 
     transfer.fold, transfer.take = folding, taking
-    assert heal.transfer is transfer and replicas.take is heal.take
+    assert healing.transfer is transfer and replicas.take is healing.take
 
 
 def flip(folder: Path, net: Net) -> None:

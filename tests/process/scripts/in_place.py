@@ -112,15 +112,15 @@ def build(folder: Path, group) -> None:
 
 def tell_of_waiting(path: Path) -> None:
     """As a spare, touch `path` once the agent has been told that this process is ready."""
-    from elastane.runtime import workerline
+    from elastane.process import control_socket
 
-    receive_begin = workerline.receive_begin
+    receive_begin = control_socket.receive_begin
 
-    def waiting(end: socket.socket) -> tuple[workerline.Begin, int, int]:
+    def waiting(end: socket.socket) -> tuple[control_socket.Begin, int, int]:
         path.touch()
         return receive_begin(end)
 
-    workerline.receive_begin = waiting
+    control_socket.receive_begin = waiting
 
 
 def main() -> None:

@@ -4,10 +4,10 @@ import asyncio
 import os
 import sys
 
-from elastane.agent.keeping import Keeping
-from elastane.keeper.peers import Neighbours
-from elastane.runtime.kernel import become_subreaper
-from elastane.runtime.warden import Warden
+from elastane.agent.snapshot_server import Keeping
+from elastane.process.kernel import become_subreaper
+from elastane.process.orphan_reaper import Warden
+from elastane.snapshots.peers import Neighbours
 
 
 async def main():

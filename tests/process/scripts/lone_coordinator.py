@@ -8,17 +8,17 @@ import contextlib
 import signal
 import sys
 
-from elastane.core.notes import Note
-from elastane.core.wire import derive_secret
+from elastane.coordinator.host import Hosting
+from elastane.coordinator.leadership import EndpointSeat, StoreSeat
 from elastane.errors import ElastaneError
-from elastane.launcher.build import build
-from elastane.launcher.hosting import Hosting
-from elastane.launcher.parser import parse
-from elastane.launcher.seat import EndpointSeat, StoreSeat
 from elastane.observe.events import EventLog
-from elastane.runtime import environment
-from elastane.runtime.endpoint import Endpoint
-from elastane.runtime.rpc import Access
+from elastane.options.build import build
+from elastane.options.parser import parse
+from elastane.process import environment
+from elastane.process.endpoint import Endpoint
+from elastane.process.rpc import Access
+from elastane.protocol.log_events import Note
+from elastane.protocol.wire import derive_secret
 from elastane.stores.jobs import JobKeys
 from elastane.stores.registry import make_store
 

@@ -8,11 +8,11 @@ import os
 import sys
 import time
 
-from elastane.core.limits import Timing
-from elastane.core.model import JobSpec
+from elastane.agent.membership import MemberConfig, Membership
 from elastane.errors import ElastaneError
-from elastane.launcher.membership import MemberConfig, Membership
-from elastane.runtime.endpoint import Endpoint
+from elastane.process.endpoint import Endpoint
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import JobSpec
 
 port, low, high = int(sys.argv[1]), *map(int, sys.argv[2].split(":"))
 membership = Membership(

@@ -2,7 +2,7 @@
 
 import sys
 
-from elastane.core import limits
+from elastane.protocol import limits
 
 limits.ISOLATION_LIMIT_S, limits.ISOLATION_GRACE_S = 4.0, 0.5
 limits.STANDSTILL_LIMIT_S, limits.FENCE_WAIT_S = 5.0, 12.0

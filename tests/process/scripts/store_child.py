@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from elastane.core.limits import Timing
-from elastane.core.model import JobSpec, Record
+from elastane.coordinator.election import Election
 from elastane.errors import StoreError
-from elastane.stores.election import Election
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import JobSpec, Record
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import JobKeys
 

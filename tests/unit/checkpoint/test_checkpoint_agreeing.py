@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from elastane.checkpoint.cadence import Pace
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.plan import Order
+from elastane.checkpoint.save_schedule import Pace
 from elastane.checkpoint.saving import Saver
-from elastane.core.checkpoints import Key
 from elastane.errors import CheckpointError
-from elastane.keeper.messages import Progress
-from elastane.keeper.writing import _is_gone
+from elastane.snapshots.messages import Progress
+from elastane.snapshots.writing import _is_gone
 from elastane.storage import Repository, open_storage
+from elastane.storage.checkpoints import Key
 
 
 class Known:

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from elastane.checkpoint.choosing import Inventory, Part, Save, choose, first_of_each_place
-from elastane.checkpoint.looking import without
-from elastane.core.checkpoints import Key
+from elastane.checkpoint.inventory import without
+from elastane.storage.checkpoints import Key
 
 
 def save(step, era=0, number=1, attempt=0, nonce="00000000"):

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastane.checkpoint import lending
+from elastane.checkpoint import copy_on_write
 from elastane.checkpoint.capture import Captured
+from elastane.checkpoint.copy_on_write import Lender
 from elastane.checkpoint.layout import PAGE_BYTES, lay_out
-from elastane.checkpoint.lending import Lender
 from elastane.checkpoint.reading import Pieces
 from elastane.checkpoint.shares import Share
 from elastane.checkpoint.slots import Slot
-from elastane.runtime import kernel
+from elastane.process import kernel
 
 # Of one piece, of several, in one row of several, and of pieces that end within a page.
 SHAPES = {"one": (1000, 700), "several": (3000, 1000), "row": (1, 3_000_001), "within": (999, 4097)}
@@ -24,11 +24,11 @@ SHAPES = {"one": (1000, 700), "several": (3000, 1000), "row": (1, 3_000_001), "w
 
 @pytest.fixture(autouse=True)
 def asked_anew():
-    lending.can_lend.cache_clear()
-    if not lending.can_lend():
+    copy_on_write.can_lend.cache_clear()
+    if not copy_on_write.can_lend():
         pytest.skip("the kernel has no MADV_POPULATE_WRITE, or gives huge pages to all")
     yield
-    lending.can_lend.cache_clear()
+    copy_on_write.can_lend.cache_clear()
 
 
 class Image:
@@ -138,7 +138,7 @@ def test_nothing_is_lent_where_the_kernel_cannot_make_it_ones_own(monkeypatch):
     def refuse(address, size):
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    lending.can_lend.cache_clear()
+    copy_on_write.can_lend.cache_clear()
     monkeypatch.setattr(kernel, "take_pages", refuse)
     image = Image({"one": torch.ones(1000, 700)})
     assert image.lender().tensor(0) is None
@@ -147,10 +147,10 @@ def test_nothing_is_lent_where_the_kernel_cannot_make_it_ones_own(monkeypatch):
 
 @pytest.mark.parametrize("by", ["host", "torch"])
 def test_nothing_is_lent_where_new_memory_is_in_huge_pages(monkeypatch, tmp_path, by):
-    lending.can_lend.cache_clear()
+    copy_on_write.can_lend.cache_clear()
     if by == "host":
         (tmp_path / "enabled").write_text("[always] madvise never\n")
-        monkeypatch.setattr(lending, "_HUGE_PAGES", tmp_path / "enabled")
+        monkeypatch.setattr(copy_on_write, "_HUGE_PAGES", tmp_path / "enabled")
     else:
         monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
     image = Image({"one": torch.ones(1000, 700)})

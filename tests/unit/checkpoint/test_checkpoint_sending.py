@@ -9,9 +9,9 @@ import torch
 
 import elastane
 from elastane.checkpoint.sending import Sending
-from elastane.core.checkpoints import CHUNK_BYTES, MANIFEST
 from elastane.errors import CheckpointError
 from elastane.storage import open_storage
+from elastane.storage.checkpoints import CHUNK_BYTES, MANIFEST
 from elastane.storage.repository import Repository
 
 RANKS = 3

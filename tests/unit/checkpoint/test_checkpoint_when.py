@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from elastane.checkpoint.cadence import Cadence, Pace
+from elastane.checkpoint.save_schedule import Cadence, Pace
 
 
 class Clock:

@@ -2,10 +2,11 @@
 
 import msgspec
 
-from elastane.core.effects import Finished, Hangup, Persist, Send, Tell
-from elastane.core.events import AuthorityChanged, Broken, Received, Tick
-from elastane.core.limits import Timing
-from elastane.core.messages import (
+from elastane.coordinator.rules import Rendezvous
+from elastane.protocol.effects import Finished, Hangup, Persist, Send, Tell
+from elastane.protocol.events import AuthorityChanged, Broken, Received, Tick
+from elastane.protocol.limits import Timing
+from elastane.protocol.messages import (
     Assign,
     Drained,
     Failed,
@@ -19,8 +20,7 @@ from elastane.core.messages import (
     Stopped,
     Succeeded,
 )
-from elastane.core.model import Failure, JobSpec, NodeSpec, Offer, Versions
-from elastane.core.rendezvous import Rendezvous
+from elastane.protocol.model import Failure, JobSpec, NodeSpec, Offer, Versions
 
 VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
 

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 from core_driver import job_spec, node_spec
 
-from elastane.core.agent import AgentCore
-from elastane.core.effects import (
+from elastane.agent.rules.agent import AgentCore
+from elastane.errors import ExitCode
+from elastane.protocol.effects import (
     AimGroup,
     Decline,
     Exit,
@@ -14,7 +15,7 @@ from elastane.core.effects import (
     StopGroup,
     Transmit,
 )
-from elastane.core.events import (
+from elastane.protocol.events import (
     GroupAble,
     GroupDrained,
     GroupGone,
@@ -27,8 +28,8 @@ from elastane.core.events import (
     WorkerFailed,
     WorkerSucceeded,
 )
-from elastane.core.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, STANDSTILL_LIMIT_S
-from elastane.core.messages import (
+from elastane.protocol.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, STANDSTILL_LIMIT_S
+from elastane.protocol.messages import (
     Alive,
     Assign,
     Close,
@@ -46,8 +47,7 @@ from elastane.core.messages import (
     Succeeded,
     Welcome,
 )
-from elastane.core.model import Assignment, Failure, Fence, Offer, Outcome
-from elastane.errors import ExitCode
+from elastane.protocol.model import Assignment, Failure, Fence, Offer, Outcome
 
 FENCE = Fence(3, 1)
 

@@ -3,9 +3,9 @@
 import pytest
 from core_driver import job_spec
 
-from elastane.core.effects import Persist, Send
-from elastane.core.messages import Assign, Close, Conclude
-from elastane.core.model import Record
+from elastane.protocol.effects import Persist, Send
+from elastane.protocol.messages import Assign, Close, Conclude
+from elastane.protocol.model import Record
 
 
 def close(ok=False, reason="its restarts are used up"):

@@ -3,10 +3,10 @@
 import pytest
 from test_core_agent import FENCE, Agent
 
-from elastane.core.effects import Tell, Transmit
-from elastane.core.events import ReplicaDiffered
-from elastane.core.model import Fence
-from elastane.core.notes import EventKind
+from elastane.protocol.effects import Tell, Transmit
+from elastane.protocol.events import ReplicaDiffered
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.model import Fence
 
 REASON = "rank 5 after 40 steps: net.weight"
 

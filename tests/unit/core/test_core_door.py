@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from core_driver import VERSIONS, job_spec
 
-from elastane.core.events import Received
-from elastane.core.limits import ROUND_MAX
-from elastane.core.messages import (
+from elastane.protocol.events import Received
+from elastane.protocol.limits import ROUND_MAX
+from elastane.protocol.messages import (
     Alive,
     Assign,
     Close,
@@ -18,7 +18,7 @@ from elastane.core.messages import (
     Report,
     Welcome,
 )
-from elastane.core.model import Fence
+from elastane.protocol.model import Fence
 
 
 def refused(driver, key):

@@ -4,10 +4,10 @@ from core_driver import Driver, job_spec
 from test_core_regroup import able, kinds, regrouped
 from test_core_stateholders import unheard
 
-from elastane.core.effects import Persist, Send
-from elastane.core.limits import FENCE_WAIT_S
-from elastane.core.messages import Prepare, Release, Stopped
-from elastane.core.model import Fence, Offer
+from elastane.protocol.effects import Persist, Send
+from elastane.protocol.limits import FENCE_WAIT_S
+from elastane.protocol.messages import Prepare, Release, Stopped
+from elastane.protocol.model import Fence, Offer
 
 JOIN_S = 40.0
 assert JOIN_S < FENCE_WAIT_S

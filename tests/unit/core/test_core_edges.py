@@ -7,18 +7,17 @@ import pytest
 from core_driver import Driver, job_spec
 from test_core_agent import Agent
 
-from elastane.core import invariants
-from elastane.core.contact import Contact
-from elastane.core.effects import Exit, Transmit
-from elastane.core.events import Signalled, Unlinked, Warm
-from elastane.core.group import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Group
-from elastane.core.limits import FAILURES_MAX
-from elastane.core.messages import Drained, Failed, Ready, Report, Succeeded
-from elastane.core.model import Assignment, Failure, Fence, Member, Outcome, Record, World
-from elastane.core.notes import EventKind
-from elastane.core.rendezvous import phases
-from elastane.core.wire import NONCE_BYTES, ServerHandshake, SessionKeys, codec_for_agent
+from elastane.agent.rules.contact import Contact
+from elastane.agent.rules.group import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Group
+from elastane.coordinator.rules import invariants, phases
 from elastane.errors import WireError
+from elastane.protocol.effects import Exit, Transmit
+from elastane.protocol.events import Signalled, Unlinked, Warm
+from elastane.protocol.limits import FAILURES_MAX
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Drained, Failed, Ready, Report, Succeeded
+from elastane.protocol.model import Assignment, Failure, Fence, Member, Outcome, Record, World
+from elastane.protocol.wire import NONCE_BYTES, ServerHandshake, SessionKeys, codec_for_agent
 
 SPEC = job_spec(1, 4)
 

@@ -4,12 +4,12 @@ from core_driver import Driver, job_spec
 from test_core_regroup import able
 from test_core_stateholders import unheard
 
-from elastane.core import contact
-from elastane.core.events import Fenced
-from elastane.core.messages import Assign, Holding, Refused, Stop
-from elastane.core.model import Fence
-from elastane.core.notes import EventKind
+from elastane.agent.rules import contact
 from elastane.errors import ExitCode
+from elastane.protocol.events import Fenced
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Assign, Holding, Refused, Stop
+from elastane.protocol.model import Fence
 
 
 def pods(low=1, high=3):

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastane.core.hangs import Activity, HangWatch, Sight, places_of
-from elastane.core.limits import (
+from elastane.protocol.hangs import Activity, HangWatch, Sight, places_of
+from elastane.protocol.limits import (
     HANG_ANSWER_S,
     HANG_ASK_S,
     HANG_BETWEEN_S,
@@ -20,7 +20,7 @@ from elastane.core.limits import (
     HANG_WINDOW_S,
     REASON_CHARS_MAX,
 )
-from elastane.core.model import Waiting
+from elastane.protocol.model import Waiting
 
 BODY, LOADING, BETWEEN = Activity.BODY, Activity.LOADING, Activity.BETWEEN
 MARGIN_S = 2 * HANG_LOOK_S

@@ -1,7 +1,7 @@
 """When each failure of an incident was, on the coordinator's one time line."""
 
-from elastane.core.model import Failure
-from elastane.core.rendezvous.incident import Incident
+from elastane.coordinator.rules.incident import Incident
+from elastane.protocol.model import Failure
 
 
 def failed(rank, age_s):

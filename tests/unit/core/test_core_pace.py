@@ -3,8 +3,8 @@
 import pytest
 from core_driver import Driver
 
-from elastane.core.messages import Heartbeat
-from elastane.core.pace import Pace
+from elastane.coordinator.rules.pace import Pace
+from elastane.protocol.messages import Heartbeat
 
 
 def test_the_rate_is_that_of_the_latest_counts():

@@ -4,10 +4,10 @@ import pytest
 from core_driver import Driver, job_spec
 from test_core_regroup import able, dies, in_place, kinds, regrouped
 
-from elastane.core.events import Resized
-from elastane.core.messages import Assign, Drain, Heartbeat, Interrupt, Prepare, Stop, Welcome
-from elastane.core.model import Fence
-from elastane.core.sharding import NO_PART, Sharding
+from elastane.protocol.events import Resized
+from elastane.protocol.messages import Assign, Drain, Heartbeat, Interrupt, Prepare, Stop, Welcome
+from elastane.protocol.model import Fence
+from elastane.protocol.sharding import NO_PART, Sharding
 
 
 def says(job, node_id, part, *, level=None, **more):

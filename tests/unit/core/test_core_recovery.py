@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.core.recovery import (
+from elastane.comms.state_plan import (
     GIVERS_MAX,
     STRIPE_BYTES_MIN,
     Handover,

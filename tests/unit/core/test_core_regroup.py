@@ -3,8 +3,9 @@
 import pytest
 from core_driver import Driver, job_spec
 
-from elastane.core.limits import LOST_PEER_S, STALLS_MAX
-from elastane.core.messages import (
+from elastane.protocol.limits import LOST_PEER_S, STALLS_MAX
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import (
     Able,
     Alive,
     Assign,
@@ -21,8 +22,7 @@ from elastane.core.messages import (
     Stop,
     Stopped,
 )
-from elastane.core.model import Failure, Fence, Offer, Waiting
-from elastane.core.notes import EventKind
+from elastane.protocol.model import Failure, Fence, Offer, Waiting
 
 
 def able(job, *node_ids, workers=(0, 1), **more):

@@ -5,9 +5,9 @@ import pytest
 from core_driver import Driver, job_spec, node_spec
 from test_core_regroup import able, dies, in_place, kinds, regrouped
 
-from elastane.core.agent import AgentCore
-from elastane.core.effects import RegroupWorkers, Transmit
-from elastane.core.events import (
+from elastane.agent.rules.agent import AgentCore
+from elastane.protocol.effects import RegroupWorkers, Transmit
+from elastane.protocol.events import (
     GroupAble,
     GroupGone,
     Linked,
@@ -17,8 +17,8 @@ from elastane.core.events import (
     WorkerLost,
     WorkerSucceeded,
 )
-from elastane.core.limits import ISOLATION_LIMIT_S, LOST_PEER_S
-from elastane.core.messages import (
+from elastane.protocol.limits import ISOLATION_LIMIT_S, LOST_PEER_S
+from elastane.protocol.messages import (
     Able,
     Assign,
     Close,
@@ -33,7 +33,7 @@ from elastane.core.messages import (
     Stopped,
     Succeeded,
 )
-from elastane.core.model import Assignment, Failure, Fence, Offer
+from elastane.protocol.model import Assignment, Failure, Fence, Offer
 
 FIRST = Assignment(
     fence=Fence(1, 0),

@@ -5,8 +5,8 @@ from core_driver import Driver, job_spec
 from test_core_regroup import able, dies, kinds, regrouped
 from test_core_regroup_again import holding
 
-from elastane.core.messages import Interrupt
-from elastane.core.model import Fence
+from elastane.protocol.messages import Interrupt
+from elastane.protocol.model import Fence
 
 
 def unequal(low, high=3, **sizes):

@@ -4,9 +4,9 @@ import pytest
 from core_driver import Driver, job_spec
 from msgspec.structs import replace
 
-from elastane.core import limits
-from elastane.core.budget import RestartBudget
-from elastane.core.diagnosis import (
+from elastane.coordinator.rules.budget import RestartBudget
+from elastane.protocol import limits
+from elastane.protocol.diagnosis import (
     Sighting,
     crash_site,
     exit_text,
@@ -14,9 +14,9 @@ from elastane.core.diagnosis import (
     is_lost_peer,
     root_cause,
 )
-from elastane.core.limits import SAME_CRASHES_MAX, Timing
-from elastane.core.messages import Close, Drain, DrainTarget, Failed, Stop, Stopped
-from elastane.core.model import NO_RANK, Failure, Fence, Offer
+from elastane.protocol.limits import SAME_CRASHES_MAX, Timing
+from elastane.protocol.messages import Close, Drain, DrainTarget, Failed, Stop, Stopped
+from elastane.protocol.model import NO_RANK, Failure, Fence, Offer
 
 
 def failure(rank, message="", exit_code=1, age_s=0.0, local_rank=0):
@@ -462,7 +462,7 @@ def test_crashes_that_differ_or_came_after_work_use_the_budget(driver, how):
 
 
 def test_the_same_crash_on_other_nodes_counts_anew():
-    from elastane.core.budget import Crash
+    from elastane.coordinator.rules.budget import Crash
 
     budget = RestartBudget(allowed=100)
     for nodes in (("a", "b"), ("a", "b"), ("a", "c"), ("a", "c")):

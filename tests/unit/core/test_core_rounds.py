@@ -3,9 +3,9 @@
 import pytest
 from core_driver import job_spec
 
-from elastane.core.limits import FENCE_WAIT_S
-from elastane.core.messages import Assign, Drain, Release, Stop
-from elastane.core.model import Fence, Record
+from elastane.protocol.limits import FENCE_WAIT_S
+from elastane.protocol.messages import Assign, Drain, Release, Stop
+from elastane.protocol.model import Fence, Record
 
 
 def test_a_fixed_size_job_starts_when_all_are_here_and_not_before(driver):

@@ -5,11 +5,11 @@ from core_driver import Driver, job_spec
 from test_core_regroup import in_place
 from test_core_regroup_again import FIRST, NEXT, Agent
 
-from elastane.core.diagnosis import Sighting, told
-from elastane.core.effects import Decline, InterruptGroup, StartGroup, StartWorkers
-from elastane.core.events import GroupGone, Signalled, Tick, Told
-from elastane.core.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_WHOLE
-from elastane.core.messages import (
+from elastane.protocol.diagnosis import Sighting, told
+from elastane.protocol.effects import Decline, InterruptGroup, StartGroup, StartWorkers
+from elastane.protocol.events import GroupGone, Signalled, Tick, Told
+from elastane.protocol.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_WHOLE
+from elastane.protocol.messages import (
     Assign,
     Drain,
     Drained,
@@ -20,7 +20,7 @@ from elastane.core.messages import (
     Prepare,
     Stop,
 )
-from elastane.core.model import Failure, Fence, Offer
+from elastane.protocol.model import Failure, Fence, Offer
 
 
 def test_of_many_failures_the_first_are_told_whole_and_the_others_by_their_ends():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from elastane.core.model import Fence
-from elastane.core.sharding import NO_PART, Sharding, bounds, of_node, replicas
+from elastane.protocol.model import Fence
+from elastane.protocol.sharding import NO_PART, Sharding, bounds, of_node, replicas
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 from core_driver import Driver, job_spec
 
-from elastane.core.events import Resized
-from elastane.core.messages import Able, Drain, Refused, Stop
-from elastane.core.model import Fence, Offer
-from elastane.core.notes import EventKind
+from elastane.protocol.events import Resized
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Able, Drain, Refused, Stop
+from elastane.protocol.model import Fence, Offer
 
 
 def resize(job, minimum, maximum):

@@ -6,9 +6,11 @@ import pytest
 from core_driver import Driver, job_spec
 from test_core_regroup import able, dies, in_place, kinds, regrouped
 
-from elastane.core.events import Resized
-from elastane.core.limits import FENCE_WAIT_S
-from elastane.core.messages import (
+from elastane.coordinator.rules import Phase
+from elastane.protocol.events import Resized
+from elastane.protocol.limits import FENCE_WAIT_S
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import (
     Assign,
     DrainTarget,
     Heartbeat,
@@ -17,9 +19,7 @@ from elastane.core.messages import (
     Stop,
     Stopped,
 )
-from elastane.core.model import Failure, Fence, Offer
-from elastane.core.notes import EventKind
-from elastane.core.rendezvous import Phase
+from elastane.protocol.model import Failure, Fence, Offer
 
 
 def steps(job, *node_ids, progress=5, met=None):

@@ -6,10 +6,10 @@ from core_driver import Driver, job_spec
 from test_core_regroup import able, dies, in_place, kinds, regrouped
 from test_core_regroup_again import NEXT, Agent, failure, holding
 
-from elastane.core.effects import RegroupWorkers, StartWorkers
-from elastane.core.events import Told
-from elastane.core.messages import Assign, Failed, Holding, Prepare
-from elastane.core.model import Fence
+from elastane.protocol.effects import RegroupWorkers, StartWorkers
+from elastane.protocol.events import Told
+from elastane.protocol.messages import Assign, Failed, Holding, Prepare
+from elastane.protocol.model import Fence
 
 # Without the worker of local rank 1, whose successor is not ready.
 WITHOUT = msgspec.structs.replace(NEXT, workers=(0,))

@@ -5,8 +5,8 @@ from core_driver import Driver
 from test_core_regroup import able, dies, in_place, kinds
 from test_core_stateholders import steps
 
-from elastane.core.messages import Failed, Holding, Stop, Stopped
-from elastane.core.model import Failure, Fence, Offer
+from elastane.protocol.messages import Failed, Holding, Stop, Stopped
+from elastane.protocol.model import Failure, Fence, Offer
 
 
 def test_what_ends_before_its_agent_heard_of_its_world_is_not_forgotten():

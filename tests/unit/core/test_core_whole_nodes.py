@@ -4,11 +4,11 @@ from core_driver import Driver, job_spec
 from test_core_agent import FENCE, Agent
 from test_core_regroup import able, dies, in_place, kinds, regrouped
 
-from elastane.core.events import GroupAble, Linked, Unlinked
-from elastane.core.messages import Able, Assign, Drain, Interrupt, Join, Lost, Prepare, Stop
-from elastane.core.model import Fence, Offer
-from elastane.core.notes import EventKind
-from elastane.core.sharding import Sharding
+from elastane.protocol.events import GroupAble, Linked, Unlinked
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Able, Assign, Drain, Interrupt, Join, Lost, Prepare, Stop
+from elastane.protocol.model import Fence, Offer
+from elastane.protocol.sharding import Sharding
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
 

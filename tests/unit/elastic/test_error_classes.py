@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import errors as torchs
 
 from elastane.elastic.multiprocessing import errors as ours
-from elastane.runtime.errorfile import write_error_file
+from elastane.process.errorfile import write_error_file
 
 
 def torch_file(path, message="ValueError: bad", at="1684514398"):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from elastane import errors
-from elastane.core.diagnosis import headline
 from elastane.elastic.agent.server._spec import DEFAULT_ROLE
 from elastane.elastic.agent.server._telling import put_run_metrics
 from elastane.elastic.metrics import put_metric
@@ -22,10 +21,11 @@ from elastane.functions.failure import error_of
 from elastane.functions.job import Ended, run_command, run_function
 from elastane.functions.payload import Call, pack
 from elastane.functions.wish import Wish, as_text
-from elastane.job.call import MODULE
-from elastane.launcher.backend import is_builtin
 from elastane.observe.report import JobReport, ReportedFailure
-from elastane.runtime import environment
+from elastane.options.backend import is_builtin
+from elastane.process import environment
+from elastane.protocol.diagnosis import headline
+from elastane.worker.call import MODULE
 
 if TYPE_CHECKING:
     from elastane.elastic.launcher.api import LaunchConfig

@@ -10,10 +10,10 @@ import time
 
 import msgspec
 
-from elastane.core.diagnosis import Sighting, root_cause, told
-from elastane.core.model import Failure, Fence, Outcome
 from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elastane.errors import ElastaneError, ExitCode
+from elastane.protocol.diagnosis import Sighting, root_cause, told
+from elastane.protocol.model import Failure, Fence, Outcome
 
 _NS = 1_000_000_000
 _CODES = {

@@ -20,8 +20,8 @@ from typing import Any
 
 from elastane.errors import ConfigurationError
 from elastane.functions.payload import name_of
-from elastane.job.call import load_of_main
-from elastane.runtime import by_value
+from elastane.process import by_value
+from elastane.worker.call import load_of_main
 
 _starting = threading.Lock()
 

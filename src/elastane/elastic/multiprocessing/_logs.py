@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from elastane.errors import UsageError
-from elastane.runtime.files import safe_name
-from elastane.runtime.streams.plan import parse_std_map
+from elastane.process.files import safe_name
+from elastane.process.streams.plan import parse_std_map
 
 _CONSOLE = ""
 

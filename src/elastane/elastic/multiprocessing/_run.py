@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastane.elastic.multiprocessing._logs import DefaultLogsSpecs, Std
-from elastane.launcher.build import read_nproc
+from elastane.options.build import read_nproc
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from typing import Any
 from elastane.elastic.multiprocessing.errors import record
 from elastane.elastic.multiprocessing.redirects import redirect_stderr, redirect_stdout
 from elastane.functions.payload import name_of
-from elastane.job.call import pickled_result
-from elastane.runtime.kernel import die_with_parent
-from elastane.runtime.leaving import run_and_leave
-from elastane.runtime.numa import bind
-from elastane.runtime.topology import read_topology
+from elastane.process.kernel import die_with_parent
+from elastane.process.leaving import run_and_leave
+from elastane.process.numa import bind
+from elastane.process.topology import read_topology
+from elastane.worker.call import pickled_result
 
 
 def death_with_parent() -> Callable[[], None] | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from elastane.launcher.membership import Place
+from elastane.agent.membership import Place
 
 _PREFIX = "elastane.agents"
 # What torch's agents write: anything below the first, and the second once all workers succeeded.

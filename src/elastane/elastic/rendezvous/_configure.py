@@ -14,16 +14,16 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastane.core.limits import Timing
-from elastane.core.model import JobSpec
+from elastane.agent.membership import MemberConfig, Membership
 from elastane.elastic.rendezvous._store_client import EtcdClient
 from elastane.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 from elastane.errors import ConfigurationError, ElastaneError
-from elastane.launcher.conf import Conf, read_conf, timing_of
-from elastane.launcher.membership import MemberConfig, Membership
-from elastane.launcher.secret import read_tls
-from elastane.runtime.endpoint import STANDALONE, Endpoint, parse_endpoint
-from elastane.runtime.tls import TlsConfig
+from elastane.options.conf import Conf, read_conf, timing_of
+from elastane.options.secret import read_tls
+from elastane.process.endpoint import STANDALONE, Endpoint, parse_endpoint
+from elastane.process.tls import TlsConfig
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import JobSpec
 from elastane.stores.etcd.settings import CONF_KEYS, read_settings
 from elastane.stores.protocol import Store
 from elastane.stores.registry import make_store

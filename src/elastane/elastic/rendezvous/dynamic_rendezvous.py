@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from elastane.agent.membership import Membership, Place
 from elastane.elastic.rendezvous._attempt_store import (
     AgentStore,
     agents_part,
@@ -35,8 +36,7 @@ from elastane.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from elastane.errors import ElastaneError
-from elastane.launcher.conf import timing_of
-from elastane.launcher.membership import Membership, Place
+from elastane.options.conf import timing_of
 from elastane.stores.register import RegisterStore
 
 __all__ = [

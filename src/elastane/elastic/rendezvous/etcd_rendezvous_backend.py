@@ -15,7 +15,7 @@ from elastane.elastic.rendezvous.api import RendezvousParameters
 from elastane.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 from elastane.elastic.rendezvous.etcd_store import EtcdStore
 from elastane.errors import ElastaneError
-from elastane.runtime.files import safe_name
+from elastane.process.files import safe_name
 from elastane.stores.protocol import ConflictError, Entry
 
 _PREFIX = "torch/elastic/rendezvous"

@@ -49,7 +49,7 @@ def _matches_machine_hostname(host: str) -> bool:
     import asyncio
 
     from elastane.errors import RendezvousError
-    from elastane.runtime.endpoint import is_mine, resolve
+    from elastane.process.endpoint import is_mine, resolve
 
     try:
         return host == "localhost" or is_mine(asyncio.run(resolve(host)))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from elastane.elastic.timer.api import TimerClient, TimerRequest
 from elastane.elastic.timer.debug_info_logging import log_debug_info_for_expired_timers
-from elastane.runtime import timers
+from elastane.process import timers
 
 __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
 _log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ Data only: no I/O, no clock, no decision. `names` holds the names that are a con
 `status` the resource, `seen` what a decision rests upon, `deeds` what it asks for.
 """
 
-from elastane.kubernetes.model.deeds import (
+from elastane.kubernetes.model.actions import (
     Action,
     CreateObject,
     CreatePod,

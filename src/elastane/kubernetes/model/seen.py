@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from elastane.kubernetes.bridge.messages import JobReport
 from elastane.kubernetes.model.meta import Meta
-from elastane.stores.kubernetes.letters import JobReport
 
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -18,8 +18,8 @@ from elastane.kubernetes.operator.bounds import (
     LEASE_REQUEST_S,
     LEASE_S,
 )
+from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace
 from elastane.stores.common import boot_clock
-from elastane.stores.kubernetes.lease import KubernetesLease, LeasePlace
 
 _log = logging.getLogger(__name__)
 _SILENT = "the API server does not answer"

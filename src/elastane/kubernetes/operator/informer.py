@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from elastane.kubeapi import (
+from elastane.kubernetes.client import (
     Api,
     ApiError,
     ApiForbiddenError,
@@ -23,7 +23,7 @@ from elastane.kubeapi import (
     Resource,
     Selector,
 )
-from elastane.kubeapi.resource import EVERYTHING
+from elastane.kubernetes.client.resource import EVERYTHING
 from elastane.kubernetes.operator.bounds import RELIST_FIRST_S, RELIST_MAX_S
 from elastane.kubernetes.operator.cache import Cache, HasMeta
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from elastane.kubeapi import Resource, Selector
-from elastane.kubeapi.resource import (
+from elastane.kubernetes.client import Resource, Selector
+from elastane.kubernetes.client.resource import (
     CONFIGMAPS,
     NODES,
     PODS,

@@ -7,8 +7,8 @@ import logging
 from datetime import UTC, datetime
 
 from elastane.observe.logging import ConsoleHandler, one_line, setup
-from elastane.runtime import environment
-from elastane.runtime.streams.console import process_console
+from elastane.process import environment
+from elastane.process.streams.console import process_console
 
 _STDERR = 2
 # People who look at an operator's log want to know what it does.

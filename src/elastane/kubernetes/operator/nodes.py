@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from elastane.kubeapi import Api
-from elastane.kubeapi.resource import NODES
+from elastane.kubernetes.client import Api
+from elastane.kubernetes.client.resource import NODES
 from elastane.kubernetes.model import NodeState
 from elastane.kubernetes.operator.bounds import NODE_LOOK_S, NODES_ABSENT_MAX
 from elastane.kubernetes.operator.cache import Cache

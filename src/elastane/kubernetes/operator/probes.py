@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastane.kubernetes.model import since_epoch
 from elastane.kubernetes.operator.metrics import CONTENT_TYPE, Metrics, labels
-from elastane.runtime.health import Answer
+from elastane.process.health import Answer
 
 if TYPE_CHECKING:
     from elastane.kubernetes.operator.session import Session

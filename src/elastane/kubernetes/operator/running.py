@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError
-from elastane.kubeapi import Access, Api
+from elastane.kubernetes.client import Access, Api
 from elastane.kubernetes.operator.bounds import (
     END_S,
     EVENTS_FLUSH_S,
@@ -27,13 +27,13 @@ from elastane.kubernetes.operator.bounds import (
 )
 from elastane.kubernetes.operator.elector import Elector
 from elastane.kubernetes.operator.probes import Probes, make_metrics
+from elastane.kubernetes.operator.reporting import Recorder
 from elastane.kubernetes.operator.session import Decide, Session
-from elastane.kubernetes.operator.telling import Recorder
 from elastane.kubernetes.reconcile import reconcile
-from elastane.runtime import environment
-from elastane.runtime.health import AnswerServer
+from elastane.kubernetes.store.lease import LeasePlace
+from elastane.process import environment
+from elastane.process.health import AnswerServer
 from elastane.stores.common import boot_clock
-from elastane.stores.kubernetes.lease import LeasePlace
 
 _log = logging.getLogger(__name__)
 # Beside the writes: one watch for each kind, events, and lists.

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 from elastane.errors import LeaseLostError
-from elastane.kubeapi import Api, ApiError, ApiForbiddenError, Resource
+from elastane.kubernetes.client import Api, ApiError, ApiForbiddenError, Resource
 from elastane.kubernetes.model import Decision, ElasticJob, Observed, Told
 from elastane.kubernetes.operator.bounds import RESYNC_S, WORKERS
-from elastane.kubernetes.operator.deeds import Doer, StaleError, StatusRefusedError
+from elastane.kubernetes.operator.executor import Doer, StaleError, StatusRefusedError
 from elastane.kubernetes.operator.informer import Informer, Line
 from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, OURS, RESOURCES, type_of
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
-from elastane.kubernetes.operator.telling import About, Recorder
+from elastane.kubernetes.operator.reporting import About, Recorder
 from elastane.kubernetes.operator.view import View
 
 _log = logging.getLogger(__name__)

@@ -11,8 +11,14 @@ from typing import Any
 
 import msgspec
 
-from elastane.core.unreadable import UNREADABLE
-from elastane.kubeapi.resource import CONFIGMAPS
+from elastane.kubernetes.bridge.messages import (
+    REPORT_KEY,
+    JobReport,
+    dead_in,
+    directive_name,
+    report_name,
+)
+from elastane.kubernetes.client.resource import CONFIGMAPS
 from elastane.kubernetes.model import (
     ElasticJob,
     Meta,
@@ -28,13 +34,7 @@ from elastane.kubernetes.operator.bounds import PROGRESS_S
 from elastane.kubernetes.operator.cache import Cache, HasMeta, Index, key_of
 from elastane.kubernetes.operator.kinds import OWNED, Held
 from elastane.kubernetes.operator.nodes import Nodes
-from elastane.stores.kubernetes.letters import (
-    REPORT_KEY,
-    JobReport,
-    dead_in,
-    directive_name,
-    report_name,
-)
+from elastane.protocol.unreadable import UNREADABLE
 
 # Of one job; more are of names that it gave up.
 REFUSALS_MAX = 64

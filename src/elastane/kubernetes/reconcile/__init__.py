@@ -22,7 +22,7 @@ from elastane.kubernetes.model import (
     read_status,
 )
 from elastane.kubernetes.reconcile.bounds import LOOK_AGAIN_S
-from elastane.kubernetes.reconcile.draft import Draft, Verdict
+from elastane.kubernetes.reconcile.context import Draft, Verdict
 from elastane.kubernetes.reconcile.ending import (
     begin_anew,
     clean_up,
@@ -32,13 +32,13 @@ from elastane.kubernetes.reconcile.ending import (
 )
 from elastane.kubernetes.reconcile.invalid import refuse
 from elastane.kubernetes.reconcile.ledger import count
-from elastane.kubernetes.reconcile.living import finish, live, pause
-from elastane.kubernetes.reconcile.loss import fence
+from elastane.kubernetes.reconcile.node_loss import fence
 from elastane.kubernetes.reconcile.objects import keep_directive
 from elastane.kubernetes.reconcile.pods import judge
+from elastane.kubernetes.reconcile.reporting import status_of
+from elastane.kubernetes.reconcile.running import finish, live, pause
 from elastane.kubernetes.reconcile.settings import Settings, read
 from elastane.kubernetes.reconcile.slots import wanted_slots
-from elastane.kubernetes.reconcile.telling import status_of
 from elastane.kubernetes.reconcile.waiting import hold_refused
 
 __all__ = ["reconcile"]

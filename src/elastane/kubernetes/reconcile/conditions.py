@@ -21,7 +21,7 @@ from __future__ import annotations
 import msgspec
 
 from elastane.kubernetes.model import Condition, as_time
-from elastane.kubernetes.reconcile.draft import Draft, Verdict
+from elastane.kubernetes.reconcile.context import Draft, Verdict
 from elastane.kubernetes.reconcile.progress import Progress, stalled_since
 
 _ORDER = (

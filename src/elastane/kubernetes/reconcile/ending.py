@@ -11,7 +11,7 @@ import msgspec
 
 from elastane.kubernetes.model import DeleteJob, JobStatus, as_time, since_epoch
 from elastane.kubernetes.reconcile.bounds import STARTLESS_S
-from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.context import Draft
 from elastane.kubernetes.reconcile.pods import CANNOT_START, NEVER_STARTS
 from elastane.kubernetes.reconcile.waiting import refused_template, told
 

@@ -25,12 +25,12 @@ from elastane.kubernetes.reconcile.bounds import (
     NODES_KEPT,
     QUICK_S,
 )
-from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.context import Draft
 from elastane.kubernetes.reconcile.injection import backend, rdzv_id
 from elastane.kubernetes.reconcile.pods import Ending, Judged, ending_text
 from elastane.kubernetes.reconcile.rules import documented, ruled
 from elastane.kubernetes.reconcile.settings import Settings
-from elastane.stores.kubernetes.names import lease_of
+from elastane.kubernetes.store.names import lease_of
 
 
 def count(draft: Draft) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from elastane.kubernetes.bridge.messages import dead_in, directive_name, report_name
 from elastane.kubernetes.model import CreateObject, CreateToken, DeleteObject, Meta, PatchObject
 from elastane.kubernetes.model.names import (
     JOB_ROLE,
@@ -33,12 +34,11 @@ from elastane.kubernetes.model.names import (
     pod_name,
 )
 from elastane.kubernetes.reconcile.bounds import DEAD_KEPT
-from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.context import Draft
 from elastane.kubernetes.reconcile.injection import backend, named_pods, needs_access, rdzv_id
 from elastane.kubernetes.reconcile.manifest import Manifest, owner
 from elastane.kubernetes.reconcile.waiting import waits_for_refusal
-from elastane.stores.kubernetes.letters import dead_in, directive_name, report_name
-from elastane.stores.kubernetes.names import token_of
+from elastane.kubernetes.store.names import token_of
 
 _RBAC = "rbac.authorization.k8s.io"
 
@@ -206,7 +206,7 @@ def _directive(draft: Draft) -> Manifest:
 def _dead(draft: Draft) -> list[str]:
     """Return uids of pods that a kubelet saw end: those that are here, and the newest others.
 
-    Nobody waits for these to come back, nor doubts what they do (`core.rendezvous.fencing`).
+    Nobody waits for these to come back, nor doubts what they do (`coordinator.rules.fencing`).
     """
     name = directive_name(draft.job.name)
     known = [

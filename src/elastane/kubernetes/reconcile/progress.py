@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
+from elastane.kubernetes.bridge.messages import JobReport
 from elastane.kubernetes.model import as_time, since_epoch
 from elastane.kubernetes.model.status import Crashes
 from elastane.kubernetes.reconcile.bounds import CRASHES_TOLD_MIN, QUICK_S
-from elastane.kubernetes.reconcile.draft import Draft
-from elastane.stores.kubernetes.letters import JobReport
+from elastane.kubernetes.reconcile.context import Draft
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

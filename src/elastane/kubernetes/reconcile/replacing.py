@@ -9,11 +9,11 @@ from __future__ import annotations
 from elastane.kubernetes.model import CreatePod, PatchObject, since_epoch
 from elastane.kubernetes.model.names import pod_name
 from elastane.kubernetes.reconcile.bounds import HELD_S
-from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.context import Draft
 from elastane.kubernetes.reconcile.injection import backend, needs_access
 from elastane.kubernetes.reconcile.ledger import avoided, pause_ends_s, unfit
-from elastane.kubernetes.reconcile.loss import is_fenced_for_all
 from elastane.kubernetes.reconcile.manifest import affinity, owner, pod_manifest
+from elastane.kubernetes.reconcile.node_loss import is_fenced_for_all
 from elastane.kubernetes.reconcile.pods import Judged
 from elastane.kubernetes.reconcile.waiting import waits_for_refusal
 

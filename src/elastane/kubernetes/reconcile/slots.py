@@ -6,7 +6,7 @@ those that do not run yet leave before those, so the indices may have gaps.
 
 from __future__ import annotations
 
-from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.context import Draft
 from elastane.kubernetes.reconcile.injection import backend
 
 

@@ -17,7 +17,7 @@ from elastane.kubernetes.model import (
 )
 from elastane.kubernetes.model.names import KIND
 from elastane.kubernetes.reconcile.bounds import REFUSED_FIRST_S, REFUSED_MAX_S, TEXT_CHARS_MAX
-from elastane.kubernetes.reconcile.draft import Draft
+from elastane.kubernetes.reconcile.context import Draft
 
 _NEVER = (400, 422)
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from elastane.core.limits import STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
-from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, StoreError
+from elastane.protocol.limits import STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
+from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.etcd import wire
 from elastane.stores.etcd.server import short_path
 from elastane.stores.etcd.settings import EtcdSettings

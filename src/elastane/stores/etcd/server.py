@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastane.errors import ConfigurationError
-from elastane.runtime.files import process_start
+from elastane.process.files import process_start
 
 BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
 # A first start writes its log ahead and elects itself: half a second here, more on a slow disk.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastane.errors import ConfigurationError
-from elastane.runtime.endpoint import parse_endpoint
+from elastane.process.endpoint import parse_endpoint
 
 PORT = 2379
 # Below it lies a folder for each job; torch's is /torchelastic/p2p, for the same keys of another

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from elastane.core.limits import STORE_TIMEOUT_S
-from elastane.core.unreadable import UNREADABLE
 from elastane.errors import ConfigurationError, LeaseLostError, StoreError
+from elastane.protocol.limits import STORE_TIMEOUT_S
+from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.common import HeldLease, boot_clock
 from elastane.stores.etcd import wire
 from elastane.stores.etcd.gateway import Answer, Gateway

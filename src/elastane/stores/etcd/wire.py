@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from elastane.core.unreadable import UNREADABLE
+from elastane.protocol.unreadable import UNREADABLE
 
 T = TypeVar("T")
 

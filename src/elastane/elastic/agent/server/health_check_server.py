@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from elastane.runtime.health import HealthServer
+from elastane.process.health import HealthServer
 
 __all__ = ["HealthCheckServer", "create_healthcheck_server"]
 _log = logging.getLogger(__name__)

@@ -23,8 +23,6 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from elastane.agent.environment import RunFacts, WorkerFacts, only_device, worker_environment
-from elastane.core.model import Assignment, Fence
 from elastane.elastic import events, timer
 from elastane.elastic.agent.server.api import (
     RunResult,
@@ -49,6 +47,13 @@ from elastane.elastic.rendezvous._one_machine import OneMachineRendezvous
 from elastane.elastic.utils.api import macros
 from elastane.elastic.utils.process_state import is_uninterruptible_state, read_proc_state
 from elastane.errors import ConfigurationError
+from elastane.process.worker_environment import (
+    RunFacts,
+    WorkerFacts,
+    only_device,
+    worker_environment,
+)
+from elastane.protocol.model import Assignment, Fence
 
 __all__ = [
     "TORCHELASTIC_ENABLE_FILE_TIMER",

@@ -18,8 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from elastane.elastic.multiprocessing.errors.error_handler import ErrorHandler
 from elastane.elastic.multiprocessing.errors.handlers import get_error_handler
-from elastane.job import record as job_record
-from elastane.runtime.errorfile import read_error_file
+from elastane.process.errorfile import read_error_file
+from elastane.worker import record as job_record
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from elastane.job.record import ErrorFileHandler
-from elastane.runtime.errorfile import with_error_code
+from elastane.process.errorfile import with_error_code
+from elastane.worker.record import ErrorFileHandler
 
 __all__ = ["ErrorHandler"]
 

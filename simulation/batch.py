@@ -1,0 +1,87 @@
+"""Many histories, in one process or several; the first that fails ends it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import msgspec
+
+from simulation.history import History, HistoryFailedError
+from simulation.setting import setting_of
+
+# Seeds of one task: about a second.
+_CHUNK = 200
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """What was played; `failed` is a seed and whether its job had a store."""
+
+    histories: int = 0
+    worlds: int = 0
+    steps: int = 0
+    messages: int = 0
+    restarts: int = 0
+    failed: tuple[int, bool] | None = None
+
+    def add(self, other: Tally) -> None:
+        """Count what `other` counted."""
+        self.histories += other.histories
+        self.worlds += other.worlds
+        self.steps += other.steps
+        self.messages += other.messages
+        self.restarts += other.restarts
+        self.failed = self.failed or other.failed
+
+
+def play(
+    seeds: range,
+    modes: Sequence[bool],
+    jobs: int = 1,
+    *,
+    in_place: bool = False,
+    span: int = 0,
+) -> Tally:
+    """Play each seed with a store (True) or without (False), as `modes` says."""
+    total = Tally()
+    for tally in _chunks(seeds, modes, jobs, in_place, span):
+        total.add(tally)
+        if total.failed:
+            break
+    return total
+
+
+def _chunks(
+    seeds: range, modes: Sequence[bool], jobs: int, in_place: bool, span: int
+) -> Iterator[Tally]:
+    tasks = [
+        (seeds[at : at + _CHUNK], store_backed, in_place, span)
+        for at in range(0, len(seeds), _CHUNK)
+        for store_backed in modes
+    ]
+    if jobs <= 1:
+        yield from (_play_chunk(*task) for task in tasks)
+        return
+    # Each process is a new interpreter: nothing is forked that may hold a lock.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        act: Callable[[range, bool, bool, bool], Tally] = _play_chunk
+        yield from pool.map(act, *zip(*tasks, strict=True))
+
+
+def _play_chunk(seeds: range, store_backed: bool, in_place: bool, span: int) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        tally.histories += 1
+        try:
+            setting = setting_of(seed, store_backed=store_backed, in_place=in_place, span=span)
+            result = History(setting).run()
+        except HistoryFailedError:
+            tally.failed = (seed, store_backed)
+            return tally
+        tally.worlds += result.worlds
+        tally.steps += result.steps
+        tally.messages += result.messages
+        tally.restarts += result.restarts_used
+    return tally

@@ -1,0 +1,287 @@
+"""What must hold in every history, checked at every event that could break it.
+
+A `Violation` says in one sentence what was broken. The invariants that production asserts too
+come from `coordinator.rules.invariants`; the restart budget is `ledger`'s, liveness `history`'s.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from elastane.coordinator.rules import invariants
+from elastane.errors import ExitCode
+from elastane.protocol.effects import Exit
+from elastane.protocol.log_events import Note
+from elastane.protocol.messages import Assign, Close, ToAgent
+from elastane.protocol.model import Assignment, Fence, Member, Outcome, Record, World
+from simulation.ledger import Ledger, PerDeath
+from simulation.line import Line
+from simulation.store import Filed
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+    from simulation.node import SimulatedNode
+    from simulation.places import Household
+    from simulation.seat import Seat
+    from simulation.workers import LocalGroup, Run
+
+
+class Violation(AssertionError):
+    """Something that must always hold did not."""
+
+
+class Checks:
+    """What was seen of one history, held against what must hold."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._durable: dict[Fence, tuple[Member, ...]] = {}
+        self._worlds: dict[Fence, list[tuple[Member, ...]]] = {}
+        self._rounds: dict[int, tuple[Member, ...]] = {}
+        self._bases: list[int] = []
+        self._bases_of: tuple[Member, ...] = ()
+        self._given: dict[Fence, dict[int, Assignment]] = {}
+        self._started: dict[str, Fence] = {}
+        self._targets: dict[tuple[Fence, str, int], int | None] = {}
+        self._stepped: Fence | None = None
+        self.outcome: Outcome | None = None
+        # When, and the numbers of workers of the nodes whose agents were connected.
+        self.ended_s, self.here = 0.0, list[int]()
+        self.ledger = (PerDeath if cluster.in_place else Ledger)(cluster)
+        self.line = Line(cluster, self._require, self.stepped)
+        self.settled = 0
+        self.steps = 0
+        self.step_s = 0.0
+
+    def filed(self, before: Filed, after: Filed) -> None:
+        """The store has a new record: terms only grow, and a new term changes nothing else."""
+        self._require(
+            after.term >= before.term, f"term {after.term} has written after {before.term}"
+        )
+        if after.term > before.term:
+            self._require(
+                after.record == before.record, f"term {after.term} began with another record"
+            )
+        elif after.record is not None:
+            self.wrote(before.record, after.record, durable=True)
+
+    def noted(self, note: Note) -> None:
+        """Somebody told the event log."""
+        self._require(not (fault := self.ledger.noted(note)), fault)
+
+    def wrote(self, before: Record | None, after: Record, *, durable: bool) -> None:
+        """A record was written; without a store it only shows what was decided."""
+        self._require(not (fault := invariants.broken_record(before, after)), fault)
+        if before is not None and before.world is not None and after.world is not None:
+            self._placed(before.world, after.world)
+        if self.outcome is not None and durable:
+            self._require(after.outcome == self.outcome, "the job went on after its end")
+        self.outcome = after.outcome
+        self._require(not (fault := self.ledger.wrote(after, durable=durable)), fault)
+        if after.world is not None:
+            self._settled(after.world.fence, after.world.members, durable=durable)
+        if after.outcome is not None and (before is None or before.outcome is None):
+            self._ended(after, after.outcome)
+
+    def _placed(self, before: World, after: World) -> None:
+        """Who arrives without a wish for a rank comes after all who were there."""
+        if self._cluster.in_place:
+            return  # The order is that of processes: see `line`.
+        known = {member.node_id for member in before.members}
+        places = [
+            member.node_id in known
+            for member in after.members
+            if member.node_id in known or self._cluster.nodes[member.node_id].node_rank is None
+        ]
+        self._require(
+            places == sorted(places, reverse=True),
+            f"{after.fence}: an arrival was put before survivors",
+        )
+
+    def _settled(self, fence: Fence, members: tuple[Member, ...], *, durable: bool) -> None:
+        known = self._rounds.setdefault(fence.round, members)
+        if known != members and not durable:
+            # The endpoint came back without a memory, and nobody was left who could tell it.
+            self._rounds[fence.round] = members
+            for forgotten in [each for each in self._given if each.round == fence.round]:
+                del self._given[forgotten]
+        if durable:
+            self._require(known == members, f"two memberships in round {fence.round}")
+        self.settled += fence not in self._durable
+        if members not in (worlds := self._worlds.setdefault(fence, [])):
+            worlds.append(members)
+        self._durable.pop(fence, None)
+        self._durable[fence] = members
+
+    def _ended(self, record: Record, outcome: Outcome) -> None:
+        self.ended_s = self._cluster.clock.now_s
+        self.here = [
+            node.size
+            for node in self._cluster.nodes.values()
+            if node.session is not None
+            and not node.signalled
+            and node.incarnation not in self._cluster.given_up
+        ]
+        if outcome.slug == "worker-failed":
+            self._require(
+                record.restarts_used == record.spec.max_restarts,
+                f"the job failed with {record.restarts_used} of {record.spec.max_restarts}"
+                " restarts used",
+            )
+        if outcome.ok:
+            saved, steps = self._cluster.saved_step, self._cluster.training.script.steps
+            self._require(
+                saved >= steps,
+                f"the job ended well at step {saved} of {steps}",
+            )
+
+    @property
+    def nodes_stepped(self) -> int:
+        """Return how many nodes the world has that made the last step."""
+        return len(self._durable[self._stepped]) if self._stepped is not None else 0
+
+    def members_before(self, fence: Fence) -> tuple[Member, ...]:
+        """Return who was in the last world that was settled before the one of `fence`."""
+        # By time: an endpoint that has no memory settles a round again.
+        known = [*self._durable]
+        before = known[: known.index(fence)] if fence in self._durable else known
+        return self._durable[before[-1]] if before else ()
+
+    def settled_between(self, first: Fence, last: Fence) -> list[tuple[Member, ...]]:
+        """Return the members of all worlds that were settled between two others."""
+        return [members for fence, members in self._durable.items() if first < fence < last]
+
+    @property
+    def restarts_used(self) -> int:
+        """Return how many restarts were charged."""
+        return self.ledger.used
+
+    def sends(self, seat: Seat, session: int, message: ToAgent) -> None:
+        """A coordinator sends."""
+        if isinstance(message, Assign):
+            given = message.assignment
+            self._require(
+                session not in seat.leaving, f"{given.fence} was given to a node that is to leave"
+            )
+            self._require(
+                given.fence in self._durable, f"{given.fence} was assigned before it was durable"
+            )
+            self._ranked(given)
+            out = seat.fenced.intersection(m.incarnation for m in self._durable[given.fence])
+            self._require(not out, f"{given.fence} has a place for {out}, whom the owner gave up")
+        if isinstance(message, Close) and seat.election is not None:
+            self._require(
+                self.outcome == message.outcome, "agents were told of an end that is not durable"
+            )
+
+    def _ranked(self, given: Assignment) -> None:
+        seats = self._given.setdefault(given.fence, {})
+        self._require(
+            seats.setdefault(given.node_rank, given).rank_base == given.rank_base,
+            f"{given.fence}: two assignments of node rank {given.node_rank}",
+        )
+        members = self._durable[given.fence]
+        if self._bases_of is not members:
+            self._bases_of = members
+            self._bases = [0, *accumulate(member.size for member in members)]
+        bases = self._bases
+        # Hosts are reached by their names here, so the first member's is where all are to meet.
+        found = (given.nodes, given.world_size, given.rank_base, given.master_addr)
+        right = (len(members), bases[-1], bases[given.node_rank], members[0].node_id)
+        self._require(found == right, f"{given.fence}: assigned {found}, not {right}")
+
+    def starts(self, node: SimulatedNode, assignment: Assignment) -> None:
+        """An agent starts workers."""
+        fence = assignment.fence
+        if assignment.waiting:
+            return
+        # Without a store, an agent that is new has no memory that could hold the fences up.
+        owner = node.name if self._cluster.store_backed else f"{node.name}.{node.life}"
+        last = self._started.get(owner)
+        self._require(
+            last is None or fence > last, f"{node.name} started {fence} after it started {last}"
+        )
+        self._started[owner] = fence
+        self.placed(node, assignment)
+
+    def placed(self, node: SimulatedNode, assignment: Assignment) -> None:
+        """An agent gives workers a place in a world."""
+        assert node.core is not None
+        fence = assignment.fence
+        self._require(
+            assignment.node_rank > 0 or assignment.master_port == node.core.offer.port,
+            f"{fence} is to meet at port {assignment.master_port} of {node.name}, which is free",
+        )
+        # One that the endpoint's coordinator forgot may have had the same fence before.
+        worlds = self._worlds[fence][-1:] if self._cluster.store_backed else self._worlds[fence]
+        rank = assignment.node_rank
+        places = [
+            (members[rank].incarnation, members[rank].workers)
+            for members in worlds
+            if rank < len(members)
+        ]
+        self._require(
+            (f"{node.name}.{node.life}", assignment.workers) in places,
+            f"{node.name}.{node.life} started the workers of {places}",
+        )
+
+    def meets(self, run: Run, group: LocalGroup) -> None:
+        """Workers of a node come to a process-group store."""
+        self._require(
+            run.fence == group.fence,
+            f"workers of {group.fence} on {group.host} met those of {run.fence}",
+        )
+
+    def stepped(self, fence: Fence) -> None:
+        """A world has made a step: nobody of an older one may make another."""
+        self.steps += 1
+        self.step_s = self._cluster.clock.now_s
+        if self._cluster.store_backed:
+            self._require(
+                self._stepped is None or fence >= self._stepped,
+                f"{fence} made a step after {self._stepped} had: two sides train",
+            )
+            self._require(self.outcome is None, f"{fence} made a step after the job's end")
+        self._stepped = fence
+
+    def aims(self, node: SimulatedNode, group: LocalGroup | Household, calls: int | None) -> None:
+        """The workers of a node are told at which call to checkpoint."""
+        at = group.assignment  # An endpoint that forgot all may settle a fence once more.
+        met = (group.fence, at.master_addr, at.master_port)
+        known = self._targets.setdefault(met, calls)
+        self._require(
+            known == calls, f"{group.fence}: told to checkpoint at call {known} and at {calls}"
+        )
+        self._require(
+            calls is None or group.saved or group.passed < calls,
+            f"{group.fence}: {node.name} went past call {group.passed} before it was told {calls}",
+        )
+
+    def exits(self, node: SimulatedNode, exit_: Exit) -> None:
+        """An agent ends by its own decision."""
+        allowed = {int(ExitCode.DRAINED)} if node.signalled else set[int]()
+        if exit_.outcome is not None and exit_.outcome.slug == "no-coordinator":
+            allowed.add(ExitCode.TRY_AGAIN)
+        elif exit_.outcome is not None and exit_.outcome.slug == "job-closed":
+            self._require(not node.welcomed, f"{node.name} was in the job, and was refused")
+            allowed.add(ExitCode.CONFIGURATION)
+        elif exit_.outcome is not None and exit_.outcome.slug == "node-fenced":
+            given_up = node.incarnation in self._cluster.given_up
+            self._require(given_up, f"{node.name} was turned away as if it were given up")
+            allowed.add(ExitCode.TRY_AGAIN)
+        elif exit_.outcome is not None:
+            known = ("", "worker-failed", "rdzv-timeout")
+            self._require(
+                exit_.outcome.slug in known, f"{node.name} was refused: {exit_.outcome.reason}"
+            )
+            allowed.add(exit_.outcome.exit_code)
+        else:
+            allowed.add(ExitCode.DONE)
+        self._require(
+            exit_.code in allowed, f"{node.name} exits with {exit_.code}, not one of {allowed}"
+        )
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise Violation(what)

@@ -1,0 +1,381 @@
+"""The whole control plane of one job in virtual time: nodes, network, store, coordinators.
+
+Owns the wiring and what can be done to it from outside (crash, pause, cut, drain); what goes
+wrong when is `faults`' business, what must hold is `checks`'.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from elastane.protocol.effects import Exit
+from elastane.protocol.events import Fenced, Resized, Signalled
+from elastane.protocol.log_events import Note
+from elastane.protocol.messages import ToAgent, ToCoordinator
+from elastane.protocol.model import JobSpec
+from elastane.protocol.sharding import bounds
+from simulation.checks import Checks
+from simulation.clock import HostClock, VirtualClock
+from simulation.election import Election
+from simulation.network import Network, Session
+from simulation.node import SimulatedNode
+from simulation.residents import Residents
+from simulation.seat import Seat
+from simulation.steps import Step
+from simulation.store import Published, SimulatedStore
+from simulation.story import Story
+from simulation.workers import HasHosts, Script, Still, Training
+
+# A host's end is heard of, and told to the job, within this: later than its peers see it.
+_HEARD_S = 0.15
+
+
+class Cluster:
+    """One job on simulated nodes; the first node owns the endpoint of the default store."""
+
+    def __init__(
+        self, spec: JobSpec, script: Script, rng: random.Random, *, store_backed: bool
+    ) -> None:
+        self.spec, self.rng, self.store_backed = spec, rng, store_backed
+        self.in_place = script.in_place
+        # How many nodes the job's owner wants, as each coordinator is told.
+        self.wanted: Resized | None = None
+        # The incarnations of agents that the owner has given up, as each coordinator is told.
+        self.given_up: tuple[str, ...] = ()
+        self.sees_deaths = False  # the job's owner hears of hosts that crash, and tells
+        self.dead: tuple[str, ...] = ()
+        self.still = Still()
+        self.clock = VirtualClock()
+        self.story = Story(self.clock)
+        self.network = Network(self.clock, rng)
+        self.store = SimulatedStore(self.clock, rng)
+        self.checks = Checks(self)
+        self.store.on_write = self.checks.filed
+        # One of the two has the job's workers.
+        self.training = Training(self.clock, rng, script, self._can_step, self.checks, self.still)
+        self.residents = Residents(self.clock, rng, script, self._can_step, self.checks, self.still)
+        self.still.is_overdue = lambda host: self.nodes[host].is_overdue
+        self.nodes: dict[str, SimulatedNode] = {}
+        self.seats: dict[str, Seat] = {}
+        self.disturbed_s = 0.0
+        self.drifts: tuple[float, ...] = (1.0,)
+        self.on_step: Callable[[str, Step], bool] = lambda host, step: False
+        self._by_session: dict[int, Seat] = {}
+        self.paused = 0
+        self.coordinators = 0  # how many there were
+        self.upset = False  # anything went wrong yet but deaths of workers
+        self.torn = False  # anything but processes and hosts that died
+        self.drained = False  # somebody left, or came late
+        self._waiting: dict[str, list[Callable[[], None]]] = {}
+
+    @property
+    def endpoint(self) -> str:
+        """The host that owns the endpoint."""
+        return next(iter(self.nodes))
+
+    @property
+    def fewest(self) -> int:
+        """How many nodes there must be for the job to train, and to begin anew."""
+        return max(self._bounds[0], (self.wanted or self.spec).min_nodes)
+
+    @property
+    def most(self) -> int:
+        """How many nodes have a place."""
+        return self._bounds[1]
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        wanted = self.wanted or self.spec
+        return bounds(wanted.min_nodes, wanted.max_nodes, max(1, self.residents.script.span))
+
+    def resize(self, min_nodes: int, max_nodes: int) -> None:
+        """The job's owner wants another number of nodes."""
+        self.wanted = Resized(min_nodes=min_nodes, max_nodes=max_nodes)
+        for seat in [*self.seats.values()]:
+            seat.take(self.wanted)
+
+    def give_up(self, name: str) -> None:
+        """The job's owner takes the agent of a host for lost: nobody is to let it in again."""
+        incarnation = self.nodes[name].incarnation
+        if incarnation and incarnation not in self.given_up:
+            self.story.tell(f"FAULT the job's owner gives agent {incarnation} up")
+            self.given_up += (incarnation,)
+            self.tell_fenced()
+
+    def tell_fenced(self) -> None:
+        """All coordinators hear whom the job's owner has given up, and who is dead."""
+        for seat in [*self.seats.values()]:
+            seat.take(Fenced(self.given_up, self.dead))
+
+    def add(self, size: int, node_rank: int | None = None) -> SimulatedNode:
+        """Return a new host, with nothing on it yet."""
+        # Clocks of hosts have nothing to do with each other; whoever compares them is found.
+        clock = HostClock(self.clock, self.rng.random() * 1e6, self.rng.choice(self.drifts))
+        node = SimulatedNode(self, f"n{len(self.nodes)}", size, node_rank, clock)
+        self.nodes[node.name] = node
+        return node
+
+    def boot(self, node: SimulatedNode, warm_s: float = 0.0) -> None:
+        """Start an agent, and the coordinator where this is the endpoint of the default store."""
+        if not self.store_backed and node.name == self.endpoint and node.name not in self.seats:
+            self.seats[node.name] = Seat(self, node.name, None)
+        elif self.store_backed and node.name in self.seats:
+            self.seats[node.name].end("its process has ended", clean=False)
+        node.boot(warm_s)
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the last checkpoint."""
+        return (self.residents if self.in_place else self.training).saved_step
+
+    def kill_worker(self, name: str, local_rank: int) -> bool:
+        """SIGKILL to one worker of a host; return whether there are any."""
+        node = self.nodes[name]
+        found = node.household is not None or node.group is not None
+        if self.in_place and node.household is not None:
+            self.residents.crash(node.household, local_rank)
+        elif node.group is not None:
+            self.training.crash(node.group, local_rank)
+        return found
+
+    # What a host does.
+
+    def on_host(self, host: str, act: Callable[[], None]) -> None:
+        """Do `act` on a host: later, while it is paused."""
+        if self.nodes[host].paused:
+            self._waiting.setdefault(host, []).append(act)
+        else:
+            act()
+
+    def dies_at(self, host: str, step: Step) -> bool:
+        """Whether what runs on `host` is killed in this place of its work, as was planned."""
+        return step is not Step.NONE and self.on_step(host, step)
+
+    def find(self, node: SimulatedNode) -> None:
+        """Look for the coordinator on behalf of `node`, and seek the seat meanwhile."""
+        if not self.store_backed:
+            self._connect(node, self.endpoint)
+            return
+        life = node.life
+
+        def found(seated: tuple[Published | None] | None) -> None:
+            if not node.alive or node.life != life or node.session is not None:
+                return
+            if seated is None:
+                node.not_found("the store does not answer")
+                return
+            self.stand(node)
+            if seated[0] is None:
+                node.not_found("no coordinator has been elected yet")
+            else:
+                self._connect(node, seated[0].host)
+
+        self.store.ask(node.name, self.store.seated, found)
+
+    def ask_seated(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
+        """Ask the store who the coordinator is."""
+        self.store.ask(
+            node.name,
+            self.store.seated,
+            lambda seated: answer(seated[0].host if seated and seated[0] else ""),
+        )
+
+    def stand(self, node: SimulatedNode) -> None:
+        """Try once to become the coordinator, where no other try is under way."""
+        if node.election is not None or node.name in self.seats:
+            return
+        election = node.election = Election(self, node.name)
+
+        def answer(won: bool | None) -> None:
+            node.election = None
+            if won:
+                self.story.tell(f"{node.name} is elected in term {election.term}")
+                self.seats[node.name] = Seat(self, node.name, election)
+
+        election.campaign(answer, node.job_is_over)
+
+    def _connect(self, node: SimulatedNode, host: str) -> None:
+        life = node.life
+
+        def arrive() -> None:
+            if not node.alive or node.life != life or node.session is not None:
+                return
+            seat = self.seats.get(host)
+            if not self.network.linked(node.name, host) or self.nodes[host].paused:
+                node.not_found(f"{host} does not answer")
+            elif seat is None or not seat.alive:
+                node.not_found(f"{host} refuses the connection")
+            else:
+                session = self.network.open(node.name, host)
+                self._by_session[session.number] = seat
+                seat.welcome(session)
+                node.linked(session)
+
+        self.clock.after(self.network.dial_s(node.name, host), arrive)
+
+    def send_up(self, session: Session, message: ToCoordinator) -> None:
+        """Carry a message of an agent."""
+        seat = self._by_session[session.number]
+        self.network.carry(session, session.up, lambda: seat.hear(session, message))
+
+    def send_down(self, session: Session, message: ToAgent) -> None:
+        """Carry a message of a coordinator."""
+        node = self.nodes[session.up.source]
+        self.network.carry(session, session.down, lambda: node.told(session, message))
+
+    def close_from_agent(self, session: Session, reason: str, *, clean: bool) -> None:
+        """End a session; `clean`: the agent's process is gone."""
+        seat = self._by_session[session.number]
+        self.network.carry(session, session.up, lambda: seat.lose(session, reason, clean))
+
+    def close_from_seat(self, session: Session, reason: str) -> None:
+        """End a session from the coordinator's side."""
+        node = self.nodes[session.up.source]
+        self.network.carry(session, session.down, lambda: node.unlinked(session, reason))
+
+    def agent_exits(self, node: SimulatedNode, exit_: Exit) -> None:
+        """The agent ends by its own decision."""
+        self.story.tell(f"{node.name}: agent exits with {exit_.code}: {exit_.reason}")
+        self.checks.exits(node, exit_)
+        self._forgets(node.name)
+        node.die()
+        session, node.session = node.session, None
+        if session is not None:
+            self.close_from_agent(session, "the agent has exited", clean=True)
+        seat = self.seats.get(node.name)
+        if seat is not None and not seat.is_ending:
+            seat.end("its agent has exited", clean=True)
+
+    def seat_ended(self, seat: Seat) -> None:
+        """Forget a coordinator."""
+        if self.seats.get(seat.host) is seat:
+            del self.seats[seat.host]
+
+    def note(self, host: str, note: Note) -> None:
+        """Take a note into the story."""
+        self.checks.noted(note)
+        at = f" [{note.fence}]" if note.fence else ""
+        self.story.tell(f"{note.node_id or host}: {note.kind.value}{at}: {note.reason}")
+
+    # What is done to a host.
+
+    def crash(self, name: str, why: str, *, silent: bool = False) -> None:
+        """Agent, workers and coordinator of a host die; `silent`: as when its power fails."""
+        node = self.nodes[name]
+        if not node.alive and name not in self.seats:
+            return
+        self.story.tell(f"FAULT {name} crashes{' silently' if silent else ''}: {why}")
+        self.disturbed_s = self.clock.now_s
+        self._forgets(name)
+        # Its agents notice later than its successor waits for them.
+        self.torn = self.torn or (silent and name in self.seats)
+        self._waiting.pop(name, None)
+        node.die()
+        node.life += 1
+        if self.sees_deaths and node.incarnation not in self.dead:
+            self.dead += (node.incarnation,)
+            self.clock.after(_HEARD_S, self.tell_fenced)
+        session, node.session = node.session, None
+        if session is not None:
+            if silent:
+                session.half_open = True
+            else:
+                self.close_from_agent(session, "EOF", clean=True)
+        seat = self.seats.get(name)
+        if seat is not None:
+            seat.end("its host has crashed", clean=False, tells=not silent)
+
+    def _forgets(self, name: str) -> None:
+        """Without a store the job's memory goes with the endpoint."""
+        self.torn = self.torn or (not self.store_backed and name == self.endpoint)
+
+    def pause(self, name: str, for_s: float, *, suspended: bool = False) -> None:
+        """Nothing runs on a host for a while; `suspended`: nor does its monotonic clock."""
+        node = self.nodes[name]
+        if node.stands_still or not (node.alive or name in self.seats):
+            return
+        how = "is suspended" if suspended else "stands still"
+        self.story.tell(f"FAULT {name} {how} for {for_s:.1f} s")
+        self._stop(node, ("agent", "workers", "warden"), for_s)
+        if suspended:
+            node.clock.suspend()
+
+    def stop_processes(self, name: str, kinds: Sequence[str], for_s: float) -> None:
+        """SIGSTOP to some processes of a host, and to no other: agent, workers, warden."""
+        node = self.nodes[name]
+        if node.alive and not node.stands_still:
+            self.story.tell(f"FAULT {' and '.join(kinds)} of {name} stand still for {for_s:.1f} s")
+            self._stop(node, kinds, for_s)
+
+    def _stop(self, node: SimulatedNode, kinds: Sequence[str], for_s: float) -> None:
+        name, life, from_s = node.name, node.life, node.clock.now_s
+        node.paused = "agent" in kinds
+        node.workers_paused, node.warden_paused = "workers" in kinds, "warden" in kinds
+        self.paused += "workers" in kinds
+
+        def resume() -> None:
+            self.paused -= "workers" in kinds
+            node.clock.wake()
+            if node.life != life or not node.stands_still:
+                return
+            self.story.tell(f"{name} goes on")
+            waiting = self._waiting.pop(name, [])
+            if node.paused:
+                self._stood_still(name, node.clock.now_s - from_s)
+            node.resume()
+            for act in waiting:
+                self.on_host(name, act)
+
+        self.clock.after(for_s, resume)
+
+    def _stood_still(self, name: str, for_s: float) -> None:
+        seat = self.seats.get(name)
+        if seat is not None:
+            seat.stood_still(for_s)
+
+    def jump_clock(self, name: str, by_s: float) -> None:
+        """The clocks of a host go forward at once."""
+        self.story.tell(f"FAULT the clocks of {name} go forward by {by_s:.1f} s")
+        self.nodes[name].clock.jump(by_s)
+        if not self.nodes[name].paused:  # else it is seen when the host goes on
+            self._stood_still(name, by_s)
+
+    def drain(self, name: str) -> None:
+        """SIGTERM to an agent."""
+        node = self.nodes[name]
+        if node.alive and not node.paused:
+            self.story.tell(f"FAULT SIGTERM to the agent of {name}")
+            node.signalled, self.drained = True, True
+            node.signals += 1
+            node.feed(Signalled("SIGTERM"))
+
+    def break_session(self, name: str, reason: str) -> None:
+        """The session of an agent breaks."""
+        session = self.nodes[name].session
+        if session is not None:
+            self.story.tell(f"FAULT session of {name} breaks: {reason}")
+            self.close_from_seat(session, reason)
+            self._by_session[session.number].lose(session, reason, False)
+
+    def deaden_session(self, name: str) -> None:
+        """The session of an agent loses all that is sent over it."""
+        session = self.nodes[name].session
+        if session is not None:
+            self.story.tell(f"FAULT session of {name} goes dead")
+            session.half_open = True
+
+    def delay_session(self, name: str, by_s: float) -> None:
+        """All that is sent over the session of an agent comes late, perhaps after a newer one's."""
+        session = self.nodes[name].session
+        if session is not None:
+            self.story.tell(f"FAULT session of {name} delays all by {by_s:.1f} s")
+            session.lag_s = by_s
+
+    def _can_step(self, run: HasHosts) -> bool:
+        if self.network.is_whole and not self.paused:
+            return True
+        hosts = run.hosts
+        return not any(self.nodes[host].workers_paused for host in hosts) and all(
+            self.network.linked(one, other) for one in hosts for other in hosts if one < other
+        )

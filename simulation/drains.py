@@ -1,0 +1,70 @@
+"""Drains of simulated workers that recover in place: all park at one boundary, or save there.
+
+A save is all workers' of a world together: each waits until the others are there and know of it,
+or are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastane.protocol.events import GroupDrained, GroupMarked
+from simulation.clock import VirtualClock
+from simulation.places import Gathering, Household
+
+
+class Drains:
+    """Those of one job; `save` takes the step of a state that was saved."""
+
+    def __init__(self, clock: VirtualClock, save: Callable[[int], None]) -> None:
+        self._clock, self._save = clock, save
+
+    def mark(self, group: Household) -> None:
+        """Gate the workers, and tell the boundary to which the furthest has come."""
+        group.gated, fence = True, group.fence
+        calls = group.furthest
+        if calls is not None:
+            calls += 1  # As pages have it: the boundary before the first step is number 1.
+        self._clock.after(0.003, lambda: group.feed(GroupMarked(fence, calls)))
+
+    def aim(self, group: Household, calls: int | None, *, stops: bool) -> None:
+        """Let all workers park at boundary `calls`, counted from 1; and save, where it `stops`."""
+        group.target = None if calls is None else calls - 1
+        group.aimed_s, group.stops, group.drained = self._clock.now_s, stops, False
+        self.mind(group)
+
+    def mind(self, group: Household) -> None:
+        """Tell once nobody of a node goes on: all are parked, or cannot be asked."""
+        self._mind(group)
+        for world in _worlds_of(group):
+            self.mind_all(world)
+
+    def mind_all(self, world: Gathering) -> None:
+        """The same of all nodes of a world: of what one does others may have waited for."""
+        for group in [*{id(w.group): w.group for w in world.workers.values()}.values()]:
+            self._mind(group)
+
+    def _mind(self, group: Household) -> None:
+        if group.aimed_s is None or group.drained or group.phase != "running":
+            return
+        if group.target is not None:
+            if any(w.stage != "parked" for w in group.placed()):
+                return
+            if group.stops and not all(map(self._is_saved, _worlds_of(group))):
+                return
+        group.drained, fence, stops = True, group.fence, group.stops
+        self._clock.after(0.002, lambda: group.feed(GroupDrained(fence, stops)))
+
+    def _is_saved(self, world: Gathering) -> bool:
+        """Whether a save is over; it came to nothing where somebody is lost."""
+        members = [*world.workers.values()]
+        if len(members) < world.size or any(w.world is not world for w in members):
+            return True
+        if not all(w.stage == "parked" and w.group.stops for w in members):
+            return False
+        self._save(members[0].calls)
+        return True
+
+
+def _worlds_of(group: Household) -> list[Gathering]:
+    return [*{id(w.world): w.world for w in group.placed() if w.world is not None}.values()]

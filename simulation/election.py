@@ -1,0 +1,253 @@
+"""One node's way to the seat of a store-backed job: what stores.election does, in virtual time.
+
+Take the lease, see that the job has not ended, rewrite the record under the own term, and only
+then serve; renew; make each decision durable with patience. It is played and not imported, since
+the real one waits for tasks and sockets; `tests/unit` and `tests/conformance` hold that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from elastane.protocol.limits import LEASE_MARGIN, SAVE_PATIENCE_S, STORE_POLL_S
+from elastane.protocol.model import Outcome, Record
+from simulation.clock import Timer
+from simulation.store import Filed, Published
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+T = TypeVar("T")
+# True: done. False: another may decide. None: the store did not answer.
+Answer = Callable[[bool | None], None]
+
+
+class Election:
+    """One candidacy of one agent; it ends with the life of the agent, or by `resign`."""
+
+    def __init__(self, cluster: Cluster, host: str) -> None:
+        self._cluster, self.host = cluster, host
+        self._node = cluster.nodes[host]
+        self._life = self._node.life
+        self._ttl_s = cluster.spec.timing.lease_ttl_s
+        self.over = False
+        self.term = 0
+        self.fenced_term = 0
+        self.filed = Filed()
+        self.previous_holder = ""
+        self._until_s = 0.0
+        self._waiting: list[Answer] = []
+        self._told_held = True
+        self._end = Timer(lambda: None)
+        self.on_authority: Callable[[bool, str], None] = lambda held, reason: None
+        self.on_lost: Callable[[str], None] = lambda why: None
+
+    def held(self) -> bool:
+        """Whether this node may decide at this moment."""
+        return (
+            not self.over
+            and self.term == self.fenced_term
+            and self._node.clock.boot_s < self._until_s
+        )
+
+    def campaign(self, answer: Answer, closed: Callable[[Outcome], None]) -> None:
+        """Try once; `closed` is called where the job has ended."""
+        begun_s = self._node.clock.boot_s
+
+        def leased(term: int | None) -> None:
+            if not term:
+                self._give_up(answer)
+                return
+            self.term, self._until_s = term, self._end_of(begun_s)
+            self._ask(self._cluster.store.read, opened)
+
+        def opened(filed: Filed | None) -> None:
+            if filed is None:
+                self._give_up(answer)
+            elif filed.record is not None and filed.record.outcome is not None:
+                self.resign()
+                closed(filed.record.outcome)
+            else:
+                self._fence(fenced)
+
+        def fenced(done: bool | None) -> None:
+            if done:
+                self._ask(self._cluster.store.seated, followed)
+            else:
+                self._give_up(answer)
+
+        def followed(seated: tuple[Published | None] | None) -> None:
+            if seated is None:
+                self._give_up(answer)
+                return
+            self.previous_holder = seated[0].host if seated[0] else ""
+            answer(True)
+
+        host, ttl_s = self.host, self._ttl_s
+        self._ask(lambda: self._cluster.store.take(host, ttl_s), leased)
+
+    def keep(self) -> None:
+        """Renew the lease until it is lost; tell when it runs out, and when it is held again."""
+        self._renew(self._kept)
+        self._mind_end()
+
+    def publish(self) -> None:
+        """Tell all agents where this coordinator is."""
+        seat = Published(self.term, self.host)
+
+        def told(done: bool | None) -> None:
+            if done is None:
+                self._later(STORE_POLL_S, self.publish)
+            elif not done:
+                self._lose("another coordinator is published")
+
+        self._ask(lambda: self._cluster.store.publish(seat), told)
+
+    def save(self, record: Record, done: Callable[[str], None]) -> None:
+        """Make `record` durable under the own term; `done` gets why it may not be, or nothing."""
+        deadline_s = self._node.clock.now_s + SAVE_PATIENCE_S
+
+        def once() -> None:
+            self._assure(lambda may: self._file(record, written) if may else written(may))
+
+        def written(is_done: bool | None) -> None:
+            if is_done is None and self._node.clock.now_s < deadline_s:
+                self._later(STORE_POLL_S, once)
+            elif is_done is None:
+                done("its record could not be written in time")
+            elif is_done:
+                self._assure(lambda may: done("") if may else written(may))
+            else:
+                done("another coordinator has written")
+
+        once()
+
+    def resign(self) -> None:
+        """Give the lease up, if the store hears of it."""
+        self.over, term = True, self.term
+        if term:
+            store = self._cluster.store
+            store.ask(self.host, lambda: store.release(term), lambda _: None)
+
+    # Private.
+
+    def _file(self, record: Record, answer: Answer) -> None:
+        after = Filed(self.fenced_term, record, self.filed.version)
+
+        def written(result: tuple[bool, Filed] | None) -> None:
+            if result is None:
+                answer(None)
+                return
+            is_done, self_or_other = result
+            if is_done:
+                self.filed = self_or_other
+                answer(True)
+            elif self_or_other.term == self.fenced_term:  # a write whose reply was lost
+                self.filed = self_or_other
+                self._file(record, answer)
+            else:
+                answer(False)
+
+        self._ask(lambda: self._cluster.store.write(after), written)
+
+    def _fence(self, answer: Answer) -> None:
+        """Rewrite the record under this term: no predecessor's write succeeds after it."""
+
+        def read(filed: Filed | None) -> None:
+            if filed is None:
+                answer(None)
+                return
+            mine = (self.fenced_term, self.term)
+            if filed.term > self.term or (self.fenced_term and filed.term not in mine):
+                answer(False)
+                return
+            after = Filed(self.term, filed.record, filed.version)
+            self._ask(lambda: self._cluster.store.write(after), written)
+
+        def written(result: tuple[bool, Filed] | None) -> None:
+            if result is None:
+                answer(None)
+            elif not result[0]:
+                self._fence(answer)
+            else:
+                self.filed, self.fenced_term = result[1], self.term
+                answer(True)
+
+        self._ask(self._cluster.store.read, read)
+
+    def _assure(self, answer: Answer) -> None:
+        if self.held():
+            answer(True)
+        else:
+            self._renew(answer)
+
+    def _renew(self, answer: Answer) -> None:
+        """Renew; who asks meanwhile gets the same answer."""
+        self._waiting.append(answer)
+        if len(self._waiting) > 1:
+            return
+        begun_s, host, term = self._node.clock.boot_s, self.host, self.term
+
+        def renewed(found: int | None) -> None:
+            if not found:
+                reply(None if found is None else False)
+                return
+            self.term, self._until_s = found, self._end_of(begun_s)
+            if self.term != self.fenced_term:  # taken anew, after it had run out
+                self._fence(reply)
+            else:
+                reply(True)
+
+        def reply(done: bool | None) -> None:
+            waiting, self._waiting = self._waiting, []
+            for one in waiting:
+                one(done)
+
+        self._ask(lambda: self._cluster.store.renew(host, term, self._ttl_s), renewed)
+
+    def _kept(self, done: bool | None) -> None:
+        if done is False:
+            self._lose("its lease was taken")
+            return
+        self._mind_end()
+        pause_s = self._cluster.spec.timing.lease_renew_s if done else STORE_POLL_S
+        self._later(pause_s, lambda: self._renew(self._kept))
+
+    def _mind_end(self) -> None:
+        """Tell of the authority's end at the moment of it, and of its return."""
+        held = self.held()
+        if held != self._told_held and not self.over:
+            self._told_held = held
+            self.on_authority(held, "the lease is held again" if held else "the store is silent")
+        self._end.cancel()
+        if held:
+            left_s = self._until_s - self._node.clock.boot_s
+            self._end = self._later(max(0.001, left_s), self._mind_end)
+
+    def _end_of(self, begun_s: float) -> float:
+        return max(self._until_s, begun_s + self._ttl_s * (1 - LEASE_MARGIN))
+
+    def _give_up(self, answer: Answer) -> None:
+        self.resign()
+        answer(False)
+
+    def _lose(self, why: str) -> None:
+        self.over = True
+        self.on_lost(why)
+
+    def _ask(self, deed: Callable[[], T], answer: Callable[[T | None], None]) -> None:
+        def back(result: T | None) -> None:
+            self._on_host(lambda: answer(result))
+
+        self._cluster.store.ask(self.host, deed, back)
+
+    def _later(self, delay_s: float, act: Callable[[], None]) -> Timer:
+        return self._node.clock.after(delay_s, lambda: self._on_host(act))
+
+    def _on_host(self, act: Callable[[], None]) -> None:
+        def if_it_lives() -> None:
+            if not self.over and self._node.alive and self._node.life == self._life:
+                act()
+
+        self._cluster.on_host(self.host, if_it_lives)

@@ -1,0 +1,227 @@
+"""One history from one seed: run it, hold it against what must hold, tell it when it fails."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+from elastane.coordinator.rules import Phase
+from elastane.protocol.limits import BACKOFF_MAX_S, FENCE_WAIT_S, STOP_MARGIN_S
+from simulation.checks import Violation
+from simulation.cluster import Cluster
+from simulation.faults import Faults
+from simulation.residents import COLLECTIVE_TIMEOUT_S, MEETING_TIMEOUT_S
+from simulation.setting import TIMING, WHOLE, Cut, Setting, setting_of
+
+# Once the last fault is over and all that can be is healed, the job trains or has ended within
+# this. In the worst case one wait follows the other: the last silence is noticed and the lease
+# runs out, a coordinator takes over and waits for the old world, first for its agents to come
+# back, then for those it cannot reach to stop by themselves; a world is stopped, pauses after a
+# crash loop, is formed again in a last call, and starts its workers (slow ones: 8 s).
+LIVENESS_S = (
+    TIMING.silence_s
+    + TIMING.lease_ttl_s
+    + TIMING.reregister_s
+    + FENCE_WAIT_S
+    + TIMING.shutdown_timeout_s
+    + STOP_MARGIN_S
+    + BACKOFF_MAX_S
+    + TIMING.last_call_max_s
+    + 8.0
+)
+# Workers that recover in place wait for peers that nobody knows to be gone, at a meeting and in a
+# collective, and those that come are gathered and waited for by a drain.
+IN_PLACE_S = MEETING_TIMEOUT_S + COLLECTIVE_TIMEOUT_S + TIMING.gather_max_s + TIMING.drain_timeout_s
+# All agents know that a job has ended, and have stopped their workers, within this.
+TOLD_S = TIMING.silence_s + TIMING.shutdown_timeout_s + STOP_MARGIN_S
+# A job that has had its nodes for so long after the last fault does not end for want of them.
+ENOUGH_S = 40.0
+# Training that goes on for this long after the last fault goes on for good.
+STABLE_S = 20.0
+# All agents have been started by then.
+_BOOT_S = 0.5
+# More is a loop in virtual time.
+_EVENTS_MAX = 400_000
+# After so many events it is asked whether more will come: at each would cost a tenth of all time.
+_LOOK_EVENTS = 16
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What a history came to."""
+
+    seed: int
+    mode: str
+    virtual_s: float
+    events: int
+    messages: int
+    worlds: int
+    steps: int
+    restarts_used: int
+    ended: str
+
+
+class HistoryFailedError(AssertionError):
+    """A history broke what must hold; the message is its story and how to replay it."""
+
+    def __init__(self, account: str, what: str, story: str) -> None:
+        super().__init__(account)
+        self.what, self.story = what, story
+
+
+class History:
+    """One simulated job."""
+
+    def __init__(self, setting: Setting, cut: Cut = WHOLE) -> None:
+        self.setting, self.was_cut = setting.cut(cut), cut
+        words = f"history {setting.seed} {setting.store_backed}"
+        rng = random.Random(words + " in place" * setting.in_place)
+        cluster = Cluster(self.setting.spec, setting.script, rng, store_backed=setting.store_backed)
+        cluster.drifts = setting.drifts
+        self.cluster = cluster
+        self.faults = Faults(cluster, self.setting)
+        for size in self.setting.sizes:
+            node = cluster.add(size)
+            warm_s = rng.choice((0.0, 0.3, 1.0))
+            cluster.clock.after(
+                rng.random() * _BOOT_S,
+                lambda n=node, w=warm_s: cluster.boot(n, w),  # type: ignore[misc]
+            )
+        self.faults.plan()
+        self._events = 0
+
+    def run(self) -> Result:
+        """Play it to its end; raise HistoryFailedError where something did not hold."""
+        try:
+            self._play()
+        except Exception as fault:
+            what = f"{type(fault).__name__}: {fault}"
+            raise HistoryFailedError(
+                self._account(what), what, self.cluster.story.text()
+            ) from fault
+        cluster, checks = self.cluster, self.cluster.checks
+        return Result(
+            seed=self.setting.seed,
+            mode=self.setting.mode,
+            virtual_s=cluster.clock.now_s,
+            events=self._events,
+            messages=cluster.network.carried,
+            worlds=checks.settled,
+            steps=checks.steps,
+            restarts_used=checks.restarts_used,
+            ended=checks.outcome.reason if checks.outcome else "",
+        )
+
+    def _play(self) -> None:
+        cluster = self.cluster
+        while not self._is_settled() and cluster.clock.now_s <= self._deadline_s():
+            for _ in range(_LOOK_EVENTS):
+                self._events += cluster.clock.step()
+            if not cluster.clock.goes_on:
+                break
+            if self._events > _EVENTS_MAX:
+                raise Violation(f"{_EVENTS_MAX} events and no end")
+        if broken := stuck(cluster) or ended_in_vain(cluster, self._quiet_s()):
+            raise Violation(broken)
+
+    def _deadline_s(self) -> float:
+        due_s = self._quiet_s() + LIVENESS_S + (IN_PLACE_S if self.setting.in_place else 0.0)
+        checks = self.cluster.checks
+        return due_s if checks.outcome is None else max(due_s, checks.ended_s + TOLD_S)
+
+    def _quiet_s(self) -> float:
+        """When the last fault was over, as far as is known."""
+        return max(self.faults.over_s, self.cluster.disturbed_s)
+
+    def _is_settled(self) -> bool:
+        """Whether nothing more will come: the job has ended and all know, or trains on."""
+        cluster = self.cluster
+        if cluster.clock.now_s < max(self.faults.over_s, _BOOT_S):
+            return False
+        if not any(node.alive for node in cluster.nodes.values()) and not cluster.seats:
+            return True
+        return cluster.clock.now_s > self._quiet_s() + STABLE_S and trains(cluster)
+
+    def _account(self, what: str) -> str:
+        setting, cut = self.setting, self.was_cut
+        nodes = " ".join(str(size) for size in setting.sizes)
+        spec, script = setting.spec, setting.script
+        return (
+            f"{spec.min_nodes} to {spec.max_nodes} nodes, workers of each: {nodes};"
+            f" {spec.max_restarts} restarts; {script}\n\n"
+            f"{self.cluster.story.text()}\n\n"
+            f"seed {setting.seed} ({setting.mode}): {what}\n"
+            f"replay: {replay(setting, cut)}"
+        )
+
+
+def trains(cluster: Cluster) -> bool:
+    """Return whether the newest world makes steps, and its coordinator is content."""
+    phases = [seat.machine.phase for seat in cluster.seats.values()]
+    recent_s = cluster.clock.now_s - cluster.checks.step_s
+    steps = recent_s < 2 * cluster.training.script.step_s + 1.0
+    fits = cluster.checks.nodes_stepped <= cluster.most
+    return phases == [Phase.RUNNING] and steps and fits and not left_out(cluster)
+
+
+def left_out(cluster: Cluster) -> str:
+    """Return which workers should have a place in the newest world, and have none."""
+    paid = cluster.checks.restarts_used < cluster.spec.max_restarts
+    return cluster.residents.left_out(paid=paid)
+
+
+def stuck(cluster: Cluster) -> str:
+    """Return what is broken where all had the time to recover: nobody trains, or nobody knows."""
+    alive = [node for node in cluster.nodes.values() if node.alive and not node.signalled]
+    may_train = [node for node in alive if node.incarnation not in cluster.given_up]
+    if cluster.checks.outcome is not None:
+        # Without a store, an endpoint that nobody could reach ends nothing for those who train.
+        late = [
+            node.name
+            for node in alive
+            if cluster.store_backed or node.session is not None or not node.trains
+        ]
+        return f"the job has ended, but the agents of {', '.join(late)} have not" if late else ""
+    served = cluster.store_backed or cluster.endpoint in cluster.seats
+    if len(may_train) < cluster.fewest or not served or trains(cluster):
+        return ""
+    return (
+        f"{len(may_train)} nodes of at least {cluster.fewest} are here, and nothing was"
+        f" trained for {cluster.clock.now_s - cluster.checks.step_s:.0f} s"
+        + (f", and {out} have no place" if (out := left_out(cluster)) else "")
+    )
+
+
+def ended_in_vain(cluster: Cluster, quiet_s: float) -> str:
+    """Return what is wrong where a job ended for want of nodes, with enough of them there."""
+    checks, outcome = cluster.checks, cluster.checks.outcome
+    if outcome is None or outcome.slug != "rdzv-timeout" or len(checks.here) < cluster.fewest:
+        return ""
+    if checks.restarts_used >= cluster.spec.max_restarts:
+        return ""  # Of who is there, some have lost workers that nobody pays for.
+    waited_s = checks.ended_s - quiet_s
+    workers = sum(sorted(checks.here)[: cluster.most])  # whichever of them have a place
+    if waited_s < ENOUGH_S or workers < cluster.spec.min_workers:
+        return ""
+    return (
+        f"the job ended ({outcome.reason}), and {len(checks.here)} nodes were there, undisturbed"
+        f" for {waited_s:.0f} s"
+    )
+
+
+def replay(setting: Setting, cut: Cut) -> str:
+    """Return the command that plays a history again."""
+    words = f"python -m simulation --seed {setting.seed} --mode {setting.mode}"
+    if setting.in_place:
+        words += " --in-place" + f" --span {setting.script.span}" * bool(setting.script.span)
+    if cut.without:
+        words += " --without " + ",".join(map(str, cut.without))
+    if cut.nodes:
+        words += f" --nodes {cut.nodes}"
+    return words + " --story"
+
+
+def run_seed(seed: int, *, cut: Cut = WHOLE, **drawn: Any) -> Result:
+    """Play a history of `setting_of`; raise HistoryFailedError where something did not hold."""
+    return History(setting_of(seed, **drawn), cut).run()

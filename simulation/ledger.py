@@ -1,0 +1,121 @@
+"""The restart budget, held against what really happened to the workers.
+
+The simulation knows which workers died of themselves, in which world. So each restart that is
+charged must have such a death in that very world, no world is charged twice, and in a history in
+which nothing else went wrong every world that lost a worker is charged: the budget is exact.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastane.coordinator.rules import Phase
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.model import Fence, Record
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+
+class Ledger:
+    """Deaths of workers by world, and what was charged; each method returns what is broken."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._deaths: set[Fence] = set()
+        self._due: set[Fence] = set()  # worlds that are to be charged for sure
+        self._charged: Fence | None = None
+        self._used_at: dict[Fence, int] = {}
+        self.used = 0
+
+    def died(self, fence: Fence) -> None:
+        """A worker of this world died of itself."""
+        if fence not in self._deaths and self._is_plain(fence):
+            self._due.add(fence)
+        self._deaths.add(fence)
+
+    def wrote(self, record: Record, *, durable: bool) -> str:
+        """A record was written."""
+        fence = record.world.fence if record.world else None
+        broken = self._charge(record, fence, durable=durable) if record.restarts_used else ""
+        self.used = max(self.used, record.restarts_used)
+        if fence is not None and fence not in self._used_at:
+            broken = broken or self._follows(record, fence)
+            self._used_at[fence] = record.restarts_used
+        return broken
+
+    def noted(self, note: Note) -> str:
+        """Something was told; nobody departs where nobody died, hung or lost the network."""
+        node = self._cluster.nodes.get(note.node_id)
+        if note.kind is not EventKind.NODE_DEPARTED or self._cluster.upset or node is None:
+            return ""
+        if node.exit is not None and not node.signals > 1:
+            return f"{node.name} took its leave and was counted as departed: {note.reason}"
+        return ""
+
+    def _charge(self, record: Record, fence: Fence | None, *, durable: bool) -> str:
+        used, allowed = record.restarts_used, self._cluster.spec.max_restarts
+        if used > allowed:
+            return f"{used} restarts were used of {allowed} allowed"
+        if used <= self.used:
+            return ""
+        if used > self.used + 1:
+            return f"restarts used went from {self.used} to {used} at once"
+        if fence not in self._deaths:
+            return f"restart {used} was charged to {fence}, of which no worker died"
+        if durable and self._charged is not None and fence is not None and fence <= self._charged:
+            return f"{fence} was charged after {self._charged}"
+        self._charged = fence
+        return ""
+
+    def _follows(self, record: Record, fence: Fence) -> str:
+        """The world after one that lost a worker, and nothing else, is its next attempt."""
+        before = max((known for known in self._used_at if known < fence), default=None)
+        if before not in self._due or self._cluster.upset or self._cluster.drained:
+            return ""
+        if before is not None and record.restarts_used != self._used_at[before] + 1:
+            return f"{before} lost a worker, and was not charged for it"
+        if before is not None and fence != Fence(before.round, before.attempt + 1):
+            return f"{before} lost a worker and nothing else, and {fence} followed it"
+        return ""
+
+    def _is_plain(self, fence: Fence) -> bool:
+        """Whether all is well but for this death, and nobody is about to come or go."""
+        cluster = self._cluster
+        if cluster.upset or cluster.drained or len(cluster.seats) != 1:
+            return False
+        phase = next(iter(cluster.seats.values())).machine.phase
+        nodes = [node for node in cluster.nodes.values() if node.alive]
+        inside = [node for node in nodes if node.group and node.group.fence == fence]
+        is_full = len(inside) >= cluster.most
+        return phase is Phase.RUNNING and (is_full or len(inside) == len(cluster.nodes))
+
+
+class PerDeath(Ledger):
+    """The same where workers recover in place: a world may lose workers and go on as another.
+
+    Workers that die while others recover are of the same incident, so a charge has a death or
+    more; one that dies before it has a place is charged by itself.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._dead = 0
+
+    def died(self, fence: Fence) -> None:
+        """A worker died of itself; `fence` is what its node was told last."""
+        self._dead += 1
+
+    def wrote(self, record: Record, *, durable: bool) -> str:
+        """A record was written."""
+        used, before = record.restarts_used, self.used
+        self.used = max(before, used)
+        if used > self._cluster.spec.max_restarts:
+            return f"{used} restarts were used of {self._cluster.spec.max_restarts} allowed"
+        if used > before + 1:
+            return f"restarts used went from {before} to {used} at once"
+        # A coordinator that is new, or forgot a node, may charge a death that was charged before.
+        again = self._dead if self._cluster.upset else self._cluster.coordinators - 1
+        if used > self._dead + min(self._dead, again):
+            return f"{used} restarts were used, and {self._dead} workers died"
+        return ""

@@ -1,0 +1,274 @@
+"""The one line of training state, where workers recover in place: what must hold of its steps.
+
+Nobody's step is lost while a holder of it is left that goes on, none is applied twice, and no two
+worlds train. Each method is told what a simulated worker does, and raises through `require`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from elastane.protocol.model import Fence, Member
+from simulation import mesh
+from simulation.places import Gathering, Household, Worker
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+Require = Callable[[bool, str], None]
+
+
+class Line:
+    """Which world made which step, held against who has what."""
+
+    def __init__(
+        self, cluster: Cluster, require: Require, stepped: Callable[[Fence], None]
+    ) -> None:
+        self._cluster, self._require, self._stepped = cluster, require, stepped
+        self._made: dict[int, Gathering] = {}  # by step: the world that made it
+        self._entered: dict[int, Fence] = {}  # by process: the last world that it was given
+        self._stopped: tuple[int, str] = (0, "")  # the furthest that was stopped and need not have
+        self._ended = False  # some worker has exited with 0
+        self.regrouped = 0
+        self.healed = 0
+
+    def forks(self, before: Worker) -> None:
+        """A successor of this worker is started."""
+        self._require(not before.alive, f"{before.name} is to have a successor, and lives")
+
+    def given(self, worker: Worker) -> None:
+        """A worker is to have a place; the agent knows of those that ended on the way."""
+        core = self._cluster.nodes[worker.group.host].core
+        told = core.group.failures if core is not None and core.group is not None else {}
+        self._require(
+            worker.able or not worker.alive or worker.local_rank in told,
+            f"{worker.name} has a place in {worker.group.fence}, and is not able",
+        )
+
+    def enters(self, worker: Worker, world: Gathering, rank: int) -> None:
+        """A worker comes to the store of a world."""
+        last = self._entered.get(worker.pid)
+        self._require(
+            last is None or world.fence > last, f"{worker.name} enters {world.fence} after {last}"
+        )
+        self._entered[worker.pid] = world.fence
+        other = world.workers.get(rank)
+        self._require(
+            rank < world.size and (other is None or other is worker),
+            f"{worker.name} has rank {rank} of {world.size} in {world.fence}, as another has",
+        )
+
+    def begins(self, world: Gathering, members: Sequence[Worker]) -> None:
+        """All members have met, and know the step that they go on from."""
+        self.regrouped += world.in_place
+        self.healed += sum(w.committed != world.base for w in members) if world.from_state else 0
+        self._ordered(world, members)
+        self._whole(world, members)
+        self._give_way(world)
+        ahead = [f"{w.name} (step {w.committed})" for w in members if w.held > world.base]
+        self._require(
+            not ahead, f"{world.fence} has {', '.join(ahead)}, and goes on from step {world.base}"
+        )
+        if not self.is_strict:
+            self._forget(world.base)
+            return
+        elsewhere = [
+            w
+            for group in self._cluster.residents.groups
+            for w in group.workers.values()
+            if w.held > world.base and self._must_be_in(w)
+        ]
+        names = ", ".join(f"{w.name} (step {w.committed})" for w in elsewhere)
+        self._require(
+            not elsewhere, f"{world.fence} goes on from step {world.base} without {names}"
+        )
+        furthest, name = self._stopped
+        self._require(
+            world.base >= furthest,
+            f"{world.fence} goes on from step {world.base}; {name} had {furthest} and was stopped",
+        )
+        self._forget(world.base)
+
+    def _whole(self, world: Gathering, members: Sequence[Worker]) -> None:
+        """Where nodes take part whole or not at all, no worker of one is left out."""
+        if not self._cluster.residents.script.span:
+            return
+        here = Counter(w.group.host for w in members)
+        parts = [w.group.host for w in members if here[w.group.host] < w.group.size]
+        self._require(not parts, f"{world.fence} has a part of the workers of {', '.join(parts)}")
+
+    def _give_way(self, world: Gathering) -> None:
+        """Take note of who has no place any more, as there were too many: nobody counts on it.
+
+        One that is further than the world is no such: it may not be left behind.
+        """
+        before = self._cluster.checks.members_before(world.fence)
+        if len(world.hosts) > self._cluster.most or len(before) <= len(world.hosts):
+            return
+        for group in self._cluster.residents.groups:
+            for worker in group.workers.values():
+                out = group.host not in world.hosts and worker.held <= world.base
+                worker.gave_way = worker.gave_way or out
+        for worker in world.workers.values():
+            worker.gave_way = False
+
+    def steps(self, world: Gathering) -> None:
+        """A world reduces a step."""
+        self._stepped(world.fence)
+        self._require(not world.is_uneven, f"{world.fence} is of no whole replicas, and steps")
+        late = [
+            w.name
+            for w in world.workers.values()
+            if self._entered[w.pid] != world.fence or w.committed is None
+        ]
+        self._require(not late, f"{', '.join(late)} step in {world.fence}, and are not of it")
+
+    def commits(self, worker: Worker, world: Gathering) -> None:
+        """A worker has applied a step."""
+        step = worker.committed
+        assert step is not None
+        made = self._made.setdefault(step, world)
+        if not self.is_strict:
+            # Who was cut off may have applied, unseen, a step that others break off and make anew.
+            # That nobody of the newer world is such a one, `begins` sees to.
+            self._made[step] = world
+            return
+        self._require(
+            made is world, f"step {step} was made in {made.fence}, and again in {world.fence}"
+        )
+
+    def breaks_off(self, worker: Worker) -> None:
+        """A worker leaves its world in a step; never in a drain in which all is well."""
+        world, group = worker.world, worker.group
+        if world is None or worker.stage not in ("computing", "applying") or not self.is_strict:
+            return
+        groups = {id(w.group): w.group for w in world.workers.values()}.values()
+        whole = len(world.workers) == world.size and all(
+            w.world is world or w.stage == "parked" for w in world.workers.values()
+        )
+        whole = whole and not world.mismatched
+        aimed = [g.aimed_s for g in groups if g.target is not None and g.aimed_s is not None]
+        timing = self._cluster.spec.timing
+        in_time = (
+            len(aimed) == len(groups)
+            and self._cluster.clock.now_s - min(aimed, default=0.0) < timing.drain_timeout_s - 1.0
+        )
+        self._require(
+            not (whole and in_time and group.phase == "running" and not group.crashed),
+            f"{worker.name} is broken off in {world.fence}, which parks for a planned change",
+        )
+
+    def stops(self, group: Household) -> None:
+        """The workers of a node are stopped by its agent."""
+        node = self._cluster.nodes[group.host]
+        held = [
+            w
+            for w in group.workers.values()
+            if w.committed is not None and w.able and w.able_s < self._cluster.clock.now_s - 1.0
+            if not w.gave_way and not (w.sole and group.crashed)
+        ]
+        if group.phase != "running" or not held or not self.is_strict or self._ended:
+            return
+        furthest = max(held, key=lambda w: w.committed or 0)
+        if self._is_incomplete():
+            if self._stopped[0] <= furthest.held:  # Then that is lost too, and rightly.
+                self._stopped = (0, "")
+            return
+        if node.signalled or self._cluster.checks.outcome is not None:
+            self._is_kept(furthest)
+            return
+        self._stopped = max(self._stopped, (furthest.committed or 0, furthest.name))
+
+    def _is_incomplete(self) -> bool:
+        """Whether some shard of the furthest state is gone: what is left of it is of no use."""
+        residents = self._cluster.residents
+        span = residents.script.span
+        left = [w for group in residents.groups for w in group.workers.values()]
+        whole = [w for w in left if w.committed is not None and self._must_be_in(w)]
+        furthest = max((w.held for w in whole), default=0)
+        held = {
+            mesh.shard(w) for w in whole if w.held + (w.ready or w.stage == "applying") >= furthest
+        }
+        return span > 1 and len(held) < span * max((w.group.size for w in left), default=0)
+
+    def _is_kept(self, worker: Worker) -> None:
+        """Steps of a node that leaves are held by others, or saved: it parked until they were."""
+        world, steps = worker.world, worker.committed or 0
+        if world is None or not world.all_are("parked") or not worker.group.drained:
+            return
+        held = any(self._must_be_in(w) and w.held >= steps for w in world.workers.values())
+        self._require(
+            held or self._cluster.saved_step >= steps,
+            f"{worker.name} leaves with step {steps}, and only {self._cluster.saved_step} is saved",
+        )
+
+    def exits(self) -> None:
+        """A worker has done all steps."""
+        self._ended = True
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether nothing was wrong yet but deaths of processes and hosts."""
+        return not self._cluster.torn
+
+    def _must_be_in(self, worker: Worker) -> bool:
+        node = self._cluster.nodes[worker.group.host]
+        return (
+            worker.alive
+            and worker.able
+            and not worker.gave_way
+            and node.alive
+            and not node.signalled
+            and worker.group.phase == "running"
+        )
+
+    def _ordered(self, world: Gathering, members: Sequence[Worker]) -> None:
+        """Survivors of one world keep their order, and are before joiners."""
+        known = [
+            w.last for w in members if w.last is not None and not self._gave_up(w, world.fence)
+        ]
+        newest = max((fence for fence, _ in known), default=None)
+        ranks = [rank for fence, rank in known if fence == newest]
+        self._require(ranks == sorted(ranks), f"{world.fence}: survivors have the order {ranks}")
+        # Who had a place in a world that never began is one of the survivors, to a coordinator that
+        # knows of it; who had none in the last, because there were too many, is not any more.
+        placed = [self._had_place(w, world.fence) for w in members]
+        survives = [p and w.committed is not None for p, w in zip(placed, members, strict=True)]
+        # An endpoint that forgot all has the worlds that the workers tell it of.
+        told = not self._cluster.store_backed and members[0].last is not None
+        self._require(placed[0] or told or not any(survives), f"{world.fence}: rank 0 is a joiner")
+        for host in {w.group.host for w in members}:
+            here = [i for i, w in enumerate(members) if w.group.host == host]
+            first = next((i for i in here if not placed[i]), len(members))
+            self._require(
+                not any(survives[i] for i in here if i > first),
+                f"{world.fence}: a joiner of {host} is before survivors",
+            )
+
+    def _had_place(self, worker: Worker, fence: Fence) -> bool:
+        """Whether the world before the one of `fence` had a place for this worker, or for another.
+
+        A coordinator may not know of a worker's end yet as it decides, and so place its successor.
+        """
+        return _is_among(worker, self._cluster.checks.members_before(fence))
+
+    def _gave_up(self, worker: Worker, fence: Fence) -> bool:
+        """Whether a world between that which last began with it and `fence` had no place for it."""
+        assert worker.last is not None
+        between = self._cluster.checks.settled_between(worker.last[0], fence)
+        return not all(_is_among(worker, members) for members in between)
+
+    def _forget(self, base: int) -> None:
+        """Steps after `base` are nobody's any more, and are made again."""
+        self._made = {step: world for step, world in self._made.items() if step <= base}
+        self._stopped = min(self._stopped, (base, ""))
+
+
+def _is_among(worker: Worker, members: Sequence[Member]) -> bool:
+    return any(
+        member.node_id == worker.group.host
+        and (not member.workers or worker.local_rank in member.workers)
+        for member in members
+    )

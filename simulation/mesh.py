@@ -1,0 +1,90 @@
+"""Sharded state among simulated workers: which node holds which part, and what a world lacks.
+
+As the library's: a node keeps its part while its workers live, and who comes later takes what is
+free. A step is applied once all hold their reductions: so who was broken off before it applied one
+that others have, can apply it by itself. Of replicas within a node, each node has all parts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from elastane.protocol.sharding import NO_PART, Sharding
+from simulation.clock import VirtualClock
+from simulation.places import Gathering, Household, Worker
+
+
+class Mesh:
+    """Of replicas of `span` nodes; 0: the state is not sharded. `tell` says who is able."""
+
+    def __init__(
+        self, span: int, clock: VirtualClock, rng: random.Random, tell: Callable[[Household], None]
+    ) -> None:
+        self.span, self._clock, self._rng, self._tell = span, clock, rng, tell
+
+    def said(self, group: Household) -> Sharding | None:
+        """Return what the workers of a node say of the state that they hold."""
+        return Sharding(group.sole, self.span, group.part, group.level) if self.span else None
+
+    def seat(self, world: Gathering, members: Sequence[Worker]) -> bool:
+        """Agree on who holds what; False where they can neither step nor come to one step."""
+        if self.span < 2 or _seated(members, self.span):
+            return True
+        world.is_uneven = all(worker.group.part != NO_PART for worker in members)
+        return world.is_uneven
+
+    def advance(self, members: Sequence[Worker], base: int) -> None:
+        """Have those apply a step that others have applied, who hold all that it takes."""
+        for worker in members if self.span > 1 else ():
+            if worker.ready and worker.committed == base - 1:
+                worker.committed = base
+
+    def is_lost(self, members: Sequence[Worker], base: int) -> bool:
+        """Whether nobody of these holds some shard at this step."""
+        if self.span < 2:
+            return any(worker.group.lacks for worker in members)
+        held = {shard(worker) for worker in members if worker.committed == base}
+        return len(held) < self.span * max(worker.group.size for worker in members)
+
+    def can_give(self, world: Gathering, worker: Worker) -> bool:
+        """Whether anybody in a world has what this worker needs; a checkpoint is always there."""
+        return not world.from_state or any(
+            peer.world is world
+            and peer.committed == world.base
+            and (self.span < 2 or shard(peer) == shard(worker))
+            for peer in world.workers.values()
+        )
+
+    def level(self, world: Gathering) -> None:
+        """All wait for the last to have the state; then there is nothing more to do here."""
+        members = [*world.workers.values()]
+        if not world.all_are("healing") or any(w.committed != world.base for w in members):
+            return
+        for worker in members:
+            worker.stage, worker.met = "level", world.fence.round
+        for group in dict.fromkeys(worker.group for worker in members):
+            group.level = world.fence
+            delay_s = 0.001 + self._rng.random() * 0.01
+            self._clock.after(delay_s, lambda g=group: self._tell(g))  # type: ignore[misc]
+
+
+def shard(worker: Worker) -> tuple[int, int]:
+    """Return what tells the shard of a worker from others."""
+    return worker.group.part, worker.local_rank
+
+
+def _seated(members: Sequence[Worker], span: int) -> bool:
+    """Give parts to those who have none; False where the members are no whole replicas."""
+    groups = [*dict.fromkeys(worker.group for worker in members)]
+    held = Counter(group.part for group in groups)
+    free = held.pop(NO_PART, 0)
+    count, left = divmod(len(groups), span)
+    lacking = [part for part in range(span) for _ in range(count - held[part])]
+    if left or len(lacking) != free:
+        return False
+    for group in groups:
+        if group.part == NO_PART:
+            group.part = lacking.pop(0)
+    return True

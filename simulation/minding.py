@@ -1,0 +1,41 @@
+"""A simulated agent's looks at its workers: the real judgement, on what simulated workers show.
+
+Only a world that stands still is looked at: the looks at all others would cost more than the rest
+of a history, and find nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from elastane.protocol.hangs import Activity, HangWatch, Sight
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import Waiting
+
+if TYPE_CHECKING:
+    from simulation.places import Worker
+
+
+class Minding:
+    """One node's; `waiting` and `all_wait` go into its heartbeats."""
+
+    def __init__(self) -> None:
+        self._watch = HangWatch(Timing().hang_floor_s)
+        self.waiting: tuple[Waiting, ...] = ()
+        self.all_wait = False
+
+    def look(self, workers: Iterable[Worker], now_s: float) -> None:
+        """Look at the workers that have a place, all of them in a collective that does not end."""
+        by_pid = {worker.pid: worker for worker in workers}
+        sights = {pid: Sight(1, Activity.BODY, worker.made) for pid, worker in by_pid.items()}
+        found = self._watch.look(sights, now_s)
+        for pid in found.ask:
+            at = Waiting(max(0, by_pid[pid].rank), "a collective")
+            self._watch.answered(pid, waits=True, at=at, traffic=0)
+        self.waiting, self.all_wait = found.waiting, found.stalled
+
+    def world_ended(self) -> None:
+        """Begin again, for the workers of another world."""
+        self._watch = HangWatch(Timing().hang_floor_s)
+        self.waiting, self.all_wait = (), False

@@ -1,0 +1,116 @@
+"""The simulated network: ordered sessions with delay, cuts, and sessions that went dead unseen.
+
+While a direction between two hosts is cut, what is sent waits, as TCP would resend it, and
+arrives after the cut is healed if the session still stands. A half-open session swallows all.
+Messages of one session stay in order and come once: TCP and the frames' sequence numbers see to
+that. Those of two sessions of one agent may overtake each other by any time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from simulation.clock import VirtualClock
+
+Act = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Direction:
+    """One direction of a session: what is under way arrives in order."""
+
+    source: str
+    target: str
+    last_s: float = 0.0
+    stuck: list[Act] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Session:
+    """A connection of an agent to a coordinator, with what each side does on its events."""
+
+    number: int
+    up: Direction  # agent to coordinator
+    down: Direction
+    half_open: bool = False
+    lag_s: float = 0.0
+
+
+class Network:
+    """Which host reaches which, and how long messages take."""
+
+    def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
+        self._clock, self._rng = clock, rng
+        self._cuts: set[tuple[str, str]] = set()
+        self._stuck: dict[int, Session] = {}
+        self._numbers = 0
+        self.lag_s: dict[str, float] = {}
+        self.carried = 0
+
+    def open(self, agent: str, seat: str) -> Session:
+        """Return a new session between two hosts."""
+        self._numbers += 1
+        return Session(self._numbers, Direction(agent, seat), Direction(seat, agent))
+
+    def carry(self, session: Session, way: Direction, act: Act) -> None:
+        """Do `act` at the other end, after what was sent before it."""
+        if session.half_open:
+            return
+        lag_s = self._lag_s(way.source, way.target) + session.lag_s
+        due_s = max(way.last_s, self._clock.now_s + self.delay_s() + lag_s)
+        way.last_s = due_s
+        self._clock.after(due_s - self._clock.now_s, lambda: self._arrive(session, way, act))
+
+    def delay_s(self) -> float:
+        """Return the time that a message takes now."""
+        return 0.0002 + self._rng.random() * 0.003
+
+    def dial_s(self, source: str, target: str) -> float:
+        """Return the time that a new connection takes now."""
+        return 2 * (self.delay_s() + self._lag_s(source, target))
+
+    def reaches(self, source: str, target: str) -> bool:
+        """Whether packets pass from `source` to `target`."""
+        return (source, target) not in self._cuts
+
+    def linked(self, one: str, other: str) -> bool:
+        """Whether packets pass both ways."""
+        return self.reaches(one, other) and self.reaches(other, one)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether packets pass everywhere."""
+        return not self._cuts
+
+    def cut(self, source: str, target: str) -> None:
+        """Let no packet pass from `source` to `target`."""
+        if source != target:
+            self._cuts.add((source, target))
+
+    def heal(self) -> None:
+        """Let all packets pass again, those that waited first."""
+        self._cuts.clear()
+        stuck, self._stuck = self._stuck, {}
+        for session in stuck.values():
+            for way in (session.up, session.down):
+                waiting, way.stuck = way.stuck, []
+                for act in waiting:
+                    self.carry(session, way, act)
+
+    def _lag_s(self, source: str, target: str) -> float:
+        if not self.lag_s:
+            return 0.0
+        lag_s = self.lag_s.get(source, 0.0) + self.lag_s.get(target, 0.0)
+        return lag_s * (0.5 + self._rng.random() / 2)
+
+    def _arrive(self, session: Session, way: Direction, act: Act) -> None:
+        if session.half_open:
+            return
+        if way.stuck or not self.reaches(way.source, way.target):
+            way.stuck.append(act)
+            self._stuck[session.number] = session
+            return
+        self.carried += 1
+        act()

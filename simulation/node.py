@@ -1,0 +1,396 @@
+"""The shell of a simulated agent: its session, its worker groups, its search for a coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from elastane.agent.rules.agent import AgentCore
+from elastane.errors import ExitCode
+from elastane.protocol.effects import (
+    AgentEffect,
+    AimGroup,
+    Decline,
+    Exit,
+    GroupEffect,
+    InterruptGroup,
+    MarkGroup,
+    RegroupWorkers,
+    StartGroup,
+    StartWorkers,
+    StopGroup,
+    Tell,
+    Transmit,
+)
+from elastane.protocol.events import (
+    AgentEvent,
+    GroupAble,
+    GroupGone,
+    Linked,
+    Tick,
+    Told,
+    Unlinked,
+    Warm,
+    WorkerFailed,
+)
+from elastane.protocol.messages import Alive, ToAgent, Welcome
+from elastane.protocol.model import Assignment, Failure, NodeSpec, Offer, Outcome, Versions
+from simulation.clock import HostClock, Timer
+from simulation.election import Election
+from simulation.minding import Minding
+from simulation.network import Session
+from simulation.places import Household
+from simulation.steps import agent_step
+from simulation.workers import LocalGroup
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
+
+
+class SimulatedNode:
+    """One host with (at times) an agent on it; a new life is a new incarnation."""
+
+    def __init__(
+        self, cluster: Cluster, name: str, size: int, node_rank: int | None, clock: HostClock
+    ) -> None:
+        self.cluster, self.name, self.size, self.node_rank = cluster, name, size, node_rank
+        self.clock = clock
+        self.alive = False
+        # Which of its processes stand still: its agent (with a coordinator in it), workers, warden.
+        self.paused = self.workers_paused = self.warden_paused = False
+        self.until_boot_s: float | None = None  # the deadline of its workers
+        self.life = 0
+        self.incarnation = ""  # of the agent that is or was the last here
+        self.exit: Exit | None = None
+        self.session: Session | None = None
+        self.group: LocalGroup | None = None
+        self.household: Household | None = None  # the same, where workers recover in place
+        self.core: AgentCore | None = None
+        self.election: Election | None = None
+        self.signalled = False
+        self.signals = 0
+        self.welcomed = False
+        self.backlog: list[tuple[int, AgentEvent]] = []
+        self._ports = 20_000
+        self._heard_s = 0.0
+        self._tick: Timer | None = None
+        self._deadline: Timer | None = None
+
+    def boot(self, warm_s: float = 0.0) -> None:
+        """Start a new agent on this host."""
+        assert not self.alive, self.name
+        self.clock.wake()  # However it was stopped, it is started now.
+        self.alive, self.exit, self.signalled = True, None, False
+        self.paused = self.workers_paused = self.warden_paused = False
+        self.welcomed, self.signals = False, 0
+        self.life += 1
+        self.incarnation = f"{self.name}.{self.life}"
+        spec = NodeSpec(
+            node_id=self.name,
+            incarnation=self.incarnation,
+            local_world_size=self.size,
+            node_rank=self.node_rank,
+            versions=VERSIONS,
+        )
+        self.core = AgentCore(
+            self.cluster.spec,
+            spec,
+            self.new_offer(),
+            self.clock.now_s,
+            self_fencing=self.cluster.store_backed,
+        )
+        self.cluster.story.tell(f"{self.name}: agent {spec.incarnation} starts")
+        self._later(warm_s, Warm())
+        self.look(0.0)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether any of its processes does."""
+        return self.paused or self.workers_paused or self.warden_paused
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its workers are to begin no step: the deadline in their pages has passed."""
+        return self.until_boot_s is not None and self.clock.boot_s > self.until_boot_s
+
+    @property
+    def trains(self) -> bool:
+        """Whether workers were started in this life of its agent."""
+        return self.group is not None or self.household is not None
+
+    def new_offer(self) -> Offer:
+        """Return an offer of a port that was never offered before."""
+        self._ports += 1
+        return Offer(self._ports, True)
+
+    def feed(self, event: AgentEvent) -> None:
+        """Give the core an event, or keep it while the host is paused."""
+        if not self.alive:
+            return
+        if self.paused:
+            self.backlog.append((self.life, event))
+            return
+        assert self.core is not None
+        if isinstance(event, GroupAble) and self.household is not None:
+            # What is on offer now, as the agent says it; another may be since this was posted.
+            event = msgspec.structs.replace(event, offer=self.household.offer)
+        self.core.progress = self.household.progress if self.household is not None else None
+        minding = self.household.minding if self.household is not None else Minding()
+        self.core.waiting, self.core.all_wait = minding.waiting, minding.all_wait
+        self.core.met = self.household.met if self.household is not None else 0
+        self.core.slept_s = self.clock.slept_s
+        life, done = self.life, None
+        effects = self.core.handle(event, self.clock.now_s)
+        self.until_boot_s = self.core.train_until_s
+        self._mind_deadline()
+        for due in effects:
+            if self.cluster.dies_at(self.name, agent_step(done, due)):
+                return
+            self._carry_out(due)
+            done = due
+        if self.life == life and not self.cluster.dies_at(self.name, agent_step(done, None)):
+            self._schedule()
+
+    def resume(self) -> None:
+        """Go on after a pause, with all that came meanwhile."""
+        was_paused = self.paused
+        self.paused = self.workers_paused = self.warden_paused = False
+        if was_paused:
+            self._heard_s = self.clock.now_s
+        backlog, self.backlog = self.backlog, []
+        for life, event in backlog:
+            if life == self.life:
+                self.feed(event)
+        self._mind_deadline()
+
+    def _mind_deadline(self) -> None:
+        """The warden: kill the workers at the deadline that the agent has set last."""
+        if self.until_boot_s is None or self._deadline is not None:
+            return
+        life = self.life
+
+        def look() -> None:
+            self._deadline = None
+            if not self.alive or self.life != life or self.warden_paused:
+                return  # A warden that goes on looks again.
+            if self.until_boot_s is not None and self.clock.boot_s > self.until_boot_s:
+                self._kill_workers()
+            else:
+                self._mind_deadline()
+
+        self._deadline = self.clock.after(
+            max(0.001, self.until_boot_s - self.clock.boot_s + 0.001), look
+        )
+
+    def _kill_workers(self) -> None:
+        self.cluster.story.tell(f"the warden of {self.name} kills its workers")
+        self.until_boot_s = None
+        found = self.household or self.group
+        if found is None:
+            return
+        if self.household is not None:
+            ended = self.cluster.residents.kill(self.household)
+        else:
+            assert self.group is not None
+            ended = self.cluster.training.kill(self.group)
+        fence = found.born if isinstance(found, Household) else found.fence
+        for local_rank in ended:
+            rank = found.assignment.rank_base + local_rank
+            failure = Failure(local_rank=local_rank, rank=rank, pid=1, exit_code=-9)
+            found.feed(WorkerFailed(fence, failure, self.clock.now_s))
+
+    def die(self) -> None:
+        """The agent and its workers are no more."""
+        self.alive = False
+        self.paused = self.workers_paused = self.warden_paused = False
+        self.until_boot_s = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self.backlog.clear()
+        self.election = None
+        if self._tick is not None:
+            self._tick.cancel()
+        group, self.group = self.group, None
+        if group is not None:
+            self.cluster.training.vanish(group)
+        household, self.household = self.household, None
+        if household is not None:
+            self.cluster.residents.vanish(household)
+
+    def told(self, session: Session, message: ToAgent) -> None:
+        """A message from the coordinator has come."""
+        if self.session is not session:
+            return
+        if not self.paused:
+            self._heard_s = self.clock.now_s
+        self.welcomed = self.welcomed or isinstance(message, Welcome)
+        self.feed(Told(message))
+        if isinstance(message, Alive) and not message.authority:
+            self.cluster.ask_seated(self, lambda host: self._doubt(session, host))
+
+    def unlinked(self, session: Session, reason: str) -> None:
+        """The session was ended from the other side."""
+        if self.session is session and self.alive:
+            self.session = None
+            self.feed(Unlinked(reason))
+            self.look(0.05)
+
+    def linked(self, session: Session) -> None:
+        """A session stands."""
+        self.session, self._heard_s = session, self.clock.now_s
+        assert self.core is not None
+        offer = self.new_offer()
+        if self.household is not None:
+            self.household.offer = offer
+        self.feed(Linked(offer))
+
+    def not_found(self, reason: str) -> None:
+        """No coordinator could be had this time."""
+        self.feed(Unlinked(reason))
+        self.look(0.2 + self.cluster.rng.random() * 0.3)
+
+    def look(self, delay_s: float) -> None:
+        """Look for a coordinator in a moment."""
+        life = self.life
+
+        def now() -> None:
+            is_over = self.core is not None and self.core.outcome is not None
+            if self.alive and self.life == life and self.session is None and not is_over:
+                if self.paused:
+                    self.look(0.5)
+                else:
+                    self.cluster.find(self)
+
+        self.clock.after(delay_s, now)
+
+    def drop(self, reason: str) -> None:
+        """End the own session without a goodbye."""
+        session, self.session = self.session, None
+        if session is not None:
+            self.cluster.close_from_agent(session, reason, clean=False)
+            self.feed(Unlinked(reason))
+            self.look(0.05)
+
+    def job_is_over(self, outcome: Outcome) -> None:
+        """The store says that the job has ended, and no coordinator is there to tell it."""
+        if self.welcomed:
+            exit_ = Exit(outcome.exit_code, outcome.reason, outcome)
+        else:
+            refused = Outcome(ok=False, reason=outcome.reason, slug="job-closed")
+            exit_ = Exit(int(ExitCode.CONFIGURATION), "the job has ended", refused)
+        self.exit = exit_
+        self.cluster.agent_exits(self, exit_)
+
+    def _doubt(self, session: Session, host: str) -> None:
+        if self.session is session and host and host != session.down.source:
+            self.drop(f"{host} is the coordinator now")
+        elif self.session is session:
+            self.cluster.stand(self)
+
+    def _carry_out(self, effect: AgentEffect) -> None:
+        checks = self.cluster.checks
+        match effect:
+            case Transmit(message=message):
+                if self.session is not None:
+                    self.cluster.send_up(self.session, message)
+            case StartGroup(assignment=assignment):
+                checks.starts(self, assignment)
+                self._start(assignment)
+            case Decline(fence=fence):
+                self._later(0.0, GroupGone(fence, self.new_offer()))
+            case Tell(note=note):
+                self.cluster.note(self.name, note)
+            case Exit():
+                self.exit = effect
+                self.cluster.agent_exits(self, effect)
+            case _ if self.household is not None:
+                self._act_on_household(self.household, effect)
+            case _:
+                self._act_on_group(effect)
+
+    def _start(self, assignment: Assignment) -> None:
+        feed = self._own_feed()
+        if self.cluster.in_place:
+            assert self.core is not None
+            serves = assignment.node_rank == 0 and not assignment.waiting
+            self.household = Household(
+                host=self.name,
+                assignment=assignment,
+                size=self.size,
+                feed=feed,
+                new_offer=self.new_offer,
+                born=assignment.fence,
+                offer=self.new_offer() if serves else self.core.offer,
+            )
+            self.cluster.residents.start(self.household)
+        else:
+            self.group = LocalGroup(self.name, assignment, self.size, feed)
+            self.cluster.training.start(self.group)
+
+    def _act_on_group(self, effect: GroupEffect) -> None:
+        training, group = self.cluster.training, self.group
+        assert group is not None
+        match effect:
+            case StopGroup(grace_s=grace_s):
+                training.stop(group, grace_s, self.new_offer)
+            case MarkGroup():
+                training.mark(group)
+            case AimGroup(calls=calls):
+                self.cluster.checks.aims(self, group, calls)
+                training.aim(group, calls)
+            case _:
+                raise AssertionError(f"{effect} is for workers that recover in place")
+
+    def _act_on_household(self, group: Household, effect: GroupEffect) -> None:
+        residents, checks = self.cluster.residents, self.cluster.checks
+        match effect:
+            case StopGroup(grace_s=grace_s):
+                residents.stop(group, grace_s)
+            case MarkGroup():
+                residents.drains.mark(group)
+            case AimGroup(calls=calls, stops=stops):
+                checks.aims(self, group, calls)
+                residents.drains.aim(group, calls, stops=stops)
+            case StartWorkers(local_ranks=ranks, delay_s=delay_s):
+                residents.start_workers(group, ranks, delay_s)
+            case InterruptGroup():
+                residents.interrupt(group)
+            case RegroupWorkers(assignment=assignment, able=able):
+                checks.placed(self, assignment)
+                residents.regroup(group, assignment, able)
+
+    def _own_feed(self) -> Callable[[AgentEvent], None]:
+        life = self.life
+
+        def feed(event: AgentEvent) -> None:
+            if self.life == life:
+                self.feed(event)
+
+        return feed
+
+    def _later(self, delay_s: float, event: AgentEvent) -> None:
+        feed = self._own_feed()
+        self.clock.after(delay_s, lambda: feed(event))
+
+    def _schedule(self) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+        if not self.alive or self.core is None:
+            return
+        life = self.life
+        delay_s = max(0.001, self.core.wake_s - self.clock.now_s)
+
+        def tick() -> None:
+            if self.life != life or not self.alive:
+                return
+            silent_s = self.clock.now_s - self._heard_s
+            if self.session and not self.paused and silent_s > self.cluster.spec.timing.silence_s:
+                self.drop(f"the coordinator was silent for {silent_s:.1f} s")
+            self.feed(Tick())
+
+        self._tick = self.clock.after(delay_s, tick)

@@ -1,0 +1,199 @@
+"""Processes of simulated workers that recover in place, and the worlds in which they meet.
+
+Facts alone: who is there, what each has committed, what it does. `residents` lets them act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from elastane.protocol.events import AgentEvent
+from elastane.protocol.model import Assignment, Fence, Offer
+from elastane.protocol.sharding import NO_PART
+from simulation.minding import Minding
+
+# What a worker does that takes part in its world; the others wait, or have ended.
+TAKES_PART = frozenset(
+    {"meeting", "healing", "computing", "applying", "boundary", "parked", "level"}
+)
+# ... and those of them that wait for a peer, and notice its end.
+WAITS_FOR_PEERS = frozenset({"meeting", "healing", "computing"})
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One process; `committed` is the step of its state, None while it has none."""
+
+    group: Household
+    local_rank: int
+    pid: int
+    stage: str = "starting"
+    able: bool = False
+    able_s: float = 0.0
+    committed: int | None = None
+    world: Gathering | None = None
+    rank: int = -1
+    calls: int = 0
+    begun: bool = False  # it has come to a boundary, and so it had the state
+    moved_s: float = 0.0
+    gave_way: bool = False  # it has no place, since there were too many, and is not counted on
+    met: int = 0  # the round of the last world in which it had the state
+    sole: bool = False  # nobody on another node had it there
+    ready: bool = False  # it was broken off with a step that it could apply, and did not
+    made: int = 0  # how many steps this process has made
+    places: int = 0  # how many worlds it was to be in
+    last: tuple[Fence, int] | None = None  # its place in the last world that began with it
+
+    @property
+    def held(self) -> int:
+        """The step of its state, 0 where it has none."""
+        return self.committed or 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self.stage not in ("dead", "done")
+
+    @property
+    def name(self) -> str:
+        """Host and local rank."""
+        return f"{self.group.host}:{self.local_rank}"
+
+
+@dataclass(slots=True, eq=False)
+class Household:
+    """One node's workers, from their start until none is left."""
+
+    host: str
+    assignment: Assignment
+    size: int
+    feed: Callable[[AgentEvent], None]
+    new_offer: Callable[[], Offer]
+    born: Fence
+    offer: Offer
+    workers: dict[int, Worker] = field(default_factory=dict)
+    phase: str = "running"  # stopping, gone
+    gated: bool = False
+    target: int | None = None
+    aimed_s: float | None = None
+    stops: bool = False  # nobody goes on behind the target
+    drained: bool = False
+    crashed: bool = False  # a worker of it has ended since it entered its world
+    lacks: bool = False  # one has ended that was the only one to hold what it held
+    part: int = NO_PART  # of a replica that is of several nodes
+    level: Fence | None = None  # a world of no whole replicas, whose members are at one step
+    minding: Minding = field(default_factory=Minding)
+
+    @property
+    def fence(self) -> Fence:
+        """The fence of the world that it is in."""
+        return self.assignment.fence
+
+    @property
+    def calls(self) -> int:
+        """How often the furthest worker with a place has come to a boundary."""
+        return max((w.calls for w in self.inside()), default=0)
+
+    @property
+    def progress(self) -> int | None:
+        """The least count of boundaries of its workers that have a place; None: one has not begun.
+
+        As pages have it: a worker counts the boundary before its next step, from 1.
+        """
+        placed = self.placed()
+        begun = [w.calls + 1 for w in placed if w.begun]
+        return min(begun) if begun and len(begun) == len(placed) else None
+
+    @property
+    def met(self) -> int:
+        """The least round in which its workers that have a place last were a whole world."""
+        return min((w.met for w in self.placed() if w.alive), default=0)
+
+    @property
+    def passed(self) -> int:
+        """The last boundary that one of them has gone on from; 0 where all stand at the first."""
+        stands = ("meeting", "healing", "boundary", "parked")
+        return max((w.calls + (w.stage not in stands) for w in self.inside()), default=0)
+
+    @property
+    def furthest(self) -> int | None:
+        """The same of all that have state, those on their way into a world as well."""
+        stateful = [w for w in self.workers.values() if w.alive and w.committed is not None]
+        return max((w.calls for w in stateful), default=None)
+
+    @property
+    def able(self) -> tuple[int, ...]:
+        """The local ranks of those that can enter another world."""
+        return tuple(sorted(i for i, w in self.workers.items() if w.alive and w.able))
+
+    @property
+    def sole(self) -> bool:
+        """Whether some of its workers hold what nobody on another node does."""
+        return any(w.sole for w in self.workers.values() if w.alive)
+
+    @property
+    def saved(self) -> bool:
+        """Nothing is saved at a boundary: all is kept in memory."""
+        return self.drained
+
+    def placed(self) -> list[Worker]:
+        """Return the workers that have a place in the world, on their way into it or there."""
+        places = self.assignment.workers or range(self.size)
+        found = [self.workers[i] for i in places if i in self.workers]
+        return [w for w in found if w.alive and not self.assignment.waiting]
+
+    def inside(self) -> Iterator[Worker]:
+        """Yield the workers that take part in a world."""
+        return (w for w in self.workers.values() if w.stage in TAKES_PART)
+
+
+@dataclass(slots=True, eq=False)
+class Gathering:
+    """One world as its workers find it: who has come to its store, and what they do together."""
+
+    fence: Fence
+    size: int
+    in_place: bool
+    workers: dict[int, Worker] = field(default_factory=dict)
+    began_s: float | None = None
+    base: int = 0
+    from_state: bool = False
+    busy: bool = False
+    mismatched: bool = False  # its members call different collectives, and wait for ever
+    is_uneven: bool = False  # its members are no whole replicas
+    finished: bool = False
+
+    @property
+    def hosts(self) -> list[str]:
+        """Where its workers are."""
+        return sorted({w.group.host for w in self.workers.values()})
+
+    def all_are(self, stage: str) -> bool:
+        """Whether every member is here and does this."""
+        return len(self.workers) == self.size and all(
+            w.world is self and w.stage == stage for w in self.workers.values()
+        )
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether all who came have ended, and it never began: nobody served its store."""
+        return self.began_s is None and not any(w.alive for w in self.workers.values())
+
+
+def left_out(worlds: Iterable[Gathering], groups: Iterable[Household], *, paid: bool) -> str:
+    """Return who waits in the nodes of the newest world for a place in it; there is room.
+
+    And who is dead and has no successor, where the budget would have `paid`.
+    """
+    begun = [world for world in worlds if world.began_s is not None]
+    newest = max(begun, key=lambda world: world.began_s or 0.0, default=None)
+    hosts = {*newest.hosts} if newest is not None else set[str]()
+    out = [
+        worker.name
+        for group in groups
+        if group.phase == "running" and group.host in hosts
+        for worker in group.workers.values()
+        if worker.stage == "waiting" or (paid and worker.stage == "dead")
+    ]
+    return ", ".join(out)

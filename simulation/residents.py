@@ -1,0 +1,432 @@
+"""Simulated workers that recover in place: each process by itself, as those of the library are.
+
+They meet at the store of their world, compare what they have committed, and whoever is ahead is
+right: the others take its state, which takes time. Where nobody has any they load the checkpoint.
+A step is reduced by all at once, and applied by each in its own moment; so an interrupt finds
+some of them one step ahead. A peer that dies lets some notice, and others hang.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elastane.protocol.events import (
+    GroupAble,
+    GroupGone,
+    GroupStarted,
+    WorkerFailed,
+    WorkerLost,
+    WorkerSucceeded,
+)
+from elastane.protocol.limits import HANG_LOOK_S
+from elastane.protocol.model import Assignment, Failure, Fence
+from elastane.protocol.sharding import NO_PART
+from simulation.clock import VirtualClock
+from simulation.drains import Drains
+from simulation.mesh import Mesh
+from simulation.places import TAKES_PART, WAITS_FOR_PEERS, Gathering, Household, Worker, left_out
+from simulation.workers import STALL_S, HasHosts, Script, Still
+
+if TYPE_CHECKING:
+    from simulation.checks import Checks
+
+# Workers wait for so long for all members of their world, and for one collective.
+MEETING_TIMEOUT_S = 15.0
+COLLECTIVE_TIMEOUT_S = 30.0
+_WATCH_S = 5.0
+_CLOSED = "Connection closed by peer [10.0.0.1]"
+# The share of a step's time in which some have applied it and others have not.
+_APPLY_SHARE = 0.3
+
+
+class Residents:
+    """All workers of a job that recover in place, and what is saved of them."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        rng: random.Random,
+        script: Script,
+        can_step: Callable[[HasHosts], bool],
+        checks: Checks,
+        still: Still,
+    ) -> None:
+        self._clock, self._rng, self.script = clock, rng, script
+        self._can_step, self._checks, self._still = can_step, checks, still
+        self._mesh = Mesh(script.span, clock, rng, self._tell_able)
+        self._worlds: dict[tuple[str, int, Fence], Gathering] = {}
+        self._pids = 1000
+        self.groups: list[Household] = []
+        self.saved_step = 0
+        self.drains = Drains(clock, self._save)
+        self.slow_start_s = 0.0
+        self.mismatches, self._mismatch_until_s = 0, 0.0
+
+    # What the shell of an agent does.
+
+    def start(self, group: Household) -> None:
+        """Fork all workers of a node; those without a place get ready for a later one."""
+        self.groups = [g for g in self.groups if g.phase != "gone"] + [group]
+        ranks = tuple(range(group.size))
+        for local_rank in ranks:
+            self._fork(group, local_rank, group.assignment)
+        pids = tuple(w.pid for w in group.workers.values())
+        self._clock.after(0.002, lambda: group.feed(GroupStarted(group.born, pids)))
+
+    def start_workers(self, group: Household, ranks: tuple[int, ...], delay_s: float) -> None:
+        """Fork successors of workers that have ended."""
+
+        def fork() -> None:
+            if group.phase != "running":
+                return
+            for local_rank in ranks:
+                self._checks.line.forks(group.workers[local_rank])
+                self._fork(group, local_rank, None)
+
+        self._clock.after(delay_s, fork)
+
+    def interrupt(self, group: Household) -> None:
+        """End the step in hand of all workers of a node."""
+        group.minding.world_ended()
+        for worker in [*group.inside()]:
+            self._break_off(worker)
+
+    def regroup(self, group: Household, assignment: Assignment, able: tuple[int, ...]) -> None:
+        """Give `able` their place in another world."""
+        self.interrupt(group)
+        group.assignment, group.crashed = assignment, False
+        group.offer = group.new_offer()  # The last one's port is known to others now.
+        group.gated, group.target, group.aimed_s = False, None, None
+        group.stops = group.drained = False
+        for place, local_rank in enumerate(assignment.workers or range(group.size)):
+            worker, rank = group.workers[local_rank], assignment.rank_base + place
+            self._checks.line.given(worker)
+            if not worker.able or local_rank not in able:
+                continue
+            worker.places += 1
+            delay_s = 0.001 + self._rng.random() * 0.02
+            self._clock.after(
+                delay_s,
+                lambda w=worker, r=rank: self._enter(w, assignment, r),  # type: ignore[misc]
+            )
+        self._clock.after(0.002, lambda: self._tell_able(group))
+
+    def crash(self, group: Household, local_rank: int, exit_code: int = -9) -> None:
+        """One worker dies of itself."""
+        worker = group.workers.get(local_rank)
+        if worker is not None and worker.alive and group.phase != "gone":
+            self._die(worker, exit_code, "")
+
+    def vanish(self, group: Household) -> None:
+        """All workers of a node are dead at once, and nobody there can tell."""
+        group.phase = "gone"
+        for worker in [w for w in group.workers.values() if w.alive]:
+            self._end(worker, "dead")
+
+    def kill(self, group: Household) -> list[int]:
+        """SIGKILL to all workers of a node that live; returns which those were."""
+        ended = [i for i, worker in group.workers.items() if worker.alive]
+        group.crashed = True
+        for local_rank in ended:
+            self._end(group.workers[local_rank], "dead")
+        return ended
+
+    def stop(self, group: Household, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after the grace; a shorter one may follow."""
+        if group.phase == "gone":
+            return
+        self._checks.line.stops(group)
+        group.phase = "stopping"
+        lives_s = min(grace_s, self.script.trap_s) if any(group.inside()) else 0.0
+        if not lives_s:
+            self.interrupt(group)
+        self._clock.after(lives_s + 0.01, lambda: self._gone(group))
+
+    def left_out(self, *, paid: bool) -> str:
+        """Return who waits for a place in the newest world, as `places.left_out` has it."""
+        return left_out(self._worlds.values(), self.groups, paid=paid)
+
+    # Processes.
+
+    def _fork(self, group: Household, local_rank: int, first: Assignment | None) -> None:
+        self._pids += 1
+        worker = Worker(group, local_rank, self._pids)
+        group.workers[local_rank] = worker
+        delay_s = 0.05 + self._rng.random() * 0.4 + self.slow_start_s
+        self._clock.after(delay_s, lambda: self._imported(worker, first))
+
+    def _imported(self, worker: Worker, first: Assignment | None) -> None:
+        if worker.stage != "starting":
+            return
+        if worker.group.host in self._still.zygotes:
+            self._clock.after(STALL_S, lambda: self._imported(worker, first))
+            return
+        worker.stage = "waiting"
+        if first is None or first.waiting:
+            self._declare(worker)
+        else:
+            worker.places = 1
+            self._enter(worker, first, first.rank_base + worker.local_rank)
+
+    def _declare(self, worker: Worker) -> None:
+        """The worker can enter another world from now on."""
+        if not worker.able:
+            worker.able, worker.able_s = True, self._clock.now_s
+            delay_s = 0.001 + self._rng.random() * 0.01
+            self._clock.after(delay_s, lambda: self._tell_able(worker.group))
+
+    def _tell_able(self, group: Household) -> None:
+        if group.phase == "running":
+            sharding = self._mesh.said(group)
+            group.feed(GroupAble(group.born, group.able, group.offer, sharding))
+
+    def _die(self, worker: Worker, exit_code: int, message: str) -> None:
+        group = worker.group
+        self._checks.ledger.died(group.fence)
+        rank = max(0, worker.rank)
+        failure = Failure(
+            local_rank=worker.local_rank,
+            rank=rank,
+            pid=worker.pid,
+            exit_code=exit_code,
+            message=message,
+        )
+        group.crashed = True
+        self._end(worker, "dead")
+        group.feed(WorkerFailed(group.born, failure, self._clock.now_s))
+
+    def _end(self, worker: Worker, stage: str) -> None:
+        """The process is no more; some of those that wait for it notice."""
+        world, worker.world, worker.stage = worker.world, None, stage
+        worker.committed, worker.able = None, False
+        if not any(each.alive for each in worker.group.workers.values()):
+            worker.group.part = NO_PART
+        worker.group.lacks = worker.group.lacks or (worker.sole and stage == "dead")
+        self.drains.mind(worker.group)
+        if world is None:
+            return
+        self.drains.mind_all(world)
+        for peer in world.workers.values():
+            waits = peer.world is world and peer.stage in WAITS_FOR_PEERS
+            if waits and self._rng.random() < 0.5:
+                delay_s = 0.04 + self._rng.random() * 0.02
+                self._clock.after(delay_s, lambda p=peer: self._lose(p, world))  # type: ignore[misc]
+
+    def _lose(self, worker: Worker, world: Gathering, text: str = _CLOSED) -> None:
+        """A collective of the worker has failed."""
+        if worker.world is not world or worker.stage not in WAITS_FOR_PEERS:
+            return
+        if not worker.able:
+            self._die(worker, 1, f"RuntimeError: {text}")
+            return
+        self._break_off(worker)
+        worker.group.feed(WorkerLost(worker.group.born, world.fence, text))
+
+    def _break_off(self, worker: Worker) -> None:
+        """The worker leaves its world; a step that it did not apply is not applied any more."""
+        world = worker.world
+        if worker.stage == "applying" and world is not None:
+            worker.ready = self._rng.random() >= 0.5
+            if not worker.ready:
+                self._apply(worker, world)
+        self._checks.line.breaks_off(worker)
+        worker.world, worker.stage = None, "waiting" if worker.alive else worker.stage
+        self.drains.mind(worker.group)
+        if world is not None:
+            self.drains.mind_all(world)
+
+    def _gone(self, group: Household) -> None:
+        if group.phase == "gone":
+            return
+        group.phase = "gone"
+        for worker in [w for w in group.workers.values() if w.alive]:
+            self._end(worker, "dead")
+        group.feed(GroupGone(group.born, group.new_offer()))
+
+    # Worlds.
+
+    def _enter(self, worker: Worker, assignment: Assignment, rank: int) -> None:
+        if worker.group.assignment is not assignment or worker.stage != "waiting":
+            return
+        if worker.group.phase != "running":
+            return
+        place = (assignment.master_addr, assignment.master_port, assignment.fence)
+        world = self._worlds.get(place)
+        if world is None or world.is_abandoned:
+            world = Gathering(assignment.fence, assignment.world_size, assignment.in_place)
+            self._worlds[place] = world
+        self._checks.line.enters(worker, world, rank)
+        worker.world, worker.rank, worker.stage = world, rank, "meeting"
+        worker.moved_s = self._clock.now_s
+        worker.calls = worker.committed or 0  # It does not come to that boundary again.
+        world.workers[rank] = worker
+        self._watch(worker, world)
+        self._meet(world)
+
+    def _watch(self, worker: Worker, world: Gathering) -> None:
+        """A wait for peers that does not end fails after its timeout."""
+        if worker.world is not world:
+            return
+        if world.mismatched:
+            return  # The real timeout is half an hour: another world comes long before.
+        limit_s = MEETING_TIMEOUT_S if worker.stage == "meeting" else COLLECTIVE_TIMEOUT_S
+        if worker.stage in WAITS_FOR_PEERS and self._clock.now_s >= worker.moved_s + limit_s:
+            self._lose(worker, world)
+        else:
+            self._clock.after(_WATCH_S, lambda: self._watch(worker, world))
+
+    def _meet(self, world: Gathering) -> None:
+        world.busy = False
+        if not world.all_are("meeting"):
+            return
+        at = {w.group.assignment.master_addr for w in world.workers.values()}
+        if not self._can_step(world) or at & self._still.stores:
+            world.busy = True
+            self._clock.after(STALL_S, lambda: self._meet(world))
+            return
+        members = [world.workers[rank] for rank in range(world.size)]
+        if not self._mesh.seat(world, members):
+            for worker in members:
+                self._declare(worker)
+                self._lose(worker, world, "no whole replicas")
+            return
+        known = [w.committed for w in members if w.committed is not None]
+        base = max(known, default=self.saved_step)
+        self._mesh.advance(members, base)
+        if known and self._mesh.is_lost(members, base):
+            for worker in members:
+                self._die(worker, 1, "JobError: all workers that held a shard are lost")
+            return
+        world.base, world.from_state, world.began_s = base, bool(known), self._clock.now_s
+        self._checks.line.begins(world, members)
+        for worker in members:
+            worker.moved_s = self._clock.now_s
+            heals = worker.committed != base
+            worker.committed = None if heals else base  # What is half overwritten is nothing.
+            worker.last, worker.stage = (world.fence, worker.rank), "healing"
+            delay_s = 0.02 + self._rng.random() * self.script.heal_s if heals else 0.001
+            self._clock.after(
+                delay_s,
+                lambda w=worker: self._healed(w, world),  # type: ignore[misc]
+            )
+
+    def _healed(self, worker: Worker, world: Gathering) -> None:
+        if worker.world is not world or worker.stage != "healing":
+            return
+        if worker.committed is None and not self._mesh.can_give(world, worker):
+            return  # Its donor has gone; it hangs until somebody tells.
+        if world.is_uneven:
+            worker.committed = world.base
+            self._mesh.level(world)
+            return
+        worker.committed = worker.calls = world.base
+        worker.stage, worker.begun, worker.moved_s = "boundary", True, self._clock.now_s
+        worker.met = world.fence.round
+        was, worker.sole = worker.sole, len(world.hosts) == self.script.span
+        if worker.able and (worker.sole != was or self.script.span > 1):
+            self._tell_able(worker.group)
+        self._declare(worker)
+        self._call(worker, world)
+
+    def _go_on(self, world: Gathering) -> None:
+        if world.all_are("computing") and not world.busy:
+            world.busy = True
+            for worker in world.workers.values():
+                worker.ready = False
+            self._clock.after(self.script.step_s, lambda: self._reduce(world))
+
+    def _reduce(self, world: Gathering) -> None:
+        """The reduction of a step ends for all at once; each applies it in its own moment."""
+        world.busy = False
+        if not world.all_are("computing"):
+            return
+        if not self._can_step(world):
+            world.busy = True
+            self._clock.after(STALL_S, lambda: self._reduce(world))
+            return
+        if self.mismatches and self._clock.now_s < self._mismatch_until_s:
+            self.mismatches -= 1
+            world.mismatched = True
+            self._mind(world)
+            return
+        self._checks.line.steps(world)
+        for worker in world.workers.values():
+            worker.stage = "applying"
+            self._clock.after(
+                self._rng.random() * _APPLY_SHARE * self.script.step_s,
+                lambda w=worker: self._applied(w, world),  # type: ignore[misc]
+            )
+
+    def mismatch(self, worlds: int, until_s: float) -> None:
+        """Let members of the next worlds that reduce call other collectives than their peers."""
+        self.mismatches, self._mismatch_until_s = worlds, until_s
+
+    def _mind(self, world: Gathering) -> None:
+        """Let agents look at a world that stands still, until its workers have left it."""
+        inside = [w for w in world.workers.values() if w.world is world]
+        for group in {id(w.group): w.group for w in inside}.values():
+            if group.phase == "running" and group.fence == world.fence:
+                group.minding.look([w for w in inside if w.group is group], self._clock.now_s)
+        if inside:
+            self._clock.after(HANG_LOOK_S, lambda: self._mind(world))
+
+    def _applied(self, worker: Worker, world: Gathering) -> None:
+        if worker.world is world and worker.stage == "applying":
+            self._apply(worker, world)
+            self._call(worker, world)
+
+    def _apply(self, worker: Worker, world: Gathering) -> None:
+        assert worker.committed is not None
+        worker.committed, worker.stage = worker.committed + 1, "boundary"
+        worker.made += 1
+        worker.moved_s = self._clock.now_s
+        self._checks.line.commits(worker, world)
+        is_due = worker.committed % self.script.checkpoint_every == 0
+        if worker.rank == 0 and is_due and not self._still.keepers & {*world.hosts}:
+            self._save(worker.committed)
+
+    def _call(self, worker: Worker, world: Gathering) -> None:
+        """One boundary; a gated worker waits there until it is told the target."""
+        group = worker.group
+        if worker.world is not world or worker.stage != "boundary":
+            return
+        assert worker.committed is not None
+        if worker.committed >= self.script.steps:
+            self._finish(world)
+            return
+        is_gated = group.gated and group.aimed_s is None
+        if is_gated or self._still.is_overdue(group.host):
+            self._clock.after(0.05, lambda: self._call(worker, world))
+            return
+        worker.calls = worker.committed
+        if worker.calls == group.target:
+            worker.stage = "parked"
+            self.drains.mind(group)
+            return
+        worker.stage, worker.moved_s = "computing", self._clock.now_s
+        self._go_on(world)
+
+    def _save(self, steps: int) -> None:
+        self.saved_step = max(self.saved_step, steps)
+
+    def _finish(self, world: Gathering) -> None:
+        """All have the last step: each exits in its own moment, if it is not broken off."""
+        steps = self.script.steps
+        if not all(w.world is world and w.committed == steps for w in world.workers.values()):
+            return
+        if not world.finished and len(world.workers) == world.size:
+            world.finished = True
+            self._save(steps)
+            for worker in world.workers.values():
+                delay_s = self._rng.random() * 0.05
+                self._clock.after(delay_s, lambda w=worker: self._exit(w, world))  # type: ignore[misc]
+
+    def _exit(self, worker: Worker, world: Gathering) -> None:
+        if worker.world is world and worker.stage in TAKES_PART:
+            worker.world, worker.stage, worker.able = None, "done", False
+            self._checks.line.exits()
+            self._tell_able(worker.group)
+            worker.group.feed(WorkerSucceeded(worker.group.born, worker.local_rank))
+            self.drains.mind(worker.group)

@@ -1,0 +1,215 @@
+"""The shell of a simulated coordinator: effects in order, durable first.
+
+Shell obligations are those of `protocol.effects`: nothing after a Persist is done before the store
+has it, and events that come meanwhile wait. Its clock stands still while its host does, and
+while it waits for the store, as that of `elastane.coordinator` does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elastane.coordinator.rules import Phase, Rendezvous
+from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
+from elastane.protocol.events import (
+    AuthorityChanged,
+    Broken,
+    Fenced,
+    Received,
+    RendezvousEvent,
+    Tick,
+)
+from elastane.protocol.messages import Leave, ToCoordinator
+from elastane.protocol.model import Record
+from simulation.clock import Timer
+from simulation.election import Election
+from simulation.network import Session
+from simulation.steps import coordinator_step
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+# What passes between two readings of the clock counts for no more than this (coordinator.clock).
+_STEP_MAX_S = 0.75
+
+
+class Seat:
+    """One coordinator, on the host of one node; `election` is its own, where there is a store."""
+
+    def __init__(self, cluster: Cluster, host: str, election: Election | None) -> None:
+        self.cluster, self.host, self.election = cluster, host, election
+        self.alive = True
+        self.finished = False
+        self._clock = cluster.nodes[host].clock
+        self._lost_s = 0.0
+        self.machine = Rendezvous(
+            cluster.spec,
+            self.now_s,
+            election.filed.record if election else None,
+            store_backed=election is not None,
+            previous_holder=election.previous_holder if election else "",
+        )
+        self._changes: deque[RendezvousEvent] = deque()
+        self._events: deque[RendezvousEvent] = deque()
+        self._record: Record | None = None
+        self._busy = False
+        self._tick: Timer | None = None
+        self.sessions: dict[int, Session] = {}
+        self.leaving: set[int] = set()  # sessions whose agents have said that they leave
+        if election is not None:
+            election.on_authority = self._authority
+            election.on_lost = lambda why: self.end(why, clean=True)
+            election.publish()
+            election.keep()
+        cluster.coordinators += 1
+        # Nobody is let in before it is read who is not to be.
+        self.fenced = frozenset[str]()
+        if cluster.given_up or cluster.dead:
+            self.take(Fenced(cluster.given_up, cluster.dead))
+        # What the owner wants is to be read first.
+        cluster.clock.after(0.05, lambda: self.take(cluster.wanted) if cluster.wanted else None)
+        self._schedule()
+
+    @property
+    def now_s(self) -> float:
+        """The coordinator's time, by its host's clock less what it stood still."""
+        return self._clock.now_s - self._lost_s
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job has ended, which is durable, and its agents are being told."""
+        return self.machine.phase in (Phase.CLOSING, Phase.CLOSED) and not self._busy
+
+    def stood_still(self, for_s: float) -> None:
+        """Time went by in which this process heard nobody: it does not count."""
+        if not self._busy:  # else it is counted when the record is saved
+            self._lost_s += max(0.0, for_s - _STEP_MAX_S)
+
+    def welcome(self, session: Session) -> None:
+        """A new session is authenticated."""
+        self.sessions[session.number] = session
+
+    def hear(self, session: Session, message: ToCoordinator) -> None:
+        """A message has come."""
+        if self.alive and session.number in self.sessions:
+            self.take(
+                Received(
+                    session=session.number,
+                    message=message,
+                    peer_host=session.up.source,
+                    local_host=self.host,
+                )
+            )
+
+    def lose(self, session: Session, reason: str, clean: bool) -> None:
+        """A session ended from the other side."""
+        if self.sessions.pop(session.number, None) is not None:
+            self.take(Broken(session.number, reason, clean=clean))
+
+    def take(self, event: RendezvousEvent) -> None:
+        """Handle an event as soon as the host runs and nothing is being made durable."""
+        self.cluster.on_host(self.host, lambda: self._take(event))
+
+    def end(self, why: str, *, clean: bool, tells: bool = True) -> None:
+        """The coordinator is no more; `tells`: the kernel closes its sessions."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.cluster.story.tell(f"coordinator on {self.host} ends: {why}")
+        sessions, self.sessions = self.sessions, {}
+        if tells:
+            for session in sessions.values():
+                self.cluster.close_from_seat(session, why)
+        if clean and self.election is not None:
+            self.election.resign()
+        self.cluster.seat_ended(self)
+
+    def _take(self, event: RendezvousEvent) -> None:
+        if not self.alive:
+            return
+        self._events.append(event)
+        self._work()
+
+    def _authority(self, held: bool, reason: str) -> None:
+        """Hand the election's word on: before all else that still waits."""
+        if self.alive:
+            self._changes.append(AuthorityChanged(held, reason))
+            self._work()
+
+    def _work(self) -> None:
+        while (self._changes or self._events) and not self._busy and self.alive:
+            self._handle((self._changes or self._events).popleft())
+        self._schedule()
+
+    def _handle(self, event: RendezvousEvent) -> None:
+        if isinstance(event, Received) and isinstance(event.message, Leave):
+            self.leaving.add(event.session)
+        if isinstance(event, Fenced):
+            self.fenced = frozenset(event.incarnations)
+        self._carry_out(deque(self.machine.handle(event, self.now_s)), None)
+
+    def _carry_out(self, effects: deque[RendezvousEffect], done: RendezvousEffect | None) -> None:
+        while self.alive:
+            due = effects[0] if effects else None
+            if self.cluster.dies_at(self.host, coordinator_step(done, due)) or due is None:
+                return
+            effects.popleft()
+            if isinstance(due, Persist) and self.election is not None:
+                self._persist(self.election, due, effects)
+                return
+            self._do(due)
+            done = due
+
+    def _do(self, effect: RendezvousEffect) -> None:
+        match effect:
+            case Persist(record=record):
+                self.cluster.checks.wrote(self._record, record, durable=False)
+                self._record = record
+            case Send():
+                self._send(effect)
+            case Hangup(session=number, reason=reason):
+                session = self.sessions.pop(number, None)
+                if session is not None:
+                    self.cluster.close_from_seat(session, reason)
+            case Tell(note=note):
+                self.cluster.note(self.host, note)
+            case Finished():
+                self.finished = True
+                self.end("the job has ended", clean=True)
+
+    def _send(self, effect: Send) -> None:
+        session = self.sessions.get(effect.session)
+        self.cluster.checks.sends(self, effect.session, effect.message)
+        if session is not None:
+            self.cluster.send_down(session, effect.message)
+
+    def _persist(self, election: Election, due: Persist, rest: deque[RendezvousEffect]) -> None:
+        self._busy, began_s = True, self._clock.now_s
+
+        def saved(trouble: str) -> None:
+            if not self.alive:
+                return
+            if trouble:
+                self.end(trouble, clean=True)
+                return
+            self._busy = False
+            self.stood_still(self._clock.now_s - began_s)
+            self._carry_out(rest, due)
+            self._work()
+
+        self._save(election, due.record, saved)
+
+    def _save(self, election: Election, record: Record, saved: Callable[[str], None]) -> None:
+        election.save(record, saved)
+
+    def _schedule(self) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+        if not self.alive or self._busy:
+            return
+        wake_s = self.machine.wake_s
+        if wake_s is not None:
+            delay_s = max(0.0, wake_s - self.now_s)
+            self._tick = self._clock.after(delay_s, lambda: self.take(Tick()))

@@ -1,0 +1,238 @@
+"""One history before anything happens: the job, its nodes, and the plan of its faults.
+
+All of it is drawn from the seed, and is data: `Cut` takes faults and nodes away from it, and what
+is left happens as before, each fault by random numbers of its own.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import JobSpec
+from simulation.workers import Script
+
+TIMING = Timing(
+    join_timeout_s=60.0,
+    last_call_s=1.0,
+    last_call_max_s=5.0,
+    drain_timeout_s=6.0,
+    shutdown_timeout_s=4.0,
+)
+# The virtual second of the first fault at the earliest, and of the last at the latest.
+FIRST_S, LAST_S = 1.0, 40.0
+# What the job's owner does is numbered from here on, after all faults: changes of its range, and
+# then agents that are given up, who hears of deaths, and worlds whose collectives do not match.
+FAULTS_MAX = 100
+GIVEN_UP_FIRST = 2 * FAULTS_MAX
+SEES_DEATHS = 3 * FAULTS_MAX
+# Single processes of a host that stand still, beside all that.
+STILL_FIRST = 4 * FAULTS_MAX
+STILL = (
+    "stop_agent",
+    "stop_agent",
+    "stop_agent_and_warden",
+    "stop_workers",
+    "stop_warden",
+    "stop_zygote",
+    "stop_store_process",
+    "stop_keeper",
+)
+MISMATCH = 4 * FAULTS_MAX
+# How often each kind of fault is drawn, relative to the others.
+WEIGHTS = {
+    "crash": 4,
+    "restart_agent": 3,
+    "workers_crash": 5,
+    "pause": 3,
+    "suspend": 1,
+    "clock_jump": 1,
+    "break": 3,
+    "flap": 1,
+    "replay": 1,
+    "half_open": 2,
+    "late_session": 2,
+    "slow_host": 2,
+    "partition": 3,
+    "partial": 2,
+    "one_way": 2,
+    "kill_coordinator": 3,
+    "die_at_step": 4,
+    "drain": 3,
+    "arrive": 3,
+    "slow_starts": 1,
+}
+STORE_WEIGHTS = {
+    "store_away": 3,
+    "store_slow": 2,
+    "replies_lost": 2,
+    "lease_revoked": 2,
+    "cut_off_coordinator": 2,
+    "pause_coordinator": 3,
+}
+IN_PLACE_WEIGHTS = {"workers_crash": 10, "workers_in_turn": 8, "drain": 5, "arrive": 6}
+DEATHS = (
+    *IN_PLACE_WEIGHTS,
+    "slow_starts",
+    "crash",
+    "restart_agent",
+    "kill_coordinator",
+    "die_at_step",
+)
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """One fault of a plan."""
+
+    number: int
+    at_s: float
+    kind: str
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left out of a history, to see whether it still fails."""
+
+    without: tuple[int, ...] = ()
+    nodes: int = 0  # at most so many from the begin; 0: all
+
+
+WHOLE = Cut()
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One history before anything goes wrong."""
+
+    seed: int
+    store_backed: bool
+    spec: JobSpec
+    script: Script
+    sizes: tuple[int, ...]
+    drifts: tuple[float, ...]
+    plan: tuple[Planned, ...]
+    in_place: bool = False  # its workers recover in place
+
+    @property
+    def mode(self) -> str:
+        """How the coordinator's seat is found."""
+        return "store" if self.store_backed else "endpoint"
+
+    def cut(self, cut: Cut) -> Setting:
+        """Return the same history with less in it."""
+        sizes = self.sizes[: cut.nodes or None]
+        spec = msgspec.structs.replace(self.spec, min_nodes=min(self.spec.min_nodes, len(sizes)))
+        plan = tuple(one for one in self.plan if one.number not in cut.without)
+        return msgspec.structs.replace(self, sizes=sizes, spec=spec, plan=plan)
+
+
+def setting_of(seed: int, *, store_backed: bool, in_place: bool = False, span: int = 0) -> Setting:
+    """Draw the job, its nodes and its faults; with `span` the same, of sharded state."""
+    rng = random.Random(f"setting {seed} {store_backed}" + " in place" * in_place)
+    nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
+    low = rng.randint(1, nodes)
+    unequal = rng.random() < 0.3
+    asks = rng.random() < 0.6
+    spec = JobSpec(
+        job=f"seed-{seed}",
+        min_nodes=low,
+        max_nodes=rng.choice((nodes, nodes, low)),
+        max_restarts=rng.choice((0, 1, 3, 10, 10, 10) if in_place else (0, 1, 3, 10)),
+        min_workers=rng.choice((0, 0, 1, 2)) if in_place else 0,
+        timing=TIMING,
+    )
+    script = Script(
+        steps=rng.choice((15, 40, 10_000, 10_000)),
+        step_s=rng.choice((0.5, 1.0, 2.0)),
+        checkpoint_every=5,
+        asks=asks,
+        leaves_on_sigterm=not asks and rng.random() < 0.5,
+        trap_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0, 100.0)),
+        in_place=in_place,
+        heal_s=rng.choice((0.05, 0.5, 2.0)) if in_place else 0.0,
+        span=span,
+    )
+    sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))
+    if span > 1:  # Replicas of several nodes are of equal ones, and there is more than one.
+        nodes, most = nodes + span, spec.max_nodes + span
+        sizes = (2,) * nodes
+        spec = msgspec.structs.replace(spec, max_nodes=most)
+    spares = (2,) * rng.choice((0, 0, 1, 2))
+    return Setting(
+        seed=seed,
+        store_backed=store_backed,
+        spec=spec,
+        script=script,
+        sizes=sizes + spares,
+        # A quartz is wrong by less than 0.01 %; the bounds bear 3 %.
+        drifts=rng.choice(((1.0,), (0.9999, 1.0001), (0.97, 1.0, 1.03))),
+        plan=(
+            *_plan(rng, store_backed=store_backed, in_place=in_place),
+            *_resizes(seed),
+            *_still(seed),
+            *(_mismatch(seed) if in_place else ()),
+            *(_given_up(seed) + _sees_deaths(seed) if store_backed else ()),
+        ),
+        in_place=in_place,
+    )
+
+
+def _plan(rng: random.Random, *, store_backed: bool, in_place: bool) -> tuple[Planned, ...]:
+    """Draw the faults: single ones, and two or three at once or one upon the other."""
+    weights = WEIGHTS | (STORE_WEIGHTS if store_backed else {})
+    if in_place:
+        weights |= IN_PLACE_WEIGHTS
+        if rng.random() < 0.3:  # deaths alone: every step of a survivor must be kept
+            weights = {kind: weights[kind] for kind in DEATHS}
+    if rng.random() < 0.1:  # histories in which nothing but workers fails, and nobody but leaves
+        weights = {kind: weights[kind] for kind in ("workers_crash", "drain")}
+    kinds, at_s = [*weights], FIRST_S
+    plan = []
+    counts = (1, 1, 2, 3, 4, 6) if in_place else (0, 1, 1, 2, 2, 3, 3, 4, 6)
+    for number in range(rng.choice(counts)):
+        near = rng.random()
+        gap_s = 0.0 if near < 0.1 else 0.4 if near < 0.5 else 14.0
+        at_s = min(at_s + rng.random() * gap_s, LAST_S)
+        plan.append(Planned(number, at_s, rng.choices(kinds, [*weights.values()])[0]))
+    return tuple(plan)
+
+
+def _resizes(seed: int) -> tuple[Planned, ...]:
+    """Draw when the job's owner changes its range: in some histories, beside their faults."""
+    rng = random.Random(f"resizes {seed}")
+    if rng.random() > 0.15:
+        return ()
+    times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 2, 4)))]
+    return tuple(Planned(FAULTS_MAX + n, at_s, "resize") for n, at_s in enumerate(times))
+
+
+def _given_up(seed: int) -> tuple[Planned, ...]:
+    """Draw when the job's owner gives agents up: in some histories, beside their faults."""
+    rng = random.Random(f"given up {seed}")
+    if rng.random() > 0.1:
+        return ()
+    times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 1, 3)))]
+    return tuple(Planned(GIVEN_UP_FIRST + n, at_s, "give_up") for n, at_s in enumerate(times))
+
+
+def _mismatch(seed: int) -> tuple[Planned, ...]:
+    """Draw when the members of a world call different collectives: in some histories, once."""
+    rng = random.Random(f"mismatch {seed}")
+    if rng.random() > 0.1:
+        return ()
+    return (Planned(MISMATCH, FIRST_S + rng.random() * (LAST_S - FIRST_S), "mismatch"),)
+
+
+def _still(seed: int) -> tuple[Planned, ...]:
+    """Draw which processes stand still alone, and when: in some histories, beside their faults."""
+    rng = random.Random(f"still {seed}")
+    if rng.random() > 0.15:
+        return ()
+    times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 2, 3)))]
+    return tuple(Planned(STILL_FIRST + n, at_s, rng.choice(STILL)) for n, at_s in enumerate(times))
+
+
+def _sees_deaths(seed: int) -> tuple[Planned, ...]:
+    """Draw whether the job's owner hears of hosts that crash, and tells: no fault, in a fifth."""
+    seen = random.Random(f"sees deaths {seed}").random() < 0.2
+    return (Planned(SEES_DEATHS, 0.0, "sees_deaths"),) if seen else ()

@@ -1,0 +1,59 @@
+"""Less of a failing history that still fails: fewer faults, then fewer nodes.
+
+What is left out is left out of the plan, and all else is drawn as before; so most of what has
+nothing to do with the failure goes. It ends by itself, and sooner where its bound is reached.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from simulation.history import History, HistoryFailedError
+from simulation.setting import Cut, Setting
+
+# Seconds of real time that a shrinking may take.
+SHRINK_S = 20.0
+
+
+def shrunk(
+    setting: Setting, cut: Cut, failure: HistoryFailedError, limit_s: float = SHRINK_S
+) -> HistoryFailedError:
+    """Return the failure of the smallest history found that fails as `failure` says."""
+    end_s = time.monotonic() + limit_s
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for smaller in _smaller(setting, cut):
+            if time.monotonic() > end_s:
+                return failure
+            found = _failure(setting, smaller)
+            if found is not None and _kind(found) == _kind(failure):
+                cut, failure, goes_on = smaller, found, True
+                break
+    return failure
+
+
+def _smaller(setting: Setting, cut: Cut) -> Iterator[Cut]:
+    """Yield what is less by one fault, and by nodes."""
+    for planned in setting.plan:
+        if planned.number not in cut.without:
+            yield msgspec.structs.replace(cut, without=(*cut.without, planned.number))
+    for nodes in range(1, cut.nodes or len(setting.sizes)):
+        yield msgspec.structs.replace(cut, nodes=nodes)
+
+
+def _failure(setting: Setting, cut: Cut) -> HistoryFailedError | None:
+    try:
+        History(setting, cut).run()
+    except HistoryFailedError as failure:
+        return failure
+    return None
+
+
+def _kind(failure: HistoryFailedError) -> str:
+    """What was broken, without the numbers that may differ in a smaller history."""
+    return re.sub(r"\d+(\.\d+)?", "N", failure.what)

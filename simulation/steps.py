@@ -1,0 +1,94 @@
+"""The nasty places: where a process that dies leaves something half done.
+
+A shell carries out the effects of one list in order, and may be killed before each of them and
+after the last. `coordinator_step` and `agent_step` name the place between two effects; the
+simulation kills at each of them, one after the other. Knows effects only; nothing here fails.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from elastane.protocol.effects import (
+    AgentEffect,
+    AimGroup,
+    Decline,
+    Exit,
+    Finished,
+    Hangup,
+    InterruptGroup,
+    MarkGroup,
+    Persist,
+    RegroupWorkers,
+    RendezvousEffect,
+    Send,
+    StartGroup,
+    StartWorkers,
+    StopGroup,
+    Tell,
+    Transmit,
+)
+
+
+class Step(StrEnum):
+    """A place between two effects of one list."""
+
+    NONE = ""  # nothing is half done here
+    BEFORE_RECORD = "decided, not yet durable"
+    AFTER_RECORD = "durable, and nobody told"
+    BEFORE_MESSAGES = "about to tell"
+    BETWEEN_MESSAGES = "some are told, others not"
+    AFTER_MESSAGES = "all are told"
+    BEFORE_HANGUP = "about to end a session"
+    BEFORE_END = "about to end"
+    BEFORE_START = "about to start workers"
+    AFTER_START = "workers are starting, and nobody knows"
+    BEFORE_STOP = "about to stop workers"
+    AFTER_STOP = "workers are stopping"
+    BEFORE_DRAIN = "about to ask workers to checkpoint"
+    BEFORE_REPORT = "about to report"
+    AFTER_REPORT = "it is reported"
+
+
+_BEFORE: dict[type, Step] = {
+    StartGroup: Step.BEFORE_START,
+    Decline: Step.BEFORE_START,
+    StopGroup: Step.BEFORE_STOP,
+    StartWorkers: Step.BEFORE_START,
+    RegroupWorkers: Step.BEFORE_START,
+    InterruptGroup: Step.BEFORE_STOP,
+    MarkGroup: Step.BEFORE_DRAIN,
+    AimGroup: Step.BEFORE_DRAIN,
+    Transmit: Step.BEFORE_REPORT,
+    Exit: Step.BEFORE_END,
+}
+_AFTER: dict[type, Step] = {
+    StartGroup: Step.AFTER_START,
+    StartWorkers: Step.AFTER_START,
+    RegroupWorkers: Step.AFTER_START,
+    InterruptGroup: Step.AFTER_STOP,
+    StopGroup: Step.AFTER_STOP,
+    Transmit: Step.AFTER_REPORT,
+}
+
+
+def coordinator_step(done: RendezvousEffect | None, due: RendezvousEffect | None) -> Step:
+    """Return the place after `done` and before `due`; None: the begin or the end of the list."""
+    if isinstance(due, Persist):
+        return Step.BEFORE_RECORD
+    if isinstance(done, Persist):
+        return Step.AFTER_RECORD
+    if isinstance(due, Send):
+        return Step.BETWEEN_MESSAGES if isinstance(done, Send) else Step.BEFORE_MESSAGES
+    if isinstance(due, Finished):
+        return Step.BEFORE_END
+    if isinstance(due, Hangup):
+        return Step.BEFORE_HANGUP
+    return Step.AFTER_MESSAGES if isinstance(done, Send) else Step.NONE
+
+
+def agent_step(done: AgentEffect | None, due: AgentEffect | None) -> Step:
+    """Return the place after `done` and before `due`; None: the begin or the end of the list."""
+    if due is not None and not isinstance(due, Tell):
+        return _BEFORE[type(due)]
+    return _AFTER.get(type(done), Step.NONE)

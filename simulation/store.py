@@ -1,0 +1,142 @@
+"""The simulated store: a record changed by compare-and-set, a lease, where the coordinator is.
+
+It can be away for everybody or cut off from single hosts, slow, or lose the answer to what it
+did: then whoever asked cannot tell whether it was done, and it may yet be done. It may lose the
+lease, as an etcd that is restored or told to revoke it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from elastane.protocol.model import Record
+from simulation.clock import VirtualClock
+
+T = TypeVar("T")
+
+# What an operation may take before its caller gives up on an answer.
+_PATIENCE_S = 1.0
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Who may decide, in which term, until when by the store's clock."""
+
+    holder: str
+    term: int
+    until_s: float
+
+
+class Filed(msgspec.Struct, frozen=True):
+    """The record, the term that wrote it, and the version that a write must expect."""
+
+    term: int = 0
+    record: Record | None = None
+    version: int = 0
+
+
+class Published(msgspec.Struct, frozen=True):
+    """Where the coordinator of a term listens; it may be dead by now."""
+
+    term: int
+    host: str
+
+
+class SimulatedStore:
+    """Atomic operations, each with a way there and a way back."""
+
+    def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
+        self._clock, self._rng = clock, rng
+        self.filed = Filed()
+        self.lease: Lease | None = None
+        self.seat: Published | None = None
+        self.away = False
+        self.slow_s = 0.0
+        self.replies_lost = 0  # of the next operations: they are done, and nobody hears of it
+        self.cut_off: set[str] = set()
+        self.on_write: Callable[[Filed, Filed], None] = lambda before, after: None
+
+    def ask(self, host: str, deed: Callable[[], T], answer: Callable[[T | None], None]) -> None:
+        """Do `deed` atomically at the store; `answer` gets its result, or None where it is lost."""
+        patience = self._clock.after(_PATIENCE_S, lambda: answer(None))
+
+        def there() -> None:
+            if not self._reaches(host):
+                return
+            result = deed()
+            if self.replies_lost:
+                self.replies_lost -= 1
+                return
+            self._clock.after(self._delay_s(), lambda: back(result))
+
+        def back(result: T) -> None:
+            if self._reaches(host) and patience.cancel():
+                answer(result)
+
+        self._clock.after(self._delay_s(), there)
+
+    def take(self, host: str, ttl_s: float) -> int:
+        """Take the lease where it is free; return the term, or 0."""
+        before = self.lease
+        if before is not None and self._clock.now_s < before.until_s:
+            return 0
+        term = before.term + 1 if before else 1
+        self.lease = Lease(host, term, self._clock.now_s + ttl_s)
+        return term
+
+    def renew(self, host: str, term: int, ttl_s: float) -> int:
+        """Hold the lease for longer; return its term, a new one where it had ended; 0: lost.
+
+        One that ended is taken anew if nobody came between.
+        """
+        lease = self.lease
+        if lease is None or (lease.holder, lease.term) != (host, term):
+            return 0
+        now_s = self._clock.now_s
+        self.lease = Lease(host, term + (now_s >= lease.until_s), now_s + ttl_s)
+        return self.lease.term
+
+    def release(self, term: int) -> bool:
+        """Give the lease up."""
+        if self.lease is not None and self.lease.term == term:
+            self.revoke()
+        return True
+
+    def revoke(self) -> None:
+        """Let the lease end now, whoever holds it."""
+        if self.lease is not None:
+            self.lease = Lease(self.lease.holder, self.lease.term, self._clock.now_s)
+
+    def read(self) -> Filed:
+        """Return the record as it is now."""
+        return self.filed
+
+    def write(self, after: Filed) -> tuple[bool, Filed]:
+        """Replace the record if it is at the version of `after`; return whether, and what it is."""
+        before = self.filed
+        if after.version != before.version:
+            return False, before
+        self.filed = Filed(after.term, after.record, before.version + 1)
+        self.on_write(before, self.filed)
+        return True, self.filed
+
+    def seated(self) -> tuple[Published | None]:
+        """Return where the latest coordinator said that it listens."""
+        return (self.seat,)
+
+    def publish(self, seat: Published) -> bool:
+        """Say where a coordinator listens, unless one of a later term has; return whether."""
+        if self.seat is not None and self.seat.term > seat.term:
+            return False
+        self.seat = seat
+        return True
+
+    def _reaches(self, host: str) -> bool:
+        return not self.away and host not in self.cut_off
+
+    def _delay_s(self) -> float:
+        slow_s = self.slow_s * self._rng.random() if self.slow_s else 0.0
+        return 0.0005 + self._rng.random() * 0.004 + slow_s

@@ -1,0 +1,357 @@
+"""Simulated training: local worker groups that only get on where all of a world's are there.
+
+A world makes a step when every member's group computes and all hosts reach each other. Groups
+call should_checkpoint() once a step, after it. A worker that dies lets some peers fail, and
+others hang, as gloo does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from elastane.protocol.events import (
+    AgentEvent,
+    GroupDrained,
+    GroupGone,
+    GroupMarked,
+    GroupStarted,
+    WorkerFailed,
+    WorkerSucceeded,
+)
+from elastane.protocol.model import Assignment, Failure, Fence, Offer
+from simulation.clock import Timer, VirtualClock
+
+if TYPE_CHECKING:
+    from simulation.checks import Checks
+
+# The process group's own timeout, from the last step.
+_COLLECTIVE_TIMEOUT_S = 60.0
+# How often a step that cannot complete looks again whether it now can.
+STALL_S = 0.5
+_CHECKPOINT_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """How the user's script behaves."""
+
+    steps: int
+    step_s: float
+    checkpoint_every: int
+    asks: bool  # calls should_checkpoint()
+    leaves_on_sigterm: bool  # checkpoints and exits with 0 when a drain sends it SIGTERM
+    trap_s: float  # how long it goes on after SIGTERM otherwise
+    in_place: bool = False  # it uses the library: see `residents`
+    heal_s: float = 0.5  # what one worker's state takes to another, at the most
+    span: int = 0  # nodes of a replica of a state that is sharded; 0: each worker has the whole
+
+
+@dataclass(slots=True)
+class Still:
+    """Hosts of which a zygote, a store process or a keeper stands still."""
+
+    zygotes: set[str] = field(default_factory=set)
+    stores: set[str] = field(default_factory=set)
+    keepers: set[str] = field(default_factory=set)
+    is_overdue: Callable[[str], bool] = lambda _host: False  # workers there begin no step
+
+
+class HasHosts(Protocol):
+    """A world, as far as the network is concerned."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """Where its workers are."""
+
+
+@dataclass(slots=True, eq=False)
+class LocalGroup:
+    """One node's workers of one fence."""
+
+    host: str
+    assignment: Assignment
+    size: int
+    feed: Callable[[AgentEvent], None]
+    phase: str = "starting"  # computing, broken, done, gone
+    calls: int = 0
+    gated: bool = False
+    target: int | None = None
+    saved: bool = False
+    end: Timer | None = None
+    failed: set[int] = field(default_factory=set)
+    run: Run | None = None
+    moved_s: float = 0.0
+    killed: bool = False  # all of it, by the warden
+
+    @property
+    def fence(self) -> Fence:
+        """The fence of its assignment."""
+        return self.assignment.fence
+
+    @property
+    def passed(self) -> int:
+        """The last call that a worker of it has come back from."""
+        return self.calls
+
+    @property
+    def computes(self) -> bool:
+        """Whether all its workers still take part in training."""
+        return self.phase == "computing"
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """The training of one world, from the checkpoint that it started at."""
+
+    fence: Fence
+    nodes: int
+    base: int
+    groups: dict[int, LocalGroup] = field(default_factory=dict)
+    steps: int = 0
+    busy: bool = False
+    target: int | None = None
+
+    @property
+    def hosts(self) -> list[str]:
+        """Where its workers are."""
+        return [group.host for group in self.groups.values()]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every member has workers that compute."""
+        return len(self.groups) == self.nodes and all(g.computes for g in self.groups.values())
+
+
+class Training:
+    """All runs of a job, and what is saved of them."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        rng: random.Random,
+        script: Script,
+        can_step: Callable[[HasHosts], bool],
+        checks: Checks,
+        still: Still,
+    ) -> None:
+        self._clock, self._rng, self.script = clock, rng, script
+        self._can_step, self._checks, self._still = can_step, checks, still
+        self._runs: dict[tuple[str, int], Run] = {}
+        self._last: Run | None = None
+        self.saved_step = 0
+        self.slow_start_s = 0.0
+
+    def start(self, group: LocalGroup) -> None:
+        """Fork the workers; they compute once they have imported and met."""
+        fence, nodes = group.fence, group.assignment.nodes
+        # They meet at the store of this address, and whoever else does is taken for one of them.
+        place = (group.assignment.master_addr, group.assignment.master_port)
+        run = self._runs.get(place)
+        if run is None:
+            self._must_have_saved()
+            run = self._last = self._runs[place] = Run(fence, nodes, self.saved_step)
+        self._checks.meets(run, group)
+        group.run = run
+        run.groups[group.assignment.node_rank] = group
+        pids = tuple(range(100, 100 + group.size))
+        self._clock.after(0.002, lambda: group.feed(GroupStarted(fence, pids)))
+        delay_s = 0.05 + self._rng.random() * 0.4 + self.slow_start_s
+        self._clock.after(delay_s, lambda: self._compute(run, group))
+
+    def _must_have_saved(self) -> None:
+        """A drain that every worker took part in leaves at most the step after it to redo."""
+        last = self._last
+        if last is None or not all(g.saved and g.target for g in last.groups.values()):
+            return
+        redone = last.base + last.steps - self.saved_step
+        assert redone <= 1, f"{redone} steps were lost in the drain of {last.fence}"
+
+    def crash(self, group: LocalGroup, local_rank: int, exit_code: int = -9) -> None:
+        """One worker dies of itself."""
+        if group.phase not in ("starting", "computing", "broken"):
+            return
+        self._checks.ledger.died(group.fence)
+        self._fail(group, local_rank, exit_code, "")
+        self._peers_notice(group)
+
+    def vanish(self, group: LocalGroup) -> None:
+        """All workers of a node are dead at once, and nobody there can tell."""
+        was_computing, group.phase = group.computes, "gone"
+        if was_computing:
+            self._peers_notice(group)
+
+    def stop(self, group: LocalGroup, grace_s: float, new_offer: Callable[[], Offer]) -> None:
+        """SIGTERM, and SIGKILL after the grace; a shorter one may follow."""
+        if group.phase == "gone":
+            return
+        if group.end is not None:
+            group.end.cancel()
+        is_dead = group.phase == "done" or group.killed
+        lives_s = 0.0 if is_dead else min(grace_s, self.script.trap_s)
+        if group.phase == "computing" and not self.script.trap_s:
+            group.phase = "broken"
+        group.end = self._clock.after(lives_s + 0.01, lambda: self._gone(group, new_offer))
+
+    def kill(self, group: LocalGroup) -> list[int]:
+        """SIGKILL to all workers of a node that live; returns which those were."""
+        if group.phase in ("done", "gone"):
+            return []
+        was_computing, group.phase, group.killed = group.computes, "broken", True
+        if was_computing:
+            self._peers_notice(group)
+        ended = sorted({*range(group.size)} - group.failed)
+        group.failed.update(ended)
+        return ended
+
+    def mark(self, group: LocalGroup) -> None:
+        """Gate the workers and count their calls."""
+        group.gated = True
+        calls = group.calls if self.script.asks and group.calls else None
+        self._clock.after(0.003, lambda: group.feed(GroupMarked(group.fence, calls)))
+
+    def aim(self, group: LocalGroup, calls: int | None) -> None:
+        """Let should_checkpoint() be true at call `calls`."""
+        run = group.run
+        assert run is not None
+        if group.saved or group.phase in ("done", "broken", "gone") or calls is None:
+            if calls is None and self.script.leaves_on_sigterm and group.computes:
+                self._clock.after(_CHECKPOINT_S, lambda: self._leave(run, group))
+            self._clock.after(
+                _CHECKPOINT_S, lambda: group.feed(GroupDrained(group.fence, stops=True))
+            )
+            return
+        group.target = run.target = calls
+        self._go_on(run)
+
+    def _compute(self, run: Run, group: LocalGroup) -> None:
+        held_up = group.host in self._still.zygotes
+        if group.phase == "starting" and (
+            held_up or group.assignment.master_addr in self._still.stores
+        ):
+            self._clock.after(STALL_S, lambda: self._compute(run, group))
+        elif group.phase == "starting":
+            group.phase, group.moved_s = "computing", self._clock.now_s
+            self._go_on(run)
+            self._watch(group)
+
+    def _watch(self, group: LocalGroup) -> None:
+        """A collective that does not end fails after its timeout, unless it was not begun."""
+        if not group.computes:
+            return
+        due_s = group.moved_s + _COLLECTIVE_TIMEOUT_S
+        if self._clock.now_s >= due_s and not group.gated:
+            self._checks.ledger.died(group.fence)
+            self._fail(group, 0, 1, "RuntimeError: Timed out waiting 60000ms for recv operation")
+            return
+        delay_s = max(1.0, due_s - self._clock.now_s)
+        self._clock.after(delay_s, lambda: self._watch(group))
+
+    def _go_on(self, run: Run) -> None:
+        if run.is_whole and not run.busy and not self._waits(run):
+            run.busy = True
+            self._clock.after(self.script.step_s, lambda: self._step(run))
+
+    def _waits(self, run: Run) -> bool:
+        """Whether some group has not come out of its last call of should_checkpoint()."""
+        return any(g.calls < run.steps for g in run.groups.values())
+
+    def _step(self, run: Run) -> None:
+        run.busy = False
+        if not run.is_whole:
+            return
+        if not self._can_step(run):
+            run.busy = True
+            self._clock.after(STALL_S, lambda: self._step(run))
+            return
+        run.steps += 1
+        for group in run.groups.values():
+            group.moved_s = self._clock.now_s
+        self._checks.stepped(run.fence)
+        done = run.base + run.steps
+        if done % self.script.checkpoint_every == 0 and not self._still.keepers & {*run.hosts}:
+            self.saved_step = max(self.saved_step, done)
+        if done >= self.script.steps:
+            self._finish(run)
+            return
+        for group in run.groups.values():
+            delay_s = self._rng.random() * 0.2 * self.script.step_s
+            self._clock.after(delay_s, lambda g=group: self._call(run, g))  # type: ignore[misc]
+
+    def _call(self, run: Run, group: LocalGroup) -> None:
+        """One should_checkpoint(); a gated one blocks until it is told the target."""
+        if not group.computes or group.calls >= run.steps:
+            return
+        is_overdue = self.script.asks and self._still.is_overdue(group.host)
+        if is_overdue or (group.gated and group.target is None):
+            self._clock.after(0.05, lambda: self._call(run, group))
+            return
+        if group.target is not None and group.calls >= group.target:
+            return  # Parked, for good.
+        group.calls += 1
+        if group.calls == group.target:
+            self._clock.after(_CHECKPOINT_S, lambda: self._saved(run, group))
+        self._go_on(run)
+
+    def _saved(self, run: Run, group: LocalGroup) -> None:
+        if group.phase == "gone":
+            return
+        group.saved = True
+        if all(g.saved for g in run.groups.values()) and group.target is not None:
+            self.saved_step = max(self.saved_step, run.base + group.target)
+        group.feed(GroupDrained(group.fence, stops=True))
+
+    def _finish(self, run: Run) -> None:
+        self.saved_step = max(self.saved_step, self.script.steps)
+        for group in run.groups.values():
+            group.phase = "done"
+            for rank in range(group.size):
+                delay_s = self._rng.random() * 0.05
+                event = WorkerSucceeded(group.fence, rank)
+                self._clock.after(delay_s, lambda g=group, e=event: g.feed(e))  # type: ignore[misc]
+
+    def _leave(self, run: Run, group: LocalGroup) -> None:
+        if not group.computes:
+            return
+        group.phase = "done"
+        self.saved_step = max(self.saved_step, run.base + run.steps)
+        for rank in range(group.size):
+            group.feed(WorkerSucceeded(group.fence, rank))
+        self._peers_notice(group)
+
+    def _fail(self, group: LocalGroup, local_rank: int, exit_code: int, message: str) -> None:
+        if local_rank in group.failed:
+            return
+        group.failed.add(local_rank)
+        group.phase = "broken"
+        failure = Failure(
+            local_rank=local_rank,
+            rank=group.assignment.rank_base + local_rank,
+            pid=100 + local_rank,
+            exit_code=exit_code,
+            message=message,
+        )
+        group.feed(WorkerFailed(group.fence, failure, self._clock.now_s))
+
+    def _peers_notice(self, lost: LocalGroup) -> None:
+        """Neighbours in the ring fail in some tens of milliseconds; others hang."""
+        run = lost.run
+        assert run is not None
+        for group in run.groups.values():
+            if group is not lost and group.computes and self._rng.random() < 0.5:
+                delay_s = 0.04 + self._rng.random() * 0.02
+                self._clock.after(delay_s, lambda g=group: self._lose(g))  # type: ignore[misc]
+
+    def _lose(self, group: LocalGroup) -> None:
+        if group.computes:
+            self._fail(group, 0, 1, "RuntimeError: Connection closed by peer [10.0.0.1]")
+
+    def _gone(self, group: LocalGroup, new_offer: Callable[[], Offer]) -> None:
+        if group.phase == "gone":
+            return
+        was_computing, group.phase = group.computes, "gone"
+        if was_computing:
+            self._peers_notice(group)
+        group.feed(GroupGone(group.fence, new_offer()))

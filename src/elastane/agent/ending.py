@@ -1,0 +1,101 @@
+"""What an agent leaves when its job has ended: the box, the report, its own error file.
+
+Owns the order, and that none of them has a say in how the job ends: a console that went away, a
+folder that is full are said where they still can be.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from elastane.agent.uninterruptible import SLUG as UNKILLABLE
+from elastane.errors import ExitCode
+from elastane.observe import logging as say
+from elastane.observe.box import render_box
+from elastane.observe.report import report_of, write_launcher_error, write_report
+from elastane.options.config import LaunchConfig
+from elastane.protocol.effects import Exit
+from elastane.protocol.model import Outcome
+
+_log = logging.getLogger("elastane.options")
+# Set for a launcher that is itself a worker of somebody's: TorchX, Kubernetes, another launcher.
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# Set in a pod of an ElasticJob: the file whose text its kubelet puts into the pod's status.
+_TERMINATION_LOG = "ELASTANE_TERMINATION_LOG"
+# A kubelet takes 4,096 bytes; a condition of an ElasticJob repeats 400 characters.
+_LAST_WORDS_CHARS_MAX = 1000
+
+
+def tell_end(config: LaunchConfig, exit_: Exit) -> None:
+    """Write what was asked for, then print the box of a job that failed."""
+    _write_files(config, exit_)
+    outcome = _outcome(exit_)
+    _write_last_words(config.environment.get(_TERMINATION_LOG, ""), outcome)
+    if outcome.ok or (exit_.outcome is None and not outcome.slug):
+        return
+    show(outcome, _log_dir(config))
+
+
+def show(outcome: Outcome, log_dir: str) -> None:
+    """Print the box after all that was said before."""
+    say.flush()
+    try:
+        sys.stderr.write(render_box(outcome, log_dir) + "\n")
+        sys.stderr.flush()
+    except OSError:
+        # The console went away: that has no say in how the job ends, nor has Python's last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _write_files(config: LaunchConfig, exit_: Exit) -> None:
+    error_file = config.environment.get(_ERROR_FILE, "")
+    if not config.report_file and not error_file:
+        return
+    outcome = _outcome(exit_)
+    report = report_of(config.spec.job, outcome, exit_.code, _log_dir(config))
+    try:
+        if config.report_file:
+            write_report(config.report_file, report)
+        if error_file and exit_.outcome is not None and not outcome.ok:
+            write_launcher_error(error_file, report)
+    except OSError as error:
+        _log.warning("how the job ended is not on file: %s", error)
+
+
+def _write_last_words(path: str, outcome: Outcome) -> None:
+    """Write why this agent ends, in one line, where its pod's status tells it."""
+    if not path or outcome.ok:
+        return
+    words = outcome.reason
+    failure = outcome.cause.failure if outcome.cause is not None else None
+    if failure is not None and failure.message:
+        words += f": {failure.message}"
+    line = " ".join(words.split())[:_LAST_WORDS_CHARS_MAX]
+    try:
+        # The kubelet has made the file; where there is none, nobody reads it.
+        with Path(path).open("r+", encoding="utf-8", errors="replace") as file:
+            file.write(line + "\n")
+            file.truncate()
+    except OSError as error:
+        _log.info("the pod's status does not say why this agent ends: %s: %s", path, error)
+
+
+def _outcome(exit_: Exit) -> Outcome:
+    """Return the outcome; an agent that left while the job goes on was told of none."""
+    if exit_.outcome is not None:
+        return exit_.outcome
+    is_unfit = exit_.code == ExitCode.NODE_UNFIT
+    return Outcome(
+        ok=False,
+        reason=exit_.reason,
+        slug=UNKILLABLE if is_unfit else "",
+        exit_code=exit_.code,
+        next_step="another node; this one may need a reboot" if is_unfit else "",
+    )
+
+
+def _log_dir(config: LaunchConfig) -> str:
+    return str(config.logs.job_dir(config.spec.job)) if config.logs.has_files else ""

@@ -1,0 +1,258 @@
+"""One agent, put together from its configuration, and taken apart again.
+
+What is this machine's alone is `launch.node`'s; here are the connection, the seat and the loop. On
+the way out the workers are gone before the coordinator is, and the coordinator tells all agents
+before it goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+
+from elastane.agent.dialing import Dialer
+from elastane.agent.ending import tell_end
+from elastane.agent.etcd_sidecar import sidecar
+from elastane.agent.group_setup import GroupSetup
+from elastane.agent.link import Link
+from elastane.agent.node import Node, node_of, place
+from elastane.agent.on_record import as_on_record
+from elastane.agent.rules.agent import AgentCore
+from elastane.agent.shell import AgentShell
+from elastane.coordinator.host import Hosting, attending_of
+from elastane.coordinator.leadership import EndpointSeat, Seat, StoreSeat, first_contact
+from elastane.errors import ElastaneError, ExitCode
+from elastane.observe import logging as say
+from elastane.options.config import LaunchConfig
+from elastane.options.facts import versions
+from elastane.options.identity import new_incarnation
+from elastane.options.keyring import Keyring
+from elastane.process import rpc
+from elastane.process.endpoint import Endpoint
+from elastane.process.files import JobRegistry
+from elastane.process.tls import TlsConfig
+from elastane.process.worker_environment import RunFacts
+from elastane.protocol.effects import Exit
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.model import NodeSpec, Outcome
+from elastane.stores.jobs import JobKeys
+from elastane.stores.registry import make_store
+
+_log = logging.getLogger("elastane.options")
+# Sessions of a large job on the coordinator's host; the hard limit is the administrator's.
+_DESCRIPTORS_WANTED = 65536
+
+
+def launch(config: LaunchConfig) -> int:
+    """Run one agent to its end; returns its exit code."""
+    _raise_descriptor_limit()
+    # Who ignores it has its children do so too; then no child's end would be seen here.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        return asyncio.run(_launch(config))
+    finally:
+        say.flush()
+
+
+async def _launch(config: LaunchConfig) -> int:
+    host = socket.gethostname()
+    with contextlib.ExitStack() as stack:
+        registry, node_id = place(config, host, stack)
+        say.setup(node_id, config.environment.get("LOGLEVEL", ""))
+        async with node_of(config, node_id, host) as node:
+            try:
+                exit_ = await _Agent(node, registry).run()
+            except ElastaneError as error:  # Of the store, before there was anybody to meet.
+                exit_ = _exit_of(error)
+    tell_end(config, exit_)
+    return exit_.code
+
+
+class _Agent:
+    """The connection, the seat and the loop of one agent."""
+
+    def __init__(self, node: Node, registry: JobRegistry | None) -> None:
+        self._node = node
+        self._config = node.config
+        self._registry = registry
+        self._dialer: Dialer | None = None
+        self._core: AgentCore | None = None
+        self._keys: JobKeys | None = None
+
+    async def run(self) -> Exit:
+        """Take part in the job until it ends, or this agent leaves it."""
+        async with contextlib.AsyncExitStack() as stack:
+            return await self._run(await self._store_keys(stack))
+
+    async def _run(self, keys: JobKeys | None) -> Exit:
+        config, node = self._config, self._node
+        token = config.rendezvous.token
+        if keys is not None:
+            token = await first_contact(keys, token, config.spec.timing.join_timeout_s)
+        keyring = Keyring(config.spec.job, token, config.rendezvous.token_file)
+        await keyring.look()
+        access = rpc.Access(config.spec.job, keyring.secrets()[0], _tls(config), keyring.secrets)
+        if config.supervision.replicas:
+            from elastane.agent.neighbours import neighbours
+
+            node.keeping.meet(lambda: neighbours(config, keyring))
+        attending = attending_of(keys, config.environment)
+        hosting = Hosting(config.spec, access, node.tell_as_coordinator, attending)
+        seat = self._seat(keys, hosting)
+
+        self._keys = keys
+        core = self._core = AgentCore(
+            config.spec,
+            self._node_spec(),
+            node.port.open(),
+            time.monotonic(),
+            self_fencing=keys is not None,
+        )
+        shell = AgentShell(core, self._group_setup(), node.port, node.tell, node.warden.allow_until)
+        self._dialer = dialer = Dialer(
+            access, lambda: keyring.token, node.id, self._registry, config.logs.base_dir
+        )
+        link = Link(seat, dialer, shell.post, config.spec)
+        shell.attach(link)
+        shell.handle_signals(config.signals)
+        node.tell(
+            Note(
+                kind=EventKind.AGENT_STARTED,
+                reason=f"job {config.spec.job}, pid {os.getpid()}",
+                node_id=node.id,
+            )
+        )
+
+        def changed() -> None:
+            dialer.token_changed()
+            node.keeping.say_neighbours()
+
+        watch = asyncio.create_task(keyring.watch(changed))
+        try:
+            return await self._work(shell, link, seat)
+        finally:
+            watch.cancel()
+
+    async def _work(self, shell: AgentShell, link: Link, seat: Seat) -> Exit:
+        work = asyncio.create_task(shell.run())
+        linking, seating = asyncio.create_task(link.run()), asyncio.create_task(seat.run())
+        exit_: Exit | None = None
+        try:
+            await asyncio.wait({work, linking, seating}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and seating.done() and seating.exception() is None:
+                # The coordinator here has finished; its agent still takes its leave.
+                await asyncio.wait({work, linking}, return_when=asyncio.FIRST_COMPLETED)
+            exit_ = work.result() if work.done() else await self._judged(_failed(linking, seating))
+            return exit_
+        finally:
+            await link.flush()
+            for task in (work, linking, seating):
+                task.cancel()
+            await asyncio.gather(work, linking, seating, return_exceptions=True)
+            await seat.close(ended=exit_ is not None and exit_.outcome is not None)
+            if self._dialer is not None:
+                self._dialer.close()
+
+    async def _judged(self, exit_: Exit) -> Exit:
+        """Return the exit that an end of the connection or the seat means for this agent."""
+        was_in_it = self._core is not None and self._core.welcomed
+        return await as_on_record(exit_, self._keys, was_in_it=was_in_it)
+
+    async def _store_keys(self, stack: contextlib.AsyncExitStack) -> JobKeys | None:
+        """Return the job's place in its store, None where it has none."""
+        rendezvous, config = self._config.rendezvous, self._config
+        place, conf = rendezvous.store, dict(rendezvous.store_conf)
+        if rendezvous.sidecar:
+            place = await stack.enter_async_context(sidecar(config.environment, self._node.leash))
+        store = make_store(rendezvous.backend, place, conf) if place else None
+        return JobKeys(store, config.spec.job) if store is not None else None
+
+    def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Seat:
+        config = self._config
+        if keys is not None:
+            return StoreSeat(keys, self._node.id, config.reach, hosting)
+        endpoint = Endpoint(config.rendezvous.host or "127.0.0.1", config.rendezvous.port)
+        return EndpointSeat(endpoint, config.rendezvous.hosts, hosting)
+
+    def _node_spec(self) -> NodeSpec:
+        wish = self._config.node
+        return NodeSpec(
+            node_id=self._node.id,
+            incarnation=new_incarnation(self._config.environment),
+            local_world_size=wish.local_world_size,
+            role=wish.role,
+            node_rank=wish.node_rank,
+            local_addr=wish.local_addr,
+            versions=versions(),
+        )
+
+    def _group_setup(self) -> GroupSetup:
+        config, command = self._config, self._config.command
+        return GroupSetup(
+            kind=command.kind,
+            target=command.target,
+            args=command.args,
+            cwd=command.cwd,
+            environment=config.environment,
+            leash=self._node.leash,
+            run=RunFacts(
+                job=config.spec.job,
+                node_id=self._node.id,
+                role=config.node.role,
+                local_world_size=config.node.local_world_size,
+                virtual_local_rank=config.supervision.virtual_local_rank,
+                timer_file=self._node.timers.path if self._node.timers else "",
+                signals=config.signals,
+                keeper=self._node.keeping.path,
+                on_one_machine=config.is_on_one_machine,
+            ),
+            logs=config.logs,
+            spawner=self._node.spawner,
+            cpus=config.supervision.cpus,
+            stuck_s=config.supervision.stuck_s,
+            spares=config.supervision.spares,
+            hang_floor_s=config.spec.timing.hang_floor_s,
+            timers=self._node.timers,
+            choose_files=config.supervision.choose_files,
+        )
+
+
+def _failed(*tasks: asyncio.Task[None]) -> Exit:
+    """Return the exit that an error of the connection or the seat means; raise what is a bug."""
+    for task in tasks:
+        if task.done() and task.exception() is not None:
+            error = task.exception()
+            if not isinstance(error, ElastaneError):
+                raise error  # type: ignore[misc]
+            return _exit_of(error)
+    return Exit(int(ExitCode.TRY_AGAIN), "the connection ended", None)
+
+
+def _exit_of(error: ElastaneError) -> Exit:
+    outcome = Outcome(
+        ok=False,
+        reason=error.what,
+        slug=error.slug,
+        exit_code=error.exit_code,
+        next_step=error.next_step,
+    )
+    return Exit(int(error.exit_code), error.what, outcome)
+
+
+def _tls(config: LaunchConfig) -> TlsConfig | None:
+    tls = config.rendezvous.tls
+    return TlsConfig(cert=tls.cert, key=tls.key, ca=tls.ca) if tls else None
+
+
+def _raise_descriptor_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(ValueError, OSError):
+        limit = max(soft, min(wanted, _DESCRIPTORS_WANTED))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -1,0 +1,403 @@
+"""One node's part in a job whose workers are somebody else's: the side that runs in a thread.
+
+Owns an event loop with the agent's core, its connection and its seat in it, so that heartbeats go
+on and a coordinator is served whatever the rest of the process does. The worker group of the core
+is whoever calls `agent.membership`: StartGroup becomes a place on the desk, StopGroup a change.
+It must not know what the caller does with a place. How it fails: whatever ends it, our own bugs
+included, lies on the desk afterwards, and nothing is raised in the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastane.agent.dialing import Dialer, registry_here
+from elastane.agent.link import Link
+from elastane.agent.offers import OfferedPort
+from elastane.agent.rules.agent import AgentCore
+from elastane.coordinator.host import Hosting, attending_of
+from elastane.coordinator.leadership import EndpointSeat, Seat, StoreSeat, token_of
+from elastane.observe import logging as say
+from elastane.options.facts import versions
+from elastane.options.identity import new_incarnation
+from elastane.process import rpc
+from elastane.process.endpoint import STANDALONE, Endpoint, meets_here, reach
+from elastane.process.environment import snapshot
+from elastane.process.kernel import suspended_s
+from elastane.process.tls import TlsConfig
+from elastane.protocol.effects import (
+    AgentEffect,
+    AimGroup,
+    Decline,
+    Exit,
+    MarkGroup,
+    StartGroup,
+    StopGroup,
+    Tell,
+    Transmit,
+)
+from elastane.protocol.events import (
+    AgentEvent,
+    GroupDrained,
+    GroupGone,
+    GroupMarked,
+    Linked,
+    Signalled,
+    Tick,
+    WorkerFailed,
+    WorkerSucceeded,
+)
+from elastane.protocol.messages import Conclude
+from elastane.protocol.model import Assignment, Failure, Fence, JobSpec, NodeSpec, Offer, Outcome
+from elastane.protocol.wire import derive_secret
+from elastane.stores.jobs import JobKeys
+from elastane.stores.protocol import Store
+
+_log = logging.getLogger("elastane.member")
+_REASON_CHARS_MAX = 1000
+_FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class MemberConfig:
+    """Which job, where it meets, and as what this node presents itself.
+
+    `open_store` makes the store in which the coordinator is elected; without one it is served at
+    `endpoint` by whoever owns that address (`hosts`: by order). `close_grace_s` is how long a
+    caller is left in peace after another node closed the job without saying that it failed.
+    """
+
+    spec: JobSpec
+    endpoint: Endpoint = STANDALONE
+    hosts: bool | None = None
+    open_store: Callable[[], Store] | None = None
+    node_id: str = ""
+    node_rank: int | None = None
+    local_world_size: int = 1
+    local_addr: str = ""
+    token: str = field(default="", repr=False)
+    tls: TlsConfig | None = None
+    close_grace_s: float = 30.0
+
+    @property
+    def reach(self) -> str:
+        """Where others reach this node's listeners, "" where that is not known yet."""
+        endpoint = self.endpoint.host if self.open_store is None else ""
+        return reach(self.local_addr, alone=meets_here(endpoint, self.local_addr))
+
+
+@dataclass
+class Desk:
+    """What the two threads share, under the lock of `told`; the member writes, and notifies.
+
+    `assignment` is the one in force, with the `listener` of its store on node rank 0; `taken` is
+    set by the caller once it has it. `change` says why the caller is to come back.
+    """
+
+    told: threading.Condition = field(default_factory=threading.Condition)
+    assignment: Assignment | None = None
+    listener: socket.socket | None = None
+    taken: bool = False
+    change: str = ""
+    outcome: Outcome | None = None
+    ended: bool = False
+    error: BaseException | None = None
+
+
+class Member:
+    """The thread's side. Everything but `run` and `call` is for its own loop."""
+
+    def __init__(self, config: MemberConfig, desk: Desk) -> None:
+        self.config = config
+        self.desk = desk
+        self._selector: selectors.BaseSelector | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._ready = threading.Event()
+        self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
+        self._port = OfferedPort(listening=True, host=config.reach)
+        self._core: AgentCore | None = None
+        self._link: Link | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopping = False  # the core wants the group in hand stopped
+        self._given_back = False  # the caller runs nothing of it any more
+        self._left = ""  # the caller will not come back at all, and why
+        self._conclusion: Conclude | None = None
+
+    def run(self) -> None:
+        """Take part until the job has ended or this node has left; the thread's target."""
+        error: BaseException | None = None
+        try:
+            with asyncio.Runner(loop_factory=self._new_loop) as runner:
+                runner.run(self._take_part())
+        except asyncio.CancelledError:
+            _log.debug("the membership was cut")
+        except BaseException as caught:
+            error = caught
+        finally:
+            self._port.close()
+            self._ready.set()
+            with self.desk.told:
+                self.desk.ended = True
+                self.desk.error = error
+                self.desk.change = self.desk.change or "the membership has ended"
+                self.desk.told.notify_all()
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run `action` in the member's loop soon; from any thread. Dropped where it has ended."""
+        self._ready.wait()
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._loop.call_soon_threadsafe(action)
+
+    def cut(self) -> None:
+        """End without waiting for anybody; the others see the connection break."""
+        if self._main is not None:
+            self._main.cancel()
+
+    def blank_after_fork(self) -> None:
+        """In a forked child: let go of every connection, so that their end is seen by others."""
+        if self._selector is None or self._selector.get_map() is None:
+            return
+        numbers = [key.fd for key in self._selector.get_map().values()]
+        if self._port.is_open:
+            numbers.append(self._port.socket.fileno())
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for number in numbers:
+            # Not closed: a socket object would close the number again, whosever it is by then.
+            os.dup2(null, number, inheritable=False)
+        os.close(null)
+
+    # In the loop: what the caller does.
+
+    def give_back(self, fence: Fence, failure: str) -> None:
+        """The caller has stopped what it ran in `fence`; `failure` says why, if nobody asked."""
+        group = self._core.group if self._core is not None else None
+        if group is None or group.fence != fence:
+            return
+        self._given_back = True
+        if self._stopping:
+            self._gone(fence)
+            return
+        rank = group.assignment.rank_base
+        failed = Failure(local_rank=0, rank=rank, pid=os.getpid(), exit_code=1, message=failure)
+        self.post(WorkerFailed(fence, failed, time.monotonic()))
+
+    def succeed(self, fence: Fence) -> None:
+        """All that the caller ran in `fence` succeeded, and it will run nothing more."""
+        self._left = _FINISHED
+        for local_rank in range(self.config.local_world_size):
+            self.post(WorkerSucceeded(fence, local_rank))
+        if self._stopping:
+            self._stop(fence, "")
+
+    def conclude(self, ok: bool, reason: str, *, stays: bool) -> None:
+        """End the job for all; said again to each new coordinator until the job has ended.
+
+        `stays`: the caller still runs something, and stops it when it is told to.
+        """
+        self._conclusion = Conclude(ok=ok, reason=reason[:_REASON_CHARS_MAX])
+        self._say_conclusion()
+        if not stays:
+            self._left = reason
+            self._drop_if_stopping()
+
+    def leave(self, reason: str) -> None:
+        """Go, and let the others go on; what the caller ran has ended, or ends with it."""
+        self._left = reason
+        self.post(Signalled(reason))
+        group = self._core.group if self._core is not None else None
+        if group is not None:
+            self._gone(group.fence)
+
+    def _drop_if_stopping(self) -> None:
+        if self._stopping and self._core is not None and self._core.group is not None:
+            self._gone(self._core.group.fence)
+
+    # The loop.
+
+    def post(self, event: AgentEvent) -> None:
+        """Queue an event."""
+        self._queue.put_nowait(event)
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        self._selector = selectors.DefaultSelector()
+        return asyncio.SelectorEventLoop(self._selector)
+
+    async def _take_part(self) -> None:
+        self._main = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._ready.set()
+        config = self.config
+        keys = JobKeys(config.open_store(), config.spec.job) if config.open_store else None
+        token = config.token or (await token_of(keys) if keys else "")
+        secret = derive_secret(config.spec.job, token or None)
+        access = rpc.Access(config.spec.job, secret, config.tls)
+        attending = attending_of(keys, snapshot())
+        seat = self._seat(keys, Hosting(config.spec, access, say.tell, attending))
+
+        self._core = AgentCore(
+            config.spec,
+            self._node_spec(),
+            self._port.open(),
+            time.monotonic(),
+            self_fencing=keys is not None,
+        )
+        self._core.ready = True  # It forks nothing that would have to be warm.
+        dialer = Dialer(access, lambda: token, config.node_id, registry_here())
+        self._link = Link(seat, dialer, self.post, config.spec)
+        try:
+            await self._work(self._core, self._link, seat)
+        finally:
+            dialer.close()
+
+    def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Seat:
+        config = self.config
+        if keys is None:
+            return EndpointSeat(config.endpoint, config.hosts, hosting)
+        return StoreSeat(keys, config.node_id, config.reach, hosting)
+
+    def _node_spec(self) -> NodeSpec:
+        config = self.config
+        return NodeSpec(
+            node_id=config.node_id,
+            incarnation=new_incarnation(snapshot()),
+            local_world_size=config.local_world_size,
+            node_rank=config.node_rank,
+            local_addr=config.local_addr,
+            versions=versions(),
+        )
+
+    async def _work(self, core: AgentCore, link: Link, seat: Seat) -> None:
+        work = asyncio.create_task(self._decide(core, link))
+        others = [asyncio.create_task(link.run()), asyncio.create_task(seat.run())]
+        tasks = [work, *others]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in others:
+                if not work.done() and task.done() and task.exception() is None:
+                    # The coordinator here has finished; the core still hears how.
+                    await asyncio.wait([work])
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            await link.flush()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await seat.close(ended=core.outcome is not None)
+
+    async def _decide(self, core: AgentCore, link: Link) -> None:
+        self.post(Tick())
+        while True:
+            event = await self._queue.get()
+            if isinstance(event, Linked) and core.group is None:
+                event = Linked(self._new_port())
+            core.slept_s = suspended_s()
+            for effect in core.handle(event, time.monotonic()):
+                if core.outcome is not None:
+                    self._tell_outcome(core.outcome)
+                    link.retire()
+                if isinstance(effect, Exit):
+                    return
+                self._carry_out(effect, link)
+            if isinstance(event, Linked):
+                self._say_conclusion()
+            if self._timer is not None:
+                self._timer.cancel()
+            delay_s = max(0.0, core.wake_s - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.post, Tick())
+
+    def _carry_out(self, effect: AgentEffect, link: Link) -> None:
+        match effect:
+            case Transmit(message=message):
+                link.send(message)
+            case StartGroup(assignment=assignment):
+                self._offer(assignment)
+            case StopGroup(fence=fence, reason=reason):
+                self._stop(fence, reason)
+            case Decline(fence=fence):
+                self._gone(fence)
+            case MarkGroup(fence=fence):
+                self.post(GroupMarked(fence, None))  # Nobody here can be asked to checkpoint.
+            case AimGroup(fence=fence, stops=stops):
+                self.post(GroupDrained(fence, stops))
+            case Tell(note=note):
+                say.tell(note)
+            case Exit():
+                raise AssertionError("_decide returns on Exit")
+
+    def _offer(self, assignment: Assignment) -> None:
+        self._stopping = self._given_back = False
+        if self._left:
+            self._gone(assignment.fence)  # It was on its way while the caller went.
+            return
+        with self.desk.told:
+            self.desk.assignment, self.desk.taken, self.desk.change = assignment, False, ""
+            if assignment.node_rank == 0:
+                self.desk.listener = self._port.socket.dup()
+            self.desk.told.notify_all()
+
+    def _stop(self, fence: Fence, reason: str) -> None:
+        """Have the group of `fence` end: the caller is told, where it has something to stop."""
+        self._stopping = True
+        with self.desk.told:
+            if self.desk.taken and not self._given_back and not self._left:
+                outcome = self._core.outcome if self._core is not None else None
+                # Who closes a job, and does not say that it failed, lets others finish.
+                grace_s = self.config.close_grace_s if outcome is not None and outcome.ok else 0.0
+                asyncio.get_running_loop().call_later(grace_s, self._tell_change, fence, reason)
+                return
+        if self._left is _FINISHED and self._core is not None and self._core.outcome is None:
+            self._cannot_start_again(reason)
+        self._gone(fence)
+
+    def _cannot_start_again(self, reason: str) -> None:
+        """The caller has finished, and the world it finished in is to be started anew."""
+        what = f"it finished its part and cannot start again: {reason}"
+        if self.config.spec.is_elastic:
+            self.post(Signalled(what))
+        else:
+            self.conclude(False, what, stays=True)
+
+    def _gone(self, fence: Fence) -> None:
+        """Tell that nothing runs in `fence` any more, with a new port for what comes next."""
+        with self.desk.told:
+            self.desk.assignment, self.desk.change = None, ""
+            if self.desk.listener is not None and not self.desk.taken:
+                self.desk.listener.close()
+            self.desk.listener, self.desk.taken = None, False
+        self._given_back = self._stopping = False
+        self.post(GroupGone(fence, self._new_port()))
+
+    def _new_port(self) -> Offer:
+        """Hold another port than the last, which may have been told to others."""
+        self._port.close()
+        self._port = OfferedPort(listening=True, host=self.config.reach)
+        return self._port.open()
+
+    def _say_conclusion(self) -> None:
+        if self._conclusion is not None and self._link is not None:
+            self._link.send(self._conclusion)
+
+    def _tell_change(self, fence: Fence, reason: str) -> None:
+        with self.desk.told:
+            if self.desk.assignment is not None and self.desk.assignment.fence == fence:
+                self.desk.change = reason or "the job has another membership"
+                self.desk.told.notify_all()
+
+    def _tell_outcome(self, outcome: Outcome) -> None:
+        with self.desk.told:
+            if self.desk.outcome is None:
+                self.desk.outcome = outcome
+                self.desk.told.notify_all()

@@ -1,0 +1,390 @@
+"""Membership of one node in a job, for a program that runs the workers itself.
+
+    with Membership(config) as membership:
+        while True:
+            place = membership.join()            # blocks until this node is in a world
+            if work(place, until=lambda: membership.has_changed):
+                membership.finish()              # all here succeeded; waits for the others
+                break
+
+`join` is called again whenever `has_changed` (somebody failed, left or arrived) and whenever what
+the caller ran has failed; each call gives back the place before. All calls are synchronous and
+may come from any thread. Heartbeats go on in a thread, so a caller that trains need not come by.
+
+Owns the thread of a `Member`: it is started by the first `join`, and ends with the job, by
+`leave`, `close`, or with this process. It does not know what a place is used for. How it fails:
+ElastaneError as the agent would (refused, no coordinator, too few nodes, closed), from the call
+that needs what cannot be had. In a forked child every call is refused: a session is one process's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from elastane.agent.member import Desk, Member, MemberConfig
+from elastane.errors import (
+    ConfigurationError,
+    ElastaneError,
+    ExitCode,
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousRefusedError,
+    RendezvousTimeoutError,
+)
+from elastane.protocol.limits import CLOSE_S
+from elastane.protocol.model import Assignment, Outcome
+from elastane.stores.jobs import JobKeys
+from elastane.stores.protocol import Store
+
+__all__ = ["MemberConfig", "Membership", "Place"]
+
+# The coordinator is told and tells all others, which have CLOSE_S; then this side has closed.
+_CLOSE_WAIT_S = 3 * CLOSE_S
+# At the end of the process: for the goodbye to go out, and for the thread to end.
+_GOODBYE_S = 0.2
+_CUT_S = 2.0
+_members: weakref.WeakSet[Member] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node's place in one attempt of one world.
+
+    `listener` is there on node rank 0: the socket, listening since before its port was told, on
+    which the attempt's process-group store is to be served; all nodes reach it at
+    `assignment.master_addr` and `master_port`. It is the caller's.
+    """
+
+    assignment: Assignment
+    listener: socket.socket | None
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this node."""
+        return self.assignment.node_rank
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the world has."""
+        return self.assignment.nodes
+
+    def __str__(self) -> str:
+        return f"{self.assignment.fence}: node rank {self.node_rank} of {self.nodes}"
+
+
+class Membership:
+    """See the module. `name` makes the node id of each joining; nothing starts before `join`."""
+
+    def __init__(self, config: MemberConfig, name: Callable[[], str]) -> None:
+        self._config = config
+        self._name = name
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._member: Member | None = None
+        self._thread: threading.Thread | None = None
+        self._place: Place | None = None
+        self._outcome: Outcome | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.leave("its program goes on without the job" if error is None else str(error))
+
+    @property
+    def config(self) -> MemberConfig:
+        """What it was made with."""
+        return self._config
+
+    @property
+    def place(self) -> Place | None:
+        """The place that the last `join` returned, until it is given back."""
+        return self._place
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the job ended; None while it has not, as far as is known here."""
+        return self._outcome or (self._member.desk.outcome if self._member else None)
+
+    @property
+    def change(self) -> str:
+        """Why the caller has to come back by `join`, in words; empty: it need not."""
+        self._check_process()
+        member = self._member
+        if member is None:
+            return ""
+        with member.desk.told:
+            return member.desk.change
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the world of the last place has ended, or the job has."""
+        return bool(self.change)
+
+    def wait_change(self, timeout_s: float) -> bool:
+        """Wait until the caller has to come back; return whether it has to."""
+        self._check_process()
+        member = self._member
+        if member is None:
+            return False
+        return _wait_until(member, lambda desk: bool(desk.change), timeout_s)
+
+    def has_ended(self) -> bool:
+        """Whether the job has ended; one that was never joined is looked up in its store."""
+        self._check_process()
+        if self.outcome is not None:
+            return True
+        if self._member is not None or self._config.open_store is None:
+            return False
+        try:
+            asyncio.run(_check_open(self._config.open_store(), self._config.spec.job))
+        except RendezvousClosedError:
+            return True
+        return False
+
+    def join(self, failure: str = "the workers of this node failed") -> Place:
+        """Return this node's place in the next world, once there is one.
+
+        Gives back the place held so far; where no change was announced, its world ends by it, for
+        the reason `failure`. A call that is interrupted leaves the job; the next one joins anew.
+        Raises RendezvousTimeoutError, RendezvousClosedError (also for a spare, when the others
+        have finished), RendezvousRefusedError, or what the store or the endpoint raised.
+        """
+        self._check_process()
+        if self._outcome is not None:
+            raise error_of(self._outcome)
+        member = self._begin()
+        try:
+            self._give_back(member, failure)
+            return self._await_place(member)
+        except BaseException as error:
+            self._abandon(str(error) or type(error).__name__)
+            raise
+
+    def finish(self) -> Outcome:
+        """Say that all succeeded here; return how the job ended, once the other nodes have too.
+
+        Waits as long as they work. Where their world ends otherwise, this node cannot start again:
+        an elastic job goes on without it, and any other ends.
+        """
+        self._check_process()
+        member, place = self._member, self._place
+        if member is None or place is None:
+            raise RendezvousError("finish() without a place", slug="membership-idle")
+        fence = place.assignment.fence
+        member.call(lambda: member.succeed(fence))
+        self._await_end(member, None)
+        return self._end_of(member)
+
+    def close(self, ok: bool, reason: str, *, stays: bool = False) -> bool:
+        """End the job for all nodes; return whether that was told and heard in time.
+
+        `ok`: the others may finish what they do, within their grace; else they are to stop now.
+        `stays`: so may this node, which then is still a member; else its place is given back.
+        """
+        self._check_process()
+        if self.outcome is None:
+            member = self._begin()
+            member.call(lambda: member.conclude(ok, reason, stays=stays))
+            self._await_outcome(member, _CLOSE_WAIT_S)
+        if stays:
+            return self.outcome is not None
+        self._finish_member()
+        return self._outcome is not None
+
+    def leave(self, reason: str = "it was asked to") -> None:
+        """Leave the job, which goes on without this node. Does nothing where it is not in one."""
+        self._check_process()
+        if self.outcome is not None:
+            self._finish_member()
+        elif self._member is not None:
+            member, thread = self._member, self._thread
+            self._abandon(reason)
+            _see_off(member, thread)
+
+    # Private.
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigurationError(
+                f"a membership of process {self._pid} was used in process {os.getpid()},"
+                " which was forked from it",
+                slug="membership-forked",
+                expected="one process for all calls",
+                next_step="make another in the child, or start it by spawn in place of fork",
+            )
+
+    def _begin(self) -> Member:
+        with self._lock:
+            if self._member is not None and not self._member.desk.ended:
+                return self._member
+            if self._member is not None:
+                self._raise_end(self._member)
+            config = replace(self._config, node_id=self._config.node_id or self._name())
+            member = Member(config, Desk())
+            self._thread = threading.Thread(
+                target=member.run, name=f"elastane-member-{config.node_id}", daemon=True
+            )
+            self._member = member
+            _members.add(member)
+            weakref.finalize(self, _drop, member).atexit = False
+            self._thread.start()
+            return member
+
+    def _give_back(self, member: Member, failure: str) -> None:
+        place, self._place = self._place, None
+        if place is None:
+            return
+        if place.listener is not None:
+            place.listener.close()
+        fence = place.assignment.fence
+        member.call(lambda: member.give_back(fence, failure))
+
+    def _await_place(self, member: Member) -> Place:
+        desk = member.desk
+        with desk.told:
+            while True:
+                if desk.outcome is not None or desk.ended:
+                    break
+                if desk.assignment is not None and not desk.taken:
+                    desk.taken = True
+                    self._place = Place(desk.assignment, desk.listener)
+                    return self._place
+                desk.told.wait()
+        self._raise_end(member)
+        raise AssertionError("an end raises")
+
+    def _raise_end(self, member: Member) -> None:
+        """Raise why the membership of `member` ended."""
+        desk = member.desk
+        if desk.outcome is not None:
+            self._outcome = desk.outcome
+            raise error_of(desk.outcome)
+        self._member = None
+        if desk.error is not None:
+            raise desk.error
+        raise RendezvousError(
+            "the membership ended: this node left the job",
+            slug="membership-idle",
+            next_step="join() makes this node a member again",
+        )
+
+    def _await_outcome(self, member: Member, timeout_s: float) -> None:
+        _wait_until(member, lambda desk: desk.outcome is not None or desk.ended, timeout_s)
+
+    def _await_end(self, member: Member, timeout_s: float | None) -> bool:
+        return _wait_until(member, lambda desk: desk.ended, timeout_s)
+
+    def _finish_member(self) -> None:
+        """Give back what is held and see the thread to its end, which comes by itself."""
+        member, thread, place = self._member, self._thread, self._place
+        if member is None:
+            return
+        self._place = None
+        if place is not None:
+            fence = place.assignment.fence
+            member.call(lambda: member.give_back(fence, "the job is closed"))
+        if not self._await_end(member, _CLOSE_WAIT_S):
+            member.call(member.cut)
+        self._outcome = self._outcome or member.desk.outcome
+        self._member = None
+        if thread is not None:
+            thread.join(_CUT_S)
+
+    def _end_of(self, member: Member) -> Outcome:
+        self._place = None
+        if member.desk.outcome is None:
+            self._raise_end(member)
+        self._finish_member()
+        assert self._outcome is not None, "the outcome is kept"
+        return self._outcome
+
+    def _abandon(self, reason: str) -> None:
+        """Let the member leave by itself; the next `join` begins anew."""
+        member, self._member, self._place = self._member, None, None
+        if member is not None and not member.desk.ended:
+            member.call(lambda: member.leave(reason))
+
+
+def _wait_until(member: Member, condition: Callable[[Desk], bool], timeout_s: float | None) -> bool:
+    """Wait for `condition` of what lies on the desk; return whether it came."""
+    desk = member.desk
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
+    with desk.told:
+        while not condition(desk):
+            left_s = None if end_s is None else end_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return False
+            desk.told.wait(left_s)
+    return True
+
+
+async def _check_open(store: Store, job: str) -> None:
+    try:
+        await JobKeys(store, job).check_open()
+    finally:
+        await store.close()
+
+
+def _drop(member: Member) -> None:
+    """Leave a job whose membership nobody holds any more."""
+    if not member.desk.ended:
+        member.call(lambda: member.leave("its program lets go of the membership"))
+
+
+def error_of(outcome: Outcome) -> ElastaneError:
+    """Return the error that the end of a job is, for one who wants to join it."""
+    kind: type[ElastaneError] = RendezvousClosedError
+    if outcome.slug == "rdzv-timeout":
+        kind = RendezvousTimeoutError
+    elif outcome.slug == "no-coordinator":
+        kind = RendezvousError
+    elif outcome.exit_code == ExitCode.CONFIGURATION and outcome.slug != "job-closed":
+        kind = RendezvousRefusedError
+    what = outcome.reason
+    if kind is RendezvousClosedError and outcome.slug != "job-closed":
+        what = f"the job has ended: {outcome.reason}"
+    return kind(what, slug=outcome.slug or "rdzv-closed", next_step=outcome.next_step)
+
+
+def _see_off(member: Member, thread: threading.Thread | None) -> None:
+    """Wait for a goodbye to go out, and end the thread whether or not it was answered."""
+    _wait_until(member, lambda desk: desk.ended, _GOODBYE_S)
+    member.call(member.cut)
+    if thread is not None:
+        thread.join(_CUT_S)
+
+
+def _at_exit() -> None:
+    """Leave every job that this process is in, as it ends."""
+    for member in list(_members):
+        if not member.desk.ended:
+            with contextlib.suppress(RuntimeError):
+                member.call(lambda m=member: m.leave("its process ends"))  # type: ignore[misc]
+                _see_off(member, None)
+
+
+def _after_fork() -> None:
+    for member in list(_members):
+        member.blank_after_fork()
+    _members.clear()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,327 @@
+"""Who is let in: each refusal names both sides and the next step."""
+
+from __future__ import annotations
+
+from elastane.coordinator.rules import fencing, liveness, phases, registration, reports
+from elastane.coordinator.rules.state import Contest, Node, Phase, State
+from elastane.protocol.effects import Hangup, Send
+from elastane.protocol.events import Received
+from elastane.protocol.limits import CONTEST_S, NAME_CHARS_MAX, ROUND_MAX
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Close, Join, Refused, Welcome
+from elastane.protocol.model import JobSpec, Outcome
+
+# Whoever makes a path of a name must not be led elsewhere.
+_NO_NAME = frozenset("/\\")
+
+
+def knock(state: State, event: Received) -> None:
+    """Let the agent of `event` in, turn it away, or have it wait while its name is contested."""
+    assert isinstance(event.message, Join)
+    join = event.message
+    refusal = _refusal(state, join)
+    if state.outcome is not None and join.welcomed and _job_of(state, join) == state.spec:
+        _dismiss(state, event, state.outcome)
+    elif refusal:
+        _refuse(state, event.session, join.node.node_id, refusal)
+    else:
+        _enter(state, event, join)
+
+
+def _enter(state: State, event: Received, join: Join) -> None:
+    old = state.nodes.get(join.node.node_id)
+    if old is None:
+        _admit(state, event)
+    elif old.spec.incarnation == join.node.incarnation:
+        _admit_again(state, event, old)
+    elif old.session is None:
+        liveness.depart(state, old, "the same node came back as a new agent")
+        _admit(state, event)
+    else:
+        _contest(state, event)
+
+
+def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
+    """Tell an agent of this job, which comes back after its end, how it ended."""
+    assert isinstance(event.message, Join)
+    old = state.nodes.get(event.message.node.node_id)
+    if old is not None:
+        state.forget(old)
+    state.out += [Send(event.session, Close(outcome)), Hangup(event.session, outcome.reason)]
+
+
+def settle_contests(state: State) -> None:
+    """End the contests that are decided.
+
+    The newcomer has the name once the old agent said nothing for a while. The old one keeps it if
+    it still talks after the time of silence: what it said just before it died may come that late.
+    """
+    timing = state.spec.timing
+    for node_id, contest in [*state.contests.items()]:
+        old = state.nodes.get(node_id)
+        gone = old is None or old.session is None
+        silent_s = max(contest.began_s, old.heard_s if old else contest.began_s)
+        replaced_s = silent_s + max(CONTEST_S, 1.5 * timing.heartbeat_s)
+        refused_s = contest.began_s + timing.silence_s
+        if not gone and state.now_s < min(replaced_s, refused_s):
+            state.wait_until(min(replaced_s, refused_s))
+            continue
+        del state.contests[node_id]
+        if not gone and state.now_s < replaced_s:
+            _refuse(state, contest.join.session, node_id, _duplicate(contest.join, old))
+            continue
+        if old is not None:
+            liveness.depart(state, old, "the same node came back as a new agent")
+        knock(state, contest.join)
+        for message in contest.said.values():
+            reports.take(state, contest.join.session, message)
+
+
+def _contest(state: State, event: Received) -> None:
+    assert isinstance(event.message, Join)
+    node_id = event.message.node.node_id
+    waiting = state.contests.get(node_id)
+    if waiting is not None:
+        _refuse(state, waiting.join.session, node_id, _duplicate(waiting.join, None))
+    state.contests[node_id] = Contest(join=event, began_s=state.now_s)
+
+
+def _duplicate(event: Received, old: Node | None) -> Refused:
+    assert isinstance(event.message, Join)
+    node_id = event.message.node.node_id
+    holder = f" at {old.peer_host}" if old else ""
+    return Refused(
+        what=f"node id {node_id!r} is in use by another live agent{holder}, and was also asked"
+        f" for by the agent at {event.peer_host}",
+        slug="duplicate-node",
+        expected="a node id that no other agent of the job has",
+        next_step="give each agent its own: elastane run --node-id NAME ...",
+    )
+
+
+def _refuse(state: State, session: int, node_id: str, refusal: Refused) -> None:
+    state.tell(EventKind.NODE_REFUSED, f"{refusal.what} [{refusal.slug}]", node_id)
+    state.out += [Send(session, refusal), Hangup(session, refusal.what)]
+
+
+def _refusal(state: State, join: Join) -> Refused | None:
+    return (
+        _closed(state)
+        or fencing.refusal(state, join.node)
+        or _bad_name(join)
+        or _bad_place(join)
+        or _bad_fence(join)
+        or _other_job(state, join)
+        or _other_versions(state, join)
+        or _other_shape(state, join)
+    )
+
+
+def _closed(state: State) -> Refused | None:
+    if state.outcome is None:
+        return None
+    return Refused(
+        what=f"job {state.spec.job!r} has ended: {state.outcome.reason}",
+        slug="job-closed",
+        expected="a job that still runs",
+        next_step="start a new job under another id: elastane run --rdzv-id NAME ...",
+    )
+
+
+def _bad_name(join: Join) -> Refused | None:
+    node_id = join.node.node_id
+    plain = node_id.isprintable() and not set(node_id) & _NO_NAME and node_id not in (".", "..")
+    if plain and 0 < len(node_id) <= NAME_CHARS_MAX:
+        return None
+    return Refused(
+        what=f"node id {node_id[:40]!r}... of {len(node_id)} characters cannot be used",
+        slug="bad-node-id",
+        expected=f"1 to {NAME_CHARS_MAX} printable characters without slashes",
+        next_step="give another: elastane run --node-id NAME ...",
+    )
+
+
+def _bad_place(join: Join) -> Refused | None:
+    """Role and address become variables of every worker, and parts of lines and of file names."""
+    node = join.node
+    for option, text in (("--role", node.role), ("--local-addr", node.local_addr)):
+        if len(text) > NAME_CHARS_MAX or not text.isprintable() or set(text) & _NO_NAME:
+            return Refused(
+                what=f"{option} {text[:40]!r} of node {node.node_id} cannot be used",
+                slug="bad-name",
+                expected=f"{NAME_CHARS_MAX} printable characters at most, without slashes",
+                next_step=f"give another: elastane run {option} VALUE ...",
+            )
+    return None
+
+
+def _bad_fence(join: Join) -> Refused | None:
+    """No job comes that far; and what is believed here, the next world has to surpass."""
+    held = join.holding.assignment.fence if join.holding else None
+    beyond = [fence for fence in (join.seen, held) if fence is not None and fence.round > ROUND_MAX]
+    if not beyond:
+        return None
+    return Refused(
+        what=f"node {join.node.node_id} says that it has seen {beyond[0]}",
+        slug="bad-fence",
+        expected=f"a round up to {ROUND_MAX}",
+        next_step="start that agent anew",
+    )
+
+
+def _other_job(state: State, join: Join) -> Refused | None:
+    ours, theirs = state.spec, _job_of(state, join)
+    if ours == theirs:
+        return None
+    differing = [f for f in ours.__struct_fields__ if getattr(ours, f) != getattr(theirs, f)]
+    slug = "wrong-job" if "job" in differing else "config-mismatch"
+    sides = "; ".join(
+        f"{field}: the job has {getattr(ours, field)!r}, this agent {getattr(theirs, field)!r}"
+        for field in differing
+    )
+    return Refused(
+        what=f"this agent's job is not the one that is running here: {sides}",
+        slug=slug,
+        expected="the same --rdzv-id, --nnodes, --max-restarts and --rdzv-conf on every node",
+        next_step="start every agent of a job with the same command line",
+    )
+
+
+def _job_of(state: State, join: Join) -> JobSpec:
+    """Return what this agent was started for, but for what may have been changed since."""
+    return join.spec.sized_as(state.spec) if state.resized else join.spec
+
+
+def _other_versions(state: State, join: Join) -> Refused | None:
+    ours, theirs = state.versions, join.node.versions
+    if ours is None or ours == theirs:
+        return None
+    sides = "; ".join(
+        f"{field} {getattr(ours, field) or 'none'} in the job,"
+        f" {getattr(theirs, field) or 'none'} on node {join.node.node_id}"
+        for field in ours.__struct_fields__
+        if getattr(ours, field) != getattr(theirs, field)
+    )
+    return Refused(
+        what=f"versions differ: {sides}",
+        slug="version-skew",
+        expected="the same elastane, torch, Python minor version and accelerator stack everywhere",
+        next_step="install the job's versions on that node, or start the job anew with its own",
+    )
+
+
+def _other_shape(state: State, join: Join) -> Refused | None:
+    if not (state.spec.identical_workers or state.spec.static):
+        return None  # Nothing to compare with the others, of whom there may be many.
+    size = join.node.local_world_size
+    others = [n for n in state.nodes.values() if n.id != join.node.node_id]
+    if state.spec.identical_workers and others and others[0].spec.local_world_size != size:
+        return Refused(
+            what=f"--nproc-per-node {size} on node {join.node.node_id}, but"
+            f" {others[0].spec.local_world_size} on node {others[0].id}, and the job was"
+            " declared to have identical workers (TORCH_ELASTIC_WORKER_IDENTICAL=1)",
+            slug="unequal-nproc",
+            expected="the same number of workers on every node",
+            next_step="give every node the same --nproc-per-node, or unset the variable",
+        )
+    if not state.spec.static:
+        return None
+    rank = join.node.node_rank
+    if rank is None or not 0 <= rank < state.spec.max_nodes:
+        what = f"--node-rank {rank} on node {join.node.node_id}"
+    else:
+        twin = next((n for n in others if n.spec.node_rank == rank), None)
+        if twin is None:
+            return None
+        what = f"--node-rank {rank} on node {join.node.node_id} and on node {twin.id}"
+    return Refused(
+        what=f"{what}: the static backend takes each rank once",
+        slug="node-rank",
+        expected=f"each of 0 to {state.spec.max_nodes - 1} on exactly one node",
+        next_step="give each node its own --node-rank, or use --rdzv-backend elastane",
+    )
+
+
+def _admit(state: State, event: Received) -> None:
+    assert isinstance(event.message, Join)
+    join = event.message
+    state.arrivals_seen += 1
+    node = Node(
+        session=event.session,
+        spec=join.node,
+        offer=join.offer,
+        peer_host=event.peer_host,
+        local_host=event.local_host,
+        order=state.arrivals_seen,
+        heard_s=state.now_s,
+        ready=join.ready,
+    )
+    incarnation, ends = state.ends_before.pop(node.id, ("", {}))
+    if incarnation == node.spec.incarnation:
+        node.ends = ends  # What was paid for is not paid for again.
+    _learn(state, join)
+    state.nodes[node.id] = node
+    state.by_session[event.session] = node.id
+    state.presence_s = min(state.presence_s, state.now_s + state.spec.timing.silence_s)
+    if state.versions is None:
+        state.versions = join.node.versions
+    registration.take(state, node, join.holding)
+    state.refile(node)
+    state.note_arrival()
+    kind = EventKind.NODE_REGISTERED_AGAIN if join.holding else EventKind.NODE_JOINED
+    held = f", with the workers of {join.holding.assignment.fence}" if join.holding else ""
+    state.tell(
+        kind,
+        f"from {event.peer_host}, {join.node.local_world_size} workers{held}",
+        node.id,
+        local_world_size=join.node.local_world_size,
+    )
+    _welcome(state, node)
+
+
+def _admit_again(state: State, event: Received, node: Node) -> None:
+    """The same agent over a new connection: nothing is lost, and nothing restarts."""
+    assert isinstance(event.message, Join)
+    join = event.message
+    if node.session is not None:
+        state.by_session.pop(node.session, None)
+        state.out.append(Hangup(node.session, "the agent has a newer connection"))
+    _learn(state, join)
+    node.session, node.heard_s, node.offer = event.session, state.now_s, join.offer
+    node.peer_host, node.local_host, node.ready = event.peer_host, event.local_host, join.ready
+    state.by_session[event.session] = node.id
+    node.spent = False
+    held = join.holding.assignment.fence if join.holding else None
+    _welcome(state, node)
+    member = state.is_member(node) and state.phase is not Phase.STOPPING
+    untold = registration.untold(state, node, join.holding) is not None
+    if held != node.fence and member and not untold:
+        why = f"it came back with {held or 'no workers'} instead of {node.fence}"
+        liveness.fault(state, f"node {node.id} lost its workers: {why}").departed.append(node.id)
+    registration.take(state, node, join.holding)
+    state.refile(node)
+    if state.phase is Phase.DRAINING and state.is_member(node):
+        phases.ask_to_drain(state, node)
+    state.tell(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
+
+
+def _learn(state: State, join: Join) -> None:
+    """Take in what this agent knows of the job's past."""
+    state.hold_up(join.seen)
+    if not state.store_backed:
+        used = min(join.restarts_seen, state.budget.allowed)
+        state.budget.used = max(state.budget.used, used)
+        if join.welcomed and state.world is None:
+            # There was a coordinator before this one: others may yet come with their workers.
+            wait_s = state.spec.timing.reregister_s
+            state.not_before_s = max(state.not_before_s, state.started_s + wait_s)
+    world, held = state.world, join.holding
+    holds = held is not None and world is not None and held.assignment.fence == world.fence
+    if not state.intact or world is None or holds:
+        return
+    if state.is_of_world(join.node.node_id):
+        state.intact = False  # One of its nodes has no workers of it.
+
+
+def _welcome(state: State, node: Node) -> None:
+    state.send(node, Welcome(phase=state.phase.value, reason=state.phase_reason))

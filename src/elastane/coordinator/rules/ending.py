@@ -1,0 +1,212 @@
+"""How a job ends: with success, with its restart budget used up, or for want of nodes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastane.coordinator.rules.budget import Crash, Verdict
+from elastane.coordinator.rules.incident import Incident
+from elastane.coordinator.rules.state import Phase, State
+from elastane.coordinator.rules.words import named
+from elastane.errors import ExitCode
+from elastane.protocol.diagnosis import crash_site, root_cause, told
+from elastane.protocol.limits import VERDICT_S
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Close
+from elastane.protocol.model import NO_RANK, Cause, Failure, Outcome
+
+
+def success(state: State) -> bool:
+    """All workers of the world in force exited with 0."""
+    assert state.world is not None
+    count, fence = state.world.world_size, state.world.fence
+    return _close(
+        state, Outcome(ok=True, reason=f"all {count} workers of {fence} succeeded", fence=fence)
+    )
+
+
+def failure(state: State, incident: Incident, why: str) -> bool:
+    """Workers failed and may not restart."""
+    assert state.world is not None
+    cause = root_cause(incident.sightings, state.world.fence)
+    assert cause.failure is not None
+    return _close(
+        state,
+        Outcome(
+            ok=False,
+            reason=f"{cause.what}; {why}",
+            slug="worker-failed",
+            exit_code=ExitCode.WORKER_FAILED,
+            cause=cause,
+            next_step=_advice(cause.failure, state.budget.allowed),
+            failures=told(incident.sightings, state.now_s),
+            fence=state.world.fence,
+        ),
+    )
+
+
+def verdict_pending(state: State, incident: Incident) -> bool:
+    """Before a job ends for its failures, a departure that caused them may still show."""
+    due_s = incident.at_s + VERDICT_S
+    pending = state.budget.used >= state.budget.allowed and state.now_s < due_s
+    if pending:
+        state.wait_until(due_s)
+    return pending
+
+
+def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART) -> Verdict:
+    """Let the budget pay for an incident, if it can; tell the log, and what caused it.
+
+    `kind`: REPLACEMENT where other workers go on, and only the lost ones are followed by others.
+    """
+    assert state.world is not None
+    cause = root_cause(incident.sightings, state.world.fence)
+    crash = None
+    if kind is EventKind.RESTART and cause.failure is not None:
+        site = crash_site(cause.failure)
+        nodes = tuple(sorted(member.node_id for member in state.world.members))
+        crash = Crash(site, nodes) if site else None
+    lived_s = incident.at_s - state.running_s
+    verdict = state.budget.charge(lived_s, state.spec.timing, crash)
+    if verdict.restart:
+        incident.charged = True
+        budget, reason = state.budget, verdict.reason
+        if kind is EventKind.REPLACEMENT:
+            reason = (
+                "lost workers are replaced, the others go on:"
+                f" {budget.used} of {budget.allowed} restarts of the budget used"
+            )
+        state.tell(kind, reason, used=budget.used, **cause_data(cause))
+        state.persist()
+    return verdict
+
+
+def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
+    """Return what the event log keeps of a root cause."""
+    if cause is None or cause.failure is None:
+        return {}
+    return {
+        "cause": cause.what,
+        "cause_node": cause.node_id,
+        **({} if cause.failure.rank == NO_RANK else {"cause_rank": cause.failure.rank}),
+        "consequences": cause.consequences,
+        "alike": cause.alike,
+    }
+
+
+def _advice(failure: Failure, allowed: int) -> str:
+    if failure.evidence.startswith("out of memory"):
+        return (
+            "give the workers more memory, or let each use less: fewer of them on this node,"
+            " smaller batches, fewer loader processes"
+        )
+    if failure.exit_code == -9:
+        return "find who sent it: a scheduler, a person, or the kernel (dmesg | grep -i killed)"
+    if failure.exit_code < 0 and not failure.error_file:  # no exception of the script's
+        return "read the stacks of all threads above, or at the end of its stderr"
+    if allowed == 0:
+        return "mend the script; to let the job survive such failures: --max-restarts N"
+    return "mend the script; the first failure's log has the traceback"
+
+
+def conclude(state: State, node_id: str, ok: bool, reason: str) -> None:
+    """Take note that the user of `node_id` ends the job; the first word counts."""
+    if state.conclusion is None:
+        state.conclusion = Outcome(
+            ok=ok,
+            reason=f"node {node_id} closed the job: {reason}",
+            slug="rdzv-closed",
+            exit_code=ExitCode.DONE if ok else ExitCode.WORKER_FAILED,
+            cause=Cause(kind="request", what=reason, node_id=node_id),
+            next_step="start a new job under another id",
+        )
+
+
+def concluded(state: State) -> bool:
+    """End the job where an agent asked for that and nothing else has ended it."""
+    if state.conclusion is None or state.outcome is not None:
+        return False
+    return _close(state, state.conclusion)
+
+
+def too_few(state: State, here: int, needed: int) -> bool:
+    """Not enough nodes came within join_timeout."""
+    limit_s = state.spec.timing.join_timeout_s
+    present = named(state.idle) or "none"
+    lost = f"; before: {state.last_incident}" if state.last_incident else ""
+    what = (
+        f"rendezvous: {here} of at least {needed} nodes joined within {limit_s:g} s"
+        f" (present: {present}{lost})"
+    )
+    return _close(
+        state,
+        Outcome(
+            ok=False,
+            reason=what,
+            slug="rdzv-timeout",
+            exit_code=ExitCode.TRY_AGAIN,
+            cause=Cause(kind="timeout", what=what),
+            next_step=(
+                "start the missing nodes with the same command, or allow fewer by --nnodes MIN:MAX,"
+                " or wait longer by --rdzv-conf join_timeout=SECONDS"
+            ),
+        ),
+    )
+
+
+def no_replica(state: State) -> bool:
+    """A job whose state is sharded over more nodes than it may have."""
+    what = (
+        f"a replica of the sharded state is of {state.span} nodes, and the job has"
+        f" {state.spec.max_nodes} at most"
+    )
+    return _close(
+        state,
+        Outcome(
+            ok=False,
+            reason=what,
+            slug="job-mesh",
+            exit_code=ExitCode.CONFIGURATION,
+            cause=Cause(kind="configuration", what=what),
+            next_step="job.device_mesh(shard=S) with an S of at most all workers of the job, or"
+            " more nodes: --nnodes",
+            fence=state.world.fence if state.world else None,
+        ),
+    )
+
+
+def stalled(state: State) -> bool:
+    """World after world is settled, and none makes a step."""
+    what = (
+        f"{state.stalls} worlds in a row made no step: all their workers waited for one another:"
+        f" {state.stall_places}"
+    )
+    return _close(
+        state,
+        Outcome(
+            ok=False,
+            reason=what,
+            slug="world-stalled",
+            exit_code=ExitCode.TRY_AGAIN,
+            cause=Cause(kind="timeout", what=what),
+            next_step=(
+                "let the nodes connect to one another on all TCP ports (a firewall, a wrong network"
+                " card: --local-addr, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); check that all"
+                " workers call the same collectives in the same order"
+            ),
+            fence=state.world.fence if state.world else None,
+        ),
+    )
+
+
+def _close(state: State, outcome: Outcome) -> bool:
+    outcome = msgspec.structs.replace(outcome, restarts_used=state.budget.used)
+    state.outcome, state.cause = outcome, outcome.cause
+    state.incident = None
+    state.enter(Phase.CLOSING, outcome.reason)
+    data = {"ok": outcome.ok, "exit_code": outcome.exit_code, **cause_data(outcome.cause)}
+    state.tell(EventKind.JOB_ENDED, outcome.reason, **data)
+    state.persist()
+    for node in state.nodes.values():
+        state.send(node, Close(outcome))
+    return True

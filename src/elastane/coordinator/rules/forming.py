@@ -1,0 +1,216 @@
+"""Gathering nodes, and settling a world.
+
+torchrun waits out a last call of 30 s whenever min <= nodes < max. Here it ends 3 s after the
+latest arrival, and there is none at all when a world is followed by another: everybody who
+could be in it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from elastane.coordinator.rules import ending, invariants, replica_slices, state_holders
+from elastane.coordinator.rules.ranks import (
+    Candidate,
+    Place,
+    assignments,
+    choose,
+    next_fence,
+    world_of,
+)
+from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.coordinator.rules.words import named
+from elastane.protocol.limits import FENCE_WAIT_S
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Assign
+from elastane.protocol.model import World
+
+# More nodes than this are not named while others are waited for.
+_CROWD = 64
+
+
+def begin(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -> None:
+    """Start to gather the next world; `follow_up`: from those who were in the last one."""
+    state.enter(Phase.FORMING, reason)
+    state.follow_up = follow_up
+    replica_slices.begin_anew(state)
+    for node in [state.nodes[i] for i in sorted(state.holding)]:
+        if node.waiting and node.fence is not None:
+            state.stop(node, node.fence, reason)
+    state.not_before_s = state.now_s + delay_s
+    if delay_s:
+        state.tell(EventKind.WAITING, f"{delay_s:g} s before the next attempt: {reason}")
+
+
+def arrivals_due(state: State) -> list[str]:
+    """Return who is to be taken into the running world now; empty: nobody, or not yet."""
+    assert state.world is not None
+    room = replica_slices.most_nodes(state) - len(state.world.members)
+    if room <= 0 or len(state.idle) - len(state.idle & state.unready) < state.span:
+        state.first_arrival_s = None  # Those who only warm up are not being gathered yet.
+        return []
+    due_s = state.gathered_s()
+    if len(state.idle) >= room or state.now_s >= due_s:  # else a crowd is counted at each arrival
+        waiting = sorted(state.idle - state.unready)
+        if len(waiting) >= room or state.now_s >= due_s:
+            return waiting[: min(room, len(waiting) // state.span * state.span)]
+    state.wait_until(due_s)
+    return []
+
+
+def rule(state: State) -> bool:
+    """Settle the next world when it is due, or end the job when nobody comes."""
+    if state.away:
+        return False  # Its grace to come back is short, and bounded by presence.
+    holders = [i for i in state.holding if state.is_member(state.nodes[i])]
+    if holders:
+        state.enter(Phase.RECOVERING, f"{named(holders)} still has its workers")
+        return True
+    fenced_s = state.phase_s + FENCE_WAIT_S if state.store_backed and state.intact else 0.0
+    fenced_s = max(fenced_s, state_holders.in_doubt_until_s(state))
+    due_s = max(state.not_before_s, fenced_s)
+    if state.now_s < due_s:
+        if state.now_s < fenced_s:
+            _explain_wait(state)
+        state.wait_until(due_s)
+        return False
+    if len(state.idle) < replica_slices.fewest_nodes(state) or not replica_slices.fit(state):
+        state.follow_up = False
+        return _wait_for_nodes(state, max(state.phase_s, fenced_s))
+    if state.follow_up:
+        return settle(state, state.phase_reason)
+    if len(state.idle) >= replica_slices.most_nodes(state):
+        return settle(state, "all nodes are here")
+    timing = state.spec.timing
+    first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
+    due_s = min(state.last_arrival_s + timing.last_call_s, first_s + timing.last_call_max_s)
+    if state.now_s >= due_s:
+        return settle(state, "the last call has ended")
+    state.phase_reason = (
+        f"{len(state.idle)} of {state.spec.min_nodes} to {state.spec.max_nodes} nodes are here;"
+        f" the last call ends {timing.last_call_s:g} s after the latest arrival"
+    )
+    state.wait_until(due_s)
+    return False
+
+
+def _explain_wait(state: State) -> None:
+    reason = (
+        "no node of the last world can be reached; it may still train where this"
+        " coordinator cannot see it, and stops itself before this wait ends"
+    )
+    if state.phase_reason != reason:
+        state.phase_reason = reason
+        state.tell(EventKind.WAITING, reason)
+
+
+def _wait_for_nodes(state: State, from_s: float) -> bool:
+    needed, here = replica_slices.fewest_nodes(state), len(state.idle)
+    limit_s = state.spec.timing.join_timeout_s
+    if not replica_slices.fit(state):
+        return ending.no_replica(state)
+    if state.now_s >= from_s + limit_s:
+        return ending.too_few(state, here, needed)
+    # The names of a crowd help nobody, and each arrival would sort them.
+    names = f" ({named(state.idle) or 'none'})" if here <= _CROWD else ""
+    reason = (
+        f"{here} of at least {needed} nodes are here{names}; the job waits for"
+        f" {needed - here} more, {limit_s:g} s at most"
+    )
+    if reason != state.phase_reason and state.nodes:  # with nobody here, nobody waits
+        state.phase_reason = reason
+        state.tell(EventKind.WAITING, reason, nodes=here, min_nodes=needed)
+    state.wait_until(from_s + limit_s)
+    return False
+
+
+def settle(state: State, why: str) -> bool:
+    """Decide the next world, make it durable, and tell each member its assignment."""
+    ids = state.idle
+    if state.follow_up and state.world is not None:
+        # Nobody waits for an arrival that is not ready; a survivor is never left out for that.
+        ids = ids - (state.unready - {m.node_id for m in state.world.members})
+    if len(ids) < replica_slices.fewest_nodes(state):
+        ids = state.idle
+    candidates = [
+        Candidate(spec=state.nodes[i].spec, order=state.nodes[i].order) for i in sorted(ids)
+    ]
+    most = min(replica_slices.most_nodes(state), len(ids) // state.span * state.span)
+    specs = choose(state.world, candidates, most, state.spec.static)
+    world = world_of(next_fence(state.world, specs, state.floor), specs)
+    state.in_place, state.kept = False, {}
+    state_holders.accounted(state)
+    put_in_force(state, world, why)
+    return True
+
+
+def put_in_force(
+    state: State, world: World, why: str, holders: Collection[str] = frozenset()
+) -> None:
+    """Make the next world durable, and tell each member its assignment.
+
+    `holders` have no place in the world in force, and hold the state that it began with.
+    """
+    fault = invariants.broken_succession(state.world, world)
+    fault = fault or invariants.broken_size(state.spec, state.world, world, holders, state.span)
+    assert not fault, fault
+    members = [state.nodes[member.node_id] for member in world.members]
+    reason = f"{len(members)} nodes, {world.world_size} workers: {why}"
+    place = Place(
+        master_addr=master_addr(state, members[0]),
+        offer=members[0].offer,
+        restarts_used=state.budget.used,
+        max_restarts=state.budget.allowed,
+        reason=reason,
+        in_place=state.in_place,
+    )
+    given = assignments(world, place)
+    fault = invariants.broken_ranks(world, given)
+    assert not fault, fault
+    state.world = world
+    state.floor = world.fence
+    state.intact, state.over, state.was_in_place = True, False, False
+    state.exhausted = None
+    state.running_s, state.first_arrival_s, state.lost_s = state.now_s, None, None
+    state.persist()
+    for node, member, assignment in zip(members, world.members, given, strict=True):
+        node.fence, node.state, node.stray = world.fence, "running", False
+        node.untold, node.spent, node.halted = False, state.in_place, ""
+        node.take_places(member.local_ranks)
+        node.failures, node.progress = (), None
+        node.pace.note(state.now_s, None)
+        node.waits_at, node.all_wait = (), False
+        node.marked = node.drained = node.draining = False
+        state.refile(node)
+        state.send(node, Assign(assignment))
+    state.uneven = replica_slices.is_uneven(state)
+    state.enter(Phase.RUNNING, reason)
+    state.tell(
+        EventKind.ROUND_SETTLED,
+        reason,
+        nodes=len(members),
+        world_size=world.world_size,
+        spares=len(state.idle),
+        members=" ".join(m.node_id for m in world.members)[:1000],
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("", "localhost", "::1") or host.startswith(("127.", "::ffff:127."))
+
+
+def master_addr(state: State, first: Node) -> str:
+    """Return the address under which all members reach the node of rank 0.
+
+    The user's --local-addr; else the address its connection comes from. Where that is a
+    loopback address (it is on the coordinator's own machine), it is the address under which
+    some node of another machine reached the coordinator: never a name that needs a resolver.
+    """
+    if first.spec.local_addr:
+        return first.spec.local_addr
+    if not _is_loopback(first.peer_host):
+        return first.peer_host
+    for node in state.nodes.values():
+        if not _is_loopback(node.peer_host) and not _is_loopback(node.local_host):
+            return node.local_host
+    return first.peer_host or "127.0.0.1"

@@ -1,0 +1,85 @@
+"""What must always hold, as code that production asserts and the simulation checks.
+
+Each function returns a sentence that says what is broken, or an empty string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from elastane.protocol.model import Assignment, JobSpec, Record, World
+from elastane.protocol.sharding import bounds
+
+
+def broken_succession(previous: World | None, world: World) -> str:
+    """Fences only grow, one membership per round, and survivors keep their order."""
+    if previous is None:
+        return ""
+    if world.fence <= previous.fence:
+        return f"{world.fence} was settled after {previous.fence}"
+    if world.fence.round == previous.fence.round and world.members != previous.members:
+        return f"two memberships in round {world.fence.round}"
+    if any(m.workers for m in world.members):
+        return ""  # The order is that of workers there, and a record does not know their processes.
+    before = [m.node_id for m in previous.members]
+    known, after = {*before}, {m.node_id for m in world.members}
+    survivors = [node_id for node_id in before if node_id in after]
+    order = [m.node_id for m in world.members if m.node_id in known]
+    if survivors != order:
+        return f"survivors {survivors} were put in the order {order}"
+    return ""
+
+
+def broken_size(
+    spec: JobSpec,
+    previous: World | None,
+    world: World,
+    holders: Collection[str] = frozenset(),
+    span: int = 1,
+) -> str:
+    """A world has from MIN to MAX nodes, each once, or those of one replica, which is of `span`.
+
+    Or it has only such as hold the state already: more of them, and parts of replicas also fewer.
+    """
+    count = len(world.members)
+    before = {m.node_id for m in previous.members} | {*holders} if previous else set[str]()
+    survivors = count if all(m.node_id in before for m in world.members) else 0
+    fewest, most = bounds(spec.min_nodes, spec.max_nodes, span)
+    least = 1 if span > 1 and survivors else min(fewest, spec.min_nodes)
+    if not least <= count <= max(most, spec.max_nodes, survivors):
+        return f"{world.fence} has {count} nodes, of {spec.min_nodes} to {spec.max_nodes}"
+    if len({m.node_id for m in world.members}) != count:
+        return f"{world.fence} holds a node twice"
+    return ""
+
+
+def broken_ranks(world: World, given: Sequence[Assignment]) -> str:
+    """The ranks of a world are contiguous from 0, over the job and over each role."""
+    base, roles = 0, dict[str, int]()
+    for node_rank, (member, assignment) in enumerate(zip(world.members, given, strict=True)):
+        role_base = roles.get(member.role, 0)
+        found = (assignment.node_rank, assignment.rank_base, assignment.role_rank_base)
+        if found != (node_rank, base, role_base):
+            return f"{world.fence}: node rank {node_rank} was given {found}"
+        base += member.size
+        roles[member.role] = role_base + member.size
+    if any(a.world_size != base or a.fence != world.fence for a in given):
+        return f"{world.fence}: assignments disagree on world size or fence"
+    return ""
+
+
+def broken_record(previous: Record | None, record: Record) -> str:
+    """The durable record never goes back, and charges no more restarts than are allowed."""
+    if record.restarts_used > record.spec.max_restarts:
+        return f"{record.restarts_used} restarts were used of {record.spec.max_restarts} allowed"
+    if previous is None:
+        return ""
+    if previous.outcome is not None and record.outcome != previous.outcome:
+        return "the outcome of an ended job was changed"
+    if record.restarts_used < previous.restarts_used:
+        return f"restarts used went from {previous.restarts_used} to {record.restarts_used}"
+    if previous.world is None or record.world == previous.world:
+        return ""
+    if record.world is None:
+        return "the world was forgotten"
+    return broken_succession(previous.world, record.world)

@@ -1,0 +1,394 @@
+"""Worlds whose workers recover in place: survivors keep their processes, and get another world.
+
+Owns who has a place in the next one, and what becomes of nodes and workers that have none yet;
+who follows the lost, and who pays for that, is `successors`'. A world follows at once where enough
+workers are left; the others get ready beside it, and are taken in at a step's boundary. Where no
+survivor is left, all workers start anew (`phases`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastane.coordinator.rules import (
+    ending,
+    forming,
+    liveness,
+    replacements,
+    replica_slices,
+    state_holders,
+)
+from elastane.coordinator.rules.incident import Incident
+from elastane.coordinator.rules.ranks import member_of
+from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.protocol.hangs import places_of
+from elastane.protocol.limits import HANG_STALL_S, LOST_PEER_S
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import Interrupt, Prepare
+from elastane.protocol.model import Failure, Fence, World
+
+_IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
+
+
+@dataclass(frozen=True, slots=True)
+class Contingent:
+    """The workers of one node that could be in the next world, survivors first."""
+
+    node: Node
+    survivors: tuple[int, ...]
+    joiners: tuple[int, ...]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Their local ranks, in the order of their ranks."""
+        return self.survivors + self.joiners
+
+
+def able(state: State, node: Node, workers: tuple[int, ...]) -> None:
+    """Take note which workers of `node` can enter another world."""
+    known = {i for i in workers if i < node.spec.local_world_size}
+    if known - node.able and state.in_place:
+        state.note_arrival()
+    node.able = known
+    state.refile(node)
+    replica_slices.heard(state, node)
+    state.uneven = state.uneven or replica_slices.has_level(state, node)
+    if state.phase in (Phase.RUNNING, Phase.DRAINING) and not (state.in_place or state.unable):
+        state.in_place = True
+        state.tell(EventKind.IN_PLACE, "all workers recover in place from now on")
+        for waits in [each for each in state.nodes.values() if each.waiting]:
+            replacements.follow(state, waits)  # Nobody could when it came.
+
+
+def is_in_place(state: State) -> bool:
+    """Whether workers that came back recover in place; of those that were lost nobody knows."""
+    return not state.unable and any(node.able or node.in_place for node in state.nodes.values())
+
+
+def lost_peer(state: State, node: Node, fence: Fence, reason: str) -> None:
+    """A worker lost a peer; most often somebody tells in a moment what became of that one."""
+    if fence == node.fence and state.is_member(node) and state.lost_s is None:
+        state.lost_s, state.lost_reason = state.now_s, f"a worker of node {node.id} {reason}"
+
+
+def unexplained(state: State) -> bool:
+    """Whether a worker lost a peer, and nothing else says so: the world makes no step."""
+    if state.lost_s is None:
+        return False
+    due_s = state.lost_s + LOST_PEER_S
+    if state.now_s < due_s:
+        state.wait_until(due_s)
+        return False
+    liveness.fault(state, state.lost_reason)
+    return True
+
+
+def look_at_stall(state: State) -> None:
+    """Log where each worker waits, once all those of the world wait for one another."""
+    assert state.world is not None
+    if len(state.still) < len(state.world.members):
+        state.stall_places = ""
+    elif not state.stall_places:
+        waiting = [each for node in state.members() for each in node.waits_at]
+        state.stall_places = places_of(waiting)
+        state.tell(EventKind.STALL, f"no progress for {HANG_STALL_S:g} s: {state.stall_places}")
+
+
+def stalled(state: State) -> bool:
+    """End a world whose workers all only wait for one another: nobody is to blame."""
+    assert state.world is not None
+    if len(state.waiters) < len(state.world.members):
+        return False
+    reached = max((node.progress or 0 for node in state.members()), default=0)
+    state.stalls = 1 if reached > state.stalled_at else state.stalls + 1
+    state.stalled_at = reached
+    liveness.fault(state, f"all workers wait for one another: {state.stall_places}")
+    return True
+
+
+def even_out(state: State) -> bool:
+    """End a world that is not of whole replicas, once all its members are at one step."""
+    if not any(replica_slices.has_level(state, node) for node in state.members()):
+        return False
+    reason = "some of its nodes make no whole replica, and give way"
+    state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
+    return begin(state, reason)
+
+
+def begin(state: State, reason: str) -> bool:
+    """End the step in hand of the world in force; its workers stay where they are."""
+    assert state.world is not None
+    state.enter(Phase.REGROUPING, reason)
+    for node in state.members():
+        state.send(node, Interrupt(fence=state.world.fence, reason=reason))
+    return True
+
+
+def has_survivors(state: State) -> bool:
+    """Whether any worker has the state of the world in force, or all that it began with."""
+    staying = [node for node in state.members() if node.survivors and not node.leaving]
+    outside = [state.nodes[i] for i in state.kept if i in state.nodes]
+    kept = [n for n in outside if state_holders.keeps(state, n) and not n.leaving]
+    return bool(staying or kept) and replica_slices.are_all(state, staying + kept)
+
+
+def is_beyond_healing(state: State) -> bool:
+    """Whether a worker is lost that held what nobody else does: all begin from what was saved.
+
+    Nodes say so of their own workers alone; that a part is lost with its node, `parts` sees.
+    """
+    return any(
+        node.sharding is not None and node.sharding.sole and node.lost & {*node.workers}
+        for node in state.members()
+    )
+
+
+def anybody_able(state: State) -> bool:
+    """Whether any worker of the world in force still makes steps, though its node may leave."""
+    return any(node.survivors for node in state.members())
+
+
+def is_ending(state: State) -> bool:
+    """Whether too few are left because some have finished their steps: nobody follows those."""
+    finished = any(_finished(node) for node in state.members())
+    found = _contingents(state)
+    return finished and not (state.away or _are_enough(state, found))
+
+
+def may_return(state: State) -> bool:
+    """Whether workers that have finished a loop of steps live on: another loop may follow."""
+    return any(
+        _finished(node) and node.state == "running" and not node.leaving for node in state.members()
+    )
+
+
+def _finished(node: Node) -> set[int]:
+    return set() if node.parting else {*node.workers} - node.able - node.lost
+
+
+def part_with(state: State) -> None:
+    """Have workers stopped whose nodes leave, and which have no place (any more)."""
+    for node in [state.nodes[i] for i in sorted(state.leaving & state.holding)]:
+        member = state.is_member(node)
+        if node.parting or (member and state.phase is not Phase.REGROUPING):
+            continue
+        assert node.fence is not None
+        node.parting = node.waiting = True
+        state.refile(node)
+        state.stop(node, node.fence, node.leaving)
+
+
+def paid_for(
+    state: State, node: Node, failures: tuple[Failure, ...], renewed: set[int]
+) -> tuple[Failure, ...]:
+    """Take note of failures that were charged before; return the others."""
+    paid = tuple(f for f in failures if f.local_rank in renewed or node.is_known(f))
+    able, lost = {*node.able}, {f.local_rank for f in paid}
+    node.lose(paid)
+    node.able = able  # Successors may have come since.
+    node.prepared |= renewed
+    state.refile(node)
+    heard(state, node)
+    if lost - renewed:
+        replacements.follow(state, node)
+    return tuple(f for f in failures if f not in paid)
+
+
+def heard(state: State, node: Node) -> None:
+    """End a world that makes no step for what another coordinator saw, and paid for."""
+    if state.phase not in _IN_FORCE or not state.is_member(node):
+        return
+    if node.untold:
+        _free_fault(state, f"node {node.id} was not told of {node.fence}")
+    elif node.lost & {*node.workers}:
+        _free_fault(state, f"workers of node {node.id} are lost, and were paid for")
+    elif node.halted and node.fence is not None:
+        lost_peer(state, node, node.fence, node.halted)
+    replacements.follow(state, node)  # Its agent may have been told in vain, as it went.
+
+
+def _free_fault(state: State, reason: str) -> None:
+    before = state.incident
+    incident = liveness.fault(state, reason)
+    if incident is not before:
+        incident.charged = True
+
+
+def rule(state: State) -> bool:
+    """Settle the next world as soon as enough workers are able; until then they wait."""
+    incident = state.incident
+    assert incident is not None and state.world is not None
+    part_with(state)
+    if not replica_slices.fit(state):
+        return ending.no_replica(state)
+    if state.away:
+        return False  # Its grace to come back is short, and bounded by presence.
+    if not incident.charged and incident.is_charged:
+        if ending.verdict_pending(state, incident):
+            return False
+        why = replacements.charge(state, incident)
+        if why:
+            return ending.failure(state, incident, why)
+    replacements.replace_lost(state, incident, 0.0)  # Those lost since are paid for as well.
+    found = _contingents(state)
+    if not _are_enough(state, found):
+        return _wait(state, sum(len(one.workers) for one in found), _needed(state, found))
+    port_due_s = state.running_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
+    if found[0].node.spent and state.now_s < port_due_s:
+        state.wait_until(port_due_s)  # The last world meets at its port; it tells of another.
+        return False
+    members = tuple(member_of(one.node.spec, one.workers) for one in found)
+    floor = max(state.floor.round if state.floor else 0, state.world.fence.round)
+    _settle(state, World(fence=Fence(floor + 1, 0), members=members), incident.reason)
+    return True
+
+
+def look_after(state: State) -> None:
+    """Have workers without a place start: of nodes that arrived, and successors of the lost."""
+    if not state.in_place or state.world is None:
+        return
+    # Not all of the world in force: a node that departed has left its place to another.
+    here = {node.id for node in state.members()}
+    room = replica_slices.most_nodes(state) - len(here | state.joinable)
+    arrived = sorted(state.idle - state.unready)
+    for node in replica_slices.useless(state):
+        assert node.fence is not None
+        node.parting, node.able = True, set()
+        state.refile(node)
+        state.stop(node, node.fence, "begins anew: what its workers hold makes no whole replica")
+    for node in [state.nodes[i] for i in arrived[: max(0, room)]]:
+        node.fence, node.waiting = state.world.fence, True
+        state.refile(node)
+        state.send(node, Prepare(assignment=replacements.beside(state, state.world, node)))
+
+
+def joiners_due(state: State) -> list[str]:
+    """Return who has workers that are to be taken in now; empty: nobody, or not yet."""
+    if state.away or not state.joinable or not anybody_able(state):
+        return []  # Workers that have finished their steps take nobody in.
+    due_s = state.gathered_s(incomplete=_is_incomplete(state))
+    if state.now_s < due_s and _more_may_come(state):
+        state.wait_until(due_s)
+        return []
+    return [one.node.id for one in _contingents(state) if one.joiners]
+
+
+def _more_may_come(state: State) -> bool:
+    """Whether to gather: where nodes arrive, or successors are still getting ready."""
+    joining = (state.nodes[i] for i in state.joinable)
+    if not all(state.is_member(node) for node in joining):
+        return True
+    return any(node.prepared - node.able for node in state.members())
+
+
+def _is_incomplete(state: State) -> bool:
+    """Whether others of a node that has workers for the next world are still getting ready."""
+    for node in (state.nodes[i] for i in state.joinable):
+        arriving = {*range(node.spec.local_world_size)} - node.lost
+        coming = node.prepared if state.is_member(node) else node.prepared | arriving
+        if coming - node.able:
+            return True
+    return False
+
+
+def _are_enough(state: State, found: list[Contingent]) -> bool:
+    workers = sum(len(one.workers) for one in found)
+    if not replica_slices.are_whole(state, found):
+        return workers == sum(one.node.spec.local_world_size for one in found)
+    return len(found) >= replica_slices.fewest_nodes(state) and workers >= _needed(state, found)
+
+
+def _needed(state: State, found: list[Contingent]) -> int:
+    """Return how many workers a world of these nodes is to have at least.
+
+    By default as many as the smallest of them have that are nodes enough: all of a job that has no
+    node to spare, however its workers are spread over them.
+    """
+    fewest = replica_slices.fewest_nodes(state)
+    largest = max((node.spec.local_world_size for node in state.nodes.values()), default=1)
+    sizes = sorted(one.node.spec.local_world_size for one in found) + [largest] * fewest
+    least = state.spec.min_workers or sum(sizes[:fewest])
+    # None is left out: it may be a step ahead, and is the only one that knows.
+    whole = sum(one.node.spec.local_world_size for one in found) if _is_sharded(state) else 0
+    return max(least, whole)
+
+
+def _is_sharded(state: State) -> bool:
+    """Whether workers hold shards: then a node enters a world with all of its workers.
+
+    A joining worker has no mesh before it has a place, and says nothing of shards itself.
+    """
+    return any(node.sharding is not None for node in state.nodes.values())
+
+
+def _contingents(state: State) -> list[Contingent]:
+    """Return who could be in the next world: survivors in their order, then who came since."""
+    assert state.world is not None
+    order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
+    order = {**{i: len(order) + rank for i, rank in state.kept.items()}, **order}
+    go_on, is_sharded = anybody_able(state), _is_sharded(state)
+    is_sure = go_on
+    if state.incident is not None and not state.incident.planned:
+        # Who is left in the world may have come with it, and made no step yet.
+        is_sure = any(state_holders.witnesses(state, node) for node in state.members())
+    staying: list[Contingent] = []
+    coming: list[Contingent] = []
+    for node in state.nodes.values():
+        if node.session is None or node.leaving or node.stray or not node.able:
+            continue
+        survivors = node.survivors if state.is_member(node) else ()
+        if not is_sure and state_holders.keeps(state, node):
+            survivors = tuple(sorted(node.able))
+        one = Contingent(node, survivors, tuple(sorted(node.able - set(survivors))))
+        if is_sharded and not survivors and len(one.joiners) < node.spec.local_world_size:
+            continue
+        (staying if survivors else coming).append(one)
+    staying.sort(key=lambda one: order[one.node.id])
+    coming.sort(key=lambda one: one.node.order)
+    most = replica_slices.most_nodes(state)
+    if go_on and (state.incident is None or not state.incident.planned):
+        # Too many give way at a boundary, where all are level. So are those beside the world
+        # among themselves: one of them will do.
+        inside = sum(state.is_member(one.node) for one in staying)
+        most = max(most, min(inside + 1, len(staying)))
+    # Who came to the boundary stays first: the others may lack the last step (`drained_late`).
+    level = sorted(staying, key=lambda o: not (state.is_member(o.node) and o.node.drained))
+    chosen = {one.node.id for one in replica_slices.chosen(state, level, coming, most)}
+    return [one for one in staying + coming if one.node.id in chosen]
+
+
+def _wait(state: State, workers: int, needed: int) -> bool:
+    limit_s = state.spec.timing.join_timeout_s
+    # Who is out of sight may come back, and there are enough; or train on while the job ends.
+    if state.exhausted is not None:
+        due_s = state_holders.returning_until_s(state)
+        if state.now_s >= due_s:
+            return ending.failure(state, state.exhausted, "its budget pays for no other")
+        state.wait_until(due_s)
+    if state.now_s >= state.phase_s + limit_s:
+        return ending.too_few(state, len(_contingents(state)), replica_slices.fewest_nodes(state))
+    look_after(state)
+    reason = (
+        f"{workers} of at least {needed} workers are left; they wait with all that they hold"
+        f" for others, {limit_s:g} s at most"
+    )
+    if reason != state.phase_reason:
+        state.phase_reason = reason
+        state.tell(EventKind.WAITING, reason, workers=workers, min_workers=needed)
+    state.wait_until(state.phase_s + limit_s)
+    return False
+
+
+def _settle(state: State, world: World, why: str) -> None:
+    """Put the next world in force, and see to those who have no place in it."""
+    assert state.world is not None
+    before = state.members()
+    holders = {*state.kept}
+    state_holders.left_out(state, state.world, world)
+    state.end_incident(why)
+    forming.put_in_force(state, world, why, holders)
+    for node in before:
+        if node.fence == world.fence or node.fence is None:
+            continue
+        node.waiting = True
+        state.refile(node)

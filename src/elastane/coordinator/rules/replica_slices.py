@@ -1,0 +1,140 @@
+"""Nodes that hold parts of replicas, where one replica is of several nodes: who makes whole ones.
+
+Any of the survivors may be a step ahead, and nobody else then has what it holds. So a world of
+them is settled also where they are no whole replicas: there they come to one step, and make none.
+Then those who are too many give way, and wait as spares do. A spare keeps its part; where it is of
+no use, and anything else would be, its workers begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.protocol.sharding import NO_PART, bounds, replicas
+
+if TYPE_CHECKING:
+    from elastane.coordinator.rules.recovery import Contingent
+
+
+def heard(state: State, node: Node) -> None:
+    """Take note of how many nodes a replica is."""
+    # While all begin anew, what comes late is said of the mesh before.
+    if node.sharding is not None and state.phase is not Phase.FORMING:
+        state.span = max(state.span, node.sharding.span)
+
+
+def begin_anew(state: State) -> None:
+    """Forget how many nodes a replica is, where it was all of a world: it may have been for that.
+
+    Else the next world is of whole replicas from its begin.
+    """
+    if state.world is None or len(state.world.members) == state.span:
+        state.span = 1
+
+
+def fit(state: State) -> bool:
+    """Whether the job may have the nodes of one replica; the range is its owner's to change."""
+    return state.span <= state.spec.max_nodes or state.resized
+
+
+def fewest_nodes(state: State) -> int:
+    """Return of how many nodes a world is at least, in whole replicas."""
+    return bounds(state.spec.min_nodes, state.spec.max_nodes, state.span)[0]
+
+
+def most_nodes(state: State) -> int:
+    """Return of how many nodes a world is at most, in whole replicas."""
+    return bounds(state.spec.min_nodes, state.spec.max_nodes, state.span)[1]
+
+
+def are_all(state: State, nodes: Sequence[Node]) -> bool:
+    """Whether these hold, together, all parts of the state; who said nothing yet may hold any."""
+    span = state.span
+    if span == 1 or any(_part(node) == NO_PART for node in nodes):
+        return True
+    held = {(_part(node), i) for node in nodes for i in node.survivors or node.able}
+    size = max(node.spec.local_world_size for node in nodes)
+    return len(held) >= span * size
+
+
+def chosen(
+    state: State, staying: list[Contingent], coming: list[Contingent], most: int
+) -> list[Contingent]:
+    """Return who is to be in the next world; survivors that are no whole replicas all are.
+
+    Where these, begun anew, could be as many as it takes; else all wait with what they hold.
+    """
+    found = staying + coming
+    if state.span == 1:
+        return found[:most]
+    whole = _whole(state, found)
+    holders = [one for one in staying if _part(one.node) != NO_PART]
+    ids = {one.node.id for one in whole}
+    if _is_level(state) or all(one.node.id in ids for one in holders):
+        return whole
+    could = len(found) // state.span * state.span
+    return holders if could >= fewest_nodes(state) else whole
+
+
+def are_whole(state: State, found: Sequence[Contingent]) -> bool:
+    """Whether these make whole replicas; else they are to come to one step, however few."""
+    return state.span == 1 or len(_whole(state, found)) == len(found)
+
+
+def _whole(state: State, found: Sequence[Contingent]) -> list[Contingent]:
+    parts = [_part(one.node) for one in found]
+    return [found[i] for i in replicas(parts, state.span, most_nodes(state))]
+
+
+def _is_level(state: State) -> bool:
+    """Whether all members of the world in force are at one step: nobody is ahead of the others."""
+    return state.incident is None or state.incident.planned
+
+
+def is_uneven(state: State) -> bool:
+    """Whether members of the world in force make no whole replica: it makes no steps."""
+    if state.span == 1:
+        return False
+    members = state.members()
+    if any(_part(node) == NO_PART for node in members):
+        return False
+    inside = replicas([_part(node) for node in members], state.span, len(members))
+    return len(inside) < len(members)
+
+
+def has_level(state: State, node: Node) -> bool:
+    """Whether this member says of the world in force that it makes no steps, and all are level."""
+    fence = state.world.fence if state.world is not None else None
+    level = node.sharding.level if node.sharding is not None else None
+    return level is not None and level == fence and state.is_member(node)
+
+
+def useless(state: State) -> list[Node]:
+    """Return whose parts are in the way: begun anew, they make more whole replicas.
+
+    Of those without a place; and of all, where the next world lacks nodes and they are level.
+    """
+    if state.span == 1:
+        return []
+    waits = state.phase is Phase.REGROUPING and _is_level(state)
+    inside = [node for node in state.members() if node.survivors and not node.leaving]
+    beside = [state.nodes[i] for i in sorted(state.joinable) if i not in state.kept]
+    beside = [node for node in beside if not (state.is_member(node) or node.parting)]
+    spares = [node for node in beside if _part(node) != NO_PART]
+    first = 0 if waits else len(inside)
+    held = [_part(node) for node in inside + spares]
+    held += [NO_PART] * (len(beside) - len(spares))
+    span, most, found = state.span, most_nodes(state), list[Node]()
+    now = replicas(held, span, most)
+    could = replicas(held[:first] + [NO_PART] * (len(held) - first), span, most)
+    for i, node in reversed([*enumerate(inside + spares)][first:]):
+        if now and i not in now and len(replicas(held, span, most)) < len(could):
+            held[i] = NO_PART
+            found.append(node)
+    return found
+
+
+def _part(node: Node) -> int:
+    return node.sharding.part if node.sharding is not None else NO_PART

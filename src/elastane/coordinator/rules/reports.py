@@ -1,0 +1,213 @@
+"""What agents of open sessions report. A message about another fence than theirs is late."""
+
+from __future__ import annotations
+
+from elastane.coordinator.rules import ending, liveness, recovery, replacements, state_holders
+from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.protocol.diagnosis import end_text, exit_text, is_lost_peer, worker_text
+from elastane.protocol.effects import Send
+from elastane.protocol.limits import REASON_CHARS_MAX
+from elastane.protocol.log_events import EventKind
+from elastane.protocol.messages import (
+    Able,
+    Alive,
+    Conclude,
+    Drained,
+    Failed,
+    Heartbeat,
+    Leave,
+    Lost,
+    Marked,
+    Ready,
+    Stopped,
+    Succeeded,
+    ToCoordinator,
+)
+from elastane.protocol.model import Failure, Fence
+
+
+def take(state: State, session: int, message: ToCoordinator) -> bool:
+    """Record what `message` says; return whether a rule could now decide otherwise."""
+    node_id = state.by_session.get(session)
+    if node_id is None:
+        _at_the_door(state, session, message)
+        return False
+    node = state.nodes[node_id]
+    node.heard_s = state.now_s
+    match message:
+        case Heartbeat():
+            state.send(node, Alive(state.authority))
+            return _beat(state, node, message)
+        case Ready():
+            _ready(state, node)
+        case Leave() | Conclude():
+            _wish(state, node, message)
+        case Failed(fence=fence, failures=failures) if _is_of(node, fence) and not node.stray:
+            failed(state, node, failures)
+        case Succeeded(fence=fence) if fence == node.fence and node.state == "running":
+            node.state = "succeeded"
+        case Marked() | Drained() if message.fence == node.fence:
+            _drained(node, message)
+        case Able() | Lost():
+            _in_place(state, node, message)
+        case Stopped():
+            _stopped(state, node, message)
+            node.offer, node.spent = message.offer, False
+        case _:
+            return False
+    state.refile(node)
+    return True
+
+
+def _beat(state: State, node: Node, message: Heartbeat) -> bool:
+    """Take in how far its workers are; return whether a rule is to look at that."""
+    node.progress = message.progress
+    node.pace.note(state.now_s, message.progress)
+    news = state_holders.heard(state, node, message)
+    is_of_now = message.fence == node.fence
+    waits_at = message.waiting if is_of_now else ()
+    all_wait = message.all_wait and is_of_now
+    if waits_at == node.waits_at and all_wait == node.all_wait:
+        return news
+    node.waits_at, node.all_wait = waits_at, all_wait
+    state.refile(node)
+    return True
+
+
+def _is_of(node: Node, fence: Fence) -> bool:
+    """Whether what an agent says of `fence` is of the workers that it has now.
+
+    Of a world that it has not heard of, it says what became of them under the one before.
+    """
+    older = node.fence is not None and fence < node.fence
+    return fence == node.fence or (node.untold and older)
+
+
+def _drained(node: Node, message: Marked | Drained) -> None:
+    if isinstance(message, Marked):
+        node.marked, node.calls = True, message.calls
+    else:
+        node.drained = True
+
+
+def _in_place(state: State, node: Node, message: Able | Lost) -> None:
+    if isinstance(message, Lost):
+        recovery.lost_peer(state, node, message.fence, message.reason)
+        return
+    node.spent = node.spent and message.fence != node.fence
+    node.offer, node.sharding = message.offer, message.sharding
+    recovery.able(state, node, message.workers)
+
+
+def _at_the_door(state: State, session: int, message: ToCoordinator) -> None:
+    """Keep what an agent says whose name is contested, until it is let in.
+
+    Others have not joined, or their session was replaced by a newer one.
+    """
+    for contest in state.contests.values():
+        if contest.join.session == session and isinstance(message, Heartbeat):
+            state.out.append(Send(session, Alive(state.authority)))
+        elif contest.join.session == session and isinstance(message, Ready | Leave):
+            contest.said[type(message)] = message
+
+
+def _wish(state: State, node: Node, message: Leave | Conclude) -> None:
+    """Take note of what an agent wants for itself, or for the job."""
+    reason = message.reason[:REASON_CHARS_MAX]
+    if isinstance(message, Conclude):
+        ending.conclude(state, node.id, message.ok, reason)
+        return
+    node.leaving = reason
+    state.tell(EventKind.NODE_LEAVING, reason, node.id)
+
+
+def _ready(state: State, node: Node) -> None:
+    node.ready = True
+    if state.phase is not Phase.FORMING:
+        # The last call counts from the join; a running job takes in those who are warm.
+        state.note_arrival()
+    state.tell(EventKind.NODE_READY, "its workers can start quickly", node.id)
+
+
+def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
+    """Put `failures` of `node` on the coordinator's time line."""
+    if state.phase in (Phase.RECOVERING, Phase.FORMING):
+        failures = tuple(f for f in failures if not node.is_known(f))
+        node.state = "failed" if failures else node.state
+        node.failures = failures  # Told when the world is found to be in force.
+        return
+    if state.in_place or node.waiting:
+        failures = _of_places(state, node, failures)
+    if not failures:
+        return
+    node.state = "failed"
+    if state.phase is Phase.DRAINING and not state.in_place:
+        _failed_in_drain(state, node, failures)
+        return
+    in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING, Phase.STOPPING)
+    if state.phase not in in_force or not state.is_member(node):
+        return
+    first = failures[0]
+    incident = liveness.fault(
+        state,
+        f"{worker_text(first.rank)} on node {node.id} {end_text(first)}"
+        + (" after it lost a peer" if is_lost_peer(first) else ""),
+    )
+    incident.see(node.id, failures, state.now_s)
+    state_holders.ended(state, node, {f.local_rank for f in failures})
+    if state.in_place:
+        node.lose(failures)
+
+
+def _of_places(state: State, node: Node, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """Return the failures of workers that have a place; the others are those of joiners."""
+    failures = tuple(f for f in failures if not node.is_known(f))
+    places = () if node.waiting else set(node.workers) - node.lost
+    inside = tuple(f for f in failures if f.local_rank in places)
+    joiners = tuple(f for f in failures if f.local_rank not in places)
+    if joiners and state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
+        replacements.joiner_failed(state, node, joiners)
+    return inside
+
+
+def _failed_in_drain(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
+    """End the drain where others would wait for this worker; it is never charged.
+
+    Peers that have checkpointed and gone are no fault, nor is what a SIGTERM led to.
+    """
+    asked = not state.aimed or state.target is not None
+    if asked and not node.drained and not all(is_lost_peer(f) for f in failures):
+        text = exit_text(failures[0].exit_code)
+        liveness.fault(state, f"a worker of node {node.id} ended with {text} during a drain")
+    node.marked = node.drained = True
+
+
+def stopped_before(state: State) -> None:
+    """Take in that members stop their workers because a coordinator before this one said so.
+
+    That others lost a peer came of it, and is never charged; that a worker failed, is.
+    """
+    sightings = state.incident.sightings if state.incident is not None else []
+    if state.in_place or not all(is_lost_peer(each.failure) for each in sightings):
+        return
+    for node in [node for node in state.members() if node.parting]:
+        why = f"node {node.id} came back while it was stopping its workers"
+        liveness.fault(state, why).departed.append(node.id)
+
+
+def _stopped(state: State, node: Node, message: Stopped) -> None:
+    if not _is_of(node, message.fence):
+        return
+    if state.is_member(node):
+        state.intact = False
+        state_holders.ended(state, node, {*node.workers})
+    in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
+    before_it_was_told = message.unasked and state.phase is Phase.STOPPING
+    if (state.phase in in_force or before_it_was_told) and state.is_member(node):
+        # It had no authority for too long, or its user stopped it: what others saw came of that.
+        liveness.fault(state, f"node {node.id} stopped its workers by itself").departed.append(
+            node.id
+        )
+    node.fence = None
+    state_holders.in_sight(state, node)
+    node.forget_workers()

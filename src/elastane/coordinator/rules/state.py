@@ -1,0 +1,384 @@
+"""The coordinator's state, and how the rules write to it.
+
+`State` is changed only by the modules of this package, within one call of
+`Rendezvous.handle`. The sets of node ids are kept by `refile`, so that no rule has to look at
+every node for every message: a membership change of 10,000 nodes stays linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from elastane.coordinator.rules.budget import RestartBudget
+from elastane.coordinator.rules.incident import Incident
+from elastane.coordinator.rules.pace import Pace
+from elastane.protocol.effects import Persist, RendezvousEffect, Send, Tell
+from elastane.protocol.events import Received
+from elastane.protocol.log_events import EventKind, Note
+from elastane.protocol.messages import GroupState, Stop, ToAgent, ToCoordinator
+from elastane.protocol.model import (
+    Cause,
+    Failure,
+    Fence,
+    JobSpec,
+    NodeSpec,
+    Offer,
+    Outcome,
+    Record,
+    Versions,
+    Waiting,
+    World,
+)
+from elastane.protocol.sharding import Sharding
+
+
+class Phase(StrEnum):
+    """Where the job stands; `phases` has the rule of each."""
+
+    RECOVERING = "recovering"  # a new coordinator waits for the agents of the last world
+    FORMING = "forming"  # no world is in force; the next one is being gathered
+    RUNNING = "running"
+    DRAINING = "draining"  # workers checkpoint before a planned change
+    REGROUPING = "regrouping"  # workers that recover in place wait for the next world
+    STOPPING = "stopping"  # all workers of the world are being stopped
+    CLOSING = "closing"  # the job has ended and its agents are being told
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One agent as the coordinator knows it."""
+
+    session: int | None  # None: broken, and its grace to come back is running
+    spec: NodeSpec
+    offer: Offer
+    peer_host: str
+    local_host: str
+    order: int
+    heard_s: float
+    ready: bool
+    spent: bool = False  # the port on offer is that of the last world; another follows
+    broken_s: float = 0.0
+    broken_reason: str = ""
+    broken_clean: bool = True
+    fence: Fence | None = None  # of the workers that it has, as far as is known
+    stray: bool = False  # they are of another world, whatever their fence
+    waiting: bool = False  # they have no place in a world yet
+    untold: bool = False  # they have one, and their agent has not heard of it
+    halted: str = ""  # why they make no step in it any more
+    parting: bool = False  # it is stopping them: it leaves, or could not stay
+    workers: tuple[int, ...] = ()  # local ranks of those that have one
+    able: set[int] = field(default_factory=set)  # local ranks that can enter another world
+    sharding: Sharding | None = None  # of the state that they hold
+    in_place: bool = False  # brought along: they recover in place, whoever has finished its steps
+    holds: set[int] = field(default_factory=set)  # local ranks that have made steps, and hold them
+    lost: set[int] = field(default_factory=set)  # local ranks whose processes ended since
+    prepared: set[int] = field(default_factory=set)  # of those, whose successors were asked for
+    ends: dict[int, int] = field(default_factory=dict)  # the process of each that was last lost
+    state: GroupState = "running"
+    failures: tuple[Failure, ...] = ()  # brought along while a new coordinator recovers
+    leaving: str = ""
+    progress: int | None = None
+    pace: Pace = field(default_factory=Pace)
+    waits_at: tuple[Waiting, ...] = ()  # where all its workers in the world wait for others
+    all_wait: bool = False  # they do so for too long
+    marked: bool = False
+    calls: int | None = None
+    drained: bool = False
+    draining: bool = False  # brought along: its workers wait for the end of a drain
+
+    @property
+    def id(self) -> str:
+        """The node id."""
+        return self.spec.node_id
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """The local ranks of the world in force that are in the middle of it, and able."""
+        if self.waiting:
+            return ()
+        return tuple(i for i in self.workers if i in self.able and i not in self.lost)
+
+    @property
+    def has_all_places(self) -> bool:
+        """Whether all its workers have a place, in the order of their local ranks."""
+        return self.workers == tuple(range(self.spec.local_world_size))
+
+    def lose(self, failures: tuple[Failure, ...]) -> None:
+        """The processes of these workers have ended."""
+        for failure in failures:
+            self.ends[failure.local_rank] = failure.pid
+            self.lost.add(failure.local_rank)
+            for ranks in (self.prepared, self.able, self.holds):
+                ranks.discard(failure.local_rank)
+
+    def is_known(self, failure: Failure) -> bool:
+        """Whether this end was told before."""
+        return failure.pid > 0 and self.ends.get(failure.local_rank) == failure.pid
+
+    def take_places(self, workers: tuple[int, ...]) -> None:
+        """Its workers of these local ranks are in a world from now on."""
+        self.workers, self.waiting = workers, False
+        self.lost -= set(workers)
+        self.prepared -= set(workers)
+
+    def forget_workers(self) -> None:
+        """It has no workers any more."""
+        self.workers, self.waiting, self.state = (), False, "running"
+        self.stray, self.untold, self.parting, self.halted = False, False, False, ""
+        self.in_place, self.sharding = False, None
+        self.able, self.holds, self.lost, self.prepared = set(), set(), set(), set()
+        self.ends = {}
+
+
+@dataclass(slots=True, kw_only=True)
+class Contest:
+    """An agent that asks for a name which another has; `said` is what it said since, once each."""
+
+    join: Received
+    began_s: float
+    said: dict[type, ToCoordinator] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Claim:
+    """What agents hold of a world of which this coordinator has no record."""
+
+    fence: Fence
+    size: int
+    of: tuple[int, str, int]  # its size and the address of its process-group store
+    seats: dict[int, str]
+
+
+@dataclass(slots=True)
+class State:
+    """All that the coordinator knows."""
+
+    spec: JobSpec
+    budget: RestartBudget
+    store_backed: bool
+    now_s: float
+    started_s: float
+    phase: Phase = Phase.FORMING
+    phase_reason: str = "the job begins"
+    phase_s: float = 0.0
+    versions: Versions | None = None
+    world: World | None = None
+    floor: Fence | None = None  # the highest fence that any agent was ever heard to hold
+    # Whether the world in force may still train somewhere: nobody of it is known to have no
+    # workers of it any more.
+    intact: bool = False
+    over: bool = False  # the last node was released and no worker of the world in force is left
+    running_s: float = 0.0
+    previous_holder: str = ""
+    holder_due_s: float | None = None  # until when it is waited for, once all others are back
+    resized: bool = False  # the range of nodes is not that of the command line any more
+    wanted: tuple[int, int] | None = None  # a range that is not in force yet
+    resized_s: float = 0.0
+    fenced: frozenset[str] = frozenset()  # incarnations that the owner has given up,
+    dead: frozenset[str] = frozenset()  # and of those whose processes it knows to have ended
+    outcome: Outcome | None = None
+    conclusion: Outcome | None = None  # that an agent asked for; in force once it is `outcome`
+    authority: bool = True
+    nodes: dict[str, Node] = field(default_factory=dict)
+    by_session: dict[int, str] = field(default_factory=dict)
+    contests: dict[str, Contest] = field(default_factory=dict)
+    # Of nodes that departed: their agents, and the ends of workers that they had told.
+    ends_before: dict[str, tuple[str, dict[int, int]]] = field(default_factory=dict)
+    arrivals_seen: int = 0
+    # Sets of node ids, kept by `refile`.
+    idle: set[str] = field(default_factory=set)
+    unready: set[str] = field(default_factory=set)
+    holding: set[str] = field(default_factory=set)
+    away: set[str] = field(default_factory=set)
+    leaving: set[str] = field(default_factory=set)
+    succeeded: set[str] = field(default_factory=set)
+    unmarked: set[str] = field(default_factory=set)
+    undrained: set[str] = field(default_factory=set)
+    unable: set[str] = field(default_factory=set)  # members with workers that cannot regroup
+    joinable: set[str] = field(default_factory=set)  # who has able workers without a place
+    still: set[str] = field(default_factory=set)  # members whose workers all wait for others
+    waiters: set[str] = field(default_factory=set)  # members whose workers only wait, for too long
+    # Who has a place in the world, as `is_of_world` keeps it.
+    places: Collection[str] = ()
+    places_of: World | None = None
+    in_place: bool = False  # the workers of the world in force recover in place,
+    uneven: bool = False  # and are no whole replicas: they make no steps (`parts`)
+    span: int = 1  # of how many nodes a replica is
+    was_in_place: bool = False  # and they did until they were told to stop
+    # What `stateholders` keeps: by node id, since when workers of which agent may go on unseen; and
+    # the order of the nodes that hold what the world in force began with, outside of it.
+    unseen: dict[str, tuple[float, str]] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+    late_s: float = 0.0  # when this coordinator went on without members that may come back yet
+    kept_is_recorded: bool = False  # the durable record names some
+    lost_s: float | None = None  # when one of them first lost a peer that nobody has explained
+    lost_reason: str = ""
+    stall_places: str = ""  # where all workers of the world in force wait, if they do
+    stalls: int = 0  # worlds in a row that were ended since all their members waited
+    stalled_at: int = 0  # how far the last of them was
+    exhausted: Incident | None = None  # what the budget could not pay a replacement for
+    # Of the phase in hand.
+    incident: Incident | None = None
+    last_incident: str = ""
+    cause: Cause | None = None
+    claim: Claim | None = None
+    aimed: bool = False
+    asked: bool = False  # by another coordinator, perhaps
+    target: int | None = None
+    stops: bool = False  # nobody goes on behind the target
+    follow_up: bool = False
+    not_before_s: float = 0.0
+    first_arrival_s: float | None = None
+    last_arrival_s: float = 0.0
+    presence_s: float = 0.0
+    closes_anew: bool = False  # the job ended under another coordinator: its agents come yet
+    finished: bool = False
+    out: list[RendezvousEffect] = field(default_factory=list)
+    wake_s: float | None = None
+
+    def wait_until(self, deadline_s: float) -> None:
+        """Ask for a tick at `deadline_s`, if none comes sooner."""
+        if self.wake_s is None or deadline_s < self.wake_s:
+            self.wake_s = deadline_s
+
+    def send(self, node: Node, message: ToAgent) -> None:
+        """Send to `node`; where its session is broken, its next Join settles what it missed."""
+        if node.session is not None:
+            self.out.append(Send(node.session, message))
+
+    def stop(self, node: Node, fence: Fence, reason: str) -> None:
+        """Have the workers of `fence` stopped on `node`."""
+        grace_s = self.spec.timing.shutdown_timeout_s
+        self.send(node, Stop(fence=fence, grace_s=grace_s, reason=reason))
+
+    def tell(
+        self, kind: EventKind, reason: str, node_id: str = "", /, **data: str | int | float | bool
+    ) -> None:
+        """Write an event that carries the fence of the world in force."""
+        fence = self.world.fence if self.world else None
+        note = Note(kind=kind, reason=reason, node_id=node_id, fence=fence, data=data)
+        self.out.append(Tell(note))
+
+    def persist(self) -> None:
+        """Make the record durable before whatever this call sends next."""
+        self.out.append(Persist(self.record()))
+
+    def record(self) -> Record:
+        """Return the durable part of this state."""
+        return Record(
+            spec=self.spec,
+            versions=self.versions,
+            world=self.world,
+            restarts_used=self.budget.used,
+            outcome=self.outcome,
+            resized=self.resized,
+            kept=tuple(self.kept),
+            over=self.over,
+        )
+
+    def end_incident(self, why: str) -> None:
+        """The world in hand is followed by another; a planned change is no incident to remember."""
+        if self.incident is not None and not self.incident.planned:
+            self.last_incident = why
+        self.incident = self.claim = None
+
+    def enter(self, phase: Phase, reason: str) -> None:
+        """Begin `phase`."""
+        self.phase, self.phase_reason, self.phase_s = phase, reason, self.now_s
+
+    def refile(self, node: Node) -> None:
+        """Bring the sets in line with the facts of `node`."""
+        present = node.session is not None
+        has_workers = node.fence is not None
+        member = self.is_member(node)
+        places = set(node.survivors) if member else set[int]()
+        gone = node.lost.union(f.local_rank for f in node.failures)
+        facts = (
+            (self.idle, present and not has_workers and not node.leaving),
+            (self.unready, not node.ready),
+            (self.holding, has_workers),
+            (self.away, not present),
+            (self.leaving, bool(node.leaving)),
+            (self.succeeded, member and node.state == "succeeded"),
+            (self.unmarked, member and not node.marked),
+            (self.undrained, member and not node.drained),
+            (
+                self.unable,
+                member
+                and not (
+                    node.parting or node.in_place or node.able.issuperset({*node.workers} - gone)
+                ),
+            ),
+            (self.joinable, present and not node.leaving and bool(node.able - places)),
+            (self.still, member and (node.all_wait or bool(node.waits_at))),
+            (self.waiters, member and node.all_wait),
+        )
+        for members, belongs in facts:
+            if belongs:
+                members.add(node.id)
+            else:
+                members.discard(node.id)
+
+    def forget(self, node: Node) -> None:
+        """Remove `node` from everything but the world, which is history."""
+        self.nodes.pop(node.id, None)
+        if node.ends:
+            self.ends_before[node.id] = (node.spec.incarnation, node.ends)
+        if node.session is not None:
+            self.by_session.pop(node.session, None)
+        for members in (
+            self.idle,
+            self.unready,
+            self.holding,
+            self.away,
+            self.leaving,
+            self.succeeded,
+            self.unmarked,
+            self.undrained,
+            self.unable,
+            self.joinable,
+            self.still,
+            self.waiters,
+        ):
+            members.discard(node.id)
+
+    def hold_up(self, fence: Fence | None) -> None:
+        """Settle nothing at or below `fence`, which was in force once."""
+        if fence is not None and (self.floor is None or fence > self.floor):
+            self.floor = fence
+
+    def note_arrival(self) -> None:
+        """Start or extend the time in which arrivals are gathered."""
+        if self.first_arrival_s is None:
+            self.first_arrival_s = self.now_s
+        self.last_arrival_s = self.now_s
+
+    def gathered_s(self, *, incomplete: bool = False) -> float:
+        """Return when those who come to a running job have been waited for long enough.
+
+        `incomplete`: others are known to be on their way, however long ago the latest came.
+        """
+        first_s = self.now_s if self.first_arrival_s is None else self.first_arrival_s
+        timing = self.spec.timing
+        last_s = first_s + timing.gather_max_s
+        return last_s if incomplete else min(self.last_arrival_s + timing.gather_s, last_s)
+
+    def is_of_world(self, node_id: str) -> bool:
+        """Whether the world in force has a place for this node, whatever that node holds."""
+        if self.world is not self.places_of:
+            self.places_of = self.world
+            self.places = frozenset(m.node_id for m in self.world.members) if self.world else ()
+        return node_id in self.places
+
+    def is_member(self, node: Node) -> bool:
+        """Whether `node` has workers of the world in force."""
+        here = self.world is not None and node.fence == self.world.fence
+        return here and not (node.stray or node.waiting)
+
+    def members(self) -> list[Node]:
+        """Return the nodes that have workers of the world in force."""
+        nodes = [self.nodes[i] for i in sorted(self.holding)]
+        return [node for node in nodes if self.is_member(node)]

@@ -1,0 +1,87 @@
+"""What the coordinator shows of itself."""
+
+from __future__ import annotations
+
+from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.protocol.effects import Send
+from elastane.protocol.messages import AgentPresence, NodeStatus, Report
+
+# More nodes than this are counted, not listed, in a report; one frame has a bound.
+_LISTED_MAX = 1024
+
+
+def roll(state: State) -> list[AgentPresence]:
+    """Return all agents that are here, and those of the world in force that are not.
+
+    While it is waited for those of the last world, nobody of it counts as departed.
+    """
+    members = state.world.members if state.world else ()
+    ranks = {(member.node_id, member.incarnation): i for i, member in enumerate(members)}
+    called = [
+        AgentPresence(
+            node.spec.incarnation,
+            "away" if node.session is None else "joined",
+            ranks.pop((node.id, node.spec.incarnation), -1),
+        )
+        for node in state.nodes.values()
+    ]
+    if state.phase is not Phase.RECOVERING:
+        called += [AgentPresence(who[1], "departed", rank) for who, rank in ranks.items()]
+    return called
+
+
+def answer(state: State, session: int) -> Send:
+    """Return the reply to a `Query` of `session`."""
+    return Send(session, report(state))
+
+
+def report(state: State) -> Report:
+    """Return all that `elastane status` shows."""
+    ranks = {m.node_id: i for i, m in enumerate(state.world.members)} if state.world else {}
+    listed = sorted(state.nodes.values(), key=lambda n: (ranks.get(n.id, 1 << 30), n.order))
+    return Report(
+        job=state.spec.job,
+        phase=state.phase.value,
+        reason=state.phase_reason,
+        fence=state.world.fence if state.world else None,
+        min_nodes=state.spec.min_nodes,
+        max_nodes=state.spec.max_nodes,
+        world_size=state.world.world_size if state.world else 0,
+        restarts_used=state.budget.used,
+        max_restarts=state.budget.allowed,
+        uptime_s=state.now_s - state.started_s,
+        nodes=tuple(_node(state, node, ranks) for node in listed[:_LISTED_MAX]),
+        last_incident=(
+            state.incident.reason
+            if state.incident is not None and not state.incident.planned
+            else state.last_incident
+        ),
+    )
+
+
+def _node(state: State, node: Node, ranks: dict[str, int]) -> NodeStatus:
+    member = state.is_member(node)
+    return NodeStatus(
+        node_id=node.id,
+        host=node.spec.local_addr or node.peer_host,
+        state=_state_of(node, member),
+        node_rank=ranks.get(node.id) if member else None,
+        local_world_size=node.spec.local_world_size,
+        heard_s=max(0.0, state.now_s - node.heard_s),
+        progress=node.progress,
+        steps_per_s=node.pace.steps_per_s(state.now_s),
+    )
+
+
+def _state_of(node: Node, member: bool) -> str:
+    if node.session is None:
+        return "away"
+    if node.leaving:
+        return "leaving"
+    if node.fence is None:
+        return "candidate" if node.ready else "warming up"
+    if member:
+        return node.state
+    if node.waiting and not node.parting:  # beside the world in force, as its workers do
+        return "spare" if node.able else "warming up"
+    return "stopping"

@@ -1,1 +1,0 @@
-"""What decides: pure functions and machines of (state, event, now)."""

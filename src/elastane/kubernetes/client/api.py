@@ -1,0 +1,259 @@
+"""The client: typed requests for objects, one method for each verb of the API.
+
+Owns what is asked and what is made of the answer. Connections are `transport`'s, paths are
+`resource`'s. It never asks again by itself where that could do something twice. How it fails: with
+one of `errors`, each of which says what was asked; ConfigurationError where no credentials can be
+had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from elastane.kubernetes.client.credentials import Access
+from elastane.kubernetes.client.decode import decoded, pages
+from elastane.kubernetes.client.errors import ApiNotFoundError
+from elastane.kubernetes.client.resource import EVERYTHING, Resource, Selector
+from elastane.kubernetes.client.transport import PAGE_BYTES_MAX, Request, Transport
+from elastane.kubernetes.client.watching import WATCH_S, Seen, follow
+
+T = TypeVar("T")
+PAGE_ITEMS = 500  # kubectl's
+# One request and its answer. A page of 500 pods takes an API server a quarter of a second; one
+# whose etcd elects a leader takes a few.
+TIMEOUT_S = 15.0
+_JSON = "application/json"
+_MERGE_PATCH = "application/merge-patch+json"
+# The server refuses fields that it does not know, instead of dropping them.
+_STRICT = {"fieldValidation": "Strict"}
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True):
+    """A part of a list, or the whole; a watch from `version` on misses nothing after the list."""
+
+    items: tuple[T, ...]
+    version: str
+
+
+class Deletion(msgspec.Struct, frozen=True, kw_only=True):
+    """How to delete: only this incarnation, only this version, how soon, and what with it."""
+
+    uid: str = ""
+    version: str = ""
+    grace_s: int | None = None  # of a pod; 0: do not wait for its kubelet; None: as the pod says
+    propagation: str = ""  # Background, Foreground or Orphan; "": as the kind's default is
+
+    def body(self) -> dict[str, Any]:
+        """Return the DeleteOptions: all in the body, for with one the query is not read."""
+        wanted = {"uid": self.uid, "resourceVersion": self.version}
+        guards = {key: value for key, value in wanted.items() if value}
+        body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if guards:
+            body["preconditions"] = guards
+        if self.grace_s is not None:
+            body["gracePeriodSeconds"] = self.grace_s
+        if self.propagation:
+            body["propagationPolicy"] = self.propagation
+        return body
+
+
+class Api:
+    """One API server, as one identity. Opens nothing before the first request.
+
+    `kind` is the type that the answer is read as: a msgspec Struct of the fields that the caller
+    reads, or dict[str, Any] for everything.
+    """
+
+    def __init__(
+        self, access: Access, *, timeout_s: float = TIMEOUT_S, connections_max: int = 32
+    ) -> None:
+        self.access = access
+        self._http = Transport(access, timeout_s=timeout_s, connections_max=connections_max)
+
+    async def get(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        kind: type[T],
+        subresource: str = "",
+    ) -> T:
+        """Return the object, not older than any write that ended before."""
+        request = _request("GET", resource, namespace, name, subresource)
+        return await self._typed(request, kind)
+
+    async def find(self, resource: Resource, namespace: str, name: str, kind: type[T]) -> T | None:
+        """Return the object, or None where it does not exist."""
+        try:
+            return await self.get(resource, namespace, name, kind)
+        except ApiNotFoundError:
+            return None
+
+    async def pages(
+        self,
+        resource: Resource,
+        namespace: str,
+        kind: type[T],
+        selector: Selector = EVERYTHING,
+    ) -> AsyncGenerator[Page[T], None]:
+        """Give the list in pages of 500, all as of one version; ApiGoneError if that got too old.
+
+        With "" as the namespace: of all namespaces. A page is read whole before it is given, so
+        memory holds one page of bytes at a time.
+        """
+        going_on = ""
+        while True:
+            query = {"limit": str(PAGE_ITEMS), **selector.query()}
+            if going_on:
+                query["continue"] = going_on
+            request = msgspec.structs.replace(
+                _request("GET", resource, namespace), query=query, bytes_max=PAGE_BYTES_MAX
+            )
+            content = await self._http.ask(request)
+            found = pages(content, kind, request.told, self.access.where)
+            yield Page(tuple(found.items or ()), found.metadata.resourceVersion)
+            going_on = found.metadata.going_on
+            if not going_on:
+                return
+
+    async def list(
+        self,
+        resource: Resource,
+        namespace: str,
+        kind: type[T],
+        selector: Selector = EVERYTHING,
+    ) -> Page[T]:
+        """Return the whole list."""
+        items: list[T] = []
+        version = ""
+        async for page in self.pages(resource, namespace, kind, selector):
+            items += page.items
+            version = page.version
+        return Page(tuple(items), version)
+
+    async def create(
+        self, resource: Resource, namespace: str, manifest: Mapping[str, Any], kind: type[T]
+    ) -> T:
+        """Create the object; ApiConflictError with `exists` where its name is taken.
+
+        A field that the server does not know is refused (ApiInvalidError) by servers of Kubernetes
+        1.25 and later. Older servers ignore the request for that, and drop the field.
+        """
+        request = _request("POST", resource, namespace, body=manifest)
+        request = msgspec.structs.replace(request, query=_STRICT)
+        return await self._typed(request, kind)
+
+    async def replace(
+        self,
+        resource: Resource,
+        namespace: str,
+        manifest: Mapping[str, Any],
+        kind: type[T],
+        subresource: str = "",
+    ) -> T:
+        """Put the object in the place of the one of its name.
+
+        With metadata.resourceVersion in it: only of that version, else ApiConflictError.
+        """
+        name = manifest["metadata"]["name"]
+        request = _request("PUT", resource, namespace, name, subresource, body=manifest)
+        return await self._typed(request, kind)
+
+    async def patch(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        patch: Mapping[str, Any],
+        kind: type[T],
+        subresource: str = "",
+    ) -> T:
+        """Merge `patch` into the object (RFC 7396); `subresource` "status" or "scale", or "".
+
+        With metadata.resourceVersion in it: only into that version, else ApiConflictError.
+        """
+        request = _request("PATCH", resource, namespace, name, subresource, body=patch)
+        return await self._typed(request, kind)
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, how: Deletion | None = None
+    ) -> None:
+        """Delete the object, or begin to.
+
+        ApiNotFoundError where there is none, ApiConflictError where it is another one than
+        `how.uid` or `how.version` says.
+        """
+        body = (how or Deletion()).body()
+        await self._http.ask(_request("DELETE", resource, namespace, name, body=body))
+
+    async def read(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
+        """Return what is at a path that is no object's: /version, /apis, a pod's log."""
+        return await self._http.ask(Request("GET", path, path, dict(query or {})))
+
+    def watch(
+        self,
+        resource: Resource,
+        namespace: str,
+        kind: type[T],
+        from_version: str,
+        selector: Selector = EVERYTHING,
+        watch_s: float = WATCH_S,
+    ) -> AsyncGenerator[Seen[T], None]:
+        """Give what happens after `from_version`, without end; see watching.follow.
+
+        To be closed (`aclose`) by the task that iterates: it holds a connection.
+        """
+        request = _request("GET", resource, namespace)
+        request = msgspec.structs.replace(request, query=selector.query())
+        return follow(self._http, request, kind, from_version, watch_s)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.close()
+
+    async def __aenter__(self) -> Api:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _typed(self, request: Request, kind: type[T]) -> T:
+        content = await self._http.ask(request)
+        return decoded(content, kind, request.told, self.access.where)
+
+
+_VERBS = {
+    "GET": "get",
+    "POST": "create",
+    "PUT": "update",
+    "PATCH": "patch",
+    "DELETE": "delete",
+}
+
+
+def _request(
+    method: str,
+    resource: Resource,
+    namespace: str,
+    name: str = "",
+    subresource: str = "",
+    body: Mapping[str, Any] | None = None,
+) -> Request:
+    verb = "list" if method == "GET" and not name else _VERBS[method]
+    what = resource.told(namespace if resource.namespaced else "", name)
+    return Request(
+        method,
+        resource.path(namespace, name, subresource),
+        f"{verb} {what}" + (f" ({subresource})" if subresource else ""),
+        body=msgspec.json.encode(body) if body is not None else b"",
+        content_type=_MERGE_PATCH if method == "PATCH" else _JSON,
+    )

@@ -1,0 +1,202 @@
+"""What an API server says no with, as types.
+
+Owns the classes and which answer becomes which. `status` is the HTTP status (0: no answer),
+`reason` Kubernetes' own word (`AlreadyExists`, `Expired`), `causes` those of its details, `message`
+the server's sentence. Who asks decides by the class and those words; only a person reads the text.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elastane.errors import ElastaneError, ExitCode
+from elastane.protocol.unreadable import UNREADABLE
+
+# Of a server's sentence, as it is told: an admission webhook may say anything at any length.
+MESSAGE_CHARS_MAX = 1000
+
+
+class ApiError(ElastaneError):
+    """A request that was not answered with what it asked for."""
+
+    exit_code = ExitCode.TRY_AGAIN
+    slug = "kube-refused"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        slug: str = "",
+        where: str = "",
+        expected: str = "",
+        next_step: str = "",
+    ) -> None:
+        super().__init__(
+            what,
+            slug=slug or type(self).slug,
+            where=where,
+            expected=expected,
+            next_step=next_step,
+        )
+        self.status = 0
+        self.reason = ""
+        self.message = ""
+        self.causes: frozenset[str] = frozenset()  # Kubernetes' words of the details
+        # Seconds after which the server wants to be asked again; None where it said nothing.
+        self.retry_after_s: float | None = None
+
+
+class ApiConflictError(ApiError):
+    """409: the object is not at the version that was expected, or exists already."""
+
+    slug = "kube-conflict"
+
+    @property
+    def exists(self) -> bool:
+        """Whether an object of that name was in the way of its creation."""
+        return self.reason == "AlreadyExists"
+
+
+class ApiNotFoundError(ApiError):
+    """404: no such object, or no such kind."""
+
+    slug = "kube-not-found"
+
+
+class ApiGoneError(ApiError):
+    """410: the version or page that was asked for is no longer there; list anew."""
+
+    slug = "kube-gone"
+
+
+class ApiForbiddenError(ApiError):
+    """403: who we are may not do that."""
+
+    exit_code = ExitCode.CONFIGURATION
+    slug = "kube-forbidden"
+
+    @property
+    def namespace_ends(self) -> bool:
+        """Whether that is so because the namespace is being deleted: no right would help."""
+        return "NamespaceTerminating" in self.causes
+
+
+class ApiUnauthorizedError(ApiError):
+    """401: the server does not know who we are, also after the credentials were read anew."""
+
+    exit_code = ExitCode.CONFIGURATION
+    slug = "kube-unauthorized"
+
+
+class ApiInvalidError(ApiError):
+    """400 or 422: the object or the request is wrong; it will be wrong again."""
+
+    exit_code = ExitCode.CONFIGURATION
+    slug = "kube-invalid"
+
+
+class ApiBusyError(ApiError):
+    """429 or 5xx: the server cannot now."""
+
+    slug = "kube-busy"
+
+
+class ApiAnswerError(ApiError):
+    """An answer that is none of an API server: garbage, or larger than any may be."""
+
+    slug = "kube-answer"
+
+
+class ApiUnreachableError(ApiError):
+    """No answer. `sent`: the server may have carried the request out all the same."""
+
+    slug = "kube-unreachable"
+    sent: bool = False
+
+
+class Cause(msgspec.Struct):
+    """One of the details of a failure."""
+
+    reason: str = ""
+
+
+class Details(msgspec.Struct):
+    """More on a failure, for programs."""
+
+    causes: list[Cause] | None = None
+
+
+class Status(msgspec.Struct):
+    """Kubernetes' own account of a failure, as far as we read it."""
+
+    message: str = ""
+    reason: str = ""
+    code: int = 0
+    details: Details | None = None
+
+
+_KINDS: dict[int, type[ApiError]] = {
+    400: ApiInvalidError,
+    401: ApiUnauthorizedError,
+    403: ApiForbiddenError,
+    404: ApiNotFoundError,
+    409: ApiConflictError,
+    410: ApiGoneError,
+    422: ApiInvalidError,
+    429: ApiBusyError,
+}
+_NEXT_STEPS: dict[type[ApiError], str] = {
+    ApiForbiddenError: "kubectl auth can-i --list, as this user or service account",
+    ApiUnauthorizedError: "renew the token or certificate; try kubectl version with the same ones",
+    ApiBusyError: "nothing: it is tried again",
+    ApiConflictError: "nothing: it is read again and tried again",
+    ApiGoneError: "nothing: it is listed again",
+}
+
+
+def read_status(content: bytes) -> Status:
+    """Return what a body says of a failure; its beginning as the message where it says nothing."""
+    try:
+        return msgspec.json.decode(content, type=Status)
+    except UNREADABLE:
+        return Status(message=content[:200].decode(errors="replace").strip())
+
+
+def refusal(
+    asked: str, status: int, told: Status, *, where: str, retry_after_s: float | None = None
+) -> ApiError:
+    """Return the error for an answer: `asked` is the request as a person would say it."""
+    kind = _KINDS.get(status, ApiBusyError if status >= 500 else ApiError)
+    message = told.message[:MESSAGE_CHARS_MAX] or told.reason or "no reason was given"
+    error = kind(
+        f"kubernetes: {asked}: {message} (HTTP {status})",
+        where=where,
+        next_step=_NEXT_STEPS.get(kind, ""),
+    )
+    error.status, error.reason, error.message = status, told.reason, message
+    if told.details is not None:
+        error.causes = frozenset(cause.reason for cause in told.details.causes or ())
+    error.retry_after_s = retry_after_s
+    return error
+
+
+def unreachable(asked: str, trouble: str, *, where: str, sent: bool) -> ApiUnreachableError:
+    """Return the error for a request that got no answer."""
+    error = ApiUnreachableError(
+        f"kubernetes: {asked}: {trouble}",
+        where=where,
+        expected="an API server that answers",
+        next_step="kubectl get --raw /readyz",
+    )
+    error.sent = sent
+    return error
+
+
+def garbage(asked: str, trouble: str, *, where: str) -> ApiAnswerError:
+    """Return the error for an answer that cannot be what was asked for."""
+    return ApiAnswerError(
+        f"kubernetes: {asked}: answered what is no answer to it: {trouble}",
+        where=where,
+        expected="a Kubernetes API server at that address, and no proxy that answers for it",
+        next_step="kubectl get --raw /version",
+    )

@@ -1,0 +1,294 @@
+"""HTTP to one API server: connections, TLS, who we are, bounds.
+
+Owns the only use of httpx here. Knows nothing of objects. How it fails: `errors`, with `sent` set
+where a request may have been carried out although nothing was heard of it.
+
+Asked again by itself is only what was certainly not done: a request that found no connection while
+it reads, one that was refused for an old token (once, after the token was read anew), and one that
+the server put off (429), all within the bound of the one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from elastane.errors import ConfigurationError
+from elastane.kubernetes.client.credentials import Access
+from elastane.kubernetes.client.errors import (
+    ApiError,
+    ApiUnreachableError,
+    garbage,
+    read_status,
+    refusal,
+    unreachable,
+)
+
+if TYPE_CHECKING:
+    import httpx
+
+    from elastane.kubernetes.client.identity import Proof
+
+# etcd takes objects of 1.5 MiB at most, and managed fields come on top.
+ANSWER_BYTES_MAX = 4 << 20
+# 500 objects of 128 KiB; a pod is 5 to 10 KiB.
+PAGE_BYTES_MAX = 64 << 20
+CONNECT_TIMEOUT_S = 3.0
+# A server that puts off is asked again after what it says, and no sooner than this.
+PUT_OFF_MIN_S = 0.2
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What goes over the wire. `told` is the request as a person would say it."""
+
+    method: str
+    path: str
+    told: str
+    query: dict[str, str] = {}
+    body: bytes = b""
+    content_type: str = "application/json"
+    bytes_max: int = ANSWER_BYTES_MAX
+
+
+class Transport:
+    """Connections to the server that `access` names. Opens nothing before the first request."""
+
+    def __init__(self, access: Access, *, timeout_s: float, connections_max: int) -> None:
+        self.access = access
+        self._timeout_s = timeout_s
+        self._connections_max = connections_max
+        self._pool: _Pool | None = None
+
+    async def ask(self, request: Request) -> bytes:
+        """Return the body of the answer; one of `errors` where it is a refusal, or none came."""
+        trouble: ApiUnreachableError | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    try:
+                        return await self._ask(request)
+                    except ApiUnreachableError as error:
+                        again = request.method == "GET" and trouble is None
+                        if not again:
+                            raise
+                        trouble = error
+                    await asyncio.sleep(PUT_OFF_MIN_S)
+        except TimeoutError:
+            raise trouble or unreachable(
+                request.told,
+                f"no answer within {self._timeout_s:g} s",
+                where=self.access.where,
+                sent=request.method != "GET",
+            ) from None
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, request: Request, *, silence_s: float
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Give the lines of an answer that goes on; ApiUnreachableError if it breaks or stalls."""
+        timeout = _timeout(self._timeout_s, silence_s)
+        async with contextlib.AsyncExitStack() as stack:
+            for last in (False, True):
+                response = await stack.enter_async_context(self._response(request, timeout))
+                if response.status_code == 200:
+                    break
+                refused = self._refused(request, response, await self._whole(response, request))
+                if refused.status != 401 or last or not self.access.renew():
+                    raise refused
+            # Closed here, by the task that iterates, and not whenever it is collected.
+            async with contextlib.aclosing(self._lines(response, request)) as lines:
+                yield lines
+
+    async def close(self) -> None:
+        """Close all connections."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.client.aclose()
+
+    async def _ask(self, request: Request) -> bytes:
+        """Ask, again with credentials read anew, and again where the server puts it off."""
+        timeout = _timeout(self._timeout_s)
+        renewed = False
+        while True:
+            async with self._response(request, timeout) as response:
+                content = await self._whole(response, request)
+                if response.status_code in (200, 201, 202):
+                    return content
+                refused = self._refused(request, response, content)
+            if refused.status == 401 and not renewed and self.access.renew():
+                renewed = True
+            elif refused.status == 429 and refused.retry_after_s is not None:
+                await asyncio.sleep(max(refused.retry_after_s, PUT_OFF_MIN_S))
+            else:
+                raise refused
+
+    @contextlib.asynccontextmanager
+    async def _response(
+        self, request: Request, timeout: httpx.Timeout
+    ) -> AsyncIterator[httpx.Response]:
+        """Send the request, and give the answer, whatever its status."""
+        import httpx
+
+        proof = await self.access.proof()
+        pool = await self._connected(proof)
+        headers = {
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+            "User-Agent": "elastane",
+        }
+        if proof.authorization:
+            headers["Authorization"] = proof.authorization
+        if request.body:
+            headers["Content-Type"] = request.content_type
+        try:
+            async with (
+                pool.used(),
+                pool.client.stream(
+                    request.method,
+                    self.access.server + request.path,
+                    params=request.query,
+                    content=request.body,
+                    headers=headers,
+                    timeout=timeout,
+                    extensions=self.access.extensions(),
+                ) as response,
+            ):
+                yield response
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            # Certificates may have been renewed on disk: the next connection reads them anew.
+            pool.stale = pool.stale or _is_tls(error)
+            raise self._unreachable(request, error, sent=False) from error
+        except (httpx.HTTPError, httpx.StreamError, ssl.SSLError) as error:
+            raise self._unreachable(request, error, sent=request.method != "GET") from error
+
+    async def _connected(self, proof: Proof) -> _Pool:
+        """Return the connections to use: others than before where the certificates changed."""
+        pool, shown = self._pool, (proof.certificate, proof.key)
+        if pool is None or pool.stale or pool.shown != shown:
+            self._pool = _Pool(self._client(proof), shown)
+            if pool is not None:
+                await pool.retire()
+            pool = self._pool
+        return pool
+
+    def _client(self, proof: Proof) -> httpx.AsyncClient:
+        try:
+            import httpx
+        except ImportError:
+            raise ConfigurationError(
+                "Kubernetes needs the package httpx, which is not installed",
+                slug="extra-missing",
+                expected="elastane with its extra kubernetes",
+                next_step="pip install 'elastane[kubernetes]'",
+            ) from None
+        # httpx tells each request at INFO; a lease is renewed twice a second.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        most = self._connections_max
+        return httpx.AsyncClient(
+            verify=self.access.context(proof),
+            timeout=httpx.Timeout(self._timeout_s, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+            # A proxy of the environment is for the world outside, never for the cluster.
+            trust_env=False,
+            proxy=self.access.proxy or None,
+        )
+
+    def _refused(self, request: Request, response: httpx.Response, content: bytes) -> ApiError:
+        told = read_status(content)
+        if response.status_code < 400:
+            trouble = f"HTTP {response.status_code}: {told.message[:200]}"
+            return garbage(request.told, trouble, where=self.access.where)
+        return refusal(
+            request.told,
+            response.status_code,
+            told,
+            where=self.access.where,
+            retry_after_s=_seconds(response.headers.get("Retry-After", "")),
+        )
+
+    def _unreachable(
+        self, request: Request, error: Exception, *, sent: bool
+    ) -> ApiUnreachableError:
+        trouble = f"{self.access.server}: {str(error) or type(error).__name__}"
+        return unreachable(request.told, trouble, where=self.access.where, sent=sent)
+
+    async def _whole(self, response: httpx.Response, request: Request) -> bytes:
+        content = bytearray()
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > request.bytes_max:
+                raise self._too_large(request)
+        return bytes(content)
+
+    async def _lines(
+        self, response: httpx.Response, request: Request
+    ) -> AsyncGenerator[bytes, None]:
+        pending = bytearray()
+        async with contextlib.aclosing(response.aiter_bytes()) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                pending += part
+                if b"\n" in part:
+                    *lines, rest = bytes(pending).split(b"\n")
+                    pending = bytearray(rest)
+                    for line in lines:
+                        yield line
+                if len(pending) > request.bytes_max:
+                    raise self._too_large(request)
+
+    def _too_large(self, request: Request) -> ApiError:
+        trouble = f"more than {request.bytes_max} bytes"
+        return garbage(request.told, trouble, where=self.access.where)
+
+
+class _Pool:
+    """Connections that show one certificate; retired ones are closed by whoever uses them last."""
+
+    def __init__(self, client: httpx.AsyncClient, shown: tuple[str, str]) -> None:
+        self.client = client
+        self.shown = shown
+        self.stale = False
+        self._users = 0
+        self._retired = False
+
+    @contextlib.asynccontextmanager
+    async def used(self) -> AsyncIterator[None]:
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            await self._close_idle()
+
+    async def retire(self) -> None:
+        self._retired = True
+        await self._close_idle()
+
+    async def _close_idle(self) -> None:
+        if self._retired and not self._users:
+            await self.client.aclose()
+
+
+def _is_tls(error: BaseException | None) -> bool:
+    """Whether TLS is what an error came of."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _seconds(written: str) -> float | None:
+    return float(written) if written.isdecimal() and len(written) < 6 else None
+
+
+def _timeout(timeout_s: float, silence_s: float | None = None) -> httpx.Timeout:
+    import httpx
+
+    read_s = timeout_s if silence_s is None else silence_s
+    return httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s), read=read_s)

@@ -1,0 +1,314 @@
+"""Carries out one decision about one job, in the order that the decision obliges to.
+
+Owns what becomes of each answer of the API server. What was done goes into the caches at once;
+what was refused for good is kept for the next decision; anything else is an exception, and the
+whole is decided anew after a back-off. Nothing is done twice by doing this twice: pods and objects
+are created by name, deleted by uid, patched with their uid; the status is written into the version
+it was made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+from elastane.errors import LeaseLostError, StoreError
+from elastane.kubernetes.client import (
+    Api,
+    ApiConflictError,
+    ApiError,
+    ApiForbiddenError,
+    ApiInvalidError,
+    ApiNotFoundError,
+    Deletion,
+)
+from elastane.kubernetes.client.resource import SECRETS
+from elastane.kubernetes.model import (
+    CreateObject,
+    CreatePod,
+    CreateToken,
+    Decision,
+    DeleteJob,
+    DeleteObject,
+    DeletePod,
+    ElasticJob,
+    FreeSeat,
+    PatchObject,
+    Refusal,
+    as_wire,
+    merge_patch,
+)
+from elastane.kubernetes.operator.bounds import BATCH_FACTOR, BATCH_FIRST, WRITES_IN_FLIGHT_MAX
+from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, Held, type_of
+from elastane.kubernetes.operator.metrics import Metrics
+from elastane.kubernetes.operator.view import View
+from elastane.kubernetes.reconcile.injection import TOKEN_KEY
+from elastane.kubernetes.store.lease import LeasePlace, free_of
+from elastane.stores.jobs import new_token
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+Creation = CreatePod | CreateObject
+Deed = Literal["create", "patch", "delete"]
+_ENDS = (DeletePod, DeleteJob)
+
+
+class StaleError(Exception):
+    """What was decided upon is not what is there any more: decide again."""
+
+
+class StatusRefusedError(Exception):
+    """The job as it is written is none by its definition, whatever its status: nothing to do."""
+
+    def __init__(self, error: ApiInvalidError) -> None:
+        super().__init__(error.what)
+        self.error = error
+
+
+class Doer:
+    """Does what decisions say. `may_act` is asked before each write."""
+
+    def __init__(self, api: Api, view: View, metrics: Metrics, may_act: Callable[[], bool]) -> None:
+        self._api = api
+        self._view = view
+        self._metrics = metrics
+        self._may_act = may_act
+        self._in_flight = asyncio.Semaphore(WRITES_IN_FLIGHT_MAX)
+
+    async def carry_out(self, key: str, job: ElasticJob, decision: Decision) -> None:
+        """Do all of it; StaleError or ApiError where it is to be decided anew."""
+        if decision.status_first:
+            await self._write_status(job, decision)
+        refused = await self._objects(key, job, decision)
+        # After the directive: whoever takes the seat reads there who is dead.
+        for action in decision.actions:
+            if isinstance(action, FreeSeat):
+                await self._free_seat(job.metadata.namespace, action)
+        on_pods = [one for one in decision.actions if isinstance(one, (CreatePod, *_ENDS))]
+        creations = [one for one in on_pods if isinstance(one, CreatePod)]
+        deletions = [one for one in on_pods if not isinstance(one, CreatePod)]
+        # Without what they need, which was refused, no pods; those that are to go, go.
+        work: list[Awaitable[None]] = [self._each(key, job, deletions)]
+        if not refused:
+            work.append(self._create_pods(key, job, creations))
+        await _all(work)
+        if not decision.status_first:
+            await self._write_status(job, decision)
+
+    async def _write_status(self, job: ElasticJob, decision: Decision) -> None:
+        patch = merge_patch(job.status, as_wire(decision.status))
+        if patch is None:
+            return
+        meta = job.metadata
+        body = {"metadata": {"resourceVersion": meta.resource_version}, "status": patch}
+        try:
+            written = await self._write(
+                "PatchStatus",
+                lambda: self._api.patch(
+                    JOBS, meta.namespace, meta.name, body, ElasticJob, "status"
+                ),
+            )
+        except (ApiConflictError, ApiNotFoundError):
+            await self._refresh(JOBS.kind, meta.namespace, meta.name, meta.uid)
+            raise StaleError(f"{meta.name} was changed meanwhile") from None
+        except ApiInvalidError as error:
+            raise StatusRefusedError(error) from error
+        self._view.jobs.wrote(written)
+
+    async def _refresh(self, kind: str, namespace: str, name: str, uid: str) -> None:
+        """Read anew what somebody else has changed or removed."""
+        cache = self._view.cache_of(kind)
+        found: Any = await self._api.find(BY_KIND[kind], namespace, name, type_of(kind))
+        if found is None or found.metadata.uid != uid:
+            cache.lacks(f"{namespace}/{name}", uid)
+        if found is not None:
+            cache.wrote(found)
+
+    async def _objects(self, key: str, job: ElasticJob, decision: Decision) -> bool:
+        """Do what concerns objects, one by one; return whether something was refused."""
+        refused = False
+        for action in decision.actions:
+            if isinstance(action, CreateObject):
+                # The next ones may need this one, as a RoleBinding its Role.
+                refused = refused or await self._create(key, job, action)
+            elif isinstance(action, CreateToken):
+                refused = refused or await self._create_token(key, job, action)
+            elif isinstance(action, (PatchObject, DeleteObject)):
+                await self._one(key, job, action)
+        return refused
+
+    async def _create_pods(self, key: str, job: ElasticJob, pods: Sequence[CreatePod]) -> None:
+        """Create pods side by side, a few at first; none more once one is refused."""
+        at, batch = 0, BATCH_FIRST
+        while at < len(pods):
+            refused = await _all([self._create(key, job, pod) for pod in pods[at : at + batch]])
+            if any(refused):
+                return
+            at, batch = at + batch, BATCH_FACTOR * batch
+
+    async def _create(self, key: str, job: ElasticJob, action: Creation) -> bool:
+        """Create one object; return whether that was refused for good."""
+        kind = "Pod" if isinstance(action, CreatePod) else action.kind
+        resource, namespace = BY_KIND[kind], job.metadata.namespace
+        made: Any
+        try:
+            made = await self._write(
+                f"Create{kind}",
+                lambda: self._api.create(resource, namespace, action.manifest, type_of(kind)),
+            )
+        except ApiConflictError as error:
+            if not error.exists:
+                raise
+            return await self._occupied(key, job, kind, action.name, error)
+        except (ApiInvalidError, ApiForbiddenError, ApiNotFoundError) as error:
+            if isinstance(error, ApiForbiddenError) and error.namespace_ends:
+                raise
+            self._refuse(key, kind, action.name, error)
+            return True
+        self._view.cache_of(kind).wrote(made)
+        return False
+
+    async def _create_token(self, key: str, job: ElasticJob, action: CreateToken) -> bool:
+        """Create the job's Secret with a random token; return whether that was refused for good."""
+        namespace = job.metadata.namespace
+        token = base64.b64encode(new_token().encode()).decode()
+        manifest = action.manifest | {"data": {TOKEN_KEY: token}}
+        try:
+            await self._write(
+                "CreateSecret", lambda: self._api.create(SECRETS, namespace, manifest, Held)
+            )
+        except ApiConflictError as error:
+            if not error.exists:
+                raise
+        except (ApiInvalidError, ApiForbiddenError, ApiNotFoundError) as error:
+            if isinstance(error, ApiForbiddenError) and error.namespace_ends:
+                raise
+            self._refuse(key, SECRETS.kind, action.name, error)
+            return True
+        return False
+
+    async def _occupied(
+        self, key: str, job: ElasticJob, kind: str, name: str, error: ApiError
+    ) -> bool:
+        """Look at who has the name: what is the job's is taken in, what is not is told."""
+        namespace = job.metadata.namespace
+        found: Any = await self._api.find(BY_KIND[kind], namespace, name, type_of(kind))
+        if found is None:
+            raise StaleError(f"{kind} {name} was there, and is gone")
+        self._view.cache_of(kind).wrote(found)
+        if found.metadata.controller == job.metadata.uid:
+            # Created by us, by an operator before us, or by a request whose answer was lost.
+            self._metrics.count("elastane_adopted_total", kind=kind)
+            return False
+        self._refuse(key, kind, name, error)
+        return True
+
+    def _refuse(
+        self, key: str, kind: str, name: str, error: ApiError, deed: Deed = "create"
+    ) -> None:
+        _log.warning("job %s: %s", key, error)
+        self._metrics.count("elastane_refusals_total", code=str(error.status))
+        self._view.refuse(
+            key,
+            Refusal(
+                kind=kind,
+                name=name,
+                code=error.status,
+                message=error.message,
+                at_s=time.time(),
+                deed=deed,
+            ),
+        )
+
+    async def _each(self, key: str, job: ElasticJob, actions: Sequence[Any]) -> None:
+        await _all([self._one(key, job, action) for action in actions])
+
+    async def _one(self, key: str, job: ElasticJob, action: Any) -> None:
+        """Do what is no creation; a refusal of it is kept for the next decision, and raised."""
+        namespace = job.metadata.namespace
+        deed: Deed = "delete"
+        if isinstance(action, PatchObject):
+            deed, kind, name = "patch", action.kind, action.name
+            work = self._patch(namespace, action)
+        elif isinstance(action, DeleteJob):
+            kind, name = JOBS.kind, job.metadata.name
+            how = Deletion(uid=action.uid, propagation="Background")
+            work = self._delete(namespace, kind, name, how)
+        elif isinstance(action, DeletePod):
+            kind, name = "Pod", action.name
+            _log.info("job %s/%s: pod %s goes: %s", namespace, job.metadata.name, name, action.why)
+            how = Deletion(uid=action.uid, grace_s=action.grace_s)
+            work = self._delete(namespace, kind, name, how)
+        else:
+            kind, name = action.kind, action.name
+            work = self._delete(namespace, kind, name, Deletion(uid=action.uid))
+        try:
+            await work
+        except (ApiForbiddenError, ApiInvalidError) as error:
+            self._refuse(key, kind, name, error, deed)
+            raise
+        self._view.granted(key, deed, kind, name)
+
+    async def _delete(self, namespace: str, kind: str, name: str, how: Deletion) -> None:
+        """Delete an object; what is gone already is as it should be."""
+        try:
+            await self._write(
+                f"Delete{kind}", lambda: self._api.delete(BY_KIND[kind], namespace, name, how)
+            )
+        except (ApiNotFoundError, ApiConflictError):
+            await self._refresh(kind, namespace, name, how.uid)
+
+    async def _patch(self, namespace: str, action: PatchObject) -> None:
+        resource, kind = BY_KIND[action.kind], action.kind
+        written: Any
+        try:
+            written = await self._write(
+                f"Patch{kind}",
+                lambda: self._api.patch(
+                    resource, namespace, action.name, action.patch, type_of(kind)
+                ),
+            )
+        except (ApiNotFoundError, ApiConflictError):
+            uid = action.patch.get("metadata", {}).get("uid", "")
+            await self._refresh(kind, namespace, action.name, uid)
+            raise StaleError(f"{kind} {action.name} is another one now") from None
+        self._view.cache_of(kind).wrote(written)
+
+    async def _free_seat(self, namespace: str, action: FreeSeat) -> None:
+        """Do it once; what stands against it costs the job only the Lease's time."""
+        place = LeasePlace(self._api, namespace, lambda: {"name": action.lease}, patches=True)
+        try:
+            uid = await self._write("FreeSeat", lambda: free_of(place, action.pods))
+        except (ApiError, StoreError) as error:
+            _log.info("lease %s/%s: %s: it runs out by itself", namespace, action.lease, error.what)
+            return
+        if uid:
+            said = "pod %s is dead: the lease %s/%s is given back for it"
+            _log.info(said, action.pods[uid], namespace, action.lease)
+
+    async def _write(self, what: str, ask: Callable[[], Awaitable[T]]) -> T:
+        async with self._in_flight:
+            if not self._may_act():
+                raise LeaseLostError(
+                    "the lease of the operator is not held any more", slug="operator-lease-lost"
+                )
+            try:
+                done = await ask()
+            except ApiError as error:
+                self._metrics.count("elastane_writes_total", what=what, code=str(error.status))
+                raise
+        self._metrics.count("elastane_writes_total", what=what, code="2xx")
+        return done
+
+
+async def _all(work: Sequence[Awaitable[T]]) -> list[T]:
+    """Wait for all of it, and then raise the first exception: nothing is left under way."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # type: ignore[return-value]

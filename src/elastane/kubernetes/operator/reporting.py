@@ -1,0 +1,205 @@
+"""Events on objects, as `kubectl describe` shows them: each once, counted, at a bounded rate.
+
+Owns the core/v1 Events of this operator. An event's name is derived of what it says, so one that
+an operator before us wrote is counted on, and none is there twice. How it fails: an event that
+cannot be written is dropped and counted; nobody ever waits for one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from elastane.kubernetes.client import Api, ApiConflictError, ApiError, ApiNotFoundError
+from elastane.kubernetes.client.resource import EVENTS
+from elastane.kubernetes.model import Told
+from elastane.kubernetes.operator.bounds import (
+    EVENT_COUNT_S,
+    EVENT_KEPT_S,
+    EVENT_MESSAGE_CHARS_MAX,
+    EVENTS_BURST,
+    EVENTS_REFILL_S,
+    EVENTS_REMEMBERED_MAX,
+    EVENTS_WAITING_MAX,
+)
+from elastane.kubernetes.operator.queue import KeyedQueue
+
+_log = logging.getLogger(__name__)
+COMPONENT = "elastane-operator"
+_JOB_CHARS_MAX = 200  # of a job's name in an event's, which has 253
+
+
+class About(msgspec.Struct, frozen=True):
+    """The object that events are about."""
+
+    api_version: str
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+
+
+class EventCount(msgspec.Struct):
+    """What is read of an event that is there already."""
+
+    count: int = 0
+
+
+@dataclass
+class _Entry:
+    about: About
+    type: str
+    reason: str
+    message: str
+    first_s: float
+    last_s: float
+    count: int = 0
+    written: int = 0  # of that count; 0: the event was not made yet
+    lasts: bool = False  # its count is told whole, and is not added to that of another operator
+
+
+@dataclass
+class _Bucket:
+    tokens: float
+    at_s: float
+
+
+class Recorder:
+    """Takes events at any rate and writes what is worth writing. `write` is whoever may write now.
+
+    `told(outcome)` is called with `written` or `dropped` for each.
+    """
+
+    def __init__(self, api: Api, instance: str, told: Callable[[str], None]) -> None:
+        self._api = api
+        self._instance = instance
+        self._told = told
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._queue = KeyedQueue()
+
+    def tell(self, about: About, told: Told) -> None:
+        """Publish an event, or count it where it is there; see Told for its count."""
+        message = told.message[:EVENT_MESSAGE_CHARS_MAX]
+        key = _key(about, told.type, told.reason, message)
+        now_s = time.time()
+        entry = self._entries.get(key)
+        if entry is not None and now_s - entry.last_s > EVENT_KEPT_S:
+            entry = None  # The server has dropped it since: this is another occurrence.
+        if entry is None:
+            if len(self._queue) >= EVENTS_WAITING_MAX or not self._allowed(about.uid):
+                self._told("dropped")
+                return
+            entry = _Entry(about, told.type, told.reason, message, now_s, now_s)
+            entry.lasts = told.count is not None
+            self._entries[key] = entry
+            self._queue.add(key)
+        entry.count = entry.count + 1 if told.count is None else max(entry.count, told.count)
+        entry.last_s = now_s
+        if entry.count > entry.written:
+            self._queue.add_in(key, EVENT_COUNT_S)  # Sooner where it was added just now.
+        self._entries.move_to_end(key)
+        if len(self._entries) > EVENTS_REMEMBERED_MAX:
+            oldest, _ = self._entries.popitem(last=False)
+            self._queue.forget(oldest)
+
+    async def run(self) -> None:
+        """Write what is told, until cancelled."""
+        while True:
+            key = await self._queue.take()
+            entry = self._entries.get(key)
+            try:
+                if entry is not None and entry.count > entry.written:
+                    await self._write(key, entry)
+                    self._told("written")
+            except ApiError as error:
+                self._told("dropped")
+                _log.info("event %s of %s: %s", entry and entry.reason, key, error.what)
+            finally:
+                self._queue.done(key)
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until all that can be written now is, but no longer than `timeout_s`."""
+        await self._queue.wait_returned(timeout_s, all_ready=True)
+
+    async def _write(self, key: str, entry: _Entry) -> None:
+        name, count = key.partition("/")[2], entry.count
+        namespace = entry.about.namespace
+        if entry.written == 0:
+            try:
+                body = self._manifest(name, entry)
+                await self._api.create(EVENTS, namespace, body, EventCount)
+            except ApiConflictError:
+                there = await self._api.find(EVENTS, namespace, name, EventCount)
+                before = there.count if there else 0
+                entry.count = count = max(count, before) if entry.lasts else count + before
+                if count == before:
+                    entry.written = count
+                    return
+            else:
+                entry.written = count
+                return
+        patch = {"count": count, "lastTimestamp": _stamp(entry.last_s)}
+        try:
+            await self._api.patch(EVENTS, namespace, name, patch, EventCount)
+        except ApiNotFoundError:  # the server keeps events for an hour
+            entry.first_s, entry.count = entry.last_s, max(1, count - entry.written)
+            await self._api.create(EVENTS, namespace, self._manifest(name, entry), EventCount)
+            count = entry.count
+        entry.written = count
+
+    def _allowed(self, uid: str) -> bool:
+        """Whether a job may have one more event now; takes it from its allowance."""
+        now_s = time.monotonic()
+        bucket = self._buckets.setdefault(uid, _Bucket(EVENTS_BURST, now_s))
+        self._buckets.move_to_end(uid)
+        if len(self._buckets) > EVENTS_REMEMBERED_MAX:
+            self._buckets.popitem(last=False)
+        gained = (now_s - bucket.at_s) / EVENTS_REFILL_S
+        bucket.tokens, bucket.at_s = min(EVENTS_BURST, bucket.tokens + gained), now_s
+        if bucket.tokens < 1:
+            return False
+        bucket.tokens -= 1
+        return True
+
+    def _manifest(self, name: str, entry: _Entry) -> dict[str, Any]:
+        about = entry.about
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": about.namespace},
+            "involvedObject": {
+                "apiVersion": about.api_version,
+                "kind": about.kind,
+                "namespace": about.namespace,
+                "name": about.name,
+                "uid": about.uid,
+            },
+            "type": entry.type,
+            "reason": entry.reason,
+            "message": entry.message,
+            "count": entry.count,
+            "firstTimestamp": _stamp(entry.first_s),
+            "lastTimestamp": _stamp(entry.last_s),
+            "source": {"component": COMPONENT},
+            "reportingComponent": COMPONENT,
+            "reportingInstance": self._instance,
+        }
+
+
+def _key(about: About, kind: str, reason: str, message: str) -> str:
+    text = "\0".join((about.uid, kind, reason, message))
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    return f"{about.namespace}/{about.name[:_JOB_CHARS_MAX].rstrip('.-')}.{digest}"
+
+
+def _stamp(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

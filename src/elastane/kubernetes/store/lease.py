@@ -1,0 +1,217 @@
+"""A lease as a coordination.k8s.io Lease: of a job's store, and of the operators.
+
+Every change is a write into the version that was read last, so of several who want it one has it.
+The term is the version that a taking replaced: it grows with every taking, also where the Lease was
+deleted in between. leaseTransitions counts along, for people. When a Lease has run out is judged by
+each candidate, from when it saw the last renewal; the times that it holds are for people, too.
+
+How it fails: as `LeasePlace.ask` says; LeaseLostError where somebody else has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from elastane.errors import LeaseLostError, StoreError
+from elastane.kubernetes.client import Api, ApiConflictError, ApiError, ApiNotFoundError
+from elastane.kubernetes.client.resource import LEASES
+from elastane.kubernetes.store.objects import (
+    POD_ANNOTATION,
+    TERM_ANNOTATION,
+    VALUE_ANNOTATION,
+    LeaseObject,
+    micro_time,
+)
+from elastane.protocol.limits import LEASE_MARGIN
+from elastane.stores.common import HeldLease, boot_clock
+
+T = TypeVar("T")
+# Turns of a renewal that finds its own earlier write, whose answer was lost.
+_TURNS_MAX = 3
+
+
+class Ask(Protocol):
+    """Returns the API's answer to a deed (`get leases`), its errors as the caller's."""
+
+    def __call__(self, deed: str, asking: Awaitable[T]) -> Awaitable[T]:
+        """Return the answer."""
+
+
+async def plainly(deed: str, asking: Awaitable[T]) -> T:
+    """Ask, errors as they are."""
+    return await asking
+
+
+class _Sighting(NamedTuple):
+    """A version of a lease, and when it was first seen, by this process's clock."""
+
+    version: str
+    seen_s: float
+
+
+@dataclass
+class LeasePlace:
+    """One Lease object: where it is, how it is written, and since when it stands still.
+
+    `metadata` is what it is made with, its name among it. `patches`: write by PATCH and not by
+    PUT, which are two rights. `pod`: the uid of the ElasticJob's pod that this is in, if any.
+    """
+
+    api: Api
+    namespace: str
+    metadata: Callable[[], dict[str, Any]]
+    ask: Ask = plainly
+    clock: Callable[[], float] = boot_clock
+    patches: bool = False
+    pod: str = ""
+    _sighting: _Sighting | None = field(default=None, init=False)
+
+    async def find(self) -> LeaseObject | None:
+        """Return the object, None where there is none."""
+        name = self.metadata()["name"]
+        asking = self.api.find(LEASES, self.namespace, name, LeaseObject)
+        return await self.ask("get leases", asking)
+
+    async def write(
+        self, version: int, spec: dict[str, Any], annotations: dict[str, str]
+    ) -> LeaseObject:
+        """Write the object if it is at `version` (0: absent); ApiConflictError if it is not."""
+        metadata = self.metadata()
+        metadata["annotations"] = metadata.get("annotations", {}) | annotations
+        body = {
+            "apiVersion": LEASES.api_version,
+            "kind": LEASES.kind,
+            "metadata": metadata,
+            "spec": spec,
+        }
+        if not version:
+            asking = self.api.create(LEASES, self.namespace, body, LeaseObject)
+            return await self.ask("create leases", asking)
+        metadata["resourceVersion"] = str(version)
+        if self.patches:
+            name = metadata["name"]
+            asking = self.api.patch(LEASES, self.namespace, name, body, LeaseObject)
+            return await self.ask("patch leases", asking)
+        asking = self.api.replace(LEASES, self.namespace, body, LeaseObject)
+        return await self.ask("update leases", asking)
+
+    def is_free(self, found: LeaseObject | None) -> bool:
+        """Whether it is held by nobody, or stood still for its holder's ttl, as seen from here."""
+        if found is None or not found.holder:
+            return True
+        now_s, version = self.clock(), found.metadata.resourceVersion
+        if self._sighting is None or self._sighting.version != version:
+            self._sighting = _Sighting(version, now_s)
+            return False
+        return now_s - self._sighting.seen_s >= found.ttl_s
+
+
+async def free_of(place: LeasePlace, pods: Collection[str]) -> str:
+    """Give a lease back for its holder, if that is in one of these pods, which are dead.
+
+    Returns the uid of that pod, "" where the lease has another holder or none. Nothing is written
+    but into the version in which that pod holds it.
+    """
+    for _ in range(_TURNS_MAX):
+        found = await place.find()
+        if found is None or not found.holder or found.pod not in pods:
+            return ""
+        with contextlib.suppress(ApiConflictError):
+            await place.write(found.metadata.version, {"holderIdentity": None}, {})
+            return found.pod
+    return ""
+
+
+class KubernetesLease(HeldLease):
+    """One candidate's lease at a place; `take` takes it."""
+
+    def __init__(
+        self, place: LeasePlace, key: str, value: bytes, ttl_s: float, margin: float = LEASE_MARGIN
+    ) -> None:
+        super().__init__(key, ttl_s, place.clock, margin)
+        self._place = place
+        self._value = value
+        # Another one with each candidacy: what an earlier one wrote in vain is nobody's.
+        self._identity = f"{value.decode(errors='replace')[:100]}_{secrets.token_hex(8)}"
+        self._version = 0
+        self._transitions = 0
+        self._acquired = ""
+
+    async def take(self) -> bool:
+        """Take the lease where it is free; False where it is not, or somebody was quicker."""
+        found = await self._place.find()
+        # What this one wrote, and heard no answer of, is its own.
+        is_own = found is not None and found.holder == self._identity
+        if not is_own and not self._place.is_free(found):
+            return False
+        begun_s = self._clock()
+        try:
+            if found is None:
+                found = await self._place.write(0, {}, {})
+            replaced = found.metadata.version
+            self._transitions = (found.spec.leaseTransitions or 0) + 1
+            self._acquired = micro_time()
+            written = await self._write(replaced, term=replaced)
+        except (ApiConflictError, ApiNotFoundError):
+            return False
+        self._version, self._term = written.metadata.version, replaced
+        self.count_from(begun_s)
+        return True
+
+    async def renew(self) -> None:
+        """See Lease.renew."""
+        if self._lost:
+            raise self._deposed("others'")
+        for _ in range(_TURNS_MAX):
+            begun_s = self._clock()
+            try:
+                written = await self._write(self._version, term=self._term)
+            except (ApiConflictError, ApiNotFoundError):
+                await self._look()
+                continue
+            self._version = written.metadata.version
+            self.count_from(begun_s)
+            return
+        raise StoreError(
+            f"kubernetes: the lease {self._key} changes with each look at it", slug="store-unsure"
+        )
+
+    async def release(self) -> None:
+        """See Lease.release."""
+        if self._lost or not self._version:
+            return
+        self._lost = True
+        with contextlib.suppress(StoreError, ApiError):
+            spec = {"holderIdentity": None, "leaseTransitions": self._transitions}
+            await self._place.write(self._version, spec, {})
+
+    async def _write(self, version: int, term: int) -> LeaseObject:
+        spec = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": math.ceil(self._ttl_s),
+            "acquireTime": self._acquired,
+            "renewTime": micro_time(),
+            "leaseTransitions": self._transitions,
+        }
+        annotations = {VALUE_ANNOTATION: self._value.hex(), TERM_ANNOTATION: str(term)}
+        if self._place.pod:
+            annotations[POD_ANNOTATION] = self._place.pod
+        return await self._place.write(version, spec, annotations)
+
+    async def _look(self) -> None:
+        """After a write that conflicted: go on from our own object, or be deposed."""
+        found = await self._place.find()
+        if found is None:
+            self._version = 0  # Somebody deleted it: made anew, unless another one was quicker.
+            return
+        if found.holder != self._identity:
+            raise self._deposed(found.holder or "nobody's")
+        self._version = found.metadata.version
+
+    def _deposed(self, by: str) -> LeaseLostError:
+        return self.deposed(by, self._place.api.access.where)

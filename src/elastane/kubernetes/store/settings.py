@@ -1,0 +1,78 @@
+"""Which cluster and namespace a command line means, and what the objects belong to.
+
+Owns the keys of `--rdzv-conf` that concern Kubernetes. It opens no file and no connection. How it
+fails: ConfigurationError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from elastane.errors import ConfigurationError
+from elastane.protocol.limits import Timing
+
+if TYPE_CHECKING:
+    from elastane.kubernetes.client import Access
+
+CONF_KEYS = ("kubeconfig", "context", "namespace")
+# Set in the pods of an ElasticJob by its operator.
+JOB_VARIABLE = "ELASTANE_ELASTICJOB"
+POD_VARIABLE = "ELASTANE_POD_UID"
+# A cluster's API server is everybody's: one write a second for each job, not two. kubelets renew
+# theirs every 10 s, and there are at most some thousands of either.
+TIMING = msgspec.structs.replace(Timing(), lease_ttl_s=3.0, lease_renew_s=1.0)
+
+
+@dataclass(frozen=True)
+class KubernetesSettings:
+    """Where the objects are. Empty fields: as the pod's service account or the kubeconfig says."""
+
+    namespace: str = ""
+    kubeconfig: str = ""
+    context: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def elastic_job(self) -> str:
+        """The ElasticJob whose pod this is, "" where it is none's."""
+        # Workers have a variable of that name as well, with the name of the run.
+        return self.environ.get(JOB_VARIABLE, "") if self.pod else ""
+
+    @property
+    def pod(self) -> str:
+        """The uid of that pod, "" where this is in none."""
+        return self.environ.get(POD_VARIABLE, "")
+
+    def access(self) -> Access:
+        """Find the API server; ConfigurationError where there is none. Reads small files."""
+        from elastane.kubernetes.client import find_access
+
+        return find_access(
+            self.environ,
+            kubeconfig=self.kubeconfig,
+            context=self.context,
+            namespace=self.namespace,
+        )
+
+
+def read_settings(
+    endpoint: str, conf: Mapping[str, str], environ: Mapping[str, str]
+) -> KubernetesSettings:
+    """Read `--rdzv-endpoint`, which is a namespace or empty, and the pairs of `--rdzv-conf`."""
+    named = conf.get("namespace", "")
+    if named and endpoint and named != endpoint:
+        raise ConfigurationError(
+            f"--rdzv-endpoint {endpoint} and --rdzv-conf namespace={named} name two namespaces",
+            slug="bad-rdzv-conf",
+            expected="one of them",
+        )
+    return KubernetesSettings(
+        namespace=endpoint or named,
+        kubeconfig=conf.get("kubeconfig", ""),
+        context=conf.get("context", ""),
+        environ=environ,
+    )

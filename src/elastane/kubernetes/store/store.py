@@ -1,0 +1,261 @@
+"""The store over the Kubernetes API.
+
+Owns how the Store's promises become requests: a version is a resourceVersion, which grows over the
+whole cluster's life, a conditional write a PUT that carries it. Knows nothing of jobs. The objects
+belong to the ElasticJob whose pod this is, if it is one's, and are collected with it; elsewhere
+what a job leaves stays until `purge`, or until somebody deletes it by its label.
+
+How it fails: as stores.protocol says; see trouble for which error of the API is which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from elastane.errors import ConfigurationError, StoreError
+from elastane.kubernetes.client import (
+    Api,
+    ApiConflictError,
+    ApiForbiddenError,
+    ApiNotFoundError,
+    Deletion,
+    Resource,
+    Selector,
+)
+from elastane.kubernetes.client.resource import CONFIGMAPS, LEASES, SECRETS
+from elastane.kubernetes.client.single import follow_one
+from elastane.kubernetes.store.lease import KubernetesLease, LeasePlace
+from elastane.kubernetes.store.names import (
+    JOB_LABEL,
+    KEY_ANNOTATION,
+    job_label,
+    object_name,
+    resource_of,
+)
+from elastane.kubernetes.store.objects import (
+    Anything,
+    Holding,
+    holding_type,
+    manifest_of,
+    metadata_of,
+)
+from elastane.kubernetes.store.settings import KubernetesSettings
+from elastane.kubernetes.store.trouble import Trouble
+from elastane.protocol.limits import STORE_TIMEOUT_S
+from elastane.stores.common import boot_clock
+from elastane.stores.protocol import (
+    ConflictError,
+    Entry,
+    Holder,
+    check_key,
+    check_ttl,
+    check_value,
+)
+
+T = TypeVar("T")
+
+
+class KubernetesStore:
+    """One process's view of a namespace. Nothing is read or sent before the first operation."""
+
+    def __init__(
+        self,
+        settings: KubernetesSettings,
+        *,
+        timeout_s: float = STORE_TIMEOUT_S,
+        clock: Callable[[], float] = boot_clock,
+    ) -> None:
+        self.clock = clock
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._api: Api | None = None
+        self._trouble = Trouble()
+        self._places: dict[str, LeasePlace] = {}
+        self._owner: dict[str, Any] | None = None
+        self._owner_sought = not settings.elastic_job
+        self._touched: set[tuple[Resource, str]] = set()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The API server's address: this machine's address towards it is one that pods reach."""
+        return (self.api.access.server,)
+
+    @property
+    def api(self) -> Api:
+        """The client, once credentials were found; ConfigurationError where there are none."""
+        if self._api is None:
+            self._api = Api(self._settings.access(), timeout_s=self._timeout_s, connections_max=8)
+        return self._api
+
+    @property
+    def namespace(self) -> str:
+        """Where the objects are."""
+        return self.api.access.namespace
+
+    @property
+    def owner(self) -> dict[str, Any] | None:
+        """What new objects belong to, once it was looked for."""
+        return self._owner
+
+    async def get(self, key: str) -> Entry | None:
+        """See Store.get."""
+        check_key(key)
+        resource = resource_of(key)
+        asking = self.api.find(resource, self.namespace, object_name(key), holding_type(key))
+        return _entry(await self.ask(f"get {resource.plural}", asking))
+
+    async def compare_and_set(
+        self, key: str, value: bytes, expected_version: int, ttl_s: float | None = None
+    ) -> Entry:
+        """See Store.compare_and_set. The API forgets nothing by itself: `ttl_s` has no effect."""
+        check_key(key)
+        check_value(key, value)
+        if ttl_s is not None:
+            check_ttl(key, ttl_s)
+        await self.find_owner()
+        manifest = manifest_of(key, value, expected_version, self._owner)
+        self._touched.add((resource_of(key), key))
+        try:
+            written = await self._write(key, manifest, expected_version)
+        except (ApiConflictError, ApiNotFoundError) as error:
+            if isinstance(error, ApiNotFoundError) and not expected_version:
+                raise self._no_namespace(error) from error
+            raise ConflictError(key, expected_version, await self.get(key)) from error
+        return Entry(value, written.metadata.version)
+
+    async def delete(self, key: str, expected_version: int) -> None:
+        """See Store.delete."""
+        check_key(key)
+        if not expected_version:
+            raise ConflictError(key, 0, await self.get(key))
+        how = Deletion(version=str(expected_version))
+        resource = resource_of(key)
+        asking = self.api.delete(resource, self.namespace, object_name(key), how)
+        try:
+            await self.ask(f"delete {resource.plural}", asking)
+        except (ApiConflictError, ApiNotFoundError) as error:
+            raise ConflictError(key, expected_version, await self.get(key)) from error
+
+    async def lease(self, key: str, value: bytes, ttl_s: float) -> KubernetesLease | None:
+        """See Store.lease."""
+        check_key(key)
+        check_value(key, value)
+        check_ttl(key, ttl_s)
+        await self.find_owner()
+        self._touched.add((LEASES, key))
+        lease = KubernetesLease(self._place(key), key, value, ttl_s)
+        return lease if await lease.take() else None
+
+    async def holder(self, key: str) -> Holder | None:
+        """See Store.holder."""
+        check_key(key)
+        place = self._place(key)
+        found = await place.find()
+        if found is None or place.is_free(found):
+            return None
+        return Holder(found.value, found.term)
+
+    async def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
+        """See Store.watch."""
+        check_key(key)
+        known, resource = after_version, resource_of(key)
+        follow = follow_one(self.api, resource, self.namespace, object_name(key), holding_type(key))
+        async with contextlib.aclosing(follow):
+            while True:
+                entry = _entry(await self.ask(f"watch {resource.plural}", anext(follow)))
+                if entry is not None and entry.version > known:
+                    known = entry.version
+                    yield entry
+                elif entry is None and known:
+                    known = 0
+                    yield None
+
+    async def purge(self, prefix: str) -> None:
+        """See Store.purge. Where nothing may be listed: of what this process had to do with."""
+        check_key(prefix)
+        for resource in (CONFIGMAPS, SECRETS, LEASES):
+            known = {(object_name(key), key) for kind, key in self._touched if kind == resource}
+            for name, key in known | await self._listed(resource, prefix):
+                if key == prefix or key.startswith(prefix + "/"):
+                    with contextlib.suppress(ApiNotFoundError):
+                        asking = self.api.delete(resource, self.namespace, name)
+                        await self.ask(f"delete {resource.plural}", asking)
+
+    async def close(self) -> None:
+        """See Store.close."""
+        if self._api is not None:
+            await self._api.close()
+
+    async def ask(self, deed: str, asking: Awaitable[T]) -> T:
+        """Return the answer of the API; errors as the store's (see Trouble.told)."""
+        return await self._trouble.told(deed, self.namespace, asking)
+
+    async def find_owner(self) -> None:
+        """Find out what new objects are to belong to: what the operator made for this job."""
+        if self._owner_sought:
+            return
+        name = f"{self._settings.elastic_job}-report"
+        asking = self.api.find(CONFIGMAPS, self.namespace, name, Anything)
+        try:
+            found = await self.ask("get configmaps", asking)
+        except StoreError:
+            return  # Another write finds out.
+        except ConfigurationError:
+            found = None  # It may not be read: what this job leaves belongs to nobody.
+        self._owner_sought = True
+        if found is not None:
+            self._owner = {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "name": name,
+                "uid": found.metadata.uid,
+            }
+
+    async def _write(self, key: str, manifest: dict[str, Any], version: int) -> Holding:
+        resource, kind = resource_of(key), holding_type(key)
+        if version:
+            asking = self.api.replace(resource, self.namespace, manifest, kind)
+            return await self.ask(f"update {resource.plural}", asking)
+        asking = self.api.create(resource, self.namespace, manifest, kind)
+        return await self.ask(f"create {resource.plural}", asking)
+
+    def _place(self, key: str) -> LeasePlace:
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = LeasePlace(
+                self.api,
+                self.namespace,
+                lambda: metadata_of(key, self._owner),
+                self.ask,
+                self.clock,
+                pod=self._settings.pod,
+            )
+        return place
+
+    async def _listed(self, resource: Resource, prefix: str) -> set[tuple[str, str]]:
+        """Return names and keys of a job's objects; none where they may not be listed."""
+        selector = Selector(labels=f"{JOB_LABEL}={job_label(prefix)}")
+        asking = self.api.list(resource, self.namespace, Anything, selector)
+        with contextlib.suppress(ApiForbiddenError):
+            found = await asking
+            return {
+                (each.metadata.name, (each.metadata.annotations or {}).get(KEY_ANNOTATION, ""))
+                for each in found.items
+            }
+        return set()
+
+    def _no_namespace(self, error: ApiNotFoundError) -> ConfigurationError:
+        return ConfigurationError(
+            error.what,
+            slug="kube-not-found",
+            where=error.where,
+            expected="a namespace that exists",
+            next_step=f"kubectl create namespace {self.namespace}, or name another one: "
+            "--rdzv-endpoint NAMESPACE",
+        )
+
+
+def _entry(found: Holding | None) -> Entry | None:
+    return None if found is None else Entry(found.value, found.metadata.version)

@@ -1,0 +1,230 @@
+"""Which rendezvous a command line means, and where its coordinator is.
+
+torchrun's `static` is the default name there, and means a machine by itself where nothing else is
+said. The rules are those of `--rdzv-backend`'s help; each refusal names what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastane.errors import ConfigurationError, UsageError
+from elastane.kubernetes.store import settings as kubernetes
+from elastane.options.conf import Conf
+from elastane.options.config import Backend, Rendezvous
+from elastane.options.parser import Options
+from elastane.process.endpoint import Endpoint, parse_endpoint
+from elastane.stores.etcd import settings as etcd
+
+PORT = 29400  # torchrun's for c10d
+STATIC_PORT = 29500  # torchrun's for static
+_NAMES: dict[str, Backend] = {
+    "elastane": "elastane",
+    "c10d": "elastane",
+    "static": "static",
+    "file": "file",
+    "etcd": "etcd",
+    "etcd-v2": "etcd-v2",
+    "kubernetes": "kubernetes",
+}
+# Which keys of --rdzv-conf are whose.
+_STORE_KEYS = {"etcd": tuple(etcd.CONF_KEYS), "kubernetes": kubernetes.CONF_KEYS}
+_STATIC_OPTIONS = {"node_rank", "master_addr", "master_port"}
+
+
+def resolve(
+    options: Options, conf: Conf, nodes: tuple[int, int], environ: Mapping[str, str]
+) -> tuple[Rendezvous, list[str]]:
+    """Return the rendezvous that is meant, without its secrets, and notes for the user."""
+    _, max_nodes = nodes
+    backend = _backend(options, max_nodes)
+    _check_store_keys(conf, backend)
+    if backend.startswith("etcd"):
+        return _etcd(options, conf, nodes, backend)
+    if backend == "kubernetes":
+        return _kubernetes(options, conf, environ), []
+    if backend == "standalone":
+        return _standalone(options, nodes)
+    if backend == "file":
+        return _file(options), []
+    if backend == "static":
+        return _static(options, conf, nodes), []
+    endpoint = options.text("rdzv_endpoint")
+    notes = []
+    if not endpoint:
+        endpoint = "localhost"
+        notes.append(
+            f"no --rdzv-endpoint: meeting at localhost:{PORT}, where only agents of this machine "
+            "can come"
+        )
+    where = parse_endpoint(endpoint, default_port=PORT)
+    _check_port(where, endpoint)
+    return Rendezvous("elastane", where.host, where.port, hosts=conf.is_host), notes
+
+
+def is_builtin(name: str) -> bool:
+    """Return whether `--rdzv-backend NAME` is one of ours."""
+    return name.lower() in _NAMES
+
+
+def wished_rank(options: Options, conf: Conf) -> int | None:
+    """Return the place that this node asks for, None where it asks for none."""
+    rank = options.whole("node_rank") if "node_rank" in options.given else conf.rank
+    if rank is not None and rank < 0:
+        raise UsageError(f"--node-rank = {rank}", slug="node-rank", expected="0 or higher")
+    return rank
+
+
+def _backend(options: Options, max_nodes: int) -> Backend:
+    written = options.text("rdzv_backend").lower()
+    if options.flag("standalone") and not written.startswith("etcd"):
+        return "standalone"
+    endpoint = options.text("rdzv_endpoint")
+    backend = _known(written)
+    single = max_nodes == 1
+    if backend == "static" and single and not endpoint and "master_port" not in options.given:
+        return "standalone"
+    if "rdzv_backend" not in options.given and endpoint:
+        backend = "elastane"
+    if backend == "elastane" and single and endpoint in ("", "localhost:0", "127.0.0.1:0"):
+        return "standalone"
+    return backend
+
+
+def _known(written: str) -> Backend:
+    if written in _NAMES:
+        return _NAMES[written]
+    import difflib
+
+    near = difflib.get_close_matches(written, [*_NAMES], n=1)
+    raise UsageError(
+        f"no such --rdzv-backend: {written}",
+        slug="bad-option-value",
+        expected=f"did you mean {near[0]}?" if near else "one of " + ", ".join(_NAMES),
+    )
+
+
+def _standalone(options: Options, nodes: tuple[int, int]) -> tuple[Rendezvous, list[str]]:
+    notes = _check_alone(options, nodes)
+    return Rendezvous("standalone", "127.0.0.1", 0, hosts=True, alone=True), notes
+
+
+def _check_alone(options: Options, nodes: tuple[int, int]) -> list[str]:
+    min_nodes, max_nodes = nodes
+    if min_nodes > 1:
+        raise ConfigurationError(
+            f"--standalone with --nnodes {options.text('nnodes')}: one machine cannot be "
+            f"{min_nodes} nodes",
+            slug="standalone-nodes",
+            expected="--nnodes 1 with --standalone",
+            next_step="several nodes meet with --rdzv-endpoint HOST:PORT in place of --standalone",
+        )
+    return [] if max_nodes == 1 else [f"--standalone: one node, not up to {max_nodes}"]
+
+
+def _etcd(
+    options: Options, conf: Conf, nodes: tuple[int, int], backend: Backend
+) -> tuple[Rendezvous, list[str]]:
+    """Servers that are there, or, with --standalone, one that the agent brings along."""
+    if not options.flag("standalone"):
+        endpoint = options.text("rdzv_endpoint")
+        etcd.read_settings(endpoint, conf.store)
+        return Rendezvous(backend, store=endpoint, store_conf=conf.store), []
+    if options.text("rdzv_endpoint"):
+        raise ConfigurationError(
+            f"--standalone with --rdzv-endpoint {options.text('rdzv_endpoint')}",
+            slug="standalone-nodes",
+            expected="--standalone, which starts an etcd of its own, or the endpoint of one",
+            next_step="leave --standalone out to use that server",
+        )
+    notes = _check_alone(options, nodes)
+    notes += [f"--rdzv-conf {key} has no effect on an etcd of the job's own" for key in conf.store]
+    # The server is of this job alone: it speaks v3, whatever was written.
+    return Rendezvous("etcd", sidecar=True, alone=True), notes
+
+
+def _kubernetes(options: Options, conf: Conf, environ: Mapping[str, str]) -> Rendezvous:
+    """A namespace that is there to be asked; who we are there is found out now."""
+    endpoint = options.text("rdzv_endpoint")
+    settings = kubernetes.read_settings(endpoint, conf.store, environ)
+    namespace = settings.access().namespace
+    kept = {key: value for key, value in conf.store.items() if key != "namespace"}
+    return Rendezvous("kubernetes", store=namespace, store_conf=kept)
+
+
+def _check_store_keys(conf: Conf, backend: Backend) -> None:
+    """Refuse pairs of --rdzv-conf that mean another store."""
+    mine = next((keys for name, keys in _STORE_KEYS.items() if backend.startswith(name)), ())
+    for key in conf.store:
+        if key not in mine:
+            whose = next(name for name, keys in _STORE_KEYS.items() if key in keys)
+            raise ConfigurationError(
+                f"--rdzv-conf {key}=... is for {whose}, and the backend is {backend}",
+                slug="bad-rdzv-conf",
+                expected=f"--rdzv-backend {whose} with it; tls_cert, tls_key and tls_ca are for "
+                "the coordinator's own connections",
+            )
+
+
+def _file(options: Options) -> Rendezvous:
+    folder = options.text("rdzv_endpoint")
+    if not folder:
+        raise ConfigurationError(
+            "--rdzv-backend file without --rdzv-endpoint",
+            slug="endpoint-missing",
+            expected="a folder that all nodes share",
+            next_step="--rdzv-backend file --rdzv-endpoint /shared/folder",
+        )
+    path = Path(folder).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigurationError(
+            f"--rdzv-endpoint {folder} is no folder",
+            slug="endpoint-missing",
+            expected="a folder that all nodes share, which may not exist yet",
+        )
+    return Rendezvous("file", store=str(path))
+
+
+def _static(options: Options, conf: Conf, nodes: tuple[int, int]) -> Rendezvous:
+    min_nodes, max_nodes = nodes
+    if min_nodes != max_nodes:
+        raise ConfigurationError(
+            f"--nnodes {options.text('nnodes')} with the static backend, whose nodes are fixed",
+            slug="static-elastic",
+            expected="--nnodes N, or a backend that is elastic",
+            next_step="--rdzv-backend elastane --rdzv-endpoint HOST:PORT",
+        )
+    written = options.text("rdzv_endpoint")
+    if not written and max_nodes > 1 and not _STATIC_OPTIONS & options.given:
+        raise ConfigurationError(
+            f"--nnodes {options.text('nnodes')} without a place to meet",
+            slug="endpoint-missing",
+            expected="--rdzv-endpoint, or --master-addr and --node-rank",
+            next_step="--rdzv-endpoint HOST:PORT, the same on all nodes, HOST one of them",
+        )
+    rank = wished_rank(options, conf) or 0
+    if rank >= max_nodes:
+        raise ConfigurationError(
+            f"--node-rank {rank} of --nnodes {max_nodes}",
+            slug="node-rank",
+            expected=f"0 to {max_nodes - 1}",
+        )
+    if not written:
+        addr = options.text("master_addr")
+        bare = ":" in addr and not addr.startswith("[")
+        written = f"[{addr}]" if bare else addr
+        written += f":{options.whole('master_port')}"
+    where = parse_endpoint(written, default_port=STATIC_PORT)
+    _check_port(where, written)
+    return Rendezvous("static", where.host, where.port, hosts=rank == 0)
+
+
+def _check_port(where: Endpoint, written: str) -> None:
+    if where.port == 0:
+        raise ConfigurationError(
+            f"port 0 in {written}: nobody else could find it",
+            slug="endpoint-syntax",
+            expected="HOST:PORT with a port from 1 to 65535",
+            next_step="--standalone needs no port",
+        )

@@ -1,0 +1,200 @@
+"""Options and environment into one checked `LaunchConfig`.
+
+Everything that can be known to be wrong before a process is started is refused here, with what
+to write instead. It looks at the script's and the secrets' files; else it only computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from elastane.errors import ConfigurationError, UsageError
+from elastane.kubernetes.store import settings as kubernetes
+from elastane.options import backend, facts, identity
+from elastane.options.command import read_command, read_logs, read_signals
+from elastane.options.conf import Conf, read_conf, timing_of
+from elastane.options.config import LaunchConfig, NodeWish, Rendezvous
+from elastane.options.nearest import nearest
+from elastane.options.notes import notes_of
+from elastane.options.parser import Options
+from elastane.options.secret import secured
+from elastane.options.supervision import read_supervision, watch_notes
+from elastane.protocol.limits import Timing
+from elastane.protocol.model import JobSpec
+
+
+def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
+    """Return the configuration; UsageError or ConfigurationError for what cannot work."""
+    _check_monitor_interval(options)
+    notes = notes_of(options, environ)
+    conf = read_conf(options.text("rdzv_conf"))
+    nodes = read_nnodes(options.text("nnodes"))
+    command = read_command(options, environ)
+    rendezvous, more = backend.resolve(options, conf, nodes, environ)
+    if rendezvous.backend == "standalone" or rendezvous.sidecar:
+        nodes = (1, 1)
+    static = rendezvous.backend == "static"
+    node = _node(options, conf, environ)
+    if static:
+        node = replace(node, node_rank=node.node_rank or 0)
+    job, alone = identity.job_id(options, rendezvous, nodes)
+    rendezvous = secured(replace(rendezvous, alone=alone), options, conf, environ)
+    notes += [*conf.notes, *more, *_advice(rendezvous, node, environ), *watch_notes(environ)]
+    return LaunchConfig(
+        spec=JobSpec(
+            job=job,
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            max_restarts=_at_least_0(options, "max_restarts"),
+            min_workers=_min_workers(options, nodes[1] * node.local_world_size),
+            identical_workers=environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1",
+            static=static,
+            timing=_timing(options, conf, environ, rendezvous.backend == "kubernetes"),
+        ),
+        node=node,
+        rendezvous=rendezvous,
+        command=command,
+        logs=read_logs(options, environ, node.local_world_size),
+        signals=read_signals(options),
+        environment=dict(environ),
+        notes=tuple(notes),
+        supervision=read_supervision(options, environ, node.local_world_size),
+        report_file=options.text("report_file"),
+    )
+
+
+def read_nnodes(text: str) -> tuple[int, int]:
+    """Read `N` or `MIN:MAX`."""
+    parts = text.split(":")
+    try:
+        low, high = (int(part) for part in (parts if len(parts) > 1 else parts * 2))
+    except ValueError:
+        low, high = 0, 0
+    if not 0 < low <= high:
+        raise UsageError(
+            f"--nnodes = {text!r}",
+            slug="bad-nnodes",
+            expected="N or MIN:MAX with 1 <= MIN <= MAX",
+            next_step="--nnodes 2 for two nodes, --nnodes 1:4 for one to four",
+        )
+    return low, high
+
+
+def read_nproc(text: str, environ: Mapping[str, str]) -> int:
+    """Read `--nproc-per-node`: a number, cpu, auto, gpu or the name of another kind of device."""
+    if text == "cpu":
+        return facts.cpu_count()
+    if text == "auto":
+        return facts.usable_gpus(environ) or facts.cpu_count()
+    try:
+        count = int(text)
+    except ValueError:
+        return _device_count(text, environ)
+    if count < 1:
+        raise _bad_nproc(text, "a number from 1, auto, cpu, or devices: gpu, xpu, ...")
+    return count
+
+
+def _device_count(kind: str, environ: Mapping[str, str]) -> int:
+    gpu = kind == "gpu"
+    count = facts.visible_gpus(environ) if gpu else facts.device_count(kind, environ)
+    if count is None:
+        near = nearest(kind, ("auto", "cpu", "gpu", "xpu"))
+        hint = f"did you mean {near}? " if near else ""
+        raise _bad_nproc(kind, hint + "a number from 1, auto, cpu, or devices: gpu, xpu, ...")
+    if count == 0:
+        raise ConfigurationError(
+            f"--nproc-per-node {kind}: no such device is visible on this node",
+            slug="no-gpu",
+            expected="for gpu: devices in CUDA_VISIBLE_DEVICES, or /dev/nvidia* files"
+            if gpu
+            else "a device that torch can use",
+            next_step="--nproc-per-node N with the number of workers, or cpu",
+        )
+    return count
+
+
+def _bad_nproc(text: str, expected: str) -> UsageError:
+    return UsageError(f"--nproc-per-node = {text!r}", slug="bad-option-value", expected=expected)
+
+
+def _check_monitor_interval(options: Options) -> None:
+    interval_s = options.seconds("monitor_interval")
+    if interval_s is not None and interval_s <= 0:
+        raise options.bad("monitor_interval", "more than 0")
+
+
+def _min_workers(options: Options, most: int) -> int:
+    count = _at_least_0(options, "min_workers")
+    if count > most:
+        raise UsageError(
+            f"--min-workers = {count}",
+            slug="bad-option-value",
+            expected=f"at most {most}, which is what all nodes have",
+            next_step="allow more nodes with --nnodes MIN:MAX, or ask for fewer workers",
+        )
+    return count
+
+
+def _at_least_0(options: Options, dest: str) -> int:
+    count = options.whole(dest)
+    if count < 0:
+        name = f"--{dest.replace('_', '-')}"
+        raise UsageError(
+            f"{name} = {count}", slug="bad-option-value", expected="0 or a higher number"
+        )
+    return count
+
+
+def _timing(
+    options: Options, conf: Conf, environ: Mapping[str, str], is_kubernetes: bool
+) -> Timing:
+    wished = dict(conf.durations)
+    shutdown = options.seconds("shutdown_timeout")
+    variable = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    if shutdown is None and variable:
+        try:
+            shutdown = float(variable)
+        except ValueError:
+            raise ConfigurationError(
+                f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT = {variable!r}",
+                slug="bad-option-value",
+                expected="a number of seconds",
+            ) from None
+    if shutdown is not None:
+        wished["shutdown_timeout_s"] = shutdown
+    drain = options.seconds("drain_timeout")
+    if drain is not None:
+        wished["drain_timeout_s"] = drain
+    return timing_of(wished, kubernetes.TIMING if is_kubernetes else None)
+
+
+def _node(options: Options, conf: Conf, environ: Mapping[str, str]) -> NodeWish:
+    node_id = options.text("node_id")
+    if node_id:
+        identity.check_name("--node-id", node_id)
+    identity.check_name("--role", options.text("role"))
+    return NodeWish(
+        node_id=node_id,
+        local_world_size=read_nproc(options.text("nproc_per_node"), environ),
+        role=options.text("role"),
+        node_rank=backend.wished_rank(options, conf),
+        local_addr=options.text("local_addr"),
+    )
+
+
+def _advice(rendezvous: Rendezvous, node: NodeWish, environ: Mapping[str, str]) -> list[str]:
+    notes = []
+    if node.local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
+        notes.append(
+            f"OMP_NUM_THREADS=1 for each of {node.local_world_size} workers, so that they do not "
+            "fight over the CPUs; set it to choose another number"
+        )
+    # A store holds a secret of its own, for whoever may read the store.
+    if not rendezvous.token and rendezvous.tls is None and not rendezvous.store:
+        notes.append(
+            "this job has no secret: whoever reaches its coordinator can join it; set "
+            "ELASTANE_TOKEN or --token-file to the same on all nodes"
+        )
+    return notes

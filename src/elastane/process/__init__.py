@@ -1,0 +1,1 @@
+"""Processes and what connects them: spawning, the zygote, logs, status pages, sessions, files."""

@@ -1,0 +1,277 @@
+"""Where a coordinator listens, and which machine that is.
+
+Owns the form `host[:port]`, name resolution with a bound, the question whether an address is
+this machine's, and the listening socket. Knows nothing of what is spoken over it: whether a port
+in use is served by this job's coordinator or by a foreign program is told by the handshake of
+whoever connects, so `listen` returns None for both. How it fails: UsageError for what was typed,
+RendezvousError for a name that does not resolve, ConfigurationError for a port that cannot be had.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from elastane.errors import ConfigurationError, RendezvousError, UsageError
+from elastane.process.offload import Offload
+from elastane.protocol.limits import RESOLVE_TIMEOUT_S
+
+DEFAULT_PORT = 29400  # torchrun's, for its c10d backend
+_BACKLOG = 1024  # a job of 1,024 nodes may come at once
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
+_offload = Offload()
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """A host, by name or number, and a TCP port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+LOOPBACK = "127.0.0.1"
+STANDALONE = Endpoint(LOOPBACK, 0)
+
+
+def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
+    """Return the address that `host`, `host:port`, `[v6]` or `[v6]:port` names.
+
+    Port 0 means: any that is free. Raises UsageError that names the value.
+    """
+    value = text.strip()
+    match = re.fullmatch(r"\[([^\]]*)\](?::(.*))?", value)
+    if match is not None:
+        host, port = match[1], match[2]
+        if ":" not in host:
+            raise _usage(text, f"{host!r} is no IPv6 address")
+    elif value.count(":") > 1:  # an IPv6 address without brackets cannot carry a port
+        host, port = value, None
+    else:
+        host, colon, rest = value.partition(":")
+        port = rest if colon else None
+    if not host:
+        raise _usage(text, "the host is empty")
+    if not _HOST.fullmatch(host) or (":" in host and not _is_ipv6(host)):
+        raise _usage(text, f"{host!r} is no host name or address")
+    return Endpoint(host, default_port if port is None else _parse_port(text, port))
+
+
+def _parse_port(text: str, port: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise _usage(text, f"port {port!r} is not a number from 0 to 65535")
+    return int(port)
+
+
+def _usage(text: str, why: str) -> UsageError:
+    return UsageError(
+        f"--rdzv-endpoint {text!r}: {why}",
+        slug="endpoint-syntax",
+        expected=f"HOST or HOST:PORT, as in node0:{DEFAULT_PORT} or [::1]:{DEFAULT_PORT}",
+    )
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).version == 6
+    except ValueError:
+        return False
+
+
+async def resolve(host: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[str, ...]:
+    """Return the addresses of `host`, in the resolver's order, in one try.
+
+    Raises RendezvousError after `timeout_s` at the latest, with the next step.
+    """
+
+    def look_up() -> tuple[str, ...]:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    try:
+        return await _offload.run(look_up, timeout_s)
+    except TimeoutError as error:
+        raise _unresolvable(host, f"no answer within {timeout_s:g} s") from error
+    except (OSError, UnicodeError) as error:
+        raise _unresolvable(host, getattr(error, "strerror", "") or str(error)) from error
+
+
+def _unresolvable(host: str, why: str) -> RendezvousError:
+    return RendezvousError(
+        f"endpoint: host {host!r} does not resolve on this node: {why}",
+        slug="endpoint-unresolvable",
+        expected="a name that DNS or /etc/hosts of every node knows, or an address",
+        next_step=f"getent hosts {host}",
+    )
+
+
+def local_addresses() -> frozenset[str]:
+    """Return every address of this machine's interfaces, those that are down included."""
+    return _ipv4_addresses() | _ipv6_addresses()
+
+
+def _ipv4_addresses() -> frozenset[str]:
+    """Read /proc/net/fib_trie: a leaf is followed by a line that says what it is."""
+    found, leaf = set(), ""
+    for line in _lines("/proc/net/fib_trie"):
+        words = line.split()
+        if len(words) == 2 and words[0] == "|--":
+            leaf = words[1]
+        elif words[:3] == ["/32", "host", "LOCAL"]:
+            found.add(leaf)
+    return frozenset(found)
+
+
+def _ipv6_addresses() -> frozenset[str]:
+    """Read /proc/net/if_inet6: 32 hexadecimal digits are the first column."""
+    lines = _lines("/proc/net/if_inet6")
+    return frozenset(
+        str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines if line
+    )
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:  # no IPv6, or a sandbox without these files: is_mine then tries to bind
+        return []
+
+
+def is_mine(addresses: Iterable[str]) -> bool:
+    """Return whether one of `addresses` is this machine's own.
+
+    A loopback address is every machine's. An address behind which another one stands (NAT, a
+    Kubernetes Service) is nobody's.
+    """
+    local = local_addresses()
+    return any(_is_mine(address.partition("%")[0], local) for address in addresses)
+
+
+def _is_mine(address: str, local: frozenset[str]) -> bool:
+    number = ipaddress.ip_address(address)
+    mapped = number.ipv4_mapped if isinstance(number, ipaddress.IPv6Address) else None
+    number = mapped or number
+    if number.is_loopback or number.is_unspecified or str(number) in local:
+        return True
+    # Where /proc told us addresses of this family, it told us all of them.
+    known = any((":" in other) == (number.version == 6) for other in local)
+    return not known and _can_bind(number)
+
+
+def _can_bind(number: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    family = socket.AF_INET6 if number.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((str(number), 0))
+    except OSError:
+        return False
+    return True
+
+
+def reach(local_addr: str, *, alone: bool) -> str:
+    """Return where others reach this node's listeners, "" where that is not known yet.
+
+    The address that the user names; else the loopback for a job on this machine `alone`.
+    """
+    return local_addr or (LOOPBACK if alone else "")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as it was typed, is the loopback."""
+    number = _number(host)
+    return host == "localhost" or (number is not None and number.is_loopback)
+
+
+def meets_here(endpoint_host: str, local_addr: str) -> bool:
+    """Whether agents that meet at this host, without a store, are all of this machine.
+
+    A coordinator at the loopback is out of reach for others. A node that is named by an address of
+    a network is held to be one of several machines: a tunnel may lead to that loopback.
+    """
+    return is_loopback(endpoint_host) and (not local_addr or is_loopback(local_addr))
+
+
+def listen(host: str, port: int) -> socket.socket | None:
+    """Return a listening, non-blocking socket for the endpoint; None where the port is served.
+
+    See `bound` for the addresses. Port 0 takes a free one. Raises ConfigurationError.
+    """
+    try:
+        sock = bound(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise _unlistenable(Endpoint(host, port), error) from error
+    try:
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise _unlistenable(Endpoint(host, port), error) from error
+    return sock
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound where others reach `host`; raises OSError.
+
+    The loopback, and a numeric address of this machine, are bound as such and are out of reach by
+    any other address. All addresses of this machine are bound for "", and for a name: other nodes
+    may know it by one that resolves differently there (Debian's own is 127.0.1.1 to itself).
+    """
+    family, bind_host = _bind_address(host)
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart, at once
+        if family == socket.AF_INET6 and bind_host == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind((bind_host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind_address(host: str) -> tuple[socket.AddressFamily, str]:
+    number = _number(LOOPBACK if host == "localhost" else host)
+    if number is not None and (number.is_loopback or str(number) in local_addresses()):
+        return (socket.AF_INET6 if number.version == 6 else socket.AF_INET), str(number)
+    if _has_ipv6():
+        return socket.AF_INET6, "::"
+    return socket.AF_INET, "0.0.0.0"
+
+
+def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a numeric address; None for a name, and for an address of one link (`%eth0`)."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _has_ipv6() -> bool:
+    return socket.has_ipv6 and _can_bind(ipaddress.IPv6Address("::"))
+
+
+def _unlistenable(address: Endpoint, error: OSError) -> ConfigurationError:
+    if error.errno == errno.EACCES:
+        step = f"choose a port of 1024 or higher, as in --rdzv-endpoint {address.host}:29400"
+    elif error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+        step = "choose an address that `ip address` shows on this node"
+    else:
+        step = "ss -ltnp"
+    return ConfigurationError(
+        f"endpoint: cannot listen on {address}: {error.strerror}",
+        slug="endpoint-listen",
+        next_step=step,
+    )

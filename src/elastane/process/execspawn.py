@@ -1,0 +1,173 @@
+"""Workers as fresh processes: fork, and exec of a new interpreter or program.
+
+Owns the few steps between the two: session, death with the parent, signals, descriptors, folder.
+Knows nothing of the zygote, which is itself started by `launch`. A program that cannot be run is
+a ConfigurationError that says which and why; a file system that hangs is one too, after a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from elastane.errors import ConfigurationError
+from elastane.process.kernel import (
+    bind_to_cpus,
+    die_with_parent,
+    place_descriptors,
+    restore_descriptor_limit,
+)
+from elastane.process.process import WorkerCommand, WorkerProcess, adopt, spawning
+
+# From fork to exec: a few milliseconds, unless the program's file system hangs.
+EXEC_TIMEOUT_S = 30.0
+ERROR_BYTES_MAX = 1024
+# What `python -c` is given for a path to run as the launcher itself would (torchrun --run-path).
+RUN_PATH_CODE = (
+    "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def command_line(command: WorkerCommand, python: str) -> list[str]:
+    """Return the argument vector that runs `command` as a program of its own."""
+    leads = {
+        # As torchrun: without -u what a worker prints into a pipe would wait in its memory.
+        "script": [python, "-u"],
+        "module": [python, "-u", "-m"],
+        "exec": [],
+        "run-path": [python, "-u", "-c", RUN_PATH_CODE],
+    }
+    return [*leads[command.kind], command.target, *command.args]
+
+
+async def launch(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    descriptors: Mapping[int, int],
+    cpus: frozenset[int] = frozenset(),
+) -> WorkerProcess:
+    """Start a program in a session of its own that dies when this process does.
+
+    `cpus`: the ones that it may run on; none for those of this process.
+    """
+    with spawning():
+        read, write = os.pipe()
+        # A signal between fork and exec would run the agent's handlers in the child.
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                _become(argv, env, cwd, descriptors, (parent, write, cpus))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+            os.close(write)
+        process = adopt(pid)
+    try:
+        error = await _read_to_end(read)
+    except TimeoutError:
+        process.kill_group(signal.SIGKILL)
+        error = f"no answer in {EXEC_TIMEOUT_S:g} s".encode()
+    except asyncio.CancelledError:
+        process.kill_group(signal.SIGKILL)  # nobody would hold it
+        raise
+    finally:
+        os.close(read)
+    if error:
+        await process.wait()
+        raise ConfigurationError(
+            f"worker: cannot run {argv[0]!r}: {error.decode(errors='replace')}",
+            slug="worker-start",
+            where=f"folder {cwd}",
+            expected="a program that exists and may be executed, and a folder that exists",
+            next_step=f"run it by hand: cd {cwd} && {' '.join(argv)}",
+        )
+    return process
+
+
+async def _read_to_end(fd: int) -> bytes:
+    """Return what comes until the other end closes, which exec does."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, _settle, readable)
+    try:
+        # Not wait_for: that of Python 3.11 loses a cancellation that comes with the result.
+        async with asyncio.timeout(EXEC_TIMEOUT_S):
+            await readable
+        return os.read(fd, ERROR_BYTES_MAX)
+    finally:
+        loop.remove_reader(fd)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _become(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    descriptors: Mapping[int, int],
+    rest: tuple[int, int, frozenset[int]],
+) -> NoReturn:
+    """Turn this forked child into the program; never returns into the agent's code."""
+    parent, report, cpus = rest
+    try:
+        signal.set_wakeup_fd(-1)
+        os.setsid()
+        die_with_parent(parent)
+        bind_to_cpus(cpus)
+        report = place_descriptors(descriptors, (report,))[report]
+        restore_descriptor_limit()
+        _reset_signals()
+        os.chdir(cwd)
+        os.execvpe(argv[0], list(argv), dict(env))
+    except BaseException as error:
+        os.write(report, str(error).encode(errors="replace")[:ERROR_BYTES_MAX])
+    finally:
+        os._exit(127)
+
+
+def _reset_signals() -> None:
+    """Undo what Python did to signals; what was ignored before Python stays ignored."""
+    for signum in signal.valid_signals():
+        handler = signal.getsignal(signum)
+        mine = handler not in (signal.SIG_DFL, signal.SIG_IGN, None)
+        if mine or signum in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+class ExecSpawner:
+    """Starts each worker as a program of its own; always as quick as it will ever be."""
+
+    def __init__(self, python: str) -> None:
+        self.warm = asyncio.Event()
+        self._python = python
+
+    async def start(self) -> None:
+        """There is nothing to get ready."""
+        self.warm.set()
+
+    async def spawn(self, command: WorkerCommand) -> WorkerProcess:
+        """Start a worker; raises ConfigurationError where the command cannot be run."""
+        argv = command_line(command, self._python)
+        return await launch(argv, command.env, command.cwd, command.descriptors(), command.cpus)
+
+    def learn(self, modules: tuple[str, ...]) -> None:
+        """Each worker imports for itself."""
+
+    async def serve_store(self, listener: socket.socket) -> WorkerProcess | None:
+        """Return None: without a zygote the worker of rank 0 serves the store."""
+        assert listener.fileno() >= 0
+        return None
+
+    async def close(self) -> None:
+        """There is nothing to end."""
+        self.warm.clear()

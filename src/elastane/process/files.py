@@ -1,0 +1,238 @@
+"""Small private files of this user on this machine.
+
+Owns the runtime folder (mode 0700), atomic writes, names made safe for paths, the registry of
+running agents that `elastane status` reads, and the slots that number agents of one job on one
+machine. Knows nothing of what a job does. Each file may be left behind by a process that was
+killed: entries carry pid and start time, slots are locks that die with their process. How it
+fails: ConfigurationError for a folder that is not this user's own; OSError otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from elastane.errors import ConfigurationError
+from elastane.protocol.limits import NAME_CHARS_MAX
+from elastane.protocol.unreadable import UNREADABLE
+
+_SLOTS_MAX = 1024
+_ENTRY_BYTES_MAX = 64 << 10
+
+
+def safe_name(name: str) -> str:
+    """Return a legal single path component for `name`: itself where it is one already.
+
+    Two different names never give the same one: what is replaced or cut off adds a digest.
+    """
+    if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) and len(name) <= NAME_CHARS_MAX:
+        return name
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
+    kept = re.sub(r"[^A-Za-z0-9_-]", "_", name)[: NAME_CHARS_MAX - 13]
+    return f"{kept}-{digest}"
+
+
+def runtime_folder(environ: Mapping[str, str]) -> Path:
+    """Return this user's private folder on this machine, made where it is missing."""
+    uid = os.getuid()
+    base = environ.get("XDG_RUNTIME_DIR", "")
+    if base and _is_private(Path(base), uid):
+        path = Path(base) / "elastane"
+    else:
+        path = Path(environ.get("TMPDIR") or "/tmp") / f"elastane-{uid}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not _is_private(path, uid):
+        raise ConfigurationError(
+            f"runtime folder {path} is not this user's alone",
+            slug="runtime-folder",
+            expected=f"a folder owned by uid {uid} with mode 700",
+            next_step=f"rm -r {path}, or set XDG_RUNTIME_DIR or TMPDIR to a folder of your own",
+        )
+    return path
+
+
+def _is_private(path: Path, uid: int) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o077
+
+
+def write_atomic(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Replace `path` by a file with `content`: a reader sees the old one or the new one, whole.
+
+    Not flushed to disk: it need not outlive the machine.
+    """
+    temp = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temp, flags, mode), "wb") as file:
+            file.write(content)
+        temp.replace(path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+
+
+def process_start(pid: int) -> str:
+    """Return what tells this process from a later one with the same pid; "" if there is none.
+
+    The boot's id and the start in clock ticks since then, from /proc/<pid>/stat.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()  # the command before it may hold anything
+    return "" if fields[0] in {"Z", "X"} else f"{boot}:{fields[19]}"
+
+
+class JobEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One running agent, as `elastane status` finds it. `started` is wall time, for display."""
+
+    job: str
+    node: str
+    endpoint: str
+    token: str
+    pid: int
+    process: str  # process_start(pid)
+    log_dir: str = ""
+    started: float = 0.0
+
+    def is_alive(self) -> bool:
+        """Return whether the agent that wrote this still runs."""
+        return bool(self.process) and process_start(self.pid) == self.process
+
+
+class JobRegistry:
+    """The agents of this user that run on this machine: `jobs/<job>/<node>.json`, mode 0600."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "jobs"
+
+    def write(self, entry: JobEntry) -> Path:
+        """Add `entry`, or replace the one of the same job and node."""
+        path = self._folder / safe_name(entry.job) / f"{safe_name(entry.node)}.json"
+        content = msgspec.json.encode(entry)
+        for _ in range(10):  # remove() of another agent may take the empty folder away
+            # One by one: parents=True would heed the umask alone.
+            for folder in (self._folder.parent, self._folder, path.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                write_atomic(path, content)
+                return path
+        raise FileNotFoundError(path)
+
+    def remove(self, entry: JobEntry) -> None:
+        """Take `entry` out, unless its place has been taken by another process since."""
+        path = self._folder / safe_name(entry.job) / f"{safe_name(entry.node)}.json"
+        if _read_entry(path) == entry:
+            _unlink(path)
+
+    def running(self, job: str = "") -> list[JobEntry]:
+        """Return the agents that run, oldest first, and forget those that do not."""
+        pattern = f"{safe_name(job)}/*.json" if job else "*/*.json"
+        entries = []
+        for path in sorted(self._folder.glob(pattern)):
+            entry = _read_entry(path)
+            if entry is not None and entry.is_alive():
+                entries.append(entry)
+            else:
+                _unlink(path)
+        return sorted(entries, key=lambda entry: entry.started)
+
+
+def _read_entry(path: Path) -> JobEntry | None:
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(_ENTRY_BYTES_MAX), type=JobEntry)
+    except (OSError, *UNREADABLE):
+        return None
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):  # gone already, or not ours to remove
+        path.unlink()
+        path.parent.rmdir()
+
+
+class NodeSlot:
+    """This agent's number among the agents of one job on one machine, for as long as it lives.
+
+    `node_id` is the host name for number 0, else `<host>.<number>`. A restarted agent gets its
+    predecessor's number again, since the lock goes with the process that held it. The lock's
+    descriptor is not inherited by programs that this process starts.
+    """
+
+    def __init__(self, index: int, node_id: str, path: Path, descriptor: int) -> None:
+        self.index = index
+        self.node_id = node_id
+        self._path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, folder: Path, job: str, hostname: str) -> NodeSlot:
+        """Take the lowest number that no living agent of `job` has."""
+        slots = folder / "slots"
+        slots.mkdir(mode=0o700, exist_ok=True)
+        for index in range(_SLOTS_MAX):
+            path = slots / safe_name(f"{safe_name(job)}.{safe_name(hostname)}.{index}.lock")
+            descriptor = _lock(path)
+            if descriptor is not None:
+                host = safe_name(hostname)
+                return cls(index, f"{host}.{index}" if index else host, path, descriptor)
+        raise ConfigurationError(
+            f"job {job} has {_SLOTS_MAX} agents on this machine already", slug="node-slots"
+        )
+
+    def release(self) -> None:
+        """Give the number back."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()  # while it is locked: whoever waits for it looks anew
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> NodeSlot:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def _lock(path: Path) -> int | None:
+    """Return a descriptor that holds the lock on `path`, None where another process does."""
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.fstat(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(mine, path.stat()):
+                    return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # a cleaner removed the file between open and lock: again

@@ -1,0 +1,158 @@
+"""Small answers by HTTP, and the health check: 200 while there are signs of life, else 503.
+
+For probes and scrapers of a cluster: one answer a connection. It runs in the event loop that it
+speaks for: a loop that stands still answers nothing, which a probe takes for a failure too. It owns
+its socket and nothing else; a port that is taken is an OSError of `start`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastane.process.unproven import Unproven
+
+# What a probe sends is a few hundred bytes, and comes at once.
+_REQUEST_BYTES_MAX = 8 << 10
+_REQUEST_S = 5.0
+# A probe is answered at once, so a crowd of open connections is slow on purpose. At this bound the
+# oldest one makes room: the descriptors are the agent's, which needs them for workers.
+_CONNECTIONS_MAX = 64
+# A probe's request follows its connection within a round trip.
+_PATIENCE_S = 0.1
+# So a probe waits 0.2 s behind a full queue; that of Kubernetes gives up after 1 s.
+_BACKLOG = 128
+# Pause where the system has no descriptor or memory for another connection.
+_EXHAUSTED_PAUSE_S = 0.5
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    503: "Service Unavailable",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is said: a status of `_REASONS`, a body, and what that is."""
+
+    status: int
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+class AnswerServer:
+    """Gives `answer(method, path)` to each connection on `port`, and closes it.
+
+    What is no request of HTTP has the method "" and the path "". The path comes without its query.
+    """
+
+    def __init__(self, answer: Callable[[str, str], Answer], port: int) -> None:
+        self._answer = answer
+        self._wished_port = port
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._open = Unproven[asyncio.Task[None]](_CONNECTIONS_MAX, _PATIENCE_S)
+
+    async def start(self) -> None:
+        """Listen on all addresses of this host; raises OSError where the port is taken."""
+        dual = socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            ("", self._wished_port),
+            family=socket.AF_INET6 if dual else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=dual,
+        )
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(self._listener))
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        assert self._listener is not None, "start() comes first"
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Stop listening, and drop the open connections."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = self._accepting = None
+        for serving in self._open:
+            serving.cancel()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept one connection after the other, and no more than there is room for."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._open.wait_s(loop.time()))
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                await asyncio.sleep(_EXHAUSTED_PAUSE_S)
+                continue
+            if (oldest := self._open.make_room()) is not None:
+                oldest.cancel()
+            serving = loop.create_task(self._serve(sock))
+            self._open.add(serving, loop.time())
+            serving.add_done_callback(self._open.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        # Bad requests, slow ones and callers that go away get no answer.
+        bad = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
+        with sock, contextlib.suppress(*bad):
+            async with asyncio.timeout(_REQUEST_S):
+                reader, writer = await asyncio.open_connection(sock=sock, limit=_REQUEST_BYTES_MAX)
+                try:
+                    method, path = _asked(await reader.readuntil(b"\r\n\r\n"))
+                    writer.write(_worded(self._answer(method, path), bodiless=method == "HEAD"))
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+                finally:
+                    writer.transport.abort()
+
+
+class HealthServer(AnswerServer):
+    """Answers on `port` whether `alive_s()`, a time since 1970, is at most `timeout_s` ago.
+
+    Any path and any method will do.
+    """
+
+    def __init__(self, alive_s: Callable[[], float], port: int, timeout_s: float = 60.0) -> None:
+        super().__init__(self._health, port)
+        self._alive_s = alive_s
+        self._timeout_s = timeout_s
+
+    def _health(self, _method: str, _path: str) -> Answer:
+        silent_s = max(0.0, time.time() - self._alive_s())
+        status = 200 if silent_s <= self._timeout_s else 503
+        body = json.dumps({"alive": status == 200, "silent_s": round(silent_s, 3)}).encode() + b"\n"
+        return Answer(status, body, "application/json")
+
+
+def _asked(head: bytes) -> tuple[str, str]:
+    """Return method and path of a request; two empty texts for what is none."""
+    words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/"):
+        return "", ""
+    return words[0], words[1].partition("?")[0]
+
+
+def _worded(answer: Answer, *, bodiless: bool) -> bytes:
+    head = (
+        f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}\r\n"
+        f"Content-Type: {answer.content_type}\r\n"
+        f"Content-Length: {len(answer.body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if bodiless else answer.body)

@@ -1,0 +1,12 @@
+"""Sessions over TCP: the asyncio shell around `protocol.wire`, for both sides.
+
+It owns sockets, timers and buffers of connections. It knows nothing of what messages mean. A
+connection that breaks a bound or the protocol is cut and says why; nothing here ends a process.
+"""
+
+from elastane.process.rpc.client import Session, connect
+from elastane.process.rpc.door import Access, Door
+from elastane.process.rpc.link import Link, LinkOwner
+from elastane.process.rpc.sockets import insist_on_room
+
+__all__ = ["Access", "Door", "Link", "LinkOwner", "Session", "connect", "insist_on_room"]

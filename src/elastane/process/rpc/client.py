@@ -1,0 +1,157 @@
+"""The agent's side of a session: `connect`, and messages in and out.
+
+Every way in which a connection can fail to become a session is a typed error with a next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from elastane.errors import ElastaneError
+from elastane.process.rpc import failures
+from elastane.process.rpc.link import Link
+from elastane.process.tls import TlsConfig, client_context
+from elastane.protocol.messages import ToAgent, ToCoordinator
+from elastane.protocol.wire import NONCE_BYTES, ClientHandshake
+
+ClientLink = Link[ToAgent, ToCoordinator]
+# What the loop receives at once; a session gets a few hundred bytes a second.
+_READ_BYTES = 16 << 10
+# A name may have several addresses; the next is tried after this long, beside the first.
+_NEXT_ADDRESS_S = 0.25
+
+
+class Session:
+    """An authenticated session with a coordinator. Made by `connect`; for one event loop."""
+
+    def __init__(self, handshake: ClientHandshake) -> None:
+        self.link: ClientLink = Link(handshake, self, memoryview(bytearray(_READ_BYTES)))
+        self._woken: asyncio.Future[None] | None = None
+
+    @property
+    def peer_host(self) -> str:
+        """The coordinator's address as this host reaches it."""
+        return self.link.peer_host
+
+    @property
+    def local_host(self) -> str:
+        """The address of this host that the coordinator sees, translation aside."""
+        return self.link.local_host
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session is over, from either side."""
+        return self.link.is_over
+
+    @property
+    def reason(self) -> str:
+        """Why the session is over; empty while it is not."""
+        return self.link.reason
+
+    def send(self, message: ToCoordinator) -> None:
+        """Enqueue a message; never blocks. After the end of the session it is dropped."""
+        self.link.send(message)
+
+    async def receive(self) -> ToAgent | None:
+        """Return the next message, or None once the session is over; `reason` says why.
+
+        For one receiver at a time. What came before the end is still returned. Raises WireError
+        where the coordinator broke the protocol, or was sent what no frame can hold.
+        """
+        while True:
+            message = self.link.take()
+            if message is not None:
+                return message
+            if self.link.fault is not None:
+                raise self.link.fault
+            if self.link.is_over and not self.link.has_more:
+                return None
+            await self._wait_woken()
+
+    def close(self, reason: str) -> None:
+        """Send what is enqueued, then close."""
+        self.link.close(reason)
+
+    def reset(self, reason: str) -> None:
+        """Close at once, by a reset: this process lives on, and the peer may be silent only."""
+        self.link.reset(reason)
+
+    async def drain(self) -> None:
+        """Wait until all that was sent is with the kernel, or the session is over.
+
+        Bounded by the time that a peer has to read, `SEND_STALL_S`.
+        """
+        await self.link.wait_sent()
+
+    async def wait_proven(self) -> None:
+        """Wait until both sides have proved themselves. Raises what stood against it."""
+        while not self.link.is_proven and not self.link.is_over:
+            await self._wait_woken()
+        if not self.link.is_proven:
+            raise self.link.fault or failures.ClosedEarlyError(self.link.reason)
+
+    # LinkOwner.
+
+    def proven(self, link: ClientLink) -> None:
+        """Wake who waits."""
+        self._wake()
+
+    def readable(self, link: ClientLink) -> None:
+        """Wake who waits."""
+        self._wake()
+
+    def ended(self, link: ClientLink) -> None:
+        """Wake who waits."""
+        self._wake()
+
+    async def _wait_woken(self) -> None:
+        assert self._woken is None, "two receivers on one session"
+        self._woken = asyncio.get_running_loop().create_future()
+        try:
+            await self._woken
+        finally:
+            self._woken = None
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+
+async def connect(
+    host: str, port: int, job: str, secret: bytes, tls: TlsConfig | None, timeout_s: float
+) -> Session:
+    """Return a session with the coordinator of `job` at `host`:`port`.
+
+    Raises RendezvousRefusedError where another try cannot help (wrong job, token or version),
+    ConfigurationError for TLS files, and RendezvousError for all that may pass: nobody listens,
+    the name does not resolve, no answer in `timeout_s`, something else answers there.
+    """
+    context = client_context(tls) if tls else None
+    session = Session(ClientHandshake(job, secret, os.urandom(NONCE_BYTES)))
+    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    loop = asyncio.get_running_loop()
+    linked = False
+    try:
+        async with asyncio.timeout(timeout_s):
+            await loop.create_connection(
+                lambda: session.link,
+                host,
+                port,
+                ssl=context,
+                server_hostname=host if context else None,
+                ssl_handshake_timeout=timeout_s if context else None,
+                happy_eyeballs_delay=_NEXT_ADDRESS_S,
+                family=socket.AF_UNSPEC,
+            )
+            linked = True
+            await session.wait_proven()
+    except (OSError, ElastaneError, failures.ClosedEarlyError) as error:
+        session.link.abort("could not be opened")
+        timed_out = isinstance(error, TimeoutError)
+        raise failures.explain(error, endpoint, timeout_s if timed_out else 0.0, linked) from error
+    except asyncio.CancelledError:
+        session.link.abort("cancelled")
+        raise
+    return session

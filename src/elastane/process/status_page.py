@@ -1,0 +1,263 @@
+"""The page of memory that an agent and one worker share: calls, marks of progress, the gate.
+
+Owns its layout. A memfd, so that it needs no name and no clean-up, made by the agent: it outlives
+the worker. Each 64-byte line has one writer. Knows nothing of what calls mean; what a stranger
+finds under ELASTANE_PAGE_FD that is no page of this version is refused with ValueError.
+
+Memory order. The worker stores its call number, then loads the gate; the agent stores the gate,
+then loads the call number. If both loads could come before the other side's store became
+visible, a call would slip through the gate uncounted. Every field is an aligned 8-byte word, which
+x86-64 and aarch64 store and load whole, but both let a load pass an earlier store. So the agent,
+which gates rarely, pays for both: membarrier(2) makes every worker that opened its page pass a full
+barrier between the agent's store and its load, and the worker's hot path needs none. After it,
+either the worker sees the gate, or the agent sees the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Callable
+
+from elastane.process.kernel import accept_barriers, impose_barrier
+from elastane.protocol.limits import COUNT_MAX
+
+PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
+# One page of words, and room for the names of some 1,500 modules.
+PAGE_BYTES = 64 << 10
+_NAMES_AT = 4096
+MAGIC = int.from_bytes(b"ELASTPG1", "little")
+VERSION = 6
+# Word numbers, of 8 bytes each, little-endian.
+_MAGIC, _VERSION = 0, 1  # line 0: the agent, once
+_CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
+_GATE, _TARGET, _STOPS, _UNTIL_NS = 16, 17, 18, 19  # line 2: the agent
+_MARK, _STEPS, _ROUND = 24, 25, 26  # line 3: the worker
+_NAMES_BYTES = 32  # line 4: the worker
+# What a worker that waits behind the target says.
+_WAITS, _HAS_SAVED = 1, 2
+# How often a worker past its deadline looks whether that has moved on.
+_OVERDUE_POLL_S = 0.05
+# A mark is a count of signs of progress over the kind of work in hand, which takes these bits.
+_ACTIVITY_BITS = 8
+_MARK_MAX = 1 << 63
+
+
+class _Words:
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+
+    def close(self) -> None:
+        """Unmap, and close the descriptor."""
+        self._words.release()
+        self._memory.close()
+        os.close(self.fd)
+
+
+class Page(_Words):
+    """The agent's side. `fd` goes to the worker, its number there in ELASTANE_PAGE_FD."""
+
+    @classmethod
+    def create(cls) -> Page:
+        """Make a page of zeros; raises OSError."""
+        fd = os.memfd_create("elastane-page", os.MFD_CLOEXEC)
+        os.ftruncate(fd, PAGE_BYTES)
+        page = cls(fd, mmap.mmap(fd, PAGE_BYTES))
+        page._words[_VERSION] = VERSION
+        page._words[_MAGIC] = MAGIC
+        return page
+
+    @property
+    def calls(self) -> int:
+        """How often the worker has asked; final only while it is gated.
+
+        What it scribbled there instead is bounded: the number crosses the wire, and is added to.
+        """
+        return min(int(self._words[_CALLS]), COUNT_MAX - 1)
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the worker is at the target, or behind it, and waits there."""
+        return bool(self._words[_PARKED])
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether it is parked, and has checkpointed: it may be stopped."""
+        return bool(self._words[_PARKED] == _HAS_SAVED)
+
+    @property
+    def mark(self) -> int:
+        """What changes with every sign of progress; 0: this worker shows none."""
+        return int(self._words[_MARK])
+
+    @property
+    def activity(self) -> int:
+        """The number of what the worker says that it is at."""
+        return int(self._words[_MARK]) % (1 << _ACTIVITY_BITS)
+
+    @property
+    def steps(self) -> int:
+        """How many steps this process says that it has made."""
+        return min(int(self._words[_STEPS]), COUNT_MAX - 1)
+
+    @property
+    def round(self) -> int:
+        """The round of the last world whose members this worker has met; 0: of none."""
+        return min(int(self._words[_ROUND]), COUNT_MAX - 1)
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """The modules that the worker says it has looked for, in their order."""
+        end = _NAMES_AT + min(int(self._words[_NAMES_BYTES]), PAGE_BYTES - _NAMES_AT)
+        names = self._memory[_NAMES_AT:end].decode("ascii", "replace").split("\n")
+        return tuple(name for name in names if all(map(str.isidentifier, name.split("."))))
+
+    def gate(self) -> None:
+        """Have the worker wait in its next call; once this returns, `calls` may be read."""
+        self._words[_TARGET] = self._words[_STOPS] = 0
+        self._words[_GATE] = 1
+        impose_barrier()
+
+    def aim(self, calls: int, *, stops: bool = True) -> None:
+        """Set the call at which the worker is to checkpoint; those before it go on.
+
+        `stops`: it is going to be stopped. One that recovers in place else only waits there.
+        """
+        assert calls > 0, "the target is past a call that was counted"
+        self._words[_STOPS] = stops
+        self._words[_TARGET] = calls
+
+    def allow_until(self, boot_ns: int) -> None:
+        """Let the worker pass boundaries until then, by CLOCK_BOOTTIME; 0: without a bound."""
+        self._words[_UNTIL_NS] = boot_ns
+
+    def release(self) -> None:
+        """Take gate and target back: the worker goes on as before."""
+        self._words[_GATE] = 0
+        self._words[_TARGET] = self._words[_STOPS] = 0
+
+
+class WorkerPage(_Words):
+    """The worker's side."""
+
+    @classmethod
+    def open(cls, fd: int) -> WorkerPage:
+        """Map the page that the agent passed as `fd`; raises OSError or ValueError if none is."""
+        if os.fstat(fd).st_size != PAGE_BYTES:
+            raise ValueError(f"descriptor {fd} is no page")
+        page = cls(fd, mmap.mmap(fd, PAGE_BYTES))
+        words = page._words
+        if words[_MAGIC] != MAGIC or words[_VERSION] != VERSION:
+            words.release()
+            raise ValueError(f"descriptor {fd} is no page of version {VERSION}")
+        accept_barriers()
+        return page
+
+    def claim(self, pid: int) -> bool:
+        """Become the one process that counts; False where another one does."""
+        if self._words[_OWNER] == 0:
+            self._words[_OWNER] = pid
+        return bool(self._words[_OWNER] == pid)
+
+    def count(self) -> tuple[int, int]:
+        """Count one call; returns its number and the gate. The store comes before the load.
+
+        Blocks while the deadline has passed, as `reach` does.
+        """
+        words = self._words
+        calls = words[_CALLS] + 1
+        words[_CALLS] = calls
+        self._await_authority()
+        return calls, words[_GATE]
+
+    def reach(self, number: int) -> int:
+        """Come to the boundary of this number, which is a call's; returns the gate."""
+        words = self._words
+        words[_CALLS] = number
+        self._await_authority()
+        return words[_GATE]
+
+    def _await_authority(self) -> None:
+        """Block while the deadline has passed: another world may train by then.
+
+        The warden kills the workers of an agent that stands still. Where the warden stands still
+        too, a worker that asks does not begin another step.
+        """
+        while 0 < self._words[_UNTIL_NS] < time.clock_gettime_ns(time.CLOCK_BOOTTIME):
+            time.sleep(_OVERDUE_POLL_S)
+
+    def meet(self, number: int, of_round: int) -> None:
+        """Have met the members of the world of this round, after that many boundaries."""
+        self._words[_CALLS], self._words[_ROUND] = number, of_round
+
+    def be_at(self, activity: int) -> None:
+        """Show progress, and what the worker is at from now on."""
+        words = self._words
+        count = (words[_MARK] >> _ACTIVITY_BITS) + 1
+        words[_MARK] = (count << _ACTIVITY_BITS | activity) % _MARK_MAX
+
+    def beat(self) -> None:
+        """Show progress."""
+        words = self._words
+        words[_MARK] = (words[_MARK] + (1 << _ACTIVITY_BITS)) % _MARK_MAX
+
+    def note_import(self, name: str) -> bool:
+        """Add a module to those that were looked for; False where there is no room for more."""
+        used, data = self._words[_NAMES_BYTES], name.encode("ascii", "replace") + b"\n"
+        begin, end = _NAMES_AT + used, _NAMES_AT + used + len(data)
+        if end > PAGE_BYTES:
+            return False
+        self._memory[begin:end] = data
+        self._words[_NAMES_BYTES] = used + len(data)
+        return True
+
+    def step_made(self) -> None:
+        """Count a step that this process has made."""
+        self._words[_STEPS] += 1
+
+    @property
+    def gated(self) -> bool:
+        """Whether the agent drains."""
+        return bool(self._words[_GATE])
+
+    @property
+    def target(self) -> int:
+        """The call at which to checkpoint, 0 while none is set."""
+        return int(self._words[_TARGET])
+
+    @property
+    def stops(self) -> bool:
+        """Whether all workers are going to be stopped at the target."""
+        return bool(self._words[_STOPS])
+
+    def park(self, parked: bool, *, saved: bool = True) -> None:
+        """Say whether the worker waits behind the target, and whether it has checkpointed."""
+        self._words[_PARKED] = (_HAS_SAVED if saved else _WAITS) if parked else 0
+
+
+_before_park: list[Callable[[], None]] = []
+
+
+def before_park(finish: Callable[[], None]) -> Callable[[], None]:
+    """Have `finish` called before this worker parks; return what cancels that.
+
+    The agent kills a parked worker at once. Work that goes on behind the training, such as the
+    copy of a snapshot, has to be complete by then.
+    """
+    _before_park.append(finish)
+
+    def cancel() -> None:
+        with contextlib.suppress(ValueError):
+            _before_park.remove(finish)
+
+    return cancel
+
+
+def finish_before_park() -> None:
+    """Complete what goes on behind the training. Call it before `WorkerPage.park(True)`."""
+    for finish in list(_before_park):
+        finish()

@@ -1,0 +1,170 @@
+"""Where the output of workers is to go: the options, the names of files, the console's prefix.
+
+Pure: it parses and names, and touches no file. It does not know how files are opened or read.
+It fails with `UsageError`, which names the value and the valid choices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntFlag
+from pathlib import Path
+from string import Template
+
+from elastane.errors import UsageError
+from elastane.process.files import safe_name
+from elastane.protocol.model import Fence
+
+# torchrun's is "[${role_name}${rank}]:"; ranks change, so ours says where and in which round.
+DEFAULT_PREFIX_TEMPLATE = "[${role_name}${rank} ${node} r${round}.${attempt}]: "
+PREFIX_TEMPLATE_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+# torchrun's way to ask for no files at all.
+NO_FILES = ("", "/dev/null")
+
+_STD_MAP = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
+_RANK_DIR = re.compile(r"round_(\d+)/attempt_(\d+)/rank_(\d+)")
+
+
+class Std(IntFlag):
+    """Which of a worker's standard streams; the numbers are torchrun's."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+StdMap = dict[int, Std]
+
+
+def parse_std_map(text: str, local_world_size: int, *, option: str = "--redirects") -> StdMap:
+    """Return for each local rank which streams `text` names, as torchrun writes it.
+
+    `text` is one value for all local ranks, `3`, or a map, `0:3,1:2`; local ranks that a map
+    leaves out have none, and those that this node does not have are of no effect, for nodes may
+    differ. Unlike in torchrun's a local rank may have several digits.
+    """
+    text = text.strip()
+    if re.fullmatch("[0-3]", text):
+        return dict.fromkeys(range(local_world_size), Std(int(text)))
+    if not _STD_MAP.fullmatch(text):
+        raise UsageError(
+            f"{option}: {text!r} names no streams",
+            slug="std-streams",
+            expected="0 (none), 1 (stdout), 2 (stderr), 3 (both), or a map of local ranks",
+            next_step=f"{option} 3, or {option} 0:3,10:1",
+        )
+    named = dict(pair.split(":") for pair in text.split(","))
+    by_rank = {int(rank): Std(int(value)) for rank, value in named.items()}
+    return {rank: by_rank.get(rank, Std.NONE) for rank in range(local_world_size)}
+
+
+def parse_ranks(text: str, *, option: str = "--local-ranks-filter") -> frozenset[int]:
+    """Return the ranks of a list such as `0,2,10-12`; empty text gives none."""
+    ranks: set[int] = set()
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise UsageError(
+                f"{option}: {part!r} of {text!r} is no rank",
+                slug="rank-list",
+                expected="ranks from 0 with commas between them, or spans of them",
+                next_step=f"{option} 0,2 or {option} 0-3",
+            )
+        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(ranks)
+
+
+def parse_needles(text: str) -> tuple[str, ...]:
+    """Return the texts of a list such as `loss,a,,b`: two commas are one that belongs to a text.
+
+    An empty text would match every line, so there is none.
+    """
+    items = text.replace(",,", "\0").split(",")
+    return tuple(item.replace("\0", ",") for item in items if item)
+
+
+def prefix_template(environ: Mapping[str, str]) -> str:
+    """Return the console's prefix template: the one of the environment, or elastane's own."""
+    return environ.get(PREFIX_TEMPLATE_ENV) or DEFAULT_PREFIX_TEMPLATE
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Which worker it is: what its folder and its prefix say."""
+
+    fence: Fence
+    local_rank: int
+    rank: int
+    role: str
+    node: str
+
+
+@dataclass(frozen=True)
+class LogPlan:
+    """What `--log-dir`, `--redirects`, `--tee` and `--local-ranks-filter` ask for on one node.
+
+    `base_dir` empty or `/dev/null`: no files, all output goes to the console, as in torchrun.
+    `console_ranks` are the local ranks that the console shows; empty means all. `needles` are the
+    texts of --duplicate-stdout-filters and --duplicate-stderr-filters.
+    """
+
+    base_dir: str
+    redirects: StdMap = field(default_factory=dict)
+    tee: StdMap = field(default_factory=dict)
+    console_ranks: frozenset[int] = frozenset()
+    prefix: str = DEFAULT_PREFIX_TEMPLATE
+    needles: Mapping[Std, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there is a folder to write to."""
+        return self.base_dir not in NO_FILES
+
+    def keeps(self, local_rank: int, std: Std) -> bool:
+        """Tell whether this stream goes to a file (tee implies it)."""
+        asked = self.redirects.get(local_rank, Std.NONE) | self.tee.get(local_rank, Std.NONE)
+        return self.has_files and std in asked
+
+    def shows(self, local_rank: int) -> bool:
+        """Tell whether the console may show this local rank."""
+        return not self.console_ranks or local_rank in self.console_ranks
+
+    def tees(self, local_rank: int, std: Std) -> bool:
+        """Tell whether the console shows what the file of this stream gets."""
+        asked = self.tee.get(local_rank, Std.NONE)
+        return self.has_files and std in asked and self.shows(local_rank)
+
+    def job_dir(self, job: str) -> Path:
+        """Return the folder of all that is kept of `job`."""
+        return Path(self.base_dir) / safe_name(job)
+
+    def attempt_dir(self, job: str, fence: Fence) -> Path:
+        """Return the folder of one attempt; on shared storage, all nodes' own."""
+        return self.job_dir(job) / f"round_{fence.round}" / f"attempt_{fence.attempt}"
+
+    def rank_dir(self, job: str, fence: Fence, rank: int) -> Path:
+        """Return the folder of one worker in one attempt; the global rank makes it unique."""
+        return self.attempt_dir(job, fence) / f"rank_{rank}"
+
+    def line_prefix(self, place: WorkerPlace) -> bytes:
+        """Return what stands before each line of this worker on the console."""
+        text = Template(self.prefix).safe_substitute(
+            role_name=place.role,
+            rank=place.rank,
+            local_rank=place.local_rank,
+            node=place.node,
+            round=place.fence.round,
+            attempt=place.fence.attempt,
+        )
+        return text.encode("utf-8", "replace")
+
+
+def parse_rank_dir(relative: str) -> tuple[Fence, int] | None:
+    """Return fence and rank of a folder below the job's, or None where it is not a worker's."""
+    match = _RANK_DIR.fullmatch(relative)
+    if match is None:
+        return None
+    return Fence(int(match[1]), int(match[2])), int(match[3])

@@ -1,0 +1,220 @@
+"""One thread that watches the files of a local worker group: shows their growth on the console,
+and keeps their time index.
+
+It owns positions in files, never the files: those belong to the workers, who write to them
+without any help. So nothing here can slow or lose what goes to a file. A console that is slower
+than a worker gets the newest output and a line that says how much was left out, and where it
+is. A file that cannot be read any more is given up, with one line that says so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from elastane.process.streams.bounds import (
+    FINISH_S,
+    INDEX_POLL_S,
+    LAG_BYTES_MAX,
+    LAG_KEEP_BYTES,
+    READ_BYTES_MAX,
+    SHARE_BYTES_MIN,
+    SKIP_TELL_S,
+    STALL_S,
+    TEE_POLL_S,
+)
+from elastane.process.streams.console import Console
+from elastane.process.streams.index import IndexWriter
+from elastane.process.streams.lines import LineCutter
+from elastane.process.streams.patience import Patience
+
+# While the last lines are shown: the pause that lets a console take what it was given.
+_FINAL_PAUSE_S = 0.005
+
+
+class Watched(Protocol):
+    """One file that the thread looks at. `lag_bytes` are what its console still lacks."""
+
+    @property
+    def console(self) -> Console | None:
+        """Where its lines are shown; None where they are not."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the file is still being read."""
+
+    @property
+    def lag_bytes(self) -> int:
+        """Bytes that were written and not yet shown."""
+
+    @property
+    def poll_s(self) -> float:
+        """How often it is to be looked at."""
+
+    def look(self, *, final: bool = False) -> None:
+        """Take in what is new."""
+
+    def skip_rest(self) -> None:
+        """Give up what is left, and say so."""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
+class Tail:
+    """One log file: how far it was seen, and how far it was shown."""
+
+    def __init__(self, path: Path, console: Console | None, prefix: bytes) -> None:
+        self.console = console
+        self.poll_s = TEE_POLL_S if console else INDEX_POLL_S
+        self._path = path
+        self._prefix = prefix
+        self._cutter = LineCutter(prefix)
+        self._index = IndexWriter(path, self.poll_s)
+        self._fd = -1
+        self._size_bytes = 0
+        self._shown_bytes = 0
+        self._skipped_bytes = 0
+        self._told_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the file is still being read."""
+        return self._fd >= 0
+
+    @property
+    def lag_bytes(self) -> int:
+        """Bytes that were written and not yet shown."""
+        if self.console is None or not self.is_open:
+            return 0
+        return self._size_bytes - self._shown_bytes + self._cutter.pending_bytes
+
+    def open(self) -> None:
+        """Begin at the file's present end, for what is there is of an earlier run."""
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._size_bytes = self._shown_bytes = os.fstat(self._fd).st_size
+        self._index.open()
+
+    def look(self, *, final: bool = False) -> None:
+        """Note growth in the index; show what the console has room for."""
+        try:
+            self._size_bytes = os.fstat(self._fd).st_size
+            self._index.note(self._size_bytes, time.time_ns(), final=final)
+            if self.console is not None:
+                self._show(self.console, final=final)
+        except OSError as error:
+            self._tell(f"{self._path} can no longer be read here: {error.strerror}")
+            self.close()
+
+    def skip_rest(self) -> None:
+        """Give up showing what is left, and say so."""
+        if self.lag_bytes:
+            self._skip_to(self._size_bytes)
+        self._tell_skipped(math.inf)
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._index.close()
+
+    def _show(self, console: Console, *, final: bool) -> None:
+        if self._size_bytes < self._shown_bytes:  # somebody emptied the file
+            self._shown_bytes = 0
+        if self._size_bytes - self._shown_bytes > LAG_BYTES_MAX:
+            self._skip_to(self._size_bytes - LAG_KEEP_BYTES)
+        room_bytes = min(READ_BYTES_MAX, max(SHARE_BYTES_MIN, console.room_bytes))
+        if not console.room_bytes:
+            return
+        now_s = time.monotonic()
+        self._tell_skipped(now_s)
+        wanted_bytes = min(room_bytes, self._size_bytes - self._shown_bytes)
+        data = os.pread(self._fd, wanted_bytes, self._shown_bytes) if wanted_bytes else b""
+        self._shown_bytes += len(data)
+        lines = self._cutter.feed(data, now_s) if data else b""
+        at_end = final and self._shown_bytes >= self._size_bytes
+        lines += self._cutter.flush(now_s, final=at_end)
+        if lines:
+            console.put(lines)
+
+    def _skip_to(self, offset: int) -> None:
+        self._skipped_bytes += offset - self._shown_bytes + self._cutter.drop()
+        self._shown_bytes = offset
+
+    def _tell_skipped(self, now_s: float) -> None:
+        if not self._skipped_bytes or now_s - self._told_s < SKIP_TELL_S:
+            return
+        self._tell(f"{self._skipped_bytes} bytes were not shown here: they are in {self._path}")
+        self._skipped_bytes, self._told_s = 0, now_s
+
+    def _tell(self, text: str) -> None:
+        if self.console is not None:
+            self.console.put(self._prefix + f"[elastane: {text}]\n".encode())
+
+
+class Tailer:
+    """The thread over all `Tail`s of a group; it starts with the first of them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tails: list[Watched] = []
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._on_done: Callable[[], None] = lambda: None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is anything to wait for."""
+        return self._thread is not None
+
+    def add(self, tail: Watched) -> None:
+        """Watch one more open tail."""
+        self._tails.append(tail)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def stop(self, on_done: Callable[[], None]) -> None:
+        """Show the rest, within a bound, close all, call `on_done` in the thread."""
+        self._on_done = on_done
+        self._stopping.set()
+
+    def _run(self) -> None:
+        turn = 0
+        while not self._stopping.wait(self._poll_s()):
+            turn += 1
+            self._look_at_all(turn)
+        self._finish()
+        self._on_done()
+
+    def _poll_s(self) -> float:
+        return min(tail.poll_s for tail in self._tails)
+
+    def _look_at_all(self, turn: int, *, final: bool = False) -> None:
+        """Look at each file; a different one first each time, for the room is given in turn."""
+        tails = [tail for tail in self._tails if tail.is_open]
+        first = turn % len(tails) if tails else 0
+        for tail in tails[first:] + tails[:first]:
+            tail.look(final=final)
+
+    def _finish(self) -> None:
+        """Show the rest, for as long as the consoles take it."""
+        consoles = {tail.console for tail in self._tails if tail.console}
+        patience = Patience(FINISH_S, STALL_S)
+        self._look_at_all(0, final=True)
+        while self._is_behind(consoles) and patience.lasts(sum(c.written_bytes for c in consoles)):
+            time.sleep(_FINAL_PAUSE_S)
+            self._look_at_all(0, final=True)
+        for tail in self._tails:
+            tail.skip_rest()
+            tail.close()
+
+    def _is_behind(self, consoles: set[Console]) -> bool:
+        lagging = any(tail.lag_bytes for tail in self._tails)
+        return lagging or not all(console.wait_empty(0) for console in consoles)

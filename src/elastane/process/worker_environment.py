@@ -1,0 +1,216 @@
+"""The environment of a worker: torchrun's contract, and what elastane adds.
+
+A pure function of what the agent was assigned, what its job is, and the environment it was started
+in. It reads nothing itself, and what it returns never holds the job's secret.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastane.errors import ConfigurationError
+from elastane.protocol.model import Assignment
+
+# Variables that mean something to one process of one attempt only: never handed on from the
+# environment of the agent, which may itself be a worker of another job.
+_PER_WORKER = (
+    "TORCHELASTIC_ERROR_FILE",
+    "ELASTANE_PAGE_FD",
+    "ELASTANE_LINE_FD",
+    "ELASTANE_REPORT_FILE",
+    "ELASTANE_LEASH",
+    "ELASTANE_KEEPER",
+)
+# Variables that say where a worker is in its world. A worker that waits for a place has none.
+_PLACE = (
+    *("RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("ELASTANE_ROUND", "ELASTANE_ATTEMPT"),
+)
+_LACKS_PLACE = re.compile(rf"KeyError: '({'|'.join(_PLACE)})'")
+SLUG = "variable-before-place"
+_SECRET = "ELASTANE_TOKEN"
+_CONF = "PET_RDZV_CONF"
+_SECRET_KEYS = ("token", "password")
+# ROCm reads it too.
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+_LOOPBACK_INTERFACE = "lo"
+LOCAL_RANK_MACRO = "${local_rank}"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What all local workers of a job have in common, whatever the round.
+
+    `virtual_local_rank`: each worker sees one device, as number 0. `timer_file` is where they set
+    timers on themselves, empty where nobody watches. `signals` are those at which the agent drains.
+    `keeper` is the path of the socket of the node's keeper, empty where there is none. Of a job
+    `on_one_machine` gloo listens on the loopback.
+    """
+
+    job: str
+    node_id: str
+    role: str
+    local_world_size: int
+    virtual_local_rank: bool = False
+    timer_file: str = ""
+    signals: tuple[str, ...] = ()
+    keeper: str = ""
+    on_one_machine: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What is one worker's own; what is empty or None is not there, nor is its variable.
+
+    `leash` marks every process of this agent, so that none of them outlives it.
+    """
+
+    local_rank: int
+    error_file: str = ""
+    page_fd: int | None = None
+    line_fd: int | None = None
+    leash: str = ""
+
+
+def worker_environment(
+    base: Mapping[str, str], assignment: Assignment, run: RunFacts, worker: WorkerFacts
+) -> dict[str, str]:
+    """Return the whole environment of one worker, `base` (the agent's own) included.
+
+    TORCHELASTIC_RESTART_COUNT is the job's count, the same on all nodes; torchrun's is each
+    agent's own. OMP_NUM_THREADS is 1 where several workers share a node, unless `base` sets it.
+    """
+    env = without_secrets(base)
+    for name in (*_PER_WORKER, *_PLACE):
+        env.pop(name, None)
+    env.update(_lasting(assignment, run, worker))
+    if not assignment.waiting:
+        env.update(place_variables(assignment, worker.local_rank))
+    if run.virtual_local_rank:
+        env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=only_device(base, worker.local_rank))
+    if run.timer_file:
+        env["TORCHELASTIC_TIMER_FILE"] = run.timer_file
+    if run.signals:
+        env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(run.signals)
+    if worker.error_file:
+        env["TORCHELASTIC_ERROR_FILE"] = worker.error_file
+    if worker.page_fd is not None:
+        env["ELASTANE_PAGE_FD"] = str(worker.page_fd)
+    if worker.line_fd is not None:
+        env["ELASTANE_LINE_FD"] = str(worker.line_fd)
+    own = {"ELASTANE_KEEPER": run.keeper, "ELASTANE_LEASH": worker.leash}
+    env.update({name: value for name, value in own.items() if value})
+    return {**_defaults(run), **env}
+
+
+def _defaults(run: RunFacts) -> dict[str, str]:
+    """Return the variables that a worker has where the user set no other value."""
+    # By the fault handler a fatal signal shows the stacks of all threads, of children too.
+    found = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONFAULTHANDLER": "1"}
+    if run.on_one_machine:
+        found["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE
+    if run.local_world_size > 1:
+        found["OMP_NUM_THREADS"] = "1"
+    return found
+
+
+def only_device(base: Mapping[str, str], local_rank: int) -> str:
+    """Return the one device that a worker is to see, of those that `base` names.
+
+    Raises ConfigurationError where it names too few. An empty name in a list ends it, as CUDA
+    reads it.
+    """
+    if _DEVICES not in base:
+        return str(local_rank)
+    names = [name.strip() for name in base[_DEVICES].split(",")]
+    if local_rank >= len(names) or "" in names[: local_rank + 1]:
+        raise ConfigurationError(
+            f"--virtual-local-rank: local rank {local_rank} has no device:"
+            f" {_DEVICES}={base[_DEVICES]}",
+            slug="no-device-for-worker",
+            expected="as many devices as workers on this node",
+            next_step="--nproc-per-node with the number of devices that it names",
+        )
+    return names[local_rank]
+
+
+def worker_args(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
+    """Return the script's arguments with `${local_rank}` replaced."""
+    return tuple(arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in args)
+
+
+def place_variables(assignment: Assignment, local_rank: int) -> dict[str, str]:
+    """Return the variables that say where a worker is in the world of its assignment.
+
+    They change with each world that it enters. The others are set once, when it starts.
+    """
+    assert not assignment.waiting, "a worker without a place has no rank"
+    index = assignment.index_of(local_rank)
+    found = {
+        "RANK": str(assignment.rank_base + index),
+        "GROUP_RANK": str(assignment.node_rank),
+        "ROLE_RANK": str(assignment.role_rank_base + index),
+        "WORLD_SIZE": str(assignment.world_size),
+        "GROUP_WORLD_SIZE": str(assignment.nodes),
+        "ROLE_WORLD_SIZE": str(assignment.role_world_size),
+        "MASTER_ADDR": assignment.master_addr,
+        "MASTER_PORT": str(assignment.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(assignment.agent_store),
+        "ELASTANE_ROUND": str(assignment.fence.round),
+        "ELASTANE_ATTEMPT": str(assignment.fence.attempt),
+    }
+    assert found.keys() == {*_PLACE}, "a worker without a place lacks these, and no others"
+    return {**found, **_restarts(assignment)}
+
+
+def why_without_place(message: str) -> str:
+    """Explain the end of a worker that had no place, where it lacked one of these variables.
+
+    `message`: its last words. Returns "" where they say something else.
+    """
+    found = _LACKS_PLACE.search(message)
+    if found is None:
+        return ""
+    return (
+        f"{found[1]} is absent: this worker replaces another or joins later, and has no place"
+        f" before elastane.init(). Next step: call elastane.init() before {found[1]} is read,"
+        f" or read job.rank and job.world_size instead [{SLUG}]"
+    )
+
+
+def _restarts(assignment: Assignment) -> dict[str, str]:
+    return {"TORCHELASTIC_RESTART_COUNT": str(assignment.restarts_used)}
+
+
+def _lasting(assignment: Assignment, run: RunFacts, worker: WorkerFacts) -> dict[str, str]:
+    """Return the variables that a worker has from its start, with a place or without."""
+    assert 0 <= worker.local_rank < run.local_world_size, worker
+    return {
+        **_restarts(assignment),
+        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_WORLD_SIZE": str(run.local_world_size),
+        "ROLE_NAME": run.role,
+        "TORCHELASTIC_MAX_RESTARTS": str(assignment.max_restarts),
+        "TORCHELASTIC_RUN_ID": run.job,
+        "ELASTANE_JOB": run.job,
+        "ELASTANE_NODE": run.node_id,
+    }
+
+
+def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
+    """Return `base` without the job's secrets, for a process that needs none.
+
+    A fork shows in /proc what the program that it was forked from was started with, whatever it
+    does to its own environment later: so a zygote must never have had them.
+    """
+    env = dict(base)
+    env.pop(_SECRET, None)
+    if _CONF in env:
+        pairs = env[_CONF].split(",")
+        env[_CONF] = ",".join(
+            pair for pair in pairs if pair.partition("=")[0].strip().lower() not in _SECRET_KEYS
+        )
+    return env

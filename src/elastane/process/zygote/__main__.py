@@ -1,0 +1,13 @@
+"""`python -m elastane.process.zygote`: the loop, and at the bottom of each worker's stack.
+
+The loop returns in every forked worker, so that its frames and sockets are gone when the
+script runs, and the interpreter's ordinary shutdown follows when the script ends.
+"""
+
+import sys
+
+from elastane.process.zygote.server import main
+
+work = main(sys.argv[1:])
+if work is not None:
+    work()

@@ -1,0 +1,260 @@
+"""What a forked worker does to become what a fresh interpreter would be, and the run itself.
+
+Owns every trace that the zygote would leave: environment, arguments, import path, `__main__`,
+standard streams, random state, what modules computed once for their process. Runs in the worker
+only. An error of the script is the script's: it leaves through the interpreter, without the
+frames of this file. What is not restored, and why, is in the docstring of `become`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.machinery
+import io
+import itertools
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, TextIO
+
+from elastane.process.errorfile import write_error_file
+from elastane.process.execspawn import RUN_PATH_CODE, command_line
+from elastane.process.kernel import show_program
+from elastane.process.process import WorkerCommand
+from elastane.process.status_page import PAGE_FD_VARIABLE, WorkerPage
+from elastane.process.zygote.early import EarlyModules, Imported, ImportNotes
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What the zygote noted of its interpreter before it imported anything of the user's."""
+
+    main: dict[str, Any]  # `__main__` as every program begins
+    path: tuple[str, ...]  # the import path without its first entry
+
+
+def note_birth() -> Birth:
+    """Return the state of this interpreter that every worker is to begin with."""
+    here = vars(sys.modules["__main__"])
+    main: dict[str, Any] = {
+        "__name__": "__main__",
+        "__doc__": None,
+        "__package__": None,
+        "__loader__": importlib.machinery.BuiltinImporter,
+        "__spec__": None,
+    }
+    if "__annotations__" in here:  # until Python 3.13
+        main["__annotations__"] = {}
+    main["__builtins__"] = sys.modules["builtins"]
+    return Birth(main=main, path=tuple(sys.path if sys.flags.safe_path else sys.path[1:]))
+
+
+def first_path_entry(command: WorkerCommand) -> str:
+    """Return what Python puts first on the import path for `command`."""
+    if command.kind == "script":
+        return str(Path(command.target).resolve().parent)
+    return command.cwd if command.kind == "module" else ""
+
+
+def become(command: WorkerCommand, birth: Birth, imported: Imported) -> Callable[[], None]:
+    """Make this process the one of `command`; returns the script, to be called at the bottom.
+
+    Descriptors and folder are in place already. Not restored: the hash seed (shared by all
+    workers of a node, as by forks of `multiprocessing`), garbage frozen by the zygote, modules
+    that are imported already, and three frames of `python -m` below the script.
+    """
+    os.environ.clear()
+    os.environ.update(command.env)
+    time.tzset()
+    sys.orig_argv[:] = command_line(command, sys.executable)
+    show_program(sys.orig_argv, command.env)
+    _renew_streams()
+    _renew_import_path(command, birth)
+    _renew_modules()
+    _renew_random_state()
+    _watch_fatal_signals()
+    _note_imports(command.env)
+    EarlyModules(imported, command.env).hide()
+    return _program(command, birth)
+
+
+def _note_imports(env: Mapping[str, str]) -> None:
+    """Have the agent see what this worker imports, so that the next ones find it imported."""
+    with contextlib.suppress(OSError, ValueError):  # There is no page, or none of this version.
+        page = WorkerPage.open(int(env.get(PAGE_FD_VARIABLE, "")))
+        ImportNotes(page.note_import).begin()
+
+
+def _renew_import_path(command: WorkerCommand, birth: Birth) -> None:
+    added = [entry for entry in sys.path[1:] if entry not in birth.path]
+    first = () if sys.flags.safe_path else (first_path_entry(command),)
+    sys.path[:] = [*first, *birth.path, *added]
+    importlib.invalidate_caches()
+
+
+def _renew_streams() -> None:
+    """Give the three text streams the buffering that suits what they now lead to.
+
+    The objects stay the same, for handlers that modules made at import hold on to them. As
+    create_stdio of CPython's pylifecycle.c.
+    """
+    for fd, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        _renew_stream(fd, stream)
+
+
+def _renew_stream(fd: int, stream: TextIO) -> None:
+    assert isinstance(stream, io.TextIOWrapper)
+    name, mode, encoding, errors = stream.name, stream.mode, stream.encoding, stream.errors
+    through = stream.write_through  # python -u, which the zygote is started with
+    unbuffered = through and mode == "w"
+    buffering = 0 if unbuffered else -1
+    binary: Any = io.open(fd, f"{mode}b", buffering, closefd=False)  # noqa: SIM115, UP020
+    raw = binary if unbuffered else binary.raw
+    raw.name = name
+    line_buffering = not through and (raw.isatty() or fd == 2)
+    renew: Any = stream.__init__  # type: ignore[misc]
+    renew(binary, encoding, errors, "\n", line_buffering, through)
+    setattr(stream, "mode", mode)  # noqa: B010 - settable in C, read-only in typeshed
+
+
+def _renew_modules() -> None:
+    """Take back what modules computed once for their process, where they are imported."""
+    processes: Any = sys.modules.get("multiprocessing.process")
+    if processes is not None:  # its key authenticates connections: never shared by workers
+        processes._current_process = type(processes._current_process)()
+        processes._process_counter = itertools.count(1)
+        processes._children = set()
+    tempfile: Any = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None  # TMPDIR is read once
+    logging: Any = sys.modules.get("logging")
+    if logging is not None:  # the origin of relativeCreated; nanoseconds since Python 3.13
+        whole = isinstance(logging._startTime, int)
+        logging._startTime = time.time_ns() if whole else time.time()
+    linecache: Any = sys.modules.get("linecache")
+    if linecache is not None:
+        linecache.clearcache()
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available():
+        distributed.set_debug_level_from_env()
+
+
+def _renew_random_state() -> None:
+    """Seed from the operating system, as each library does at import; forks share a seed.
+
+    `random` does so by itself after a fork. CUDA generators are made when CUDA is first used.
+    """
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+
+
+def _program(command: WorkerCommand, birth: Birth) -> Callable[[], None]:
+    # A new module, since the zygote's own is frozen: what refers to it would never be collected.
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if "__mp_main__" in sys.modules:  # how multiprocessing calls it, from its import on
+        sys.modules["__mp_main__"] = main
+    vars(main).clear()
+    vars(main).update(birth.main)
+    if command.kind == "module":
+        sys.argv[:] = ["-m", *command.args]
+        return _with_own_frames_hidden(lambda: _run_module(command.target))
+    if command.kind == "run-path":
+        sys.argv[:] = ["-c", command.target, *command.args]
+        return _with_own_frames_hidden(lambda: _run(RUN_PATH_CODE.encode(), "<string>"))
+    sys.argv[:] = [command.target, *command.args]
+    path = _absolute(command.target)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    return _with_own_frames_hidden(lambda: _run(loader.get_data(path), path))
+
+
+def _absolute(path: str) -> str:
+    """Return `path` as the interpreter shows it in `__file__` (CPython's _Py_abspath)."""
+    return path if path.startswith("/") else f"{Path.cwd()}/{path}"
+
+
+def _run(source: bytes, path: str) -> None:
+    code: CodeType = compile(source, path, "exec", dont_inherit=True)
+    exec(code, vars(sys.modules["__main__"]))
+
+
+def _run_module(name: str) -> None:
+    run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+    run_as_main(name)
+
+
+def _with_own_frames_hidden(program: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        try:
+            program()
+        except SystemExit as error:
+            if isinstance(error.code, str):  # sys.exit("why"): its words are the error
+                _leave_error_file(error.with_traceback(_below_own_frames(error.__traceback__)))
+            raise
+        except BaseException:
+            _hide_own_frames()
+            raise
+
+    return run
+
+
+def _hide_own_frames() -> None:
+    """Let the interpreter end as ever, but call the excepthook with the script's frames only."""
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, full: TracebackType | None) -> None:
+        sys.excepthook = hook
+        error.__traceback__ = sys.last_traceback = _below_own_frames(full)
+        _leave_error_file(error)
+        hook(kind, error, error.__traceback__)
+
+    sys.excepthook = show
+
+
+def _leave_error_file(error: BaseException) -> None:
+    """Tell the agent what ended the script, unless the script's own `record` has.
+
+    Before the interpreter's teardown, which takes torch 0.3 s: the time in the file is the fault's.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or isinstance(error, KeyboardInterrupt) or Path(path).exists():
+        return
+    with contextlib.suppress(OSError):  # The traceback is on stderr as well.
+        write_error_file(path, error)
+
+
+def _watch_fatal_signals() -> None:
+    """Have a fatal signal show the Python stacks of all threads, then the native one of torch's.
+
+    Each handler hands on to the one that was there before. Costs microseconds here, and nothing
+    until then.
+    """
+    faulthandler.disable()  # the zygote's own, so that torch's comes below ours
+    torch_c: Any = sys.modules.get("torch._C")
+    if torch_c is not None and hasattr(torch_c, "_set_print_stack_traces_on_fatal_signal"):
+        torch_c._set_print_stack_traces_on_fatal_signal(True)
+        # torch counts SIGINT as fatal; here it is the script's KeyboardInterrupt, as ever.
+        signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT) or signal.SIG_DFL)
+    with contextlib.suppress(OSError, ValueError):  # Standard error may be closed.
+        faulthandler.enable(file=2, all_threads=True)
+
+
+def _below_own_frames(full: TracebackType | None) -> TracebackType | None:
+    below, here = full, full
+    while here is not None:
+        if here.tb_frame.f_code.co_filename == __file__:
+            below = here.tb_next
+        here = here.tb_next
+    return below

@@ -1,0 +1,94 @@
+"""When a forked worker could not be told from a fresh one, and when it could: reasons in words.
+
+Pure checks. An empty answer means fit; any other is why the worker is to be a plain exec. What
+is read once, when the interpreter or a library starts, cannot be changed by setting a variable
+later, so a worker that wants it otherwise than the zygote has it is not forked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastane.process.process import WorkerCommand
+
+# Read at start by: the interpreter, the loader, malloc, the C library's locale.
+START_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG")
+# Read at import by: the thread pools of OpenMP, MKL and OpenBLAS, NumPy, torch.
+IMPORT_PREFIXES = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "DNNL_",
+    "NPY_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_",
+)  # fmt: skip
+FROZEN_PREFIXES = START_PREFIXES + IMPORT_PREFIXES
+# Read when a process group is made, or read again in the worker; the fault handler is set up anew
+# in each worker.
+THAWED_PREFIXES = (
+    "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_", "TORCH_WORKER_", "PYTHONFAULTHANDLER",
+)  # fmt: skip
+
+
+def is_read_at_import(name: str) -> bool:
+    """Whether torch, or what it is built on, reads this variable when it is imported."""
+    return name.startswith(IMPORT_PREFIXES) and not name.startswith(THAWED_PREFIXES)
+
+
+def unfit_environment(zygote: Mapping[str, str], worker: Mapping[str, str]) -> str:
+    """Return which variable the zygote, started with another value, cannot honour."""
+    for name in sorted({*zygote, *worker}):
+        if not name.startswith(FROZEN_PREFIXES) or name.startswith(THAWED_PREFIXES):
+            continue
+        if zygote.get(name) != worker.get(name):
+            have, want = zygote.get(name, "unset"), worker.get(name, "unset")
+            return f"{name} is {want!r} for the worker, but the zygote started with {have!r}"
+    return ""
+
+
+def unfit_folder(zygote_env: Mapping[str, str], zygote_cwd: str, command: WorkerCommand) -> str:
+    """Return why the worker's folder changes what its import path means."""
+    entries = zygote_env.get("PYTHONPATH", "").split(os.pathsep)
+    relative = [entry for entry in entries if entry and not entry.startswith("/")]
+    if relative and command.cwd != zygote_cwd:
+        return f"PYTHONPATH has the relative entry {relative[0]!r}, and the worker another folder"
+    return ""
+
+
+def unfit_binding(command: WorkerCommand) -> str:
+    """Return why a worker that is bound to some CPUs needs an interpreter of its own.
+
+    Thread pools are sized by the CPUs of the process when torch is imported.
+    """
+    if command.cpus and "OMP_NUM_THREADS" not in command.env:
+        return "it is bound to CPUs, and OMP_NUM_THREADS is not set"
+    return ""
+
+
+def unfit_script(path: str) -> str:
+    """Return why `path` is not a plain source file, which Python itself is left to say or run."""
+    if not Path(path).is_file():
+        return f"{path} is not a file"
+    if b"\0" in Path(path).read_bytes():
+        return f"{path} is no text: compiled, or an archive"
+    return ""
+
+
+def shadowed(folder: str, origins: Mapping[str, str]) -> str:
+    """Return why a module in `folder`, first on the import path, is not the one preloaded.
+
+    `origins` are the preloaded top-level modules that have a file, with that file.
+    """
+    home = Path(folder or ".").resolve()
+    try:
+        names = {entry.name for entry in home.iterdir()}
+    except OSError:
+        return ""
+    for module, origin in origins.items():
+        if module in names and (home / module / "__init__.py").is_file():
+            mine = home / module / "__init__.py"
+        elif f"{module}.py" in names:
+            mine = home / f"{module}.py"
+        else:
+            continue
+        if Path(origin).resolve() != mine.resolve():
+            return f"{mine} hides {origin}, which the zygote has imported"
+    return ""

@@ -1,0 +1,83 @@
+"""What agent and zygote say to one another over their SOCK_SEQPACKET pair.
+
+A message is a small JSON object, with descriptors by SCM_RIGHTS. A command, whose environment
+may have hundreds of KB, travels in a memfd: no message is larger than a bound, and the kernel's
+limit on packets is never met. Both ends are of the same version, started one by the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from elastane.process.process import WorkerCommand
+
+# A reason or a list of problems is a few KB.
+MESSAGE_BYTES_MAX = 64 << 10
+# The kernel lets exec have about 6 MB of arguments and environment at most.
+COMMAND_BYTES_MAX = 8 << 20
+# SCM_MAX_FD of the kernel is 253; a worker has its standard three, its page and a few more.
+DESCRIPTORS_MAX = 64
+# The number that the zygote's end of the pair has there.
+ZYGOTE_FD = 3
+
+Message = dict[str, Any]
+
+
+def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
+    """Send one message; raises OSError when the other end is gone or does not read."""
+    data = json.dumps(message).encode()
+    assert len(data) <= MESSAGE_BYTES_MAX and len(fds) <= DESCRIPTORS_MAX, (len(data), len(fds))
+    socket.send_fds(sock, [data], list(fds))
+
+
+def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
+    """Return the next message and its descriptors, None at the end."""
+    data, fds, _flags, _address = socket.recv_fds(sock, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX)
+    if not data:
+        return None
+    message = json.loads(data)
+    assert isinstance(message, dict)
+    return message, fds
+
+
+def pack_command(command: WorkerCommand) -> int:
+    """Return a memfd that holds all of `command` but its descriptors; raises ValueError."""
+    data = json.dumps(
+        {
+            "kind": command.kind,
+            "target": command.target,
+            "args": command.args,
+            "env": dict(command.env),
+            "cwd": command.cwd,
+            "cpus": sorted(command.cpus),
+        }
+    ).encode()
+    if len(data) > COMMAND_BYTES_MAX:
+        raise ValueError(f"a command of {len(data)} bytes, of at most {COMMAND_BYTES_MAX}")
+    if len(command.descriptors()) >= DESCRIPTORS_MAX:
+        raise ValueError(f"{len(command.descriptors())} descriptors, of {DESCRIPTORS_MAX - 1}")
+    fd = os.memfd_create("elastane-command", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    return fd
+
+
+def unpack_command(fd: int, descriptors: dict[int, int]) -> WorkerCommand:
+    """Return the command of a memfd, with `descriptors` as they are numbered here."""
+    data = json.loads(os.pread(fd, COMMAND_BYTES_MAX, 0))
+    return WorkerCommand(
+        kind=data["kind"],
+        target=data["target"],
+        args=tuple(data["args"]),
+        env=data["env"],
+        cwd=data["cwd"],
+        stdin=descriptors[0],
+        stdout=descriptors[1],
+        stderr=descriptors[2],
+        fds={number: fd for number, fd in descriptors.items() if number > 2},
+        cpus=frozenset(data["cpus"]),
+    )

@@ -1,0 +1,199 @@
+"""Which of an incident's failures is its cause, and which are its consequences.
+
+Every failure arrives with an age by its sender's monotonic clock, so all of a job's failures
+stand on the coordinator's one time line; the earliest one is the cause. A worker that only lost
+the connection to a peer is a consequence as long as anything else explains it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+import signal
+from collections.abc import Sequence
+
+import msgspec
+
+from elastane.protocol.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_MAX, FAILURES_TOLD_WHOLE
+from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence
+
+# What gloo and NCCL say when a peer is gone (torch 2.13); compared in lower case.
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+    "ncclremoteerror",
+    "read timeout",
+    "timed out waiting",
+)
+# Signals that others send: what a worker had written before is not about its end.
+_FROM_OUTSIDE = frozenset(
+    {
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGKILL,
+        signal.SIGTERM,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGXCPU,
+    }
+)
+_HEADLINE_CHARS_MAX = 200
+STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
+_FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
+# Errors that may be gone in the next attempt: of the system, of requests to exit, ...
+_PASSING_ERRORS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
+# ... and of the network and the device, by the names and words of torch, its libraries and clients.
+_PASSING = re.compile(
+    r"connect|time[d ]*-?out|\bhttp|\burl|ssl|network|socket|resolve|gaierror|unavailable|"
+    r"out ?of ?memory|\bcuda|cudnn|cublas|nccl|gloo|\bhip\b|accelerator|"
+    r"\bDist\w*Error|store",
+    re.IGNORECASE,
+)
+_TRACEBACK = "Traceback (most recent call last):"
+_OWN_ERRORS = "elastane.errors."
+
+
+class Sighting(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure with its node and its time on the coordinator's clock."""
+
+    node_id: str
+    at_s: float
+    failure: Failure
+
+
+def is_lost_peer(failure: Failure) -> bool:
+    """Whether the failure says no more than that a peer was gone."""
+    if _is_unexplained(failure):
+        return False
+    text = failure.message.lower()
+    return any(sign in text for sign in _LOST_PEER)
+
+
+def _is_unexplained(failure: Failure) -> bool:
+    """Whether a signal from outside ended the worker, whose last output is not about that."""
+    return failure.output and -failure.exit_code in _FROM_OUTSIDE
+
+
+def headline(said: str) -> str:
+    """Return the line of a worker's words that names its error, the last one where none does.
+
+    An exception's own text may have several lines: the one after the stack names it.
+    """
+    *_, last = said.rpartition(_TRACEBACK)
+    lines = [line for line in last.splitlines() if line.strip()]
+    if _TRACEBACK in said or said.startswith(_OWN_ERRORS):
+        lines = [line for line in lines if not line[0].isspace()][:1] or lines
+    return lines[-1].strip() if lines else ""
+
+
+def exit_text(exit_code: int) -> str:
+    """Return in words how a process with this exit code ended (negative: by a signal)."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return name
+
+
+def failure_text(failure: Failure) -> str:
+    """Return in words how a worker ended, with what its agent knows besides."""
+    if failure.stopped:
+        return f"an error of its own; {exit_text(failure.exit_code)} came while it was ending"
+    evidence = f" ({failure.evidence})" if failure.evidence else ""
+    return exit_text(failure.exit_code) + evidence
+
+
+def evidence_text(failure: Failure) -> str:
+    """Return what its agent knows of a worker's end besides its exit code."""
+    return STOPPED_IN_ITS_END if failure.stopped else failure.evidence
+
+
+def worker_text(rank: int) -> str:
+    """Return in words which worker it is."""
+    return "worker without a rank" if rank == NO_RANK else f"worker of rank {rank}"
+
+
+def end_text(failure: Failure) -> str:
+    """Return in words, as a predicate, how a worker failed."""
+    if failure.stopped:
+        return "failed by an error of its own"
+    return f"ended with {failure_text(failure)}"
+
+
+def _error_text(failure: Failure) -> str:
+    """Return the words of a worker's error, as a root cause shows them after its end."""
+    words = headline(failure.message)[:_HEADLINE_CHARS_MAX]
+    if not words or _is_unexplained(failure):
+        return ""
+    if failure.output and failure.exit_code >= 0 and _TRACEBACK not in failure.message:
+        return f"; the last line of its stderr: {words}"
+    return f": {words}"
+
+
+def told(sightings: Sequence[Sighting], now_s: float) -> tuple[FailedWorker, ...]:
+    """Return an incident's failures in the order of time, bounded, with their ages as of now."""
+    found = []
+    for place, one in enumerate(sorted(sightings, key=_place)[:FAILURES_TOLD_MAX]):
+        message = one.failure.message
+        if place >= FAILURES_TOLD_WHOLE:
+            message = message[-FAILURE_TOLD_CHARS_MAX:]
+        failure = msgspec.structs.replace(
+            one.failure, age_s=max(0.0, now_s - one.at_s), message=message
+        )
+        found.append(FailedWorker(node_id=one.node_id, failure=failure))
+    return tuple(found)
+
+
+def _place(sighting: Sighting) -> tuple[float, int]:
+    return sighting.at_s, sighting.failure.rank
+
+
+def root_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
+    """Return the earliest failure that is not explained by a lost peer; needs one at least."""
+    own = [s for s in sightings if not is_lost_peer(s.failure)] or list(sightings)
+    first = min(own, key=_place)
+    failure, error = first.failure, _own_error(first.failure)
+    alike = sum(bool(error) and _own_error(s.failure) == error for s in sightings) - bool(error)
+    who = f"{worker_text(failure.rank)} (local rank {failure.local_rank}, pid {failure.pid})"
+    return Cause(
+        kind="worker",
+        what=f"{who} on node {first.node_id} {end_text(failure)}{_error_text(failure)}",
+        node_id=first.node_id,
+        fence=fence,
+        failure=failure,
+        consequences=len(sightings) - 1 - alike,
+        alike=alike,
+    )
+
+
+def crash_site(failure: Failure) -> str:
+    """Return the place of an error that only a change of the script can mend, in words.
+
+    Empty where another attempt may fare better: the worker had made steps, it left no error file,
+    or its error is of the network, the device or the file system.
+    """
+    error = headline(failure.message)
+    frames = _FRAME.findall(failure.message)
+    if failure.steps or not failure.error_file or not frames or is_lost_peer(failure):
+        return ""
+    kind = error.partition(":")[0].rpartition(".")[2]
+    known = getattr(builtins, kind, None)
+    passing = isinstance(known, type) and issubclass(known, _PASSING_ERRORS)
+    if passing or _PASSING.search(error):
+        return ""
+    file, line = frames[-1]
+    return f"{error[:_HEADLINE_CHARS_MAX]}, {file}:{line}"
+
+
+def _own_error(failure: Failure) -> str:
+    """Return what two failures by the same error have in common; empty where nothing is known."""
+    if failure.output or is_lost_peer(failure):
+        return ""
+    return headline(failure.message)

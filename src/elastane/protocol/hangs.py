@@ -1,0 +1,299 @@
+"""Which workers hang: a pure judgement on what is seen of each, in limits learned from the job.
+
+A worker that recovers in place leaves a mark of each piece of progress on its page. One whose mark
+stands still is asked whether it waits for others; one that waits is a victim and never blamed, and
+one that neither waits nor moves for longer than its own kind of work ever took, by far, hangs. A
+worker that cannot answer (it holds the interpreter's lock, it is stopped) does not wait.
+
+Where all workers wait and nothing moves between them, nobody is to blame: no mark changes, no byte
+goes over their connections. That is a stall, and the coordinator ends it for the whole world.
+It does not matter what they are at, nor how many steps a process has made: one that is busy does
+not wait.
+
+What the limits are learned from is the work between two marks alone: not what was spent waiting,
+and nothing that the end of a world cut short, or one hang would stretch the limit for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from elastane.protocol.limits import (
+    HANG_ANSWER_S,
+    HANG_ASK_S,
+    HANG_BETWEEN_S,
+    HANG_CEILING_S,
+    HANG_ENTER_S,
+    HANG_FACTOR,
+    HANG_LOOK_S,
+    HANG_STALL_S,
+    HANG_STEPS_FIRST,
+    HANG_STOPPED_S,
+    HANG_WINDOW_S,
+    REASON_CHARS_MAX,
+)
+from elastane.protocol.model import Waiting
+
+
+class Activity(IntEnum):
+    """What a worker says that it is at."""
+
+    APART = 0  # before its first step, or after its last
+    LOADING = 1  # waits for its data loader
+    BODY = 2  # in the body of a step
+    COMPILING = 3
+    BETWEEN = 4  # the user's own, between two steps: evaluation, checkpoints
+    ENTERING = 5  # waits for a world, or for the state that is right there
+    BUILDING = 6  # has a place and builds its model; the others wait for its first step
+
+
+_WORDS = {
+    Activity.APART: "outside of its steps",
+    Activity.LOADING: "waiting for its data loader",
+    Activity.BODY: "in the body of a step",
+    Activity.COMPILING: "compiling",
+    Activity.BETWEEN: "between two steps",
+    Activity.ENTERING: "entering a world",
+    Activity.BUILDING: "building its model, between elastane.init() and job.steps()",
+}
+# Neither is ever judged by its time: it may take as long as it takes, or is a wait for others.
+_UNJUDGED = (Activity.APART, Activity.ENTERING)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One look at one worker. `steps`: those that this process has made.
+
+    `stopped`: by a signal. `held`: by a debugger.
+    """
+
+    mark: int
+    activity: Activity
+    steps: int
+    stopped: bool = False
+    held: bool = False
+
+
+@dataclass(slots=True)
+class _Worker:
+    sight: Sight
+    since_s: float  # when its mark last changed
+    busy_s: float  # since when it is not known to have waited for others
+    still_s: float  # since when neither its mark nor the bytes on its connections have changed
+    asked_s: float | None = None
+    answered: bool = True
+    waits: bool = False
+    at: Waiting | None = None
+    traffic: int | None = None
+    stopped_s: float | None = None
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one look found: reasons by worker, whom to ask, and whether all only wait.
+
+    `waiting`: where, once all have waited for HANG_STALL_S. `stalled`: nothing will come of it.
+    """
+
+    hung: dict[int, str] = field(default_factory=dict)
+    ask: list[int] = field(default_factory=list)
+    waiting: tuple[Waiting, ...] = ()
+    stalled: bool = False
+
+
+class _Longest:
+    """The longest times of late: of this window of time and of the one before it."""
+
+    def __init__(self) -> None:
+        self._now: dict[Activity | None, float] = {}
+        self._before: dict[Activity | None, float] = {}
+        self._turned_s = 0.0
+
+    def note(self, kind: Activity | None, took_s: float, now_s: float) -> None:
+        if now_s - self._turned_s >= HANG_WINDOW_S:
+            self._before, self._now, self._turned_s = self._now, {}, now_s
+        self._now[kind] = max(took_s, self._now.get(kind, 0.0))
+
+    def of(self, kind: Activity | None) -> float:
+        return max(self._now.get(kind, 0.0), self._before.get(kind, 0.0))
+
+
+class HangWatch:
+    """Judges the workers of one node that have a place in a world; `now_s` is monotonic.
+
+    `floor_s`: nobody is taken to hang sooner, but for those that a signal has stopped.
+
+    Workers are named by numbers that no two of them share, such as process ids. What is learned
+    outlives them: it is of the job.
+    """
+
+    def __init__(self, floor_s: float) -> None:
+        self._floor_s = floor_s
+        self._workers: dict[int, _Worker] = {}
+        # By what a worker was at; None: waiting for others.
+        self._longest = _Longest()
+        self._now_s = 0.0
+        self._looked_s: float | None = None
+
+    def look(self, sights: Mapping[int, Sight], now_s: float) -> Findings:
+        """Take in what is seen of each worker; to be called each HANG_LOOK_S or so.
+
+        Time in which nobody looked (a host that stood still) is not held against anybody.
+        """
+        passed_s = now_s - self._looked_s if self._looked_s is not None else 0.0
+        self._looked_s = now_s
+        self._now_s += min(passed_s, 4 * HANG_LOOK_S)
+        known, self._workers = self._workers, {}
+        found = Findings()
+        for number, sight in sights.items():
+            worker = self._workers[number] = self._seen(known.get(number), sight)
+            reason = self._judge(worker)
+            if reason:
+                found.hung[number] = reason
+            elif self._is_to_be_asked(worker):
+                worker.asked_s, worker.answered = self._now_s, False
+                found.ask.append(number)
+        workers = self._workers.values()
+        if workers and all(self._is_still(worker) for worker in workers):
+            found.waiting = tuple(worker.at for worker in workers if worker.at is not None)
+            found.stalled = all(self._is_stalled(worker) for worker in workers)
+        return found
+
+    def answered(
+        self,
+        number: int,
+        *,
+        waits: bool,
+        held: bool = False,
+        at: Waiting | None = None,
+        traffic: int | None = None,
+    ) -> None:
+        """Take in what a worker says of itself: whether it waits for others, or in a debugger.
+
+        `at`: where it is. `traffic`: the bytes that went over its connections to the others so far;
+        None where it cannot count them.
+        """
+        worker = self._workers.get(number)
+        if worker is None:
+            return
+        worker.answered, worker.waits, worker.at = True, waits and not held, at
+        if waits or held:
+            worker.busy_s = self._now_s
+        if None not in (worker.traffic, traffic) and worker.traffic != traffic:
+            worker.still_s = self._now_s
+        worker.traffic = traffic
+
+    def world_ended(self) -> None:
+        """What the workers were at is cut short: nothing is learned from it, all begin anew."""
+        for worker in self._workers.values():
+            worker.since_s = worker.busy_s = worker.still_s = self._now_s
+            worker.asked_s, worker.answered, worker.waits = None, True, False
+
+    def _limit_s(self, sight: Sight) -> float:
+        """For how long such a worker may show no progress."""
+        if sight.activity is Activity.BETWEEN:
+            return max(HANG_BETWEEN_S, HANG_FACTOR * self._longest.of(sight.activity))
+        if sight.steps < HANG_STEPS_FIRST or sight.activity is Activity.COMPILING:
+            return HANG_CEILING_S
+        return self._learned_s(sight.activity, self._floor_s)
+
+    def _learned_s(self, kind: Activity | None, floor_s: float) -> float:
+        longest_s = self._longest.of(kind)
+        limit_s = min(HANG_CEILING_S, max(floor_s, HANG_FACTOR * longest_s))
+        return max(limit_s, 2 * longest_s)  # The ceiling is no limit for who is slower than that.
+
+    def _seen(self, before: _Worker | None, sight: Sight) -> _Worker:
+        now_s = self._now_s
+        if before is None:
+            return _Worker(sight, now_s, now_s, now_s)
+        if before.sight.mark != sight.mark:
+            self._learn(before)
+            worker = _Worker(sight, now_s, now_s, now_s)
+        else:
+            worker, worker.sight = before, sight
+        worker.stopped_s = (before.stopped_s or now_s) if sight.stopped else None
+        if sight.held:
+            worker.busy_s = now_s
+        return worker
+
+    def _learn(self, worker: _Worker) -> None:
+        """Take in for how long a worker was busy, and waited, up to the mark that it now shows."""
+        if worker.sight.steps < HANG_STEPS_FIRST:
+            return
+        idle_s = self._now_s if self._waits(worker) else worker.busy_s
+        self._longest.note(None, idle_s - worker.since_s, self._now_s)
+        self._longest.note(worker.sight.activity, self._now_s - idle_s, self._now_s)
+
+    def _judge(self, worker: _Worker) -> str:
+        """Return why the worker hangs; empty while it does not, as far as is known."""
+        now_s, sight = self._now_s, worker.sight
+        if worker.stopped_s is not None and now_s - worker.stopped_s >= HANG_STOPPED_S:
+            return f"stopped by a signal for {now_s - worker.stopped_s:.1f} s"
+        idle_s, limit_s = now_s - worker.busy_s, self._limit_s(sight)
+        if sight.activity in _UNJUDGED or idle_s < limit_s or not self._is_sure(worker):
+            return ""
+        return (
+            f"no progress for {idle_s:.1f} s, {_WORDS[sight.activity]}, after {sight.steps} steps"
+            f" (limit {limit_s:.1f} s)"
+        )
+
+    def _is_sure(self, worker: _Worker) -> bool:
+        """Whether it said of late that it does not wait, or had its time to say so."""
+        said = worker.asked_s is not None and worker.answered
+        return not worker.waits if said else self._is_silent(worker)
+
+    def _waits(self, worker: _Worker) -> bool:
+        """Whether it said of late that it waits; one that was just asked has its time to answer."""
+        return worker.waits and not self._is_silent(worker)
+
+    def _is_silent(self, worker: _Worker) -> bool:
+        """Whether it did not answer in its time."""
+        if worker.answered or worker.asked_s is None:
+            return False
+        return self._now_s - worker.asked_s >= HANG_ANSWER_S
+
+    def _is_to_be_asked(self, worker: _Worker) -> bool:
+        if not worker.answered:
+            return False
+        last_s = worker.since_s if worker.asked_s is None else worker.asked_s
+        return self._now_s - last_s >= HANG_ASK_S
+
+    def _is_still(self, worker: _Worker) -> bool:
+        """Whether it has waited for others for a while, and nothing has moved."""
+        waits = worker.sight.activity is Activity.ENTERING or self._waits(worker)
+        return waits and self._now_s - worker.still_s >= HANG_STALL_S
+
+    def _is_stalled(self, worker: _Worker) -> bool:
+        """Whether it is still for so long that nothing will come."""
+        if worker.sight.activity is Activity.ENTERING:
+            return self._now_s - worker.still_s >= HANG_ENTER_S
+        if worker.traffic is not None:
+            return self._is_still(worker)
+        # A device may compute what a collective waits for, or a thread while its reduce-scatter has
+        # ended unseen: only earlier waits say how long.
+        first = worker.sight.steps < HANG_STEPS_FIRST
+        limit_s = HANG_CEILING_S if first else self._learned_s(None, HANG_STALL_S)
+        return self._now_s - worker.since_s >= limit_s
+
+
+def places_of(waiting: Iterable[Waiting]) -> str:
+    """Say where workers wait, ranks at one place together."""
+    places: dict[str, list[int]] = {}
+    for each in sorted(waiting, key=lambda each: each.rank):
+        places.setdefault(each.where, []).append(each.rank)
+    text = ", ".join(f"{_ranks(ranks)} in {where}" for where, ranks in places.items())
+    return text[:REASON_CHARS_MAX] or "none of them says where"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return sorted ranks in words, as "ranks 0-2, 7"."""
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,0 +1,79 @@
+"""The kinds of events that a job's log holds, and the form in which core tells them.
+
+docs/events.md has a section for each kind; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from elastane.protocol.model import Fence
+
+
+class EventKind(StrEnum):
+    """What happened; the value is what stands in the event log."""
+
+    # Told by the coordinator.
+    COORDINATOR_STARTED = "coordinator-started"
+    COORDINATOR_STOPPED = "coordinator-stopped"
+    AUTHORITY_LOST = "authority-lost"
+    AUTHORITY_REGAINED = "authority-regained"
+    NODE_JOINED = "node-joined"
+    NODE_READY = "node-ready"
+    NODE_REFUSED = "node-refused"
+    NODE_DEPARTED = "node-departed"
+    NODE_LEAVING = "node-leaving"
+    NODE_RELEASED = "node-released"
+    NODE_REGISTERED_AGAIN = "node-registered-again"
+    ROUND_SETTLED = "round-settled"
+    ROUND_RESUMED = "round-resumed"
+    IN_PLACE = "in-place"
+    INCIDENT = "incident"
+    DRAIN_STARTED = "drain-started"
+    DRAIN_ENDED = "drain-ended"
+    RESTART = "restart"
+    REPLACEMENT = "replacement"
+    WAITING = "waiting"
+    STALL = "stall"
+    RESIZED = "resized"
+    JOB_ENDED = "job-ended"
+    # Told by an agent.
+    AGENT_STARTED = "agent-started"
+    AGENT_STOPPED = "agent-stopped"
+    COORDINATOR_FOUND = "coordinator-found"
+    COORDINATOR_AWAY = "coordinator-away"
+    WORKERS_STARTING = "workers-starting"
+    WORKERS_STARTED = "workers-started"
+    WORKERS_INTERRUPTED = "workers-interrupted"
+    WORKERS_REGROUPED = "workers-regrouped"
+    WORKER_EXITED = "worker-exited"
+    REPLICA_DIFFERED = "replica-differed"
+    CHECKPOINT_SAVED = "checkpoint-saved"
+    CHECKPOINT_FAILED = "checkpoint-failed"
+    RESTORED = "restored"
+    KEEPER_LOST = "keeper-lost"
+    WORKERS_STOPPING = "workers-stopping"
+    WORKERS_STOPPED = "workers-stopped"
+    WORKERS_DRAINING = "workers-draining"
+    SIGNAL = "signal"
+    ZYGOTE_WARM = "zygote-warm"
+    ZYGOTE_DIED = "zygote-died"
+    ZYGOTE_PROBLEM = "zygote-problem"
+    ZYGOTE_FALLBACK = "zygote-fallback"
+    # Told by the log itself.
+    EVENTS_LOST = "events-lost"
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """One event as core tells it: what, why in words, and where.
+
+    The shell that writes it adds time, host, pid and a sequence number.
+    """
+
+    kind: EventKind
+    reason: str
+    node_id: str = ""
+    fence: Fence | None = None
+    data: dict[str, str | int | float | bool] = {}

@@ -1,0 +1,339 @@
+"""The messages between agent and coordinator, each a small immutable value with a tag.
+
+`ToCoordinator` and `ToAgent` are the two closed sets; `protocol.wire` encodes them. A message of a
+worker group names the fence it is about, so one that comes late is recognised as such.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+from elastane.protocol.limits import COUNT_MAX, FAILURES_MAX, WAITING_MAX
+from elastane.protocol.model import (
+    Assignment,
+    Count,
+    Failure,
+    Fence,
+    JobSpec,
+    LocalRank,
+    NodeSpec,
+    Offer,
+    Outcome,
+    Seconds,
+    Text,
+    Waiting,
+)
+from elastane.protocol.sharding import Sharding
+
+GroupState = Literal["running", "succeeded", "failed", "stopping"]
+# The target of a drain is one more than the furthest, and has to cross the wire as well.
+Calls = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_MAX)]
+
+
+def _check_count(failures: tuple[Failure, ...]) -> None:
+    if len(failures) > FAILURES_MAX:
+        raise ValueError(f"{len(failures)} failures in a report of at most {FAILURES_MAX}")
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent that (re-)registers has in hand."""
+
+    assignment: Assignment
+    state: GroupState
+    failures: tuple[Failure, ...] = ()
+    # Its workers were asked to checkpoint; they will not go on by themselves.
+    draining: bool = False
+    able: tuple[LocalRank, ...] = ()
+    in_place: bool = False  # they recover in place, those too that have finished their steps
+    sharding: Sharding | None = None  # of the state that they hold
+    # Why its workers make no step in their world any more, and wait for another one.
+    halted: Text = ""
+    renewed: tuple[LocalRank, ...] = ()  # of the failed: those with successors that were paid for
+
+    def __post_init__(self) -> None:
+        _check_count(self.failures)
+
+
+class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
+    """An agent's first message in every session, and what it still holds.
+
+    `ready` is False while its workers could not start quickly yet (the zygote still imports).
+    `welcomed`: a coordinator of this job has let it in before. `seen` is the highest fence that it
+    was ever assigned, with the restarts used by then: where there is no record, a coordinator
+    learns from it how far the job had come.
+    """
+
+    spec: JobSpec
+    node: NodeSpec
+    offer: Offer
+    holding: Holding | None = None
+    ready: bool = True
+    welcomed: bool = False
+    seen: Fence | None = None
+    restarts_seen: Count = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Workers could now start quickly; sent once, by an agent that joined unready."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
+    """The agent lives. `progress` is the least step count of its workers that report one.
+
+    `met`: the round of the last world in which all those that it has in the world of `fence` had
+    met the others, and had the state; 0: of none. `waiting`: where they are, once all of them have
+    waited for others without progress for a while. `all_wait`: for so long that nothing will come.
+    """
+
+    fence: Fence | None = None
+    progress: Count | None = None
+    met: Count = 0
+    waiting: tuple[Waiting, ...] = ()
+    all_wait: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.waiting) > WAITING_MAX:
+            raise ValueError(f"{len(self.waiting)} waiting workers, of at most {WAITING_MAX}")
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
+    """Workers of `fence` failed; sent at the first failure, and again when more follow."""
+
+    fence: Fence
+    failures: tuple[Failure, ...]
+
+    def __post_init__(self) -> None:
+        _check_count(self.failures)
+
+
+class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
+    """All local workers of `fence` exited with 0."""
+
+    fence: Fence
+
+
+class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):
+    """Answer to `Drain`: how often the furthest local worker has asked should_checkpoint().
+
+    None: no local worker asks.
+    """
+
+    fence: Fence
+    calls: Calls | None
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """All local workers have checkpointed, or none of them can be asked to."""
+
+    fence: Fence
+
+
+class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
+    """These local workers can enter another world as they are; those of the world in force too.
+
+    All of them, each time. `offer` is where the next process-group store would be, after that of
+    the world of `fence`, which the agent was told of last.
+    """
+
+    workers: tuple[LocalRank, ...]
+    offer: Offer
+    fence: Fence | None = None
+    sharding: Sharding | None = None
+
+
+class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
+    """A worker of `fence` that recovers in place has lost a peer in the middle of a step."""
+
+    fence: Fence
+    reason: Text
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """No process of `fence` is left on this node; and where the next store would be.
+
+    `unasked`: the agent began to stop them before the coordinator told it to.
+    """
+
+    fence: Fence
+    offer: Offer
+    unasked: bool = False
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """This agent was told to go (a signal, a preemption notice) and asks for a drain."""
+
+    reason: str
+
+
+class Conclude(msgspec.Struct, frozen=True, tag="conclude", kw_only=True):
+    """Whoever uses this agent ends the job for all of its nodes: no further world is formed."""
+
+    ok: bool
+    reason: str
+
+
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """`elastane status`: asks for a `Report`; its session never becomes a node."""
+
+
+ToCoordinator = (
+    Join
+    | Ready
+    | Heartbeat
+    | Failed
+    | Succeeded
+    | Marked
+    | Drained
+    | Able
+    | Lost
+    | Stopped
+    | Leave
+    | Conclude
+    | Query
+)
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
+    """The agent is in; `phase` and `reason` say what it waits for."""
+
+    phase: str
+    reason: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
+    """The agent is turned away for good."""
+
+    what: str
+    slug: str
+    expected: str = ""
+    next_step: str = ""
+
+
+class Assign(msgspec.Struct, frozen=True, tag="assign"):
+    """A world is settled: start the workers of this assignment."""
+
+    assignment: Assignment
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag="interrupt", kw_only=True):
+    """The world of `fence` is no more: its workers end their step, and wait for the next world."""
+
+    fence: Fence
+    reason: str
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
+    """Start the local workers that do not run, in `delay_s`; they get ready for a later world.
+
+    `successors`: of workers that were lost beside others. An agent that has none left starts none:
+    it has said that they were stopped.
+    """
+
+    assignment: Assignment
+    delay_s: Seconds = 0.0
+    successors: bool = False
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
+    """A planned change: give the workers of `fence` a moment to checkpoint."""
+
+    fence: Fence
+    timeout_s: float
+    reason: str
+
+
+class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True):
+    """should_checkpoint() is to be true at its call number `calls`, on every worker.
+
+    `stops`: they are all going to be stopped, those too that recover in place. It may come again,
+    when that turns out later.
+    """
+
+    fence: Fence
+    calls: Count | None
+    stops: bool = False
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
+    """Stop the workers of `fence`: SIGTERM, then SIGKILL after `grace_s`."""
+
+    fence: Fence
+    grace_s: float
+    reason: str
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The agent that asked to leave may go: nobody counts on it any more."""
+
+    reason: str
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """The job has ended."""
+
+    outcome: Outcome
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Answer to a heartbeat. `authority` is False while the store does not back its decisions."""
+
+    authority: bool
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One node in a `Report`."""
+
+    node_id: str
+    host: str
+    state: str
+    node_rank: int | None
+    local_world_size: int
+    heard_s: float  # seconds since its last message
+    progress: int | None = None  # steps that its workers show; None: they show none
+    steps_per_s: float | None = None
+
+
+class Report(msgspec.Struct, frozen=True, tag="report", kw_only=True):
+    """What the coordinator knows, for `elastane status`."""
+
+    job: str
+    phase: str
+    reason: str
+    fence: Fence | None
+    min_nodes: int
+    max_nodes: int
+    world_size: int
+    restarts_used: int
+    max_restarts: int
+    uptime_s: float
+    nodes: tuple[NodeStatus, ...]
+    last_incident: str = ""
+
+
+ToAgent = (
+    Welcome
+    | Refused
+    | Assign
+    | Interrupt
+    | Prepare
+    | Drain
+    | DrainTarget
+    | Stop
+    | Release
+    | Close
+    | Alive
+    | Report
+)
+
+
+class AgentPresence(NamedTuple):
+    """One agent as the coordinator sees it.
+
+    `state`: "joined", "away" for a moment, or "departed" from the world.
+    """
+
+    incarnation: str
+    state: str
+    node_rank: int

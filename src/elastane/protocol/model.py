@@ -1,0 +1,266 @@
+"""The nouns of a job: nodes, worlds, assignments, failures, the durable record.
+
+All are immutable values that travel over the wire or into a store. They know nothing of clocks
+or connections. `Fence` is the pair that everything which outlives a process carries.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from elastane.protocol.limits import (
+    COUNT_MAX,
+    FAILURE_TEXT_CHARS_MAX,
+    LOCAL_WORLD_SIZE_MAX,
+    NAME_CHARS_MAX,
+    WHERE_CHARS_MAX,
+    Timing,
+)
+
+# What the wire refuses to decode otherwise; a NaN is in no range. Names may be somewhat too long
+# here, so that the coordinator's door can refuse them in words.
+Name = Annotated[str, msgspec.Meta(max_length=4 * NAME_CHARS_MAX)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+LocalSize = Annotated[int, msgspec.Meta(ge=1, le=LOCAL_WORLD_SIZE_MAX)]
+LocalRank = Annotated[int, msgspec.Meta(ge=0, le=LOCAL_WORLD_SIZE_MAX - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+# Twice what an honest agent sends; so a job's end, which repeats some, always fits a frame.
+Text = Annotated[str, msgspec.Meta(max_length=2 * FAILURE_TEXT_CHARS_MAX)]
+
+
+class Fence(msgspec.Struct, frozen=True, order=True):
+    """The fencing token: the number of an agreed membership, and of the start of workers in it."""
+
+    round: Count
+    attempt: Count
+
+    def __str__(self) -> str:
+        return f"round {self.round} attempt {self.attempt}"
+
+
+class Versions(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal on all nodes of a job; an empty string means not installed."""
+
+    elastane: str
+    python: str
+    torch: str = ""
+    accelerator: str = ""
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What all agents of a job must agree on before the first of them is let in."""
+
+    job: Name
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+    # Every worker of every node is alike (TORCH_ELASTIC_WORKER_IDENTICAL=1 in torchrun).
+    identical_workers: bool = False
+    # Ranks are given by flags and nothing else is accepted (the static backend).
+    static: bool = False
+    # The fewest workers that train on after a fault, where they recover in place; 0: as many as
+    # `min_nodes` whole nodes have.
+    min_workers: Count = 0
+    timing: Timing = Timing()
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of nodes may change."""
+        return self.min_nodes < self.max_nodes
+
+    def sized_as(self, other: JobSpec) -> JobSpec:
+        """Return this job with the range of nodes that `other` has."""
+        return msgspec.structs.replace(self, min_nodes=other.min_nodes, max_nodes=other.max_nodes)
+
+
+class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent, as it presents itself.
+
+    `node_id` is stable over restarts of the agent; `incarnation` is new with each process.
+    `node_rank` is a wish (an order, for the static backend). `local_addr` is what the user
+    gave by --local-addr, or empty: then the address is taken from the connection.
+    """
+
+    node_id: Name
+    incarnation: Name
+    local_world_size: LocalSize
+    role: Name = "default"
+    node_rank: int | None = None
+    local_addr: Name = ""
+    versions: Versions
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Where a node would serve the process-group store of its next attempt, were it node rank 0.
+
+    The port is held by the agent from before it is offered, and is new for each attempt.
+    `agent_store`: the agent's side serves it, and all workers are clients (the meaning of
+    TORCHELASTIC_USE_AGENT_STORE); else the worker of rank 0 is to bind it.
+    """
+
+    port: Port
+    agent_store: bool
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's place in a world.
+
+    `workers` are the local ranks that take part, in the order of their ranks; empty: all of
+    `local_world_size`. Only worlds of workers that recover in place leave some out.
+    """
+
+    node_id: str
+    incarnation: str
+    local_world_size: int
+    role: str
+    workers: tuple[LocalRank, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of its workers in the world."""
+        return len(self.workers) or self.local_world_size
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The local ranks of its workers in the world, in the order of their ranks."""
+        return self.workers or tuple(range(self.local_world_size))
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True):
+    """The immutable record of one round and attempt: its members in the order of node rank."""
+
+    fence: Fence
+    members: tuple[Member, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers of all nodes."""
+        return sum(member.size for member in self.members)
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What one agent is told to run: its own place, and totals; never the list of all members.
+
+    So the bytes per node of a membership change do not grow with the job. `workers` are the local
+    ranks that take part, as of Member. `in_place`: it is for workers that are there already and
+    keep their processes. `waiting`: there is no place yet; the workers are to start, and to get
+    ready for a later world. What it says of ranks is a guess then.
+    """
+
+    fence: Fence
+    node_rank: Count
+    nodes: Count
+    rank_base: Count
+    world_size: Count
+    role_rank_base: Count
+    role_world_size: Count
+    master_addr: str
+    master_port: int
+    agent_store: bool
+    restarts_used: int
+    max_restarts: int
+    reason: str
+    workers: tuple[LocalRank, ...] = ()
+    in_place: bool = False
+    waiting: bool = False
+
+    def index_of(self, local_rank: int) -> int:
+        """Return the position of a worker of this node among those that take part."""
+        return self.workers.index(local_rank) if self.workers else local_rank
+
+
+# The rank of a worker that was started beside a world and has no place in it yet.
+NO_RANK = -1
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """Where a worker is that waits for others: a collective or a call, and the user's line."""
+
+    rank: Count
+    where: Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's end that was not success.
+
+    `age_s` is how long ago it was when the report was sent, by the sender's own monotonic
+    clock: clocks of two hosts are never compared. `exit_code` is negative for a signal, as in
+    subprocess. `message` is the worker's error file, or the end of its output, which need not be
+    about its end: then `output` is true. `evidence` is what the agent knows besides: who sent a
+    SIGKILL. `rank` is NO_RANK for a worker that had no place in a world yet. `stopped`: it failed
+    by an error of its own, and was stopped while it was ending; `exit_code` is of the stop.
+    `steps` counts the steps that it had shown; a script that shows none has 0.
+    """
+
+    local_rank: int
+    rank: int
+    pid: int
+    exit_code: int
+    age_s: Seconds = 0.0
+    message: Text = ""
+    error_file: Text = ""
+    log_file: Text = ""
+    evidence: Text = ""
+    output: bool = False
+    stopped: bool = False
+    steps: Count = 0
+
+
+class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure with its node, as the end of a job tells it; its age is as of that end."""
+
+    node_id: str
+    failure: Failure
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """The root cause of an incident, found over all nodes.
+
+    `alike` counts the other failures by the same error, `consequences` those that followed.
+    """
+
+    kind: str  # "worker" | "timeout" | "request" | "configuration"
+    what: str
+    node_id: str = ""
+    fence: Fence | None = None
+    failure: Failure | None = None
+    consequences: int = 0
+    alike: int = 0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job ended, as every agent is told. `failures` are in the order of time, bounded."""
+
+    ok: bool
+    reason: str
+    slug: str = ""
+    exit_code: int = 0
+    cause: Cause | None = None
+    next_step: str = ""
+    failures: tuple[FailedWorker, ...] = ()
+    fence: Fence | None = None  # of the last world, where one ended with the job
+    restarts_used: int = 0  # of the job's budget
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """The durable state of a job; written before anything that depends on it is sent.
+
+    `world` is the last world settled, whether or not it still runs. `outcome` is set once, at
+    the end.
+    """
+
+    spec: JobSpec
+    versions: Versions | None = None
+    world: World | None = None
+    restarts_used: int = 0
+    outcome: Outcome | None = None
+    # The range of nodes is not that of the command line, but was changed since.
+    resized: bool = False
+    # Nodes that gave their places up to `world`, until that is heard to make steps, in the order
+    # of their ranks: they hold the state that it begins with.
+    kept: tuple[str, ...] = ()
+    # All nodes were released and no worker of `world` is left: a new coordinator waits for none.
+    over: bool = False

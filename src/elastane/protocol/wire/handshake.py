@@ -1,0 +1,351 @@
+"""The first bytes of a connection: which protocol, which job, and proof of the job's secret.
+
+    agent        MAGIC | u16 version | u16 length of job | 32 bytes nonce | job
+    coordinator  MAGIC | u16 version | u8 verdict | 32 bytes nonce     (nonce with GO_ON only)
+    agent        32 bytes proof
+    coordinator  u8 verdict | 32 bytes proof                           (proof with GO_ON only)
+
+MAGIC and version stand first in every version of the protocol, so that two versions can name
+each other. A refusal is one byte and the words are made by the side that reads it: no text of an
+unproven peer reaches a log. `wrong-job` is told before any proof, since a peer of another job
+cannot prove anything; it tells that this is another job's endpoint, and not whose.
+
+The agent proves first: a coordinator answers strangers with nothing that depends on the secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from enum import IntEnum
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from elastane.errors import WireError
+from elastane.protocol.limits import HANDSHAKE_BYTES_MAX, NAME_CHARS_MAX
+from elastane.protocol.messages import ToAgent, ToCoordinator
+from elastane.protocol.wire.frames import (
+    FrameCodec,
+    SessionKeys,
+    codec_for_agent,
+    codec_for_coordinator,
+)
+
+# A web server answers a line that ends, and an empty one, at once, instead of waiting for more.
+MAGIC = b"ELASTANE\r\n\r\n"
+PROTOCOL = 1
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+_JOB_BYTES_MAX = 4 * NAME_CHARS_MAX
+_HELLO_BYTES = len(MAGIC) + 4 + NONCE_BYTES
+_ANSWER_BYTES = len(MAGIC) + 3
+
+assert _HELLO_BYTES + _JOB_BYTES_MAX + PROOF_BYTES < HANDSHAKE_BYTES_MAX
+
+# How the first bytes of others begin, from either side of a connection.
+_STRANGERS = (
+    (b"\x16\x03", "TLS, where this side speaks without"),
+    (b"\x15\x03", "a TLS alert: it expects TLS, and this side speaks without"),
+    (b"HTTP/", "HTTP: it is a web server"),
+    (b"GET ", "HTTP: it is a web client"),
+    (b"POST ", "HTTP: it is a web client"),
+    (b"HEAD ", "HTTP: it is a web client"),
+    (b"PRI * HTTP/2", "HTTP/2: it is a web or gRPC client"),
+    (b"\x00\xce\xf7\x85\x3c", "the protocol of torch's TCPStore: it may be torchrun's c10d"),
+    (b"SSH-", "SSH"),
+)
+
+
+class Verdict(IntEnum):
+    """The coordinator's one byte."""
+
+    GO_ON = 0
+    WRONG_VERSION = 1
+    WRONG_JOB = 2
+    WRONG_TOKEN = 3
+
+
+def derive_secret(job: str, token: str | None) -> bytes:
+    """Return the secret of a job from its token, or from its name where it has none.
+
+    A job's name is sent in clear: without a token the secret keeps out accidents (a stray agent,
+    a port scanner, another job), and nobody who means harm.
+    """
+    kind, text = ("job", job) if token is None else ("token", token)
+    return hashlib.sha256(f"elastane secret of {kind}\0{text}".encode()).digest()
+
+
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing")
+T = TypeVar("T")
+
+
+class Handshake(Protocol[Incoming, Outgoing]):
+    """What a shell needs of either side."""
+
+    @property
+    def done(self) -> bool:
+        """Whether both sides have proved what they must."""
+
+    @property
+    def received_bytes(self) -> int:
+        """How much the peer has sent in all; 0 tells a probe of the port from a peer."""
+
+    @property
+    def farewell(self) -> bytes:
+        """After a WireError: what to send before the connection is closed."""
+
+    def start(self) -> bytes:
+        """Return what this side says first, unasked."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take received bytes and return what to answer; WireError where the peer is refused."""
+
+    def codec(self) -> FrameCodec[Incoming, Outgoing]:
+        """Return the codec of the session, once `done`; bytes fed too early are in it."""
+
+
+class _Side:
+    """What both sides share: a bounded buffer, and the transcript that becomes keys."""
+
+    def __init__(self, job: str, secret: bytes, nonce: bytes) -> None:
+        assert len(nonce) == NONCE_BYTES, len(nonce)
+        assert len(job.encode()) <= _JOB_BYTES_MAX, len(job)
+        self._job = job
+        self._secret = secret
+        self._nonce = nonce
+        self._buffer = b""
+        self._keys: tuple[bytes, bytes, SessionKeys] | None = None
+        self.done = False
+        self.received_bytes = 0
+        self.farewell = b""
+
+    def _store(self, data: bytes) -> None:
+        assert not self.done
+        self.received_bytes += len(data)
+        self._buffer += data
+        if len(self._buffer) > HANDSHAKE_BYTES_MAX:
+            raise WireError(
+                f"the peer sent {len(self._buffer)} bytes before any proof",
+                slug="bad-handshake",
+                expected=f"at most {HANDSHAKE_BYTES_MAX} bytes",
+            )
+
+    def _take(self, size: int) -> bytes:
+        taken, self._buffer = self._buffer[:size], self._buffer[size:]
+        return taken
+
+    def _derive(self, secret: bytes, transcript: bytes) -> tuple[bytes, bytes, SessionKeys]:
+        """Return the client's proof, the server's proof and the session's keys."""
+        root = hmac.digest(secret, b"elastane handshake\0" + transcript, "sha256")
+        labels = (b"proof of agent", b"proof of coordinator", b"to coordinator", b"to agent")
+        agent, coordinator, to_coordinator, to_agent = (
+            hmac.digest(root, label, "sha256") for label in labels
+        )
+        return agent, coordinator, SessionKeys(to_coordinator, to_agent)
+
+    def _settled(self) -> SessionKeys:
+        assert self.done and self._keys is not None
+        return self._keys[2]
+
+
+class ClientHandshake(_Side):
+    """The agent's side."""
+
+    def __init__(self, job: str, secret: bytes, nonce: bytes) -> None:
+        super().__init__(job, secret, nonce)
+        name = job.encode()
+        self._hello = b"".join(
+            (MAGIC, _u16(PROTOCOL), _u16(len(name)), nonce, name),
+        )
+
+    def start(self) -> bytes:
+        """Return the hello."""
+        return self._hello
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what the coordinator sent; return what to answer."""
+        self._store(data)
+        answer = b""
+        if self._keys is None:
+            answer = self._read_challenge()
+        if self._keys is not None and not self.done:
+            self._read_proof(self._keys[1])
+        return answer
+
+    def codec_of(self, decoder: msgspec.msgpack.Decoder[T]) -> FrameCodec[T, object]:
+        """Return the codec of a session, once `done`, whose messages are of another kind."""
+        keys = self._settled()
+        return FrameCodec(send_key=keys.to_coordinator, receive_key=keys.to_agent, decoder=decoder)
+
+    def codec(self) -> FrameCodec[ToAgent, ToCoordinator]:
+        """Return the agent's codec."""
+        codec = codec_for_agent(self._settled())
+        codec.feed(self._buffer)
+        return codec
+
+    def _read_challenge(self) -> bytes:
+        _check_magic(self._buffer, "the endpoint is no elastane coordinator", "not-a-coordinator")
+        if len(self._buffer) < _ANSWER_BYTES:
+            return b""
+        verdict = self._buffer[_ANSWER_BYTES - 1]
+        if verdict != Verdict.GO_ON:
+            theirs = _version(self._buffer)
+            raise self._refused(verdict, theirs)
+        if len(self._buffer) < _ANSWER_BYTES + NONCE_BYTES:
+            return b""
+        challenge = self._take(_ANSWER_BYTES + NONCE_BYTES)
+        if _version(challenge) != PROTOCOL:
+            raise self._refused(Verdict.WRONG_VERSION, _version(challenge))
+        self._keys = self._derive(self._secret, self._hello + challenge)
+        return self._keys[0]
+
+    def _read_proof(self, expected: bytes) -> None:
+        if not self._buffer:
+            return
+        if self._buffer[0] != Verdict.GO_ON:
+            raise self._refused(self._buffer[0], PROTOCOL)
+        if len(self._buffer) < 1 + PROOF_BYTES:
+            return
+        if not hmac.compare_digest(self._take(1 + PROOF_BYTES)[1:], expected):
+            raise WireError(
+                f"the coordinator of job {self._job!r} does not know the job's token",
+                slug="wrong-token",
+                expected="the same token on every node",
+                next_step="compare --rdzv-conf token=... or ELASTANE_TOKEN on both hosts",
+            )
+        self.done = True
+
+    def _refused(self, verdict: int, theirs: int) -> WireError:
+        if verdict == Verdict.WRONG_VERSION:
+            return WireError(
+                f"the coordinator speaks protocol version {theirs}, this agent {PROTOCOL}",
+                slug="protocol-version",
+                expected="the same elastane on every node",
+                next_step="pip install the same version of elastane on all nodes",
+            )
+        if verdict == Verdict.WRONG_JOB:
+            return WireError(
+                f"the coordinator there serves another job than {self._job!r}",
+                slug="wrong-job",
+                expected="one job to an endpoint",
+                next_step="use the same --rdzv-id on all nodes, or another --rdzv-endpoint",
+            )
+        if verdict == Verdict.WRONG_TOKEN:
+            return WireError(
+                f"the coordinator of job {self._job!r} has another token than this agent",
+                slug="wrong-token",
+                expected="the same token on every node",
+                next_step="compare --rdzv-conf token=... or ELASTANE_TOKEN on both hosts",
+            )
+        return WireError(
+            f"the coordinator's verdict is {verdict}, of no meaning", slug="bad-handshake"
+        )
+
+
+class ServerHandshake(_Side):
+    """The coordinator's side; costs one buffer of a hello until the peer has proved itself.
+
+    `others` are secrets that count as well, while the job's is being changed.
+    """
+
+    def __init__(
+        self, job: str, secret: bytes, nonce: bytes, others: tuple[bytes, ...] = ()
+    ) -> None:
+        super().__init__(job, secret, nonce)
+        self._secrets = (secret, *others)
+        self._transcript = b""
+
+    def start(self) -> bytes:
+        """Return nothing: a stranger that does not speak hears nothing."""
+        return b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what the agent sent; return what to answer."""
+        self._store(data)
+        answer = b""
+        if not self._transcript:
+            answer = self._read_hello()
+        if self._transcript:
+            answer += self._read_proof()
+        return answer
+
+    def codec_of(self, decoder: msgspec.msgpack.Decoder[T]) -> FrameCodec[T, object]:
+        """Return the codec of a session, once `done`, whose messages are of another kind."""
+        keys = self._settled()
+        return FrameCodec(send_key=keys.to_agent, receive_key=keys.to_coordinator, decoder=decoder)
+
+    def codec(self) -> FrameCodec[ToCoordinator, ToAgent]:
+        """Return the coordinator's codec."""
+        codec = codec_for_coordinator(self._settled())
+        codec.feed(self._buffer)
+        return codec
+
+    def _read_hello(self) -> bytes:
+        _check_magic(self._buffer, "the peer is no elastane agent", "not-an-agent")
+        if len(self._buffer) < len(MAGIC) + 2:
+            return b""
+        version = _version(self._buffer)
+        if version != PROTOCOL:
+            what = f"the peer speaks protocol version {version}, this coordinator {PROTOCOL}"
+            raise self._refuse(Verdict.WRONG_VERSION, what, "protocol-version")
+        if len(self._buffer) < _HELLO_BYTES:
+            return b""
+        job_bytes = int.from_bytes(self._buffer[len(MAGIC) + 2 : len(MAGIC) + 4], "little")
+        if job_bytes > _JOB_BYTES_MAX:
+            raise WireError(f"the peer names a job of {job_bytes} bytes", slug="bad-handshake")
+        if len(self._buffer) < _HELLO_BYTES + job_bytes:
+            return b""
+        hello = self._take(_HELLO_BYTES + job_bytes)
+        self._check_job(hello[_HELLO_BYTES:])
+        challenge = b"".join((MAGIC, _u16(PROTOCOL), bytes((Verdict.GO_ON,)), self._nonce))
+        self._transcript = hello + challenge
+        return challenge
+
+    def _check_job(self, name: bytes) -> None:
+        if name != self._job.encode():
+            theirs = name.decode(errors="replace")
+            what = f"the peer belongs to job {theirs!r}, this coordinator serves {self._job!r}"
+            raise self._refuse(Verdict.WRONG_JOB, what, "wrong-job")
+
+    def _read_proof(self) -> bytes:
+        if len(self._buffer) < PROOF_BYTES:
+            return b""
+        proof = self._take(PROOF_BYTES)
+        for secret in self._secrets:
+            keys = self._derive(secret, self._transcript)
+            if hmac.compare_digest(proof, keys[0]):
+                self._keys = keys
+        if self._keys is None:
+            self.farewell = bytes((Verdict.WRONG_TOKEN,))
+            what = f"the peer has another token than job {self._job!r}"
+            raise WireError(what, slug="wrong-token")
+        self.done = True
+        return bytes((Verdict.GO_ON,)) + self._keys[1]
+
+    def _refuse(self, verdict: Verdict, what: str, slug: str) -> WireError:
+        self.farewell = b"".join((MAGIC, _u16(PROTOCOL), bytes((verdict,))))
+        return WireError(what, slug=slug)
+
+
+def _u16(value: int) -> bytes:
+    return value.to_bytes(2, "little")
+
+
+def _version(data: bytes) -> int:
+    return int.from_bytes(data[len(MAGIC) : len(MAGIC) + 2], "little")
+
+
+def _check_magic(data: bytes, what: str, slug: str) -> None:
+    """Refuse as soon as the bytes cannot become MAGIC any more, and say what they look like."""
+    if data[: len(MAGIC)] == MAGIC[: len(data)]:
+        return
+    looks = next((words for start, words in _STRANGERS if data.startswith(start)), "")
+    spoke = f"it speaks {looks}" if looks else f"it began with {data[:16]!r}"
+    raise WireError(
+        f"{what}: {spoke}",
+        slug=slug,
+        expected="elastane's protocol",
+        next_step="check --rdzv-endpoint: host, port, and TLS on both sides or on neither",
+    )

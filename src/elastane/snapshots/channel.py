@@ -1,0 +1,112 @@
+"""One end of a stream of frames between a worker and its keeper, and of descriptors beside them.
+
+A frame is its length in four bytes and its bytes. Descriptors follow the frame that announces how
+many there are, some at a time, each time with one byte. Blocking, with bounds in time and size.
+How it fails: EOFError where the other end has ended between two frames, ConnectionError or
+TimeoutError where it broke within one, ValueError for a frame that is too long.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+from elastane.protocol.limits import KEEPER_STALL_S
+
+_LENGTH_BYTES = 4
+# The kernel takes no more than 253 at once (SCM_MAX_FD).
+_DESCRIPTORS_AT_ONCE = 200
+_PIECE_BYTES = 1 << 20
+_JOINED_BYTES_MAX = 64 << 10
+
+
+class Channel:
+    """A connected stream socket. `ends` is a descriptor that becomes readable when the peer dies:
+    its socket may live on in a process that it forked. `say_s` bounds the sending of a message."""
+
+    def __init__(
+        self, end: socket.socket, ends: int = -1, *, say_s: float = KEEPER_STALL_S
+    ) -> None:
+        self._end, self._say_s = end, say_s
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+        self._ends = ends
+        if ends >= 0:
+            self._poll.register(ends, select.POLLIN)
+
+    def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a frame and what comes beside it."""
+        self._end.settimeout(self._say_s)
+        head = len(frame).to_bytes(_LENGTH_BYTES, "little")
+        if len(frame) <= _JOINED_BYTES_MAX:
+            self._end.sendall(head + frame)  # The other end is woken once.
+        else:
+            self._end.sendall(head)
+            self._end.sendall(frame)
+        for at in range(0, len(descriptors), _DESCRIPTORS_AT_ONCE):
+            some = descriptors[at : at + _DESCRIPTORS_AT_ONCE]
+            socket.send_fds(self._end, [b"\0"], list(some))
+
+    def receive(self, bytes_max: int, timeout_s: float | None) -> bytes:
+        """Return the next frame; TimeoutError where none begins within `timeout_s`."""
+        head = self._exactly(_LENGTH_BYTES, timeout_s, first=True)
+        length = int.from_bytes(head, "little")
+        if length > bytes_max:
+            raise ValueError(f"a frame of {length} bytes, of at most {bytes_max}")
+        return self._exactly(length, KEEPER_STALL_S)
+
+    def receive_descriptors(self, count: int) -> list[int]:
+        """Return as many descriptors as a frame has announced."""
+        found: list[int] = []
+        try:
+            while len(found) < count:
+                self._wait(time.monotonic() + KEEPER_STALL_S)
+                wanted = min(_DESCRIPTORS_AT_ONCE, count - len(found))
+                _, some, _, _ = socket.recv_fds(self._end, 1, wanted)
+                found += some
+                if len(some) != wanted:  # the end of the stream, or of this process's table
+                    raise ConnectionResetError(f"{len(some)} of {wanted} descriptors came")
+        except BaseException:
+            for descriptor in found:
+                os.close(descriptor)
+            raise
+        return found
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has come, and the peer has not ended either."""
+        return not self.is_ready(0.0)
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Wait so long at most; return whether something has come, or the peer has ended."""
+        return bool(self._poll.poll(timeout_s * 1000))
+
+    def close(self) -> None:
+        """Close this end."""
+        self._end.close()
+
+    def _exactly(self, length: int, timeout_s: float | None, *, first: bool = False) -> bytes:
+        pieces, missing = [], length
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while missing:
+            self._wait(until_s)
+            piece = self._end.recv(min(missing, _PIECE_BYTES), socket.MSG_DONTWAIT)
+            if not piece:
+                if first and missing == length:
+                    raise EOFError
+                raise ConnectionResetError("the other end ended within a message")
+            pieces.append(piece)
+            missing -= len(piece)
+        return b"".join(pieces)
+
+    def _wait(self, until_s: float | None) -> None:
+        """Wait until something can be received; what the peer sent before its death still is."""
+        left_ms = None if until_s is None else max(0.0, until_s - time.monotonic()) * 1000
+        ready = dict(self._poll.poll(left_ms))
+        if not ready:
+            raise TimeoutError("no message within the time that one may take")
+        if list(ready) == [self._ends]:
+            raise EOFError

@@ -1,0 +1,191 @@
+"""A connection between the keepers of two nodes: proven by the job's secret, then words and bytes.
+
+The handshake and the frames are those of agents and coordinators (`protocol.wire`), with TLS around
+them where the job has it; what lies between frames is memory as it is. Blocking, and bounded: each
+wait, and the whole. How it fails: OSError (ConnectionError, TimeoutError) with a reason in words,
+whatever the other side did.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from elastane.errors import ElastaneError, WireError
+from elastane.process import tls
+from elastane.protocol.limits import (
+    FRAME_BYTES_MAX,
+    HANDSHAKE_BYTES_MAX,
+    HANDSHAKE_TIMEOUT_S,
+    KEEPER_COPY_S,
+    KEEPER_COPY_STALL_S,
+    KEEPER_DIAL_S,
+)
+from elastane.protocol.wire import (
+    HEAD_BYTES,
+    NONCE_BYTES,
+    ClientHandshake,
+    FrameCodec,
+    ServerHandshake,
+)
+from elastane.snapshots.peers import Neighbours
+from elastane.storage import digest
+from elastane.storage.checkpoints import CHUNK_BYTES
+
+T = TypeVar("T")
+_WHY = {
+    "wrong-token": "it has another secret",
+    "wrong-job": "it is of another job",
+    "protocol-version": "it is of another version of elastane",
+}
+
+
+class Line(Generic[T]):
+    """A proven connection; what comes in frames is a `T`."""
+
+    def __init__(self, end: socket.socket, codec: FrameCodec[T, object]) -> None:
+        self._end, self._codec = end, codec
+        self._until_s = time.monotonic() + KEEPER_COPY_S
+        end.settimeout(KEEPER_COPY_STALL_S)
+
+    def say(self, message: object) -> None:
+        """Send a message."""
+        self._end.sendall(self._codec.encode(message))
+
+    def hear(self) -> T:
+        """Wait for a message."""
+        head = self._exactly(HEAD_BYTES)
+        length = int.from_bytes(head[:4], "little")
+        if length > FRAME_BYTES_MAX:
+            raise ConnectionError(f"it sent a frame of {length} bytes")
+        self._codec.feed(head)
+        self._codec.feed(self._exactly(length))
+        try:
+            message = self._codec.next()
+        except WireError as error:
+            raise ConnectionError(error.what) from error
+        assert message is not None, "the whole frame was fed"
+        return message
+
+    def put(self, view: memoryview) -> str:
+        """Send memory as it is; returns its digest."""
+        return self._passed(view, self._end.sendall)
+
+    def take_into(self, view: memoryview) -> str:
+        """Fill memory with what was put; returns the digest of that."""
+        return self._passed(view, self._fill)
+
+    def close(self) -> None:
+        """Close it."""
+        self._end.close()
+
+    def _passed(self, view: memoryview, move: Callable[[memoryview], None]) -> str:
+        """Move memory chunk by chunk, each of them digested while it is in the processor's cache.
+
+        The digest is that of the chunks' digests, as of snapshots elsewhere.
+        """
+        digests = []
+        for at in range(0, len(view), CHUNK_BYTES):
+            chunk = view[at : at + CHUNK_BYTES]
+            move(chunk)
+            digests.append(digest.digest_of([chunk]).encode())
+            if time.monotonic() > self._until_s:
+                raise TimeoutError(f"it took longer than {KEEPER_COPY_S:g} s")
+        return digest.digest_of(digests)
+
+    def _fill(self, view: memoryview) -> None:
+        until_s = time.monotonic() + KEEPER_COPY_STALL_S
+        done = 0
+        while done < len(view):
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"it sent {done} bytes in {KEEPER_COPY_STALL_S:g} s")
+            count = self._end.recv_into(view[done:])
+            if not count:
+                raise ConnectionResetError("it ended in the middle")
+            done += count
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray(size)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+
+def dial(door: str, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> Line[T]:
+    """Connect to the port of another snapshot server."""
+    host, _, port = door.rpartition(":")
+    end = socket.create_connection((host.strip("[]"), int(port)), KEEPER_DIAL_S)
+    handshake = ClientHandshake(about.job, about.secrets[0], os.urandom(NONCE_BYTES))
+    try:
+        until_s = _limited(end)
+        config = _tls(about)
+        if config is not None:
+            end = tls.client_context(config).wrap_socket(end)
+        _shake(end, handshake, until_s)
+        return Line(end, handshake.codec_of(decoder))
+    except BaseException:
+        end.close()
+        raise
+
+
+def answer(end: socket.socket, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> Line[T]:
+    """Have a caller prove that it knows the secret; `end` is closed where it does not."""
+    first, *others = about.secrets
+    handshake = ServerHandshake(about.job, first, os.urandom(NONCE_BYTES), tuple(others))
+    try:
+        until_s = _limited(end)
+        config = _tls(about)
+        if config is not None:
+            end = tls.server_context(config).wrap_socket(end, server_side=True)
+        _shake(end, handshake, until_s)
+        return Line(end, handshake.codec_of(decoder))
+    except BaseException:
+        end.close()
+        raise
+
+
+def _limited(end: socket.socket) -> float:
+    """Prepare a socket for its handshake; returns when that has to be over, TLS included."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.settimeout(HANDSHAKE_TIMEOUT_S)
+    return time.monotonic() + HANDSHAKE_TIMEOUT_S
+
+
+def _shake(
+    end: socket.socket, handshake: ClientHandshake | ServerHandshake, until_s: float
+) -> None:
+    try:
+        said = handshake.start()
+        while True:
+            end.settimeout(max(0.001, until_s - time.monotonic()))
+            if said:
+                end.sendall(said)
+            if handshake.done:
+                return
+            data = end.recv(HANDSHAKE_BYTES_MAX)
+            if not data:
+                raise ConnectionResetError("it ended before it had proved itself")
+            said = handshake.feed(data)
+    except WireError as error:
+        if handshake.farewell:
+            end.sendall(handshake.farewell)
+        why = _WHY.get(error.slug, "it does not speak as a keeper of this job")
+        raise ConnectionError(why) from error
+
+
+def _tls(about: Neighbours) -> tls.TlsConfig | None:
+    cert, key, ca = about.tls
+    return tls.TlsConfig(cert=cert, key=key, ca=ca) if cert else None
+
+
+def told(error: Exception) -> str:
+    """Return in words what went wrong with a line."""
+    if isinstance(error, ElastaneError):
+        return error.what
+    if isinstance(error, TimeoutError):
+        return str(error.strerror or error) or "no answer"
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__

@@ -1,0 +1,1 @@
+"""Which snapshots and replicas a snapshot server keeps, moves and drops. Pure."""

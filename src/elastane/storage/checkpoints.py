@@ -1,0 +1,173 @@
+"""What a checkpoint is: its key and the order of keys, its name, its records and their bounds.
+
+Owns the types that are written to storage and what makes one of them believable. Knows nothing
+of where they are kept, of digests' making, or of a state's content. How it fails: by `fault`,
+which says in words why a record cannot be meant; msgspec refuses what is not of its type.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from elastane.protocol.limits import (
+    CHECKPOINT_FILE_BYTES_MAX,
+    CHECKPOINT_FILES_MAX,
+    CHECKPOINT_PARTS_MAX,
+    COUNT_MAX,
+    NAME_CHARS_MAX,
+)
+
+# What one digest covers: large enough for a disk's full pace, small enough to say where a fault is.
+CHUNK_BYTES = 16 << 20
+# Of the records. A reader refuses a greater one by name, and reads all smaller ones.
+FORMAT = 1
+# The commit record: made last, never replaced. Without it a folder is a save that did not end.
+MANIFEST = "manifest.json"
+
+Fence = tuple[int, int, int]
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{8}\Z")]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+# One component of a path, in any file system and object store: nothing that leads elsewhere.
+FileName = Annotated[
+    str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[A-Za-z0-9._-]+\Z", max_length=NAME_CHARS_MAX)
+]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=CHECKPOINT_FILE_BYTES_MAX)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=CHECKPOINT_PARTS_MAX)]
+Text = Annotated[str, msgspec.Meta(max_length=4 * NAME_CHARS_MAX)]
+
+_FILE_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]+")
+_FOLDER = re.compile(
+    r"step-(?P<step>\d{12,16})\.e(?P<era>\d{4,16})\.r(?P<round>\d{6,16})\.a(?P<attempt>\d{2,16})"
+    r"\.(?P<nonce>[0-9a-f]{8})"
+)
+
+
+class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """When a state was: comparing keys gives the order of "newest", and nothing else does.
+
+    A clock would be wrong on some machine, and a step alone would let the abandoned side of a
+    partition win, which may well have come further.
+    """
+
+    era: Count
+    round: Count
+    attempt: Count
+    step: Count
+
+    @property
+    def fence(self) -> Fence:
+        """Return the fencing token: who publishes must not be behind what is published."""
+        return (self.era, self.round, self.attempt)
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: its digests are of each `CHUNK_BYTES` of it, in their order."""
+
+    name: FileName
+    size_bytes: Bytes
+    digests: tuple[Digest, ...]
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a person asks of a checkpoint. `reason` is step, time, asked, leave or last gasp."""
+
+    job: Text
+    world: Count
+    created_s: float
+    versions: dict[Text, Text]
+    reason: Text
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one writer of a save vouches for: its files are durable.
+
+    That of part 0 also says what the manifest says `about`, so that whoever publishes a save
+    writes the same bytes.
+    """
+
+    part: Number
+    parts: Annotated[int, msgspec.Meta(ge=1, le=CHECKPOINT_PARTS_MAX)]
+    files: Annotated[tuple[FileRecord, ...], msgspec.Meta(max_length=CHECKPOINT_FILES_MAX)]
+    key: Key
+    nonce: Nonce
+    about: About
+    format: int = FORMAT
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The commit record: all files of a checkpoint, the parts' records among them."""
+
+    format: int
+    key: Key
+    nonce: Nonce
+    about: About
+    files: Annotated[tuple[FileRecord, ...], msgspec.Meta(max_length=CHECKPOINT_FILES_MAX)]
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def folder_name(key: Key, nonce: str) -> str:
+    """Return the name of the folder of one save; a nonce is of 8 hexadecimal digits."""
+    assert re.fullmatch(r"[0-9a-f]{8}", nonce), nonce
+    return f"step-{key.step:012d}.e{key.era:04d}.r{key.round:06d}.a{key.attempt:02d}.{nonce}"
+
+
+def parse_folder(name: str) -> tuple[Key, str] | None:
+    """Return what the name of a save's folder says; None where it is not exactly such a name."""
+    match = _FOLDER.fullmatch(name)
+    if match is None:
+        return None
+    key = Key(*(int(match[part]) for part in ("era", "round", "attempt", "step")))
+    named = folder_name(key, match["nonce"])
+    if max(key.era, key.round, key.attempt, key.step) > COUNT_MAX or named != name:
+        return None
+    return key, match["nonce"]
+
+
+def part_name(part: int, parts: int) -> str:
+    """Return the name of the record of one writer."""
+    return f"part-{part:05d}-of-{parts:05d}.json"
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a name may be that of a file of a checkpoint."""
+    return len(name) <= NAME_CHARS_MAX and _FILE_NAME.fullmatch(name) is not None
+
+
+def chunks_of(size_bytes: int) -> int:
+    """Return of how many chunks a file consists."""
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+def fault(record: Manifest | Part, folder: str) -> str:
+    """Return why a record that is of its type cannot be meant for `folder`; "" where it can."""
+    if parse_folder(folder) != (record.key, record.nonce):
+        return f"it is of {folder_name(record.key, record.nonce)}, and lies in another folder"
+    if isinstance(record, Part) and record.part >= record.parts:
+        return f"it is part {record.part} of only {record.parts}"
+    names = [file.name for file in record.files]
+    if len(set(names)) != len(names) or MANIFEST in names:
+        return "it names a file twice"
+    for file in record.files:
+        if len(file.digests) != chunks_of(file.size_bytes):
+            return f"{file.name}: {len(file.digests)} digests for {file.size_bytes} bytes"
+    return ""
+
+
+def era_beyond(newest: Fence | None, round_number: int, attempt: int) -> int:
+    """Return the era of a run that is at this round and attempt, after what is published.
+
+    A run that counts its rounds from the start again comes after the one before it by a greater
+    era; one that has come further keeps the era.
+    """
+    if newest is None:
+        return 0
+    era = newest[0]
+    return era if (era, round_number, attempt) > newest else era + 1

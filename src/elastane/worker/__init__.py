@@ -1,0 +1,1 @@
+"""The library inside a worker: joining, steps, recovery in place, sharded and deterministic."""

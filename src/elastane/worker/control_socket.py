@@ -1,0 +1,233 @@
+"""The worker's end of the line to its agent: where its world is, and when that is no more.
+
+Owns the descriptor that the worker inherited and a thread that reads it. The thread ends the world
+in hand the moment it is told so, whatever the main thread waits in; the main thread asks for its
+next place when it is back. A process that waits for a place is ended by the thread when the agent
+says so, since a framework may swallow SIGTERM. In a forked child, such as a DataLoader's, there is
+no line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from elastane.errors import ExitCode, JobError
+from elastane.process import control_socket
+from elastane.process.control_socket import (
+    Able,
+    Ask,
+    Differed,
+    Doing,
+    End,
+    Finished,
+    FromWorker,
+    Interrupt,
+    Lost,
+    Place,
+    Ready,
+    Spare,
+    Wait,
+)
+from elastane.protocol.model import Fence
+from elastane.protocol.sharding import Sharding
+
+# The agent's first word is in the line before the worker starts.
+_FIRST_S = 60.0
+# What the thread may be at when the job is closed takes milliseconds.
+_JOIN_S = 5.0
+_lines: list[AgentLine] = []
+
+
+class AgentLine:
+    """One worker's line; `begin` starts the thread, after `first` was read."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._news = threading.Condition()
+        self._place: Place | None = None
+        self._interrupted = ""
+        self._waits = self._ends = False
+        self._closed = False
+        self._end_world: Callable[[], None] = _nothing
+        self._doing: Callable[[], Doing] = _idle
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def inherited(cls) -> AgentLine | None:
+        """Return the line of this worker; None where no agent gave it one.
+
+        Raises JobError where another launcher started it as one of several: each would be alone.
+        """
+        number = os.environ.get(control_socket.LINE_FD_VARIABLE, "")
+        if not number.isdecimal():
+            _refuse_launcher(os.environ.get("WORLD_SIZE", ""))
+            return None
+        try:
+            sock = socket.socket(fileno=int(number))
+        except OSError:
+            return None
+        os.set_inheritable(sock.fileno(), False)
+        line = cls(sock)
+        _lines.append(line)
+        return line
+
+    def first(self) -> Place | Wait:
+        """Return the place that this worker starts with, or that it has none yet."""
+        self._socket.settimeout(_FIRST_S)
+        try:
+            word = control_socket.to_worker(self._socket.recv(control_socket.PACKET_BYTES_MAX))
+            if isinstance(word, Spare):
+                self._wait_to_begin()
+                word = control_socket.to_worker(self._socket.recv(control_socket.PACKET_BYTES_MAX))
+        except (OSError, ValueError) as error:
+            raise _no_agent(str(error) or "it said nothing") from error
+        finally:
+            self._socket.settimeout(None)
+        if not isinstance(word, Place | Wait):
+            raise _no_agent("it spoke of a world before there was one")
+        return word
+
+    def begin(self, end_world: Callable[[], None], doing: Callable[[], Doing]) -> None:
+        """Read on in a thread; `end_world` is called there when the world in hand is no more.
+
+        `doing` is called there too, when the agent asks what this worker is at.
+        """
+        self._end_world, self._doing = end_world, doing
+        self._thread = threading.Thread(target=self._read, name="elastane-line", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the world in hand has ended, or there is a place in another."""
+        return bool(self._interrupted) or self._place is not None or self._closed
+
+    def next_place(self) -> Place:
+        """Wait for a place in another world, as long as it takes."""
+        with self._news:
+            self._waits = True
+            self._end_if_waiting()
+            self._news.wait_for(lambda: self._place is not None or self._closed)
+            self._waits = False
+            place, self._place, self._interrupted = self._place, None, ""
+        if place is None:
+            raise _no_agent("it closed the line")
+        return place
+
+    def able(self, sharding: Sharding | None) -> None:
+        """Say that this worker can enter another world as it is."""
+        self._say(Able(sharding))
+
+    def finished(self) -> None:
+        """Say that all steps are done."""
+        self._say(Finished())
+
+    def lost(self, fence: Fence, reason: str) -> None:
+        """Say that a peer was lost in the world of `fence`."""
+        self._say(Lost(fence, reason[:1000]))
+
+    def differed(self, rank: int, steps: int, reason: str) -> None:
+        """Say that this worker's replica was another one than most hold, after so many steps."""
+        self._say(Differed(rank, steps, reason[:1000]))
+
+    def close(self) -> None:
+        """Hang up; the thread has ended then: at exit it would be killed in the middle of torch."""
+        self._closed, self._end_world, self._doing = True, _nothing, _idle
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+
+    def forget(self) -> None:
+        """In a forked child: the line is the parent's."""
+        self._closed = True
+        self._socket.close()
+
+    def _wait_to_begin(self) -> None:
+        """As a spare: wait for as long as it takes, then become the worker that one is to be."""
+        self._say(Ready())
+        self._socket.settimeout(None)
+        begin, stdout, stderr = control_socket.receive_begin(self._socket)
+        self._socket.settimeout(_FIRST_S)
+        for stream, fd, taken in ((sys.stdout, 1, stdout), (sys.stderr, 2, stderr)):
+            if stream is not None:
+                stream.flush()
+            os.dup2(taken, fd)
+            os.close(taken)
+        os.environ.update(begin.env)
+
+    def _say(self, message: FromWorker) -> None:
+        with contextlib.suppress(OSError):  # An agent that is gone takes this worker along.
+            self._socket.send(control_socket.encode(message))
+
+    def _read(self) -> None:
+        while not self._closed:
+            try:
+                packet = self._socket.recv(control_socket.PACKET_BYTES_MAX)
+                word = control_socket.to_worker(packet) if packet else None
+            except (OSError, ValueError):
+                word = None
+            if isinstance(word, Ask):
+                self._say(self._doing())
+                continue
+            with self._news:
+                if isinstance(word, Place):
+                    self._place = word
+                elif isinstance(word, Interrupt):
+                    self._place, self._interrupted = None, word.reason or "interrupted"
+                elif isinstance(word, End):
+                    self._ends = True
+                    self._end_if_waiting()
+                    continue
+                elif word is None:
+                    self._closed = True
+                self._news.notify_all()
+            self._end_world()
+
+    def _end_if_waiting(self) -> None:
+        """End this process where it waits for a place and is to be stopped; the lock is held."""
+        if self._waits and self._ends:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            os._exit(ExitCode.DRAINED)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _idle() -> Doing:
+    return Doing(waits=False)
+
+
+def _no_agent(why: str) -> JobError:
+    return JobError(
+        f"the agent of this worker cannot be heard: {why}",
+        expected="an agent of the same version of elastane",
+        next_step="start the script with elastane run of the environment that it imports",
+        slug="no-agent",
+    )
+
+
+def _refuse_launcher(world_size: str) -> None:
+    if world_size.isdecimal() and int(world_size) > 1:
+        raise JobError(
+            f"elastane.init() in a worker of another launcher: WORLD_SIZE={world_size}",
+            where=f"RANK={os.environ.get('RANK', '')}",
+            expected="a worker of elastane run, which tells it of its worlds, or no launcher",
+            next_step="start the script by elastane run, with the same options",
+            slug="job-launcher",
+        )
+
+
+def _forget() -> None:
+    while _lines:
+        _lines.pop().forget()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,499 @@
+"""What a worker holds of its job: its place in the world, and the steps it makes there.
+
+`init()` gives a `Job`. Owns the loop of steps and what happens between two of them: a change of
+the world, and the state that its members compare there. The way between worlds is `world`'s; who
+is a member is decided elsewhere. Without an agent the job is a world of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import torch
+
+from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.state_source import CHECKPOINTER
+from elastane.comms.digest import state_digest
+from elastane.comms.pairing import MispairedError
+from elastane.data.checks import whole
+from elastane.data.feed import Feed, Portion
+from elastane.errors import ElastaneError, JobError, PeerLostError
+from elastane.protocol.hangs import Activity
+from elastane.protocol.model import Fence
+from elastane.worker import alike, healing, sharding
+from elastane.worker.control_socket import AgentLine
+from elastane.worker.deterministic import Deterministic
+from elastane.worker.digest_log import Trail, trail_of
+from elastane.worker.mode import Mode
+from elastane.worker.replicas import Replicas
+from elastane.worker.retry import Before, Call, Calls, Progress, given_up
+from elastane.worker.saved import SavedJob
+from elastane.worker.step import Step, Updates, refuse_partitioned
+from elastane.worker.undo import Undo
+from elastane.worker.world import Worlds
+
+T = TypeVar("T")
+
+
+def init(
+    *,
+    deterministic: bool = False,
+    shards: int = 8,
+    seed: int = 0,
+    trail: str | Path | None = None,
+    trail_every: int = 1,
+    wait_for_place: bool = True,
+) -> Job:
+    """Join the job that this worker was started for; a world of one where no launcher did.
+
+    Use it as `with elastane.init() as job:`. The process group is ready: `job.process_group`.
+
+    `wait_for_place`: a worker that comes while the others train waits here until they take it in.
+    So rank and world size, also in RANK, WORLD_SIZE and the other variables, are true from here on.
+    The others wait for its first step. With False it builds while they train, and has neither
+    rank nor these variables before its first step (docs/in-place.md).
+
+    `deterministic`: what a step does depends on `shards` and `seed` alone, bit for bit, and not on
+    the world; its body takes its data from `step.batches` (docs/deterministic.md). `trail`: a file
+    with a digest of the state after each `trail_every` steps, for `elastane verify-run`; without
+    it, what ELASTANE_TRAIL says.
+    """
+    mode = Deterministic(shards, seed) if deterministic else Mode()
+    job = Job(AgentLine.inherited(), mode, trail_of(trail, trail_every))
+    return job.join(wait_for_place=wait_for_place)
+
+
+class Job:
+    """A worker's view of its job. Not for several threads."""
+
+    def __init__(self, line: AgentLine | None, mode: Mode, trail: Trail | None) -> None:
+        self._world = Worlds(line)
+        self.process_group = self._world.group
+        self._tracked = Tracked()
+        self.mode, self._trail = mode, trail
+        self._undo = Undo(self._tracked)
+        self._health = healing.Health(self.process_group, self._tracked)
+        self._updates = Updates(self.process_group, self._tracked, self._health, self._undo)
+        self._replicas = Replicas(
+            self.process_group, self._tracked, self._health, self._world.differed
+        )
+        self._saved = SavedJob(self._world, self._tracked, self._health)
+        self._calls = Calls(self.process_group)
+        self._former_hook = sys.excepthook
+        self._verify_every = 0
+        self._feed: Feed | None = None
+        self._loader: Any = None
+        # Whether all members are known to hold what this one holds: since a world was entered, or
+        # they met, nobody has made a step. The same on all of them, also who has just come.
+        self._met = False
+
+    def join(self, *, wait_for_place: bool = True) -> Self:
+        """Meet the other workers; `init` calls it."""
+        atexit.register(self.close)
+        self._former_hook, sys.excepthook = sys.excepthook, self._excepthook
+        self._world.join(wait_for_place=wait_for_place)
+        self.mode.apply(self.process_group, self._tracked)
+        return self
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the current world; JobError while it has no place in one."""
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers the current world has; JobError while this one has no place in one."""
+        return self._world.size
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this worker on its node, the same in every world."""
+        return self._world.local_rank
+
+    @property
+    def fence(self) -> Fence:
+        """The round and attempt of the current world; of none, where there is no agent."""
+        return self._world.fence
+
+    @property
+    def device(self) -> torch.device:
+        """This worker's device: a GPU by its local rank, or the CPU."""
+        return self._world.device
+
+    def track(self, **objects: Any) -> None:
+        """Name what the job's state is: what heals a peer, and what a lost step puts back.
+
+        Models, optimizers, schedulers, scalers, samplers, generators: whatever has `state_dict`
+        and `load_state_dict`. The same names on all workers, before anything is restored.
+        """
+        first = "job.steps()" if self._feed is not None else self._saved.restored_by
+        if first:
+            raise JobError(
+                f"track({', '.join(objects)}): {first} came first",
+                expected=f"all that is tracked, before {first}, which is called once",
+                next_step="name it beside the others, before that",
+                slug="job-track",
+            )
+        self._tracked.add(objects)
+        refuse_partitioned(self._tracked)
+        sharding.refuse(self._tracked, self.mode, self._trail)
+
+    def device_mesh(self, *, shard: int) -> Any:
+        """Return a DeviceMesh of replicas of `shard` workers each, for `fully_shard`.
+
+        Its dimensions are "replicate" and "shard". Once, before the model is built, on all workers;
+        one that replaces another waits here for its place, and uses no collectives until `steps()`.
+        """
+        return sharding.open_mesh(self._world, shard)
+
+    def steps(
+        self,
+        loader: Any,
+        *,
+        until_epoch: int | None = None,
+        until_step: int | None = None,
+        accumulate: int = 1,
+        verify_every: int = 0,
+    ) -> Iterator[tuple[Step, Any]]:
+        """Yield (step, batch) until an epoch or a step is reached; `with step:` is its body.
+
+        `loader` is a DataLoader over an ElasticBatchSampler, or over ElasticShards. With
+        `accumulate` micro-batches a step, take them from `step.batches`. Where the body breaks out
+        of the loop, it is to do so on all workers at the same step. After each `verify_every` steps
+        the workers compare what they hold, and one that differs takes the majority's.
+        """
+        if until_epoch is None and until_step is None:
+            raise JobError(
+                "steps() was given no end",
+                expected="until_epoch= or until_step=, or both",
+                next_step="for step, batch in job.steps(loader, until_epoch=10): ...",
+                slug="job-steps",
+            )
+        self._verify_every = whole("verify_every", verify_every)
+        feed = self._open(loader, accumulate)
+        try:
+            while not self._is_done(feed, until_epoch, until_step):
+                self._leave_trail()
+                if not self._boundary():
+                    continue
+                self._world.pulse.at(Activity.LOADING)
+                portions = _take(feed, feed.cursor.portions_per_step)
+                if not portions:
+                    continue  # The epoch has ended; the feed goes on with the next.
+                step = Step(self, feed.cursor.next_step, portions)
+                self.mode.begin(step.number)
+                self._world.pulse.at(Activity.BETWEEN)
+                self._calls.behind_step()
+                yield step, portions[0].batch
+                self._world.widen()
+                if not step.begun:
+                    raise _not_begun(step)
+                if not step.committed:
+                    self._enter_next()
+            self._meet_at_the_end()
+            self._leave_trail()
+        except GeneratorExit:  # By break: the last step is whole.
+            self._leave_trail()
+            raise
+        finally:  # Also where the loop was left by break: it enters no other world.
+            self._world.widen()
+            self._calls.loop_ended()
+            self._world.pulse.at(Activity.APART)
+            self._world.finished()
+
+    def retry(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Call a function with collectives of its own; where a peer is lost, run it again.
+
+        For what stands between steps: evaluation, metrics, a barrier. Behind the `with` of a step,
+        or between two loops, by all workers at the same place. The function runs from its beginning
+        in the next world, with rank and world size of that; random streams, buffers and train or
+        eval mode are put back before. What it changes elsewhere is its own to put back. It must not
+        step an optimizer. Returns the function's value; raises what the function raises, unless a
+        lost peer explains it. How workers that join take part: docs/in-place.md.
+        """
+        name = getattr(function, "__qualname__", type(function).__name__)
+        call = self._calls.begin(name, self.committed)
+        if call.is_over:
+            return cast(T, call.value)
+        if call.is_between_loops:
+            self._world.able()
+        self._world.pulse.at(Activity.BETWEEN)
+        call.before = Before(self._tracked, self.process_group)
+        try:
+            while not self._is_run(call, functools.partial(function, *args, **kwargs)):
+                pass
+        finally:
+            self._calls.end()
+            if call.is_between_loops:
+                self._world.pulse.at(Activity.APART)
+                self._world.finished()
+        return cast(T, call.value)
+
+    def _is_run(self, call: Call, function: Callable[[], Any]) -> bool:
+        """Run the function of a call; False where a peer was lost and it is to run again."""
+        try:
+            call.ran, call.value = False, function()
+            call.ran = True
+            self.process_group.check()
+            torch.distributed.barrier(group=self.process_group)
+            self.process_group.check()
+        except Exception as error:
+            self._world.lose(error)
+            return self._is_over_in_the_next(call)
+        self._calls.complete(call)
+        self.process_group.pairing.passed()
+        return True
+
+    def _is_over_in_the_next(self, call: Call) -> bool:
+        """Enter the next world from within a call; whether another member has completed it."""
+        while True:
+            self._enter_next()
+            self._world.pulse.at(Activity.BETWEEN)
+            callers = self._calls.callers()
+            if call.is_over or call.is_between_loops or len(callers) == self.process_group.size():
+                return call.is_over
+            try:
+                self._world.narrow(callers)
+                return False
+            except (ElastaneError, RuntimeError) as error:
+                self._world.lose(error)
+
+    def is_last_of_epoch(self, number: int) -> bool:
+        """Whether the step of this number is the last one of its epoch."""
+        return (number + 1) % self._open_feed.cursor.ledger.steps_per_epoch == 0
+
+    def beat(self) -> None:
+        """Show that a step goes on: a long body has nothing else to show."""
+        self._world.pulse.beat()
+
+    def begin_step(self, step: Step) -> None:
+        """Begin the body of a step; `with step:` calls it."""
+        self._world.pulse.at(Activity.BODY)
+        self._calls.in_step()
+        self._undo.begin()
+        self._updates.in_body = True
+
+    def end_step(self, step: Step, error: Exception | None) -> bool:
+        """End the body of a step; returns whether `error` was that of a lost peer."""
+        self._calls.behind_step()
+        self._updates.in_body = False
+        self.mode.leave()
+        is_cut = error is not None
+        if error is None:
+            try:
+                self.process_group.check()
+                self._health.agree(None)
+                self.process_group.pairing.agree(step.number)
+            except PeerLostError as lost:
+                error = lost
+        elif not (self.process_group.failed or self._world.has_news):
+            return False
+        if error is None or self._health.keeps(self._undo, is_cut=is_cut):
+            step.committed, self._met = True, False
+            self._health.forget()
+            self._undo.committed()
+            self._open_feed.commit(step.number)
+            self._world.pulse.step_made()
+        else:
+            self._health.put_back(self._undo)
+            self._world.lose(error)
+        return error is not None
+
+    def checkpointed_by(self, checkpointer: Any) -> SavedJob:
+        """Be what a Checkpointer saves; what it has agreed on becomes part of the job's state."""
+        self.track(**{CHECKPOINTER: checkpointer})
+        return self._saved.saved_by(checkpointer)
+
+    def close(self) -> None:
+        """Leave the job: nothing of it is left in this process. Idempotent."""
+        atexit.unregister(self.close)
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._former_hook
+        self._updates.close()
+        if self._feed is not None:
+            self._feed.close()
+        if self._trail is not None:
+            self._trail.close()
+        self.mode.close()
+        self._world.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._tell_given_up(error)
+        self.close()
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Of a script without `with elastane.init()`."""
+        self._tell_given_up(error)
+        self._former_hook(kind, error, trace)
+
+    def _tell_given_up(self, error: BaseException) -> None:
+        """Say what is lost with this worker, where an error of a lost peer ends it."""
+        is_ours = isinstance(error, JobError) or self._world.restarts  # with words of its own
+        if is_ours or self._feed is None or not isinstance(error, Exception):
+            return
+        if self.process_group.failed or isinstance(error, PeerLostError):
+            where = f"rank {self.process_group.rank()} of {self.process_group.size()}"
+            saved = "what the Checkpointer finds" if self._saved.restored_by else "the beginning"
+            sys.stderr.write(given_up(error, where, self.committed, saved))
+
+    @property
+    def committed(self) -> int:
+        """How many steps the job has committed, on whatever workers."""
+        return self._feed.cursor.next_step if self._feed is not None else 0
+
+    @property
+    def _open_feed(self) -> Feed:
+        assert self._feed is not None, "steps() comes first"
+        return self._feed
+
+    def _open(self, loader: Any, accumulate: int) -> Feed:
+        """Return the feed of the loader, at its place; the first call begins the steps."""
+        if self._feed is not None and loader is not self._loader:
+            raise JobError(
+                "steps() was called with another loader than before",
+                expected="one loader for all steps: its place is part of the job's state",
+                next_step="put the datasets into one, or end the job and begin another",
+                slug="job-steps",
+            )
+        if self._feed is None:
+            self._feed, self._loader = Feed(loader), loader
+            self._saved.opened(self._feed.cursor)
+            self.mode.open(self._feed.cursor, accumulate)
+            self._begin()
+        else:
+            self._world.able()  # It said that it had finished, when the last loop ended.
+        self.mode.open(self._feed.cursor, accumulate)
+        self._rewind()
+        return self._feed
+
+    def _begin(self) -> None:
+        """Enter the first world with steps: that of the others, where they are further."""
+        if self._tracked.sharded:
+            sharding.begin(self._world, self._health, self._undo, self._verify_every)
+        if self._world.came_later:
+            self._health.prepare()
+        self._updates.watch(self.mode, self._saved.settle)
+        self._world.begin()
+        self._world.pulse.at(Activity.ENTERING)
+        if self._world.restarts:
+            self._met = True
+        elif self._world.waits or not self._come_together():
+            self._enter_next()
+
+    def _is_done(self, feed: Feed, until_epoch: int | None, until_step: int | None) -> bool:
+        cursor = feed.cursor
+        return (until_epoch is not None and cursor.epoch >= until_epoch) or (
+            until_step is not None and cursor.next_step >= until_step
+        )
+
+    def _boundary(self) -> bool:
+        """Look for a change of the world between two steps; False where there was one."""
+        self._world.reach(self.committed + 1, self._saved.save_before_stop)
+        if not self._world.has_news and self._is_verified():
+            return True
+        self._enter_next()
+        return False
+
+    def _is_verified(self) -> bool:
+        """Compare replicas, where it is time to; False where the world came apart meanwhile."""
+        if not self._verify_every or self.committed % self._verify_every or not self.committed:
+            return True
+        self._world.pulse.at(Activity.ENTERING)
+        self._saved.settle()
+        try:
+            self._replicas.verify(self.committed)
+        except (ElastaneError, RuntimeError) as error:
+            self._world.lose(error)
+            return False
+        return True
+
+    def _enter_next(self) -> None:
+        """Wait for a place in another world, and go on there with the state that is right."""
+        self._saved.settle()
+        while not self._come_together(in_the_next=True):
+            pass
+        self._rewind()
+
+    def _come_together(self, *, in_the_next: bool = False) -> bool:
+        """Meet the members of a world, and be of their state; False where it came apart."""
+        try:
+            if in_the_next:
+                self._world.enter()
+            self.process_group.pairing.meet(updated=self._health.cut_short)
+            alike.make_alike(self.process_group, self.committed if self._health.holds else -1)
+            self._calls.meet()
+            self._health.compare(Progress(self._open_feed.cursor, self._calls))
+        except MispairedError:
+            raise
+        except (ElastaneError, RuntimeError) as error:
+            self._world.lose(error)
+            return False
+        self._met = True
+        self.process_group.pairing.begin()
+        self._world.met(self.committed)
+        return not self._world.is_over()
+
+    def _meet_at_the_end(self) -> None:
+        """Leave the steps together: who leaves knows that all others hold the last one.
+
+        A worker that came later may find the steps of this loop done, and leaves at once.
+        """
+        if self._met:
+            return
+        try:
+            torch.distributed.barrier(group=self.process_group)
+            self.process_group.check()
+            self._met = True
+        except (ElastaneError, RuntimeError) as error:
+            self._world.lose(error)
+            self._enter_next()
+
+    def _leave_trail(self) -> None:
+        """Note on the trail what the last step has come to, where this worker is to."""
+        if self._trail is None:
+            return
+        cursor, tracked = self._open_feed.cursor, self._tracked
+        self._trail.at(
+            *(self.committed, (self.rank, self.world_size)),
+            lambda: {**self.mode.settings(), "data": cursor.described()},
+            lambda: {name: state_digest(state) for name, state in tracked.state().items()},
+        )
+
+    def _rewind(self) -> None:
+        """Deal anew, for the current rank and world."""
+        self.mode.insist_on_world(self.process_group.size())
+        mesh = self._world.mesh
+        rank = self.process_group.rank() if mesh is None else mesh.seat
+        self._open_feed.rewind(rank, self.process_group.size())
+
+
+def _not_begun(step: Step) -> JobError:
+    return JobError(
+        f"the body of step {step.number} did not begin with it",
+        expected="one `with step:` around each body",
+        next_step="for step, batch in job.steps(...):  with step: ...",
+        slug="job-steps",
+    )
+
+
+def _take(feed: Feed, count: int) -> list[Portion]:
+    """Return the portions of one step; none at the end of an epoch."""
+    return [*itertools.islice(iter(functools.partial(next, feed, None), None), count)]

@@ -1,0 +1,102 @@
+"""Replicas are compared every so many steps: one that differs is named, and takes the majority's.
+
+All members of a world hold the same parameters and the same state of optimizers, to the last bit;
+where one does not, its memory or its processor is at fault, or something drew on its own. Buffers
+and random streams are each member's own and are not compared. JobError where no more than half of
+the members agree: nobody can say who is right.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+
+from elastane.checkpoint.registered import Tracked
+from elastane.comms import near
+from elastane.comms.digest import state_digest
+from elastane.comms.elastic import ElasticGroup
+from elastane.comms.state_plan import Verdict, correct, judge
+from elastane.errors import JobError
+from elastane.worker.healing import Health, gathered, give, of_member, take
+
+# A digest as two numbers of 64 bits.
+_NUMBERS = struct.Struct("<2q")
+_NAMES_MAX = 3
+
+
+class Replicas:
+    """One member's; `verify` is a collective of all of them. `differed` hears that this one did."""
+
+    def __init__(
+        self,
+        group: ElasticGroup,
+        tracked: Tracked,
+        health: Health,
+        differed: Callable[[int, str], None],
+    ) -> None:
+        self._group, self._tracked, self._health = group, tracked, health
+        self._differed = differed
+
+    def verify(self, committed: int) -> None:
+        """Compare what all members hold after so many steps; who differs takes the majority's."""
+        digest = bytes.fromhex(state_digest(self._tracked.replicas()))
+        heard = gathered(self._group, [*_NUMBERS.unpack(digest), near.machine()])
+        verdict = judge([_NUMBERS.pack(*words) for *words, _ in heard])
+        if len(verdict.groups) == 1:
+            return
+        if not verdict.right:
+            raise _undecided(verdict, committed)
+        rank = self._group.rank()
+        if rank == verdict.right[0]:
+            odd = [each for group in verdict.groups[1:] for each in group]
+            _tell(f"{_ranks(odd)} differ from {_ranks(verdict.right)}", committed)
+        healing = correct(verdict, [machine for *_, machine in heard], committed)
+        for handover in of_member(healing, rank):
+            if handover.receiver == rank:
+                found = take(
+                    *(self._group, handover, self._tracked.replicas()),
+                    when_writing=self._health.half_written,
+                )
+                self._tracked.load_replicas(found.state)
+                self._health.whole()
+                names = _short(found.differed)
+                others = _ranks(verdict.right)
+                text = f"rank {rank} on node {_node()} differed from {others}: {names}"
+                self._differed(committed, _tell(text, committed))
+            else:
+                give(self._group, handover, self._tracked.replicas())
+        self._group.check()
+
+
+def _tell(what: str, committed: int) -> str:
+    text = f"replicas after {committed} steps: {what}; the state of the majority is taken"
+    sys.stderr.write(f"elastane: {text}\n")
+    return text
+
+
+def _short(names: list[str]) -> str:
+    shown = [name.removeprefix("state") for name in names[:_NAMES_MAX]]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return ", ".join(shown) + more
+
+
+def _ranks(ranks: list[int] | tuple[int, ...]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _node() -> str:
+    return os.environ.get("ELASTANE_NODE") or socket.gethostname()
+
+
+def _undecided(verdict: Verdict, committed: int) -> JobError:
+    groups = "; ".join(_ranks(group) for group in verdict.groups)
+    return JobError(
+        f"replicas differ after {committed} steps, and no more than half of them agree: {groups}",
+        where=f"node {_node()}",
+        expected="the same parameters and optimizer state on all workers, to the last bit",
+        next_step="let the script load its checkpoint when it starts; see what draws on its own",
+        slug="job-replicas",
+    )

@@ -1,0 +1,238 @@
+"""Collectives outside of steps that survive the loss of a peer: `job.retry(function, ...)`.
+
+The members of a world call it at the same place of the program. Where a peer is lost, the survivors
+enter the next world, compare their state and run the function again. A barrier ends each call. A
+member that has passed it knows that all members have run the function to its end. So where one
+survivor has passed the barrier of a call, the others return the value that they hold; else all run
+the function again. No value travels between survivors.
+
+A worker that joins in the meantime has no part in a call behind a step: it never runs that body.
+The others go on without it, in a group of their own, until their loop asks for the next step
+(`Worlds.narrow`). A call between two loops is one that it comes to itself, so it takes part. Calls
+of earlier loops it answers by the values of the others, which it receives with the state.
+
+Fails with JobError for a wrong use. An exception of the function that no lost peer explains is the
+script's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from elastane.checkpoint.registered import Tracked
+from elastane.comms.elastic import ElasticGroup
+from elastane.comms.state import flatten
+from elastane.data.cursor import Cursor
+from elastane.errors import ConfigurationError, JobError, StateError
+from elastane.worker.healing import gathered
+from elastane.worker.undo import Undo
+
+# The values of calls between loops that are kept for workers that join later: one for each epoch.
+VALUES_MAX = 10_000
+VALUE_BYTES_MAX = 4096
+
+_BEHIND_A_STEP, _BETWEEN_LOOPS = 1, 2
+# The kind of a call; then the steps made and its number behind the step, or the number of loops
+# that have ended and its number since. (0, 0, 0): no call.
+Place: TypeAlias = tuple[int, int, int]
+_NO_CALL: Place = (0, 0, 0)
+SLUG = "job-given-up"
+
+
+class Before:
+    """What a function may change that is no parameter, as it was before the call."""
+
+    def __init__(self, tracked: Tracked, group: ElasticGroup) -> None:
+        self._undo = Undo(tracked)
+        self._undo.begin()
+        roots: list[torch.nn.Module] = [*tracked.modules, *group.ddps]
+        self._modes = [(each, each.training) for root in roots for each in root.modules()]
+
+    def restore(self) -> None:
+        """Put it back: random streams, buffers, settings, gradients, and train or eval."""
+        self._undo.restore()
+        for module, training in self._modes:
+            module.training = training
+
+
+@dataclass
+class Call:
+    """A call in hand. `ran`: the function has run to its end in this world, and gave `value`.
+
+    `before` is what the function may have changed. `is_over`: all members have run it.
+    """
+
+    place: Place
+    before: Before | None = None
+    ran: bool = False
+    value: Any = None
+    is_over: bool = False
+
+    @property
+    def is_between_loops(self) -> bool:
+        """Whether a worker that joins comes to this call itself."""
+        return self.place[0] == _BETWEEN_LOOPS
+
+
+class Calls:
+    """One member's calls; `meet` is a collective of a world's members."""
+
+    def __init__(self, group: ElasticGroup) -> None:
+        self._group = group
+        self.call: Call | None = None
+        self._where: Literal["nowhere", "step", "behind", "between"] = "nowhere"
+        self._loops = 0
+        self._number = 0  # of calls behind this step, or since the last loop ended
+        self._done: Place = _NO_CALL
+        self._completed: Place = _NO_CALL  # between loops, by any member
+        self._values: dict[str, Any] = {}
+        self._heard: list[list[int]] = []
+
+    def in_step(self) -> None:
+        """A body begins."""
+        self._where = "step"
+
+    def behind_step(self) -> None:
+        """A step is yielded, or its body has ended."""
+        self._where, self._number = "behind", 0
+
+    def loop_ended(self) -> None:
+        """The script leaves a loop of steps."""
+        self._where, self._number = "between", 0
+        self._loops += 1
+
+    def begin(self, name: str, steps: int) -> Call:
+        """Begin a call; JobError at a place where none can be."""
+        if self.call is not None:
+            raise _misplaced(f"job.retry({name}) inside of another job.retry()")
+        if self._where == "step":
+            raise _misplaced(f"job.retry({name}) inside of `with step:`, which is retried itself")
+        if self._where == "nowhere":
+            raise _misplaced(f"job.retry({name}) before the first job.steps()")
+        between = self._where == "between"
+        place = (
+            (_BETWEEN_LOOPS, self._loops, self._number)
+            if between
+            else (_BEHIND_A_STEP, steps, self._number)
+        )
+        self._number += 1
+        call = Call(place)
+        if between and place <= self._completed:
+            call.is_over, call.value = True, self._value_of(name, place)
+            return call
+        self.call = call
+        return call
+
+    def end(self) -> None:
+        """End the call in hand, however it ended."""
+        self.call = None
+
+    def complete(self, call: Call) -> None:
+        """All members have run the function of this call to its end."""
+        assert call.ran, "a barrier was passed that this member had not reached"
+        call.is_over, self._done = True, call.place
+        if not call.is_between_loops:
+            return
+        self._completed = call.place
+        if _is_small(call.value) and len(self._values) < VALUES_MAX:
+            self._values[_key(call.place)] = call.value
+
+    def told(self) -> list[int]:
+        """Return the call in hand and the last one that is done, as the other members hear it."""
+        return [*(self.call.place if self.call is not None else _NO_CALL), *self._done]
+
+    def meet(self) -> None:
+        """Learn what the members of this world are at, and which calls they have completed."""
+        call = self.call
+        self._heard = gathered(self._group, self.told())
+        if call is None:
+            return
+        if any((*each[3:],) == call.place for each in self._heard):
+            self.complete(call)
+        elif call.before is not None:
+            call.before.restore()
+
+    def callers(self) -> list[int]:
+        """Return the ranks that are in the call in hand, as they met."""
+        assert self.call is not None, "a call is in hand"
+        return [r for r, each in enumerate(self._heard) if (*each[:3],) == self.call.place]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a worker that joins has to know."""
+        return {"completed": list(self._completed), "values": dict(self._values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another member knows."""
+        kind, loops, number = state["completed"]
+        self._completed, self._values = (kind, loops, number), dict(state["values"])
+
+    def _value_of(self, name: str, place: Place) -> Any:
+        if _key(place) not in self._values:
+            raise JobError(
+                f"job.retry({name}) of before this worker joined gave a value that is not kept",
+                expected=f"a value of at most {VALUE_BYTES_MAX} bytes, of numbers, text, tensors,"
+                f" lists and dicts, in one of the first {VALUES_MAX} calls",
+                next_step="return numbers, or call it behind the `with` of a step",
+                slug="job-retry",
+            )
+        return self._values[_key(place)]
+
+
+class Progress:
+    """How far a member is: its place in the data and its calls, as one state."""
+
+    def __init__(self, cursor: Cursor, calls: Calls) -> None:
+        self._cursor, self._calls = cursor, calls
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next step."""
+        return self._cursor.next_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both."""
+        return {"cursor": self._cursor.state_dict(), "calls": self._calls.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over another member's."""
+        self._cursor.load_state_dict(state["cursor"])
+        self._calls.load_state_dict(state["calls"])
+
+
+def given_up(error: BaseException, where: str, steps: int, resumes: str) -> str:
+    """Say that an error outside of every guarded place ends a worker, and what is lost with it."""
+    said = str(error).partition("\n")[0]
+    return (
+        f"elastane: {where}: {type(error).__name__}: {said}\n"
+        f"elastane: a collective outside of `with step:` and job.retry() lost a peer. This worker"
+        f" ends, and gives up its state after {steps} steps. Where other workers still hold that"
+        f" state, its replacement gets it from them; else the job goes on from {resumes}."
+        f" Next step: put the call into job.retry(function, ...) [{SLUG}]\n"
+    )
+
+
+def _key(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value can be kept for workers that join later."""
+    try:
+        parts = flatten(value)
+    except (ConfigurationError, StateError):
+        return False
+    return len(parts.tree) + sum(each.nbytes for each in parts.tensors) <= VALUE_BYTES_MAX
+
+
+def _misplaced(what: str) -> JobError:
+    return JobError(
+        what,
+        expected="a call behind the `with` of a step, or between two loops of job.steps(), by all"
+        " workers at the same place",
+        next_step="for step, batch in job.steps(...):  with step: ...;  job.retry(validate, model)",
+        slug="job-retry",
+    )

@@ -1,0 +1,90 @@
+"""Sharded state (`fully_shard`) in a job: whether others can heal it, and what is refused with it.
+
+Owns the answer and its words. Where no replica holds what a lost worker held, all workers are
+started anew and go on from a snapshot or checkpoint; nothing else of a job is different then.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from elastane.checkpoint.registered import Tracked
+from elastane.comms.mesh import MeshGroups
+from elastane.data.checks import whole
+from elastane.errors import JobError
+from elastane.worker.digest_log import Trail
+from elastane.worker.healing import Health
+from elastane.worker.mode import Mode
+from elastane.worker.undo import Undo
+from elastane.worker.world import Worlds
+
+_NO_REPLICA = "sharded state has no replica"
+
+
+def why_unhealed(tracked: Tracked, mesh: MeshGroups | None) -> str:
+    """Return why others cannot heal what a worker of this world holds; "" where they can."""
+    never = _why_never(tracked, mesh)
+    if never or mesh is None or not tracked.sharded or not mesh.is_sole:
+        return never
+    return f"{_NO_REPLICA}: each of {mesh.shards} workers holds a shard that no other has"
+
+
+def _why_never(tracked: Tracked, mesh: MeshGroups | None) -> str:
+    """Return why they cannot in whatever world follows, of the same processes."""
+    meshes = {each.device_mesh for each in tracked.sharded}
+    if not meshes:
+        return ""
+    if mesh is None or meshes != {mesh.made}:
+        return f"{_NO_REPLICA}: it is not over job.device_mesh()"
+    if not tracked.optimizers:
+        return "sharded state without its optimizer is not healed: job.track(optimizer=optimizer)"
+    return ""
+
+
+def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None:
+    """Begin the steps of a job whose state is sharded."""
+    if verify_every:
+        raise _refused("job.steps(verify_every=...)")
+    # Who came later came to others that heal, though of these one replica may be left.
+    why = "" if worlds.came_later else why_unhealed(health.tracked, worlds.mesh)
+    worlds.restarts = why and _why_never(health.tracked, worlds.mesh)
+    if not worlds.restarts and worlds.mesh is not None:
+        from elastane.worker.shards import Shards  # heavy: torch.distributed.fsdp
+
+        came_later = worlds.came_later
+        health.shards = Shards(worlds.group, worlds.mesh, health, undo, came_later=came_later)
+    if why and worlds.rank == 0 and worlds.has_agent:
+        sys.stderr.write(
+            f"elastane: {why}; when a worker is lost, all start again and go on from the"
+            " Checkpointer's snapshot or checkpoint\n"
+        )
+
+
+def refuse(tracked: Tracked, mode: Mode, trail: Trail | None) -> None:
+    """JobError where what is tracked is sharded, in a job that needs whole replicas."""
+    if tracked.sharded and (mode.is_deterministic or trail is not None):
+        raise _refused("deterministic=True" if mode.is_deterministic else "a trail")
+
+
+def open_mesh(worlds: Worlds, shards: int) -> Any:
+    """Return the mesh of a job's world, in replicas of so many workers; waits for a place in it."""
+    if worlds.mesh is not None:
+        raise JobError(
+            "job.device_mesh() was called before",
+            expected="one mesh for each job",
+            next_step="mesh = job.device_mesh(shard=S), once, before the model is built",
+            slug="job-mesh",
+        )
+    mesh = MeshGroups(whole("shard", shards, 1))
+    worlds.open_mesh(mesh)
+    return mesh.device_mesh(worlds.device.type)
+
+
+def _refused(what: str) -> JobError:
+    return JobError(
+        f"{what}, with parameters that are sharded over workers (fully_shard)",
+        expected="whole parameters on each worker, as with DDP over job.process_group",
+        next_step="leave it out, or do not shard",
+        slug="job-track",
+    )

@@ -1,0 +1,248 @@
+"""Sharded state (`fully_shard`) that recovers in place: each shard has replicas, which heal it.
+
+Owns what a step adds for that, and how the members of a world come to one state again. An update
+is made only once all members hold their whole reductions: else one shard could be a step ahead of
+another that nobody could bring there. That costs one number's all-reduce a step. Who is ahead is
+decided in `worker.shard_plan`, who sits where in `comms.mesh`. Fails as a collective fails;
+JobError where nobody is left who holds some shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from elastane.checkpoint.registered import Tracked
+from elastane.comms import near
+from elastane.comms.elastic import ElasticGroup
+from elastane.comms.mesh import MeshGroups
+from elastane.comms.state_plan import Handover
+from elastane.errors import JobError
+from elastane.worker import healing
+from elastane.worker.healing import Progress
+from elastane.worker.shard_plan import Claim, Plan, plan
+from elastane.worker.undo import Undo
+
+
+class Shards:
+    """One worker's; `compare` is a collective of a world's members, `agree` of each step's."""
+
+    def __init__(
+        self,
+        group: ElasticGroup,
+        mesh: MeshGroups,
+        health: healing.Health,
+        undo: Undo,
+        *,
+        came_later: bool,
+    ) -> None:
+        self._group, self._mesh, self._tracked = group, mesh, health.tracked
+        self._health, self._undo, self._came_later = health, undo, came_later
+        self.is_healing = False
+        self._agreed = self._ready = False
+        # Whose update was agreed on last, or is in question; None: the end of the body.
+        self._next: torch.optim.Optimizer | None = None
+
+    def forget(self) -> None:
+        """Forget what was agreed on: the step in hand is over."""
+        self._agreed = self._ready = False
+        self._next = None
+
+    def agree(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Wait until all members hold what an update takes, and have made those before it.
+
+        Once for each optimizer in its turn; None: to the end of a body, in which not all have
+        stepped. Who is a step ahead then has left others behind that lack one update, and can make
+        it. Raises as a collective does. In one replica nobody waits: where a worker is lost, all
+        start again.
+        """
+        is_told = self._undo.is_whole if optimizer is None else self._next is optimizer
+        if self._agreed and is_told:
+            return
+        self._ready, self._agreed, self._next = True, False, optimizer
+        try:
+            if not self._mesh.is_sole:
+                dist.all_reduce(torch.ones(1), group=self._group)
+        except RuntimeError:
+            self._group.check()
+            raise
+        self._group.check()
+        self._agreed = True
+
+    def put_back(self) -> None:
+        """End a step that failed here: as it began, or kept until it is known who was ahead."""
+        if self._agreed or not self._ready:
+            if not self._undo.restore():
+                self._health.half_written()  # The update itself failed, anywhere in it.
+            self.forget()
+
+    def compare(self, progress: Progress) -> None:
+        """Bring all members of a world to one state."""
+        reset(self._tracked)
+        found = plan(self._claims(progress), self._mesh.shards)
+        if found.lost:
+            raise self._lost(found)
+        rank = self._group.rank()
+        if self._ready and rank not in found.advancing:
+            self._undo.restore()
+            self.forget()
+        self.is_healing = True
+        try:
+            self._advance(found, progress)
+            for handover in found.handovers:
+                if rank == handover.receiver:
+                    self._take(handover, progress)
+                elif rank in handover.givers:
+                    healing.give(self._group, handover, self._state(progress))
+        finally:
+            self.is_healing = False
+        if found.advancing or found.handovers:
+            dist.barrier(group=self._group)
+        self._group.check()
+        self._health.whole()
+
+    def _claims(self, progress: Progress) -> list[Claim]:
+        health = self._health
+        torn = not health.holds and (health.torn or self._came_later)
+        said = [progress.next_step, health.holds, torn, self._ready, self._mesh.seat]
+        heard = healing.gathered(self._group, [*said, near.machine()])
+        return [
+            Claim(n, bool(holds), bool(torn), bool(ready), self._mesh.shard_of(seat), machine)
+            for n, holds, torn, ready, seat, machine in heard
+        ]
+
+    def _advance(self, found: Plan, progress: Progress) -> None:
+        """Have those make the update who are ready for one that others have made."""
+        rank = self._group.rank()
+        for each in found.advancing:
+            handover = Handover(each, (found.leader,), near=False)
+            if rank == found.leader:
+                healing.give(self._group, handover, self._small(progress))
+            elif rank == each:
+                small = healing.take(self._group, handover, None).state
+                self._update(small)
+                progress.load_state_dict(small["data"])
+
+    def _update(self, small: dict[str, Any]) -> None:
+        tracked = self._tracked
+        if self._next is not None:
+            self._next.step()
+        for optimizer, groups in zip(tracked.optimizers, small["settings"], strict=True):
+            for group, held in zip(optimizer.param_groups, groups, strict=True):
+                group.update(held)
+        for thing, state in zip(tracked.others, small["others"], strict=True):
+            thing.load_state_dict(state)
+        for parameter in tracked.parameters():
+            parameter.grad = None
+        self.forget()
+
+    def _small(self, progress: Progress) -> dict[str, Any]:
+        """What the rest of a body may have changed, the same on all members."""
+        tracked = self._tracked
+        settings = [
+            [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
+            for each in tracked.optimizers
+        ]
+        others = [thing.state_dict() for thing in tracked.others]
+        return {"settings": settings, "others": others, "data": progress.state_dict()}
+
+    def _take(self, handover: Handover, progress: Progress) -> None:
+        for parameter in self._tracked.parameters():
+            parameter.grad = None  # Else nothing can be prepared.
+        self._tracked.prepare()
+        own = self._tracked.state()
+        found = healing.take(
+            *(self._group, handover, {"tracked": local(own)}),
+            when_writing=self._health.half_written,
+        )
+        self._health.half_written()
+        self._tracked.load(placed(own, found.state["tracked"]))
+        progress.load_state_dict(found.state["data"])
+        self._health.whole()
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        return {"tracked": local(self._tracked.state()), "data": progress.state_dict()}
+
+    def _lost(self, found: Plan) -> JobError:
+        numbers = ", ".join(map(str, found.lost))
+        return JobError(
+            f"all workers that held shard {numbers} are lost",
+            where=f"rank {self._group.rank()} of {self._group.size()}, step {found.committed}",
+            expected="of each shard, one worker that holds it",
+            next_step="a Checkpointer in the script: all workers start again, and go on from it",
+            slug="job-state-lost",
+        )
+
+
+def local(state: Any) -> Any:
+    """Return a state with this worker's own parts in the place of what is sharded."""
+    if isinstance(state, DTensor):
+        return _part(state)
+    if isinstance(state, dict):
+        return {key: local(each) for key, each in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(local(each) for each in state)
+    return state
+
+
+def _part(tensor: DTensor) -> torch.Tensor:
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()
+    return part
+
+
+def placed(own: Any, found: Any) -> Any:
+    """Return `found`, of another's `local`, with what is sharded here in the place of its parts.
+
+    JobError where another holds a tensor of a parameter's that has none here.
+    """
+    if isinstance(found, torch.Tensor):
+        if isinstance(own, DTensor):
+            part = _part(own)
+            if part.data_ptr() != found.data_ptr():
+                part.copy_(found)
+            return own
+        if own is None and found.dim():
+            raise _unplaced(found)
+        return found
+    if isinstance(found, dict):
+        mine = own if isinstance(own, dict) else {}
+        return {key: placed(mine.get(key), each) for key, each in found.items()}
+    if type(found) in (list, tuple):
+        parts = [*own] if isinstance(own, (list, tuple)) and len(own) == len(found) else []
+        parts = parts or [None] * len(found)
+        return type(found)(placed(*pair) for pair in zip(parts, found, strict=True))
+    return found
+
+
+def reset(tracked: Tracked) -> None:
+    """Let sharded modules forget a forward or backward that was cut short, and its gradients.
+
+    What torch leaves where it is (2.13): gradients of parameters that were whole by then.
+    """
+    for module in tracked.modules:
+        for each in module.modules():
+            if not isinstance(each, FSDPModule):
+                continue
+            state = each._get_fsdp_state()
+            if state._is_root:
+                each.reset_iter_state()
+            for group in state._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+
+
+def _unplaced(found: torch.Tensor) -> JobError:
+    return JobError(
+        f"an optimizer of another worker holds a tensor of {tuple(found.shape)} that has no place"
+        " here",
+        expected="an optimizer whose first step makes all that it holds, as torch's own do",
+        next_step="make that tensor when the optimizer is made",
+        slug="job-track",
+    )

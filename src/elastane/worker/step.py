@@ -1,0 +1,230 @@
+"""One step of a job: a body that either happens on all members, or is dealt again.
+
+Owns the edges of the body: what is saved before it, that no optimizer steps on a reduction that is
+not complete, and whether the step has happened when the body ends, by itself or by an error. What
+follows from that is `job`'s.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elastane.checkpoint.registered import Tracked
+from elastane.comms.elastic import ElasticGroup
+from elastane.data.feed import Portion
+from elastane.errors import JobError
+from elastane.worker.healing import Health
+from elastane.worker.mode import Mode
+from elastane.worker.undo import Undo
+
+if TYPE_CHECKING:
+    from elastane.worker.job import Job
+
+# What is passed to an optimizer's step, itself first.
+_Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+# Of torch's own, they keep a part of the optimizer's state, or of the model, on each rank.
+_UNLIKE = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
+
+
+class Step:
+    """What `job.steps` yields; use it as `with step:` around one optimizer update.
+
+    `number` counts from 0 over the whole job. `epoch` is that of its data.
+    """
+
+    def __init__(self, job: Job, number: int, portions: list[Portion]) -> None:
+        self.number = number
+        self.epoch = portions[0].share.epoch if portions else 0
+        self.committed = False
+        self.begun = False
+        self.weight = portions[0].weight if portions else 1.0
+        self._portions = portions
+        self._job = job
+
+    @property
+    def batches(self) -> Iterator[Any]:
+        """Yield this rank's micro-batches; each sets the weight that `backward` uses.
+
+        With `deterministic=True` these are virtual shards, and gradients are reduced behind the
+        last of them.
+        """
+        for portion in self._job.mode.portions(self._portions):
+            self.weight = portion.weight
+            yield portion.batch
+            self._job.beat()
+
+    @property
+    def last_of_epoch(self) -> bool:
+        """Whether the next step is of another epoch; the same on all workers."""
+        return self._job.is_last_of_epoch(self.number)
+
+    @property
+    def samples(self) -> int:
+        """How many samples of the step are this rank's."""
+        return sum(portion.samples for portion in self._portions)
+
+    def backward(self, loss: torch.Tensor, **more: Any) -> None:
+        """Run `loss.backward()` with the weight of this rank's share.
+
+        `loss` is the mean over the local batch: the gradient is then that of the mean over the
+        step's samples, whatever the world is and however it was dealt.
+        """
+        (loss if self.weight == 1.0 else loss * self.weight).backward(**more)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Step:
+        self.begun = True
+        self._job.begin_step(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if kind is not None and not issubclass(kind, Exception):
+            return False
+        return self._job.end_step(self, error if isinstance(error, Exception) else None)
+
+
+class Updates:
+    """Decides before each update of an optimizer whether it may be made.
+
+    No update is made on a reduction that failed or is not complete. A closure runs the reductions
+    inside of the optimizer's step, so there the check comes as the closure returns. torch's own
+    optimizers change nothing before that, except LBFGS. LBFGS and optimizers of others, such as
+    SAM, may: what they hold is copied first, and each return of the closure is checked.
+    """
+
+    def __init__(self, group: ElasticGroup, tracked: Tracked, health: Health, undo: Undo) -> None:
+        self._group, self._tracked, self._health, self._undo = group, tracked, health, undo
+        self._mode = Mode()
+        self._settle: Callable[[], None] = lambda: None
+        self._handles: list[Any] = []
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Whether a body runs: what an optimizer does elsewhere is the script's own.
+        self.in_body = False
+
+    def watch(self, mode: Mode, settle: Callable[[], None]) -> None:
+        """Be asked from now on; `settle` waits until what is tracked may be changed."""
+        self._mode, self._settle = mode, settle
+        for optimizer in self._tracked.optimizers:
+            self._known.add(optimizer)
+            self._handles.append(optimizer.register_step_pre_hook(self._before))
+            self._handles.append(optimizer.register_step_post_hook(self._after))
+        self._handles.append(register_optimizer_step_pre_hook(self._before_any))
+
+    def close(self) -> None:
+        """Leave no hook in torch. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        if self._health.is_healing:
+            return None
+        self._undo.called(optimizer)
+        given = [*args[1:], *kwargs.values()]
+        if not any(map(callable, given)):
+            self._allow(optimizer)
+            self._undo.before_update(optimizer)
+            return None
+        self._mode.insist_on_all()
+        is_first = _runs_closure_first(optimizer)
+        if not is_first:
+            self._begin_early(optimizer)
+
+        def watched(closure: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = closure(*args, **kwargs)
+                if is_first:
+                    self._allow(optimizer)
+                    self._undo.before_update(optimizer)
+                else:
+                    self._group.check()
+                return result
+
+            return call
+
+        def passed(value: Any) -> Any:
+            return watched(value) if callable(value) else value
+
+        own, *rest = args
+        return (own, *map(passed, rest)), {name: passed(value) for name, value in kwargs.items()}
+
+    def _allow(self, optimizer: torch.optim.Optimizer) -> None:
+        self._settle()
+        self._group.check()
+        self._mode.insist_on_all()
+        self._health.agree(optimizer)
+
+    def _begin_early(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer begin that changes parameters before its closure has run."""
+        if self._health.shards is not None:
+            raise JobError(
+                f"{type(optimizer).__name__}.step(closure) with a model that is sharded: it may"
+                " change parameters before the closure, which cannot be taken back on all workers",
+                expected="an optimizer of torch.optim other than LBFGS, or no closure",
+                next_step="step.backward(loss), then optimizer.step()",
+                slug="job-update",
+            )
+        self._settle()
+        self._group.check()
+        self._undo.before_update(optimizer, runs_body=True)
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._health.is_healing:
+            self._undo.after_update(optimizer)
+
+    def _before_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse an optimizer that changes what is tracked, and is not tracked itself."""
+        if not self.in_body or optimizer in self._known:
+            return
+        ours = self._tracked.optimizers
+        if not any(optimizer is each or optimizer.state is each.state for each in ours):
+            tracked = {id(each) for each in self._tracked.parameters()}
+            groups = [group["params"] for group in optimizer.param_groups]
+            if any(id(each) in tracked for group in groups for each in group):
+                raise _untracked(optimizer)
+        self._known.add(optimizer)
+
+
+def refuse_partitioned(tracked: Tracked) -> None:
+    """Refuse optimizers that cannot be given to another worker by their state."""
+    for optimizer in tracked.optimizers:
+        kind = type(optimizer).__name__
+        is_hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
+        if kind in _UNLIKE or not is_hooked:
+            what = "each rank holds what no other does" if is_hooked else "it has no step hooks"
+            raise JobError(
+                f"track(): a {kind} cannot recover in place: {what}",
+                expected="an optimizer whose whole state is on each worker, or fully_shard()",
+                next_step="job.track(optimizer=...) with the optimizer inside of it, or"
+                " fully_shard(model, mesh=job.device_mesh(shard=S))",
+                slug="job-track",
+            )
+
+
+def _runs_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step calls the closure once, before it changes anything."""
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+    return is_torchs and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _untracked(optimizer: torch.optim.Optimizer) -> JobError:
+    kind = type(optimizer).__name__
+    return JobError(
+        f"an optimizer that is not tracked ({kind}) steps on parameters that are",
+        where="in the body of a step",
+        expected="every optimizer in job.track(): its state is part of the job's",
+        next_step="job.track(inner=optimizer.base_optimizer, optimizer=optimizer), the inner one"
+        " first, where one optimizer holds another",
+        slug="job-update",
+    )

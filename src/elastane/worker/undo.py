@@ -1,0 +1,272 @@
+"""A step that did not happen: what its half-run body had changed is put back.
+
+What every step may change before it is sure is saved at its beginning: buffers, random streams,
+small states, the optimizers' settings. Parameters are copied only where they may have changed when
+a step fails: before each update where the body holds several optimizers, before an update that
+runs the body itself (a closure), and at the beginning of each step once a body was seen to change
+them by itself. Where something changed of which there is no copy, `restore` says so, and the
+member takes the state from another.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from elastane.checkpoint.registered import RandomStreams, Tracked, load_exactly
+from elastane.worker.buffers import Standing, standing
+
+# A GradScaler sets them for the time of a fused optimizer's step. If that raises they stay, and the
+# next step would divide by the product of both scales.
+_SCALED = ("grad_scale", "found_inf")
+
+
+class Undo:
+    """One job's; `begin` at each step's beginning, `restore` where it did not happen."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self._streams: RandomStreams | None = None
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._buffers = _Buffers()
+        self._parameters = _Parameters()
+        self._small: list[tuple[Any, dict[str, Any]]] = []
+        self._settings: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
+        self._updates: dict[int, _Update] = {}
+        # Optimizers, by id: whose step was called, who are in the middle of an update, and who make
+        # several in one body.
+        self._called: Counter[int] = Counter()
+        self._inside: Counter[int] = Counter()
+        self._repeating: set[int] = set()
+        # Whether an update cannot be taken back, and is not the whole of the body's either.
+        self._is_torn = False
+        self.stepped: set[int] = set()
+
+    def begin(self) -> None:
+        """Save what this step may change."""
+        tracked = self._tracked
+        self._streams = RandomStreams()
+        self._generators = [(g, g.get_state()) for g in tracked.generators]
+        self._buffers.keep(tracked.modules)
+        self._parameters.keep(tracked)
+        self._small = [(thing, dict(thing.state_dict())) for thing in tracked.others]
+        self._settings = [
+            (optimizer, [_settings_of(group) for group in optimizer.param_groups])
+            for optimizer in tracked.optimizers
+        ]
+        self._updates.clear()
+        self._called.clear()
+        self._inside.clear()
+        self._is_torn = False
+        self.stepped.clear()
+
+    def called(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note that an optimizer is to step, whatever comes of it."""
+        number = id(optimizer)
+        self._called[number] += 1
+        if number in self.stepped and self._called[number] == 1:
+            self._repeating.add(number)
+            self._is_torn |= number not in self._updates
+
+    def before_update(self, optimizer: torch.optim.Optimizer, *, runs_body: bool = False) -> None:
+        """Save what an optimizer is about to change, where the body may still fail after that.
+
+        `runs_body`: it changes parameters, and then runs part of the body by its closure.
+        """
+        number = id(optimizer)
+        if not self.stepped and not self._inside.total():
+            self._parameters.learn()
+        copies = runs_body or self.has_copies or number in self._repeating
+        if copies and number not in self._updates and number not in self.stepped:
+            self._updates[number] = _Update(optimizer)
+        self._inside[number] += 1
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note that an optimizer has stepped."""
+        self._called[id(optimizer)] -= 1
+        self._inside[id(optimizer)] -= 1
+        self.stepped.add(id(optimizer))
+
+    def committed(self) -> None:
+        """Take note that the step has happened."""
+        if not self.stepped:
+            self._parameters.learn()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether an update that has begun can be taken back."""
+        return len(self._tracked.optimizers) > 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every optimizer has stepped, and each step that was called has ended."""
+        optimizers = {id(optimizer) for optimizer in self._tracked.optimizers}
+        is_over = not self._is_torn and not self._called.total()
+        return bool(optimizers) and optimizers <= self.stepped and is_over
+
+    @property
+    def is_revocable(self) -> bool:
+        """Whether every update that was made or begun can be taken back."""
+        made = self.stepped | set(+self._inside)
+        return not self._is_torn and made <= self._updates.keys()
+
+    def restore(self) -> bool:
+        """Put everything back as it was at the step's beginning; returns whether all of it is."""
+        is_revocable = self.is_revocable
+        # The one that was begun last first: one inside another is loaded before the outer one.
+        for update in reversed(self._updates.values()):
+            update.restore()
+        self._parameters.restore()
+        self._buffers.restore()
+        for thing, state in self._small:
+            thing.load_state_dict(state)
+            if hasattr(thing, "_per_optimizer_states"):
+                thing._per_optimizer_states.clear()  # A GradScaler's, that has unscaled already.
+        for optimizer, groups in self._settings:
+            for name in _SCALED:
+                vars(optimizer).pop(name, None)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+        for generator, kept in self._generators:
+            generator.set_state(kept)
+        for parameter in self._tracked.parameters():
+            parameter.grad = None
+        if self._streams is not None:
+            self._streams.restore()
+        self._called.clear()
+        self._inside.clear()
+        return is_revocable and not self._parameters.is_changed()
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+class _Update:
+    """What one optimizer held before it stepped."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = copy.deepcopy(optimizer.state_dict())
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = [(p, p.detach().clone()) for p in parameters]
+
+    def restore(self) -> None:
+        load_exactly(self._optimizer, self._state)
+        with torch.no_grad():
+            for live, kept in self._parameters:
+                live.copy_(kept)
+
+
+class _Parameters:
+    """The parameters at a step's beginning: two numbers of each, or, once `learn` says so, all.
+
+    Every update changes numbers all over a model, so a few of them show whether one was made.
+    Version counters would not: fused optimizers and writes to `.data` leave them as they are.
+    """
+
+    def __init__(self) -> None:
+        self._live: list[torch.Tensor] = []
+        self._count = -1
+        self._places: list[int] = []
+        self._ends: list[list[torch.Tensor]] = []
+        self._seen: list[torch.Tensor] = []
+        self._is_copied = False
+        self._kept: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def keep(self, tracked: Tracked) -> None:
+        """Look at them, and copy them where that is needed."""
+        groups = (group for each in tracked.optimizers for group in each.param_groups)
+        count = sum(len(group["params"]) for group in groups)
+        if count != self._count:
+            self._count = count
+            self._live = [each for each in tracked.parameters() if _is_plain(each)]
+            self._places, self._kept = [], []
+        places = [each.data_ptr() for each in self._live]
+        if places != self._places:
+            self._places, self._ends = places, _ends_of(self._live)
+        self._seen = self._look()
+        if not self._is_copied or not self._live:
+            return
+        if self._kept:
+            torch._foreach_copy_(self._kept, self._live)
+        else:
+            self._kept = [each.detach().clone() for each in self._live]
+
+    def learn(self) -> None:
+        """Copy them from the next step on, where a body has changed them without an optimizer."""
+        if not self._is_copied:
+            self._is_copied = self.is_changed()
+
+    @torch.no_grad()
+    def is_changed(self) -> bool:
+        """Whether they are other ones than at the step's beginning."""
+        if self._places != [each.data_ptr() for each in self._live]:
+            return True
+        return not all(map(torch.equal, self._seen, self._look()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Let them hold again what they held."""
+        if self._kept:
+            for live, place, kept in zip(self._live, self._places, self._kept, strict=True):
+                if live.data_ptr() != place:
+                    live.data = kept.clone()
+                else:
+                    live.copy_(kept)
+            self._places = [each.data_ptr() for each in self._live]
+            self._ends = _ends_of(self._live)
+
+    def _look(self) -> list[torch.Tensor]:
+        """The bytes of the numbers that are looked at."""
+        return [torch.cat(ends).view(torch.uint8) for ends in self._ends]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_torchs = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    is_dense = tensor.layout is torch.strided and not tensor.is_meta
+    return is_torchs and is_dense and tensor.numel() > 0
+
+
+def _ends_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Views of the first and the last number of each, by device and type."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for each in tensors:
+        pairs = zip(each.shape, each.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in pairs)
+        shape, stride = ((2,), (last,)) if last else ((1,), (1,))
+        view = each.detach().as_strided(shape, stride)
+        found.setdefault((each.device, each.dtype), []).append(view)
+    return [*found.values()]
+
+
+class _Buffers:
+    """All buffers of some modules: where each stands, and what it held."""
+
+    def __init__(self) -> None:
+        self._standing: list[Standing] = []
+        self._kept: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def keep(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Copy them all, into the memory of the last copies where these are the same tensors."""
+        former = [each.tensor for each in self._standing]
+        self._standing = standing(modules)
+        live = [each.tensor for each in self._standing]
+        if len(former) != len(live) or not all(map(operator.is_, former, live)):
+            self._kept = [buffer.detach().clone() for buffer in live]
+        elif live:
+            torch._foreach_copy_(self._kept, live)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put each back where it stood, with what it held."""
+        for each, kept in zip(self._standing, self._kept, strict=True):
+            each.tensor.copy_(kept)
+            each.put_back()
