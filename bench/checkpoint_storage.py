@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.report import machine
-from elastane.storage import Found, Repository, open_storage
-from elastane.storage.checkpoints import About, Key, Part, folder_name
+from elastane.storage import FoundCheckpoint, Repository, open_storage
+from elastane.storage.checkpoints import About, CheckpointPart, Key, folder_name
 
 BLOCK_BYTES = 16 << 20
 GOAL = 0.85
@@ -94,11 +94,11 @@ class Bench:
             os.sync()
         return took
 
-    def saved(self) -> Found:
+    def saved(self) -> FoundCheckpoint:
         key, folder = self.next_folder()
         record = self.repository.storage.write(f"{folder}/data", [self.aligned])
         about = About("bench", 1, 0.0, {}, "asked")
-        self.repository.add_part(folder, Part(0, 1, (record,), key, "00c0ffee", about))
+        self.repository.add_part(folder, CheckpointPart(0, 1, (record,), key, "00c0ffee", about))
         self.repository.publish_when_whole(folder, 1, wait_s=10)
         return self.repository.published()[0]
 
@@ -110,7 +110,7 @@ class Bench:
             "verify, disk": [self.verified(found, fresh=True) for _ in range(reps)],
         }
 
-    def verified(self, found: Found, *, fresh: bool) -> float:
+    def verified(self, found: FoundCheckpoint, *, fresh: bool) -> float:
         reasons = []
         took_s = timed(lambda: reasons.append(self.repository.verify(found, fresh=fresh)))
         assert reasons == [""], reasons

@@ -30,7 +30,7 @@ from elastane.protocol.messages import (
     ToAgent,
     ToCoordinator,
 )
-from elastane.protocol.model import Assignment, JobSpec, NodeSpec, Offer, Record, Versions
+from elastane.protocol.model import Assignment, JobRecord, JobSpec, NodeSpec, PortOffer, Versions
 
 # Shorter than a silence: these agents send no heartbeats while time passes.
 TIMING = Timing(last_call_s=1.0)
@@ -48,7 +48,7 @@ class Fleet:
         self.now_s = 0.0
         self.machine = Rendezvous(self.spec, 0.0, store_backed=True)
         self.held: dict[int, Assignment] = {}
-        self.record: Record | None = None
+        self.record: JobRecord | None = None
         self.encode = msgspec.msgpack.Encoder().encode
         self.messages = 0
         self.bytes = 0
@@ -61,7 +61,7 @@ class Fleet:
             versions=VERSIONS,
         )
         self.says(
-            number, Join(spec=self.spec, node=node, offer=Offer(40_000, True), holding=holding)
+            number, Join(spec=self.spec, node=node, offer=PortOffer(40_000, True), holding=holding)
         )
 
     def says(self, number: int, message: ToCoordinator) -> None:
@@ -89,7 +89,7 @@ class Fleet:
                 self.held[effect.session] = assignment
             case Stop(fence=fence):
                 self.held.pop(effect.session, None)
-                return [Stopped(fence, Offer(40_001, True))]
+                return [Stopped(fence, PortOffer(40_001, True))]
             case Drain(fence=fence):
                 return [Marked(fence=fence, calls=None)]
             case DrainTarget(fence=fence):

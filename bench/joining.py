@@ -53,10 +53,10 @@ async def coordinate(nodes: int) -> None:
     from elastane.coordinator import Coordinator
     from elastane.coordinator.rules import Rendezvous
     from elastane.process.rpc import Access
-    from elastane.protocol.model import Record
+    from elastane.protocol.model import JobRecord
     from elastane.protocol.wire import derive_secret
 
-    async def save(record: Record) -> None:
+    async def save(record: JobRecord) -> None:
         return None
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
@@ -88,7 +88,7 @@ class FakeAgent:
     async def join(self) -> None:
         from elastane.process import rpc
         from elastane.protocol.messages import Join
-        from elastane.protocol.model import NodeSpec, Offer, Versions
+        from elastane.protocol.model import NodeSpec, PortOffer, Versions
         from elastane.protocol.wire import derive_secret
 
         secret = derive_secret(JOB, None)
@@ -99,12 +99,12 @@ class FakeAgent:
             local_world_size=8,
             versions=Versions(elastane="1", python="3"),
         )
-        self.session.send(Join(spec=job_spec(self.nodes), node=node, offer=Offer(29_500, True)))
+        self.session.send(Join(spec=job_spec(self.nodes), node=node, offer=PortOffer(29_500, True)))
         self.tasks = [asyncio.create_task(self.listen()), asyncio.create_task(self.beat())]
 
     async def listen(self) -> None:
         from elastane.protocol.messages import Assign, Refused, Stop, Stopped
-        from elastane.protocol.model import Offer
+        from elastane.protocol.model import PortOffer
 
         while (message := await self.session.receive()) is not None:
             match message:
@@ -113,7 +113,7 @@ class FakeAgent:
                     self.assigned.put_nowait(assignment.fence.round)
                 case Stop(fence=fence):
                     self.fence = None
-                    self.session.send(Stopped(fence, Offer(29_501, True)))
+                    self.session.send(Stopped(fence, PortOffer(29_501, True)))
                 case Refused(what=what):
                     raise SystemExit(what)
 

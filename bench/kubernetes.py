@@ -120,24 +120,24 @@ def settle(objects: Any, name: str, pods: int) -> None:
         CreatePod,
         ElasticJob,
         Observed,
-        Owned,
+        OwnedObjects,
         Pod,
-        Service,
+        SeenService,
         as_wire,
     )
-    from elastane.kubernetes.operator.kinds import BY_KIND, Held
+    from elastane.kubernetes.operator.kinds import BY_KIND, OwnedKind
     from elastane.kubernetes.operator.kinds import JOBS as KIND
     from elastane.kubernetes.reconcile import reconcile
 
     at = Where(KIND.group, KIND.plural, "default", name)
     body = objects.create(at, job(name, replicas=pods))
     seen: dict[str, list[Any]] = {"Pod": [], "Service": []}
-    owned: list[Owned] = []
+    owned: list[OwnedObjects] = []
     for _ in range(4):
         observed = Observed(
             job=msgspec.convert(body, ElasticJob),
             pods=tuple(msgspec.convert(one, Pod) for one in seen["Pod"]),
-            services=tuple(msgspec.convert(one, Service) for one in seen["Service"]),
+            services=tuple(msgspec.convert(one, SeenService) for one in seen["Service"]),
             objects=tuple(owned),
         )
         decision = reconcile(observed, NOW_S)
@@ -149,9 +149,9 @@ def settle(objects: Any, name: str, pods: int) -> None:
                 if action.kind == "Service":
                     seen["Service"].append(one)
                 else:
-                    held = msgspec.convert(one, Held)
+                    held = msgspec.convert(one, OwnedKind)
                     owned.append(
-                        Owned(kind=action.kind, metadata=held.metadata, data=held.data or {})
+                        OwnedObjects(kind=action.kind, metadata=held.metadata, data=held.data or {})
                     )
             elif isinstance(action, CreatePod):
                 seen["Pod"].append(create(objects, "Pod", running(action.manifest)))

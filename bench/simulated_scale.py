@@ -17,8 +17,8 @@ import msgspec
 from elastane.protocol.limits import Timing
 from elastane.protocol.messages import Alive, Heartbeat, ToAgent, ToCoordinator
 from elastane.protocol.model import JobSpec
-from simulation.cluster import Cluster
-from simulation.network import Session
+from simulation.cluster import SimulatedCluster
+from simulation.network import SimulatedSession
 from simulation.workers import Script
 
 SIZES = (100, 1_000, 10_000)
@@ -41,7 +41,7 @@ class Row:
     bytes_max: int
 
 
-class Counted(Cluster):
+class Counted(SimulatedCluster):
     """A cluster that counts what is sent, heartbeats apart."""
 
     def __init__(self, nodes: int) -> None:
@@ -52,11 +52,11 @@ class Counted(Cluster):
         self._encode = msgspec.msgpack.Encoder().encode
         self.messages = self.bytes = self.largest = 0
 
-    def send_up(self, session: Session, message: ToCoordinator) -> None:
+    def send_up(self, session: SimulatedSession, message: ToCoordinator) -> None:
         self._count(message)
         super().send_up(session, message)
 
-    def send_down(self, session: Session, message: ToAgent) -> None:
+    def send_down(self, session: SimulatedSession, message: ToAgent) -> None:
         self._count(message)
         super().send_down(session, message)
 

@@ -20,7 +20,7 @@ from elastane.kubernetes.manifests import (
     installation,
     roles_for_jobs,
 )
-from elastane.kubernetes.model.spec import ElasticJobSpec, WorkerSpec
+from elastane.kubernetes.model.spec import ElasticJobSpec, WorkersSpec
 from elastane.kubernetes.schema import schema_of
 
 FOLDER = Path(__file__).parent
@@ -70,7 +70,7 @@ def files() -> dict[Path, str]:
 def job_values_schema() -> dict[str, Any]:
     """Return the schema of the values of the jobs' chart, as Helm checks them."""
     spec = schema_of(ElasticJobSpec)["properties"]
-    workers = schema_of(WorkerSpec)["properties"]
+    workers = schema_of(WorkersSpec)["properties"]
     del spec["replicaSpecs"]
     text, texts = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
     words = {"type": "object", "additionalProperties": text}

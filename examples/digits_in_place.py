@@ -28,7 +28,7 @@ from elastane.examples.digits import (
     load_digits,
     options_parser,
 )
-from elastane.examples.telling import Progress
+from elastane.examples.telling import ToldProgress
 
 
 def main() -> None:
@@ -52,7 +52,9 @@ def main() -> None:
             optimizer, LEARNING_RATE, total_steps + 1, pct_start=WARMUP_STEPS / total_steps
         )
         job.track(net=net, optimizer=optimizer, schedule=one_cycle)
-        progress = Progress(Path(options.progress or folder / "progress.jsonl"), job, total_steps)
+        progress = ToldProgress(
+            Path(options.progress or folder / "progress.jsonl"), job, total_steps
+        )
 
         loader = DataLoader(data, batch_sampler=batches)
         for step, _ in job.steps(loader, until_epoch=options.epochs):

@@ -1,14 +1,14 @@
 """The control plane of a job in virtual time: thousands of histories of faults, one seed each."""
 
 from simulation.checks import Violation
-from simulation.history import History, HistoryFailedError, Result, run_seed
+from simulation.history import History, HistoryFailedError, HistoryResult, run_seed
 from simulation.setting import Cut, Setting, setting_of
 
 __all__ = [
     "Cut",
     "History",
     "HistoryFailedError",
-    "Result",
+    "HistoryResult",
     "Setting",
     "Violation",
     "run_seed",

@@ -15,7 +15,7 @@ from simulation.setting import setting_of
 _CHUNK = 200
 
 
-class Tally(msgspec.Struct, kw_only=True):
+class BatchTally(msgspec.Struct, kw_only=True):
     """What was played; `failed` is a seed and whether its job had a store."""
 
     histories: int = 0
@@ -25,7 +25,7 @@ class Tally(msgspec.Struct, kw_only=True):
     restarts: int = 0
     failed: tuple[int, bool] | None = None
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: BatchTally) -> None:
         """Count what `other` counted."""
         self.histories += other.histories
         self.worlds += other.worlds
@@ -42,9 +42,9 @@ def play(
     *,
     in_place: bool = False,
     span: int = 0,
-) -> Tally:
+) -> BatchTally:
     """Play each seed with a store (True) or without (False), as `modes` says."""
-    total = Tally()
+    total = BatchTally()
     for tally in _chunks(seeds, modes, jobs, in_place, span):
         total.add(tally)
         if total.failed:
@@ -54,7 +54,7 @@ def play(
 
 def _chunks(
     seeds: range, modes: Sequence[bool], jobs: int, in_place: bool, span: int
-) -> Iterator[Tally]:
+) -> Iterator[BatchTally]:
     tasks = [
         (seeds[at : at + _CHUNK], store_backed, in_place, span)
         for at in range(0, len(seeds), _CHUNK)
@@ -66,12 +66,12 @@ def _chunks(
     # Each process is a new interpreter: nothing is forked that may hold a lock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        act: Callable[[range, bool, bool, bool], Tally] = _play_chunk
+        act: Callable[[range, bool, bool, bool], BatchTally] = _play_chunk
         yield from pool.map(act, *zip(*tasks, strict=True))
 
 
-def _play_chunk(seeds: range, store_backed: bool, in_place: bool, span: int) -> Tally:
-    tally = Tally()
+def _play_chunk(seeds: range, store_backed: bool, in_place: bool, span: int) -> BatchTally:
+    tally = BatchTally()
     for seed in seeds:
         tally.histories += 1
         try:

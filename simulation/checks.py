@@ -14,17 +14,17 @@ from elastane.errors import ExitCode
 from elastane.protocol.effects import Exit
 from elastane.protocol.log_events import Note
 from elastane.protocol.messages import Assign, Close, ToAgent
-from elastane.protocol.model import Assignment, Fence, Member, Outcome, Record, World
-from simulation.ledger import Ledger, PerDeath
-from simulation.line import Line
-from simulation.store import Filed
+from elastane.protocol.model import Assignment, Fence, JobRecord, Member, Outcome, World
+from simulation.ledger import BudgetCheck, PerDeath
+from simulation.line import TrainingLine
+from simulation.store import SimulatedRecord
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
+    from simulation.cluster import SimulatedCluster
     from simulation.node import SimulatedNode
     from simulation.places import Household
-    from simulation.seat import Seat
-    from simulation.workers import LocalGroup, Run
+    from simulation.seat import SimulatedCoordinator
+    from simulation.workers import LocalGroup, SimulatedRun
 
 
 class Violation(AssertionError):
@@ -34,7 +34,7 @@ class Violation(AssertionError):
 class Checks:
     """What was seen of one history, held against what must hold."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._durable: dict[Fence, tuple[Member, ...]] = {}
         self._worlds: dict[Fence, list[tuple[Member, ...]]] = {}
@@ -48,13 +48,13 @@ class Checks:
         self.outcome: Outcome | None = None
         # When, and the numbers of workers of the nodes whose agents were connected.
         self.ended_s, self.here = 0.0, list[int]()
-        self.ledger = (PerDeath if cluster.in_place else Ledger)(cluster)
-        self.line = Line(cluster, self._require, self.stepped)
+        self.ledger = (PerDeath if cluster.in_place else BudgetCheck)(cluster)
+        self.line = TrainingLine(cluster, self._require, self.stepped)
         self.settled = 0
         self.steps = 0
         self.step_s = 0.0
 
-    def filed(self, before: Filed, after: Filed) -> None:
+    def filed(self, before: SimulatedRecord, after: SimulatedRecord) -> None:
         """The store has a new record: terms only grow, and a new term changes nothing else."""
         self._require(
             after.term >= before.term, f"term {after.term} has written after {before.term}"
@@ -70,7 +70,7 @@ class Checks:
         """Somebody told the event log."""
         self._require(not (fault := self.ledger.noted(note)), fault)
 
-    def wrote(self, before: Record | None, after: Record, *, durable: bool) -> None:
+    def wrote(self, before: JobRecord | None, after: JobRecord, *, durable: bool) -> None:
         """A record was written; without a store it only shows what was decided."""
         self._require(not (fault := invariants.broken_record(before, after)), fault)
         if before is not None and before.world is not None and after.world is not None:
@@ -114,7 +114,7 @@ class Checks:
         self._durable.pop(fence, None)
         self._durable[fence] = members
 
-    def _ended(self, record: Record, outcome: Outcome) -> None:
+    def _ended(self, record: JobRecord, outcome: Outcome) -> None:
         self.ended_s = self._cluster.clock.now_s
         self.here = [
             node.size
@@ -157,7 +157,7 @@ class Checks:
         """Return how many restarts were charged."""
         return self.ledger.used
 
-    def sends(self, seat: Seat, session: int, message: ToAgent) -> None:
+    def sends(self, seat: SimulatedCoordinator, session: int, message: ToAgent) -> None:
         """A coordinator sends."""
         if isinstance(message, Assign):
             given = message.assignment
@@ -226,7 +226,7 @@ class Checks:
             f"{node.name}.{node.life} started the workers of {places}",
         )
 
-    def meets(self, run: Run, group: LocalGroup) -> None:
+    def meets(self, run: SimulatedRun, group: LocalGroup) -> None:
         """Workers of a node come to a process-group store."""
         self._require(
             run.fence == group.fence,

@@ -17,12 +17,12 @@ from elastane.protocol.model import JobSpec
 from elastane.protocol.sharding import bounds
 from simulation.checks import Checks
 from simulation.clock import HostClock, VirtualClock
-from simulation.election import Election
-from simulation.network import Network, Session
+from simulation.election import SimulatedElection
+from simulation.network import Network, SimulatedSession
 from simulation.node import SimulatedNode
 from simulation.residents import Residents
-from simulation.seat import Seat
-from simulation.steps import Step
+from simulation.seat import SimulatedCoordinator
+from simulation.steps import EffectGap
 from simulation.store import Published, SimulatedStore
 from simulation.story import Story
 from simulation.workers import HasHosts, Script, Still, Training
@@ -31,7 +31,7 @@ from simulation.workers import HasHosts, Script, Still, Training
 _HEARD_S = 0.15
 
 
-class Cluster:
+class SimulatedCluster:
     """One job on simulated nodes; the first node owns the endpoint of the default store."""
 
     def __init__(
@@ -57,11 +57,11 @@ class Cluster:
         self.residents = Residents(self.clock, rng, script, self._can_step, self.checks, self.still)
         self.still.is_overdue = lambda host: self.nodes[host].is_overdue
         self.nodes: dict[str, SimulatedNode] = {}
-        self.seats: dict[str, Seat] = {}
+        self.seats: dict[str, SimulatedCoordinator] = {}
         self.disturbed_s = 0.0
         self.drifts: tuple[float, ...] = (1.0,)
-        self.on_step: Callable[[str, Step], bool] = lambda host, step: False
-        self._by_session: dict[int, Seat] = {}
+        self.on_step: Callable[[str, EffectGap], bool] = lambda host, step: False
+        self._by_session: dict[int, SimulatedCoordinator] = {}
         self.paused = 0
         self.coordinators = 0  # how many there were
         self.upset = False  # anything went wrong yet but deaths of workers
@@ -119,7 +119,7 @@ class Cluster:
     def boot(self, node: SimulatedNode, warm_s: float = 0.0) -> None:
         """Start an agent, and the coordinator where this is the endpoint of the default store."""
         if not self.store_backed and node.name == self.endpoint and node.name not in self.seats:
-            self.seats[node.name] = Seat(self, node.name, None)
+            self.seats[node.name] = SimulatedCoordinator(self, node.name, None)
         elif self.store_backed and node.name in self.seats:
             self.seats[node.name].end("its process has ended", clean=False)
         node.boot(warm_s)
@@ -148,9 +148,9 @@ class Cluster:
         else:
             act()
 
-    def dies_at(self, host: str, step: Step) -> bool:
+    def dies_at(self, host: str, step: EffectGap) -> bool:
         """Whether what runs on `host` is killed in this place of its work, as was planned."""
-        return step is not Step.NONE and self.on_step(host, step)
+        return step is not EffectGap.NONE and self.on_step(host, step)
 
     def find(self, node: SimulatedNode) -> None:
         """Look for the coordinator on behalf of `node`, and seek the seat meanwhile."""
@@ -185,13 +185,13 @@ class Cluster:
         """Try once to become the coordinator, where no other try is under way."""
         if node.election is not None or node.name in self.seats:
             return
-        election = node.election = Election(self, node.name)
+        election = node.election = SimulatedElection(self, node.name)
 
         def answer(won: bool | None) -> None:
             node.election = None
             if won:
                 self.story.tell(f"{node.name} is elected in term {election.term}")
-                self.seats[node.name] = Seat(self, node.name, election)
+                self.seats[node.name] = SimulatedCoordinator(self, node.name, election)
 
         election.campaign(answer, node.job_is_over)
 
@@ -214,22 +214,22 @@ class Cluster:
 
         self.clock.after(self.network.dial_s(node.name, host), arrive)
 
-    def send_up(self, session: Session, message: ToCoordinator) -> None:
+    def send_up(self, session: SimulatedSession, message: ToCoordinator) -> None:
         """Carry a message of an agent."""
         seat = self._by_session[session.number]
         self.network.carry(session, session.up, lambda: seat.hear(session, message))
 
-    def send_down(self, session: Session, message: ToAgent) -> None:
+    def send_down(self, session: SimulatedSession, message: ToAgent) -> None:
         """Carry a message of a coordinator."""
         node = self.nodes[session.up.source]
         self.network.carry(session, session.down, lambda: node.told(session, message))
 
-    def close_from_agent(self, session: Session, reason: str, *, clean: bool) -> None:
+    def close_from_agent(self, session: SimulatedSession, reason: str, *, clean: bool) -> None:
         """End a session; `clean`: the agent's process is gone."""
         seat = self._by_session[session.number]
         self.network.carry(session, session.up, lambda: seat.lose(session, reason, clean))
 
-    def close_from_seat(self, session: Session, reason: str) -> None:
+    def close_from_seat(self, session: SimulatedSession, reason: str) -> None:
         """End a session from the coordinator's side."""
         node = self.nodes[session.up.source]
         self.network.carry(session, session.down, lambda: node.unlinked(session, reason))
@@ -247,7 +247,7 @@ class Cluster:
         if seat is not None and not seat.is_ending:
             seat.end("its agent has exited", clean=True)
 
-    def seat_ended(self, seat: Seat) -> None:
+    def seat_ended(self, seat: SimulatedCoordinator) -> None:
         """Forget a coordinator."""
         if self.seats.get(seat.host) is seat:
             del self.seats[seat.host]

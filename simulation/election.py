@@ -11,22 +11,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from elastane.protocol.limits import LEASE_MARGIN, SAVE_PATIENCE_S, STORE_POLL_S
-from elastane.protocol.model import Outcome, Record
+from elastane.protocol.model import JobRecord, Outcome
 from simulation.clock import Timer
-from simulation.store import Filed, Published
+from simulation.store import Published, SimulatedRecord
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
+    from simulation.cluster import SimulatedCluster
 
 T = TypeVar("T")
 # True: done. False: another may decide. None: the store did not answer.
 Answer = Callable[[bool | None], None]
 
 
-class Election:
+class SimulatedElection:
     """One candidacy of one agent; it ends with the life of the agent, or by `resign`."""
 
-    def __init__(self, cluster: Cluster, host: str) -> None:
+    def __init__(self, cluster: SimulatedCluster, host: str) -> None:
         self._cluster, self.host = cluster, host
         self._node = cluster.nodes[host]
         self._life = self._node.life
@@ -34,7 +34,7 @@ class Election:
         self.over = False
         self.term = 0
         self.fenced_term = 0
-        self.filed = Filed()
+        self.filed = SimulatedRecord()
         self.previous_holder = ""
         self._until_s = 0.0
         self._waiting: list[Answer] = []
@@ -62,7 +62,7 @@ class Election:
             self.term, self._until_s = term, self._end_of(begun_s)
             self._ask(self._cluster.store.read, opened)
 
-        def opened(filed: Filed | None) -> None:
+        def opened(filed: SimulatedRecord | None) -> None:
             if filed is None:
                 self._give_up(answer)
             elif filed.record is not None and filed.record.outcome is not None:
@@ -104,7 +104,7 @@ class Election:
 
         self._ask(lambda: self._cluster.store.publish(seat), told)
 
-    def save(self, record: Record, done: Callable[[str], None]) -> None:
+    def save(self, record: JobRecord, done: Callable[[str], None]) -> None:
         """Make `record` durable under the own term; `done` gets why it may not be, or nothing."""
         deadline_s = self._node.clock.now_s + SAVE_PATIENCE_S
 
@@ -132,10 +132,10 @@ class Election:
 
     # Private.
 
-    def _file(self, record: Record, answer: Answer) -> None:
-        after = Filed(self.fenced_term, record, self.filed.version)
+    def _file(self, record: JobRecord, answer: Answer) -> None:
+        after = SimulatedRecord(self.fenced_term, record, self.filed.version)
 
-        def written(result: tuple[bool, Filed] | None) -> None:
+        def written(result: tuple[bool, SimulatedRecord] | None) -> None:
             if result is None:
                 answer(None)
                 return
@@ -154,7 +154,7 @@ class Election:
     def _fence(self, answer: Answer) -> None:
         """Rewrite the record under this term: no predecessor's write succeeds after it."""
 
-        def read(filed: Filed | None) -> None:
+        def read(filed: SimulatedRecord | None) -> None:
             if filed is None:
                 answer(None)
                 return
@@ -162,10 +162,10 @@ class Election:
             if filed.term > self.term or (self.fenced_term and filed.term not in mine):
                 answer(False)
                 return
-            after = Filed(self.term, filed.record, filed.version)
+            after = SimulatedRecord(self.term, filed.record, filed.version)
             self._ask(lambda: self._cluster.store.write(after), written)
 
-        def written(result: tuple[bool, Filed] | None) -> None:
+        def written(result: tuple[bool, SimulatedRecord] | None) -> None:
             if result is None:
                 answer(None)
             elif not result[0]:

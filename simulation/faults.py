@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from simulation.cluster import Cluster
-from simulation.setting import Planned, Setting
-from simulation.steps import Step
+from simulation.cluster import SimulatedCluster
+from simulation.setting import PlannedFault, Setting
+from simulation.steps import EffectGap
 
 # Deaths of workers, and who comes and goes, are what the restart budget is exact about.
 _HARMLESS = (
@@ -28,32 +28,32 @@ _DEATHS = (*_HARMLESS, "crash", "restart_agent", "kill_coordinator", "die_at_ste
 # A plan's traps lie in wait for so long at most.
 _TRAP_S = 30.0
 _COORDINATOR_STEPS = (
-    Step.BEFORE_RECORD,
-    Step.AFTER_RECORD,
-    Step.BEFORE_MESSAGES,
-    Step.BETWEEN_MESSAGES,
-    Step.AFTER_MESSAGES,
-    Step.BEFORE_HANGUP,
-    Step.BEFORE_END,
+    EffectGap.BEFORE_RECORD,
+    EffectGap.AFTER_RECORD,
+    EffectGap.BEFORE_MESSAGES,
+    EffectGap.BETWEEN_MESSAGES,
+    EffectGap.AFTER_MESSAGES,
+    EffectGap.BEFORE_HANGUP,
+    EffectGap.BEFORE_END,
 )
 # How long one process of a host stands still: some are longer than every bound.
 _STILL_S = (2.0, 9.0, 140.0, 200.0)
 _AGENT_STEPS = (
-    Step.BEFORE_START,
-    Step.AFTER_START,
-    Step.BEFORE_STOP,
-    Step.AFTER_STOP,
-    Step.BEFORE_DRAIN,
-    Step.BEFORE_REPORT,
-    Step.AFTER_REPORT,
-    Step.BEFORE_END,
+    EffectGap.BEFORE_START,
+    EffectGap.AFTER_START,
+    EffectGap.BEFORE_STOP,
+    EffectGap.AFTER_STOP,
+    EffectGap.BEFORE_DRAIN,
+    EffectGap.BEFORE_REPORT,
+    EffectGap.AFTER_REPORT,
+    EffectGap.BEFORE_END,
 )
 
 
 class Faults:
     """Lets the planned faults happen; knows when the last of them is over."""
 
-    def __init__(self, cluster: Cluster, setting: Setting) -> None:
+    def __init__(self, cluster: SimulatedCluster, setting: Setting) -> None:
         self._cluster, self._setting = cluster, setting
         self._rng = random.Random()
         self.over_s = 0.0
@@ -64,7 +64,7 @@ class Faults:
             self._cluster.clock.after(planned.at_s, lambda p=planned: self._begin(p))  # type: ignore[misc]
             self._until(planned.at_s - self._cluster.clock.now_s)
 
-    def _begin(self, planned: Planned) -> None:
+    def _begin(self, planned: PlannedFault) -> None:
         seed, mode = self._setting.seed, self._setting.mode
         self._rng = random.Random(f"fault {planned.number} of {seed} {mode}")
         self._cluster.upset = self._cluster.upset or planned.kind not in _HARMLESS
@@ -155,7 +155,7 @@ class Faults:
         armed_s, rng, cluster = self._cluster.clock.now_s, self._rng, self._cluster
         before = cluster.on_step
 
-        def on_step(host: str, passed: Step) -> bool:
+        def on_step(host: str, passed: EffectGap) -> bool:
             nonlocal left
             if left <= 0 or passed is not step or cluster.clock.now_s > armed_s + _TRAP_S:
                 return before(host, passed)

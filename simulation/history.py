@@ -10,7 +10,7 @@ import msgspec
 from elastane.coordinator.rules import Phase
 from elastane.protocol.limits import BACKOFF_MAX_S, FENCE_WAIT_S, STOP_MARGIN_S
 from simulation.checks import Violation
-from simulation.cluster import Cluster
+from simulation.cluster import SimulatedCluster
 from simulation.faults import Faults
 from simulation.residents import COLLECTIVE_TIMEOUT_S, MEETING_TIMEOUT_S
 from simulation.setting import TIMING, WHOLE, Cut, Setting, setting_of
@@ -48,7 +48,7 @@ _EVENTS_MAX = 400_000
 _LOOK_EVENTS = 16
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a history came to."""
 
     seed: int
@@ -77,7 +77,9 @@ class History:
         self.setting, self.was_cut = setting.cut(cut), cut
         words = f"history {setting.seed} {setting.store_backed}"
         rng = random.Random(words + " in place" * setting.in_place)
-        cluster = Cluster(self.setting.spec, setting.script, rng, store_backed=setting.store_backed)
+        cluster = SimulatedCluster(
+            self.setting.spec, setting.script, rng, store_backed=setting.store_backed
+        )
         cluster.drifts = setting.drifts
         self.cluster = cluster
         self.faults = Faults(cluster, self.setting)
@@ -91,7 +93,7 @@ class History:
         self.faults.plan()
         self._events = 0
 
-    def run(self) -> Result:
+    def run(self) -> HistoryResult:
         """Play it to its end; raise HistoryFailedError where something did not hold."""
         try:
             self._play()
@@ -101,7 +103,7 @@ class History:
                 self._account(what), what, self.cluster.story.text()
             ) from fault
         cluster, checks = self.cluster, self.cluster.checks
-        return Result(
+        return HistoryResult(
             seed=self.setting.seed,
             mode=self.setting.mode,
             virtual_s=cluster.clock.now_s,
@@ -156,7 +158,7 @@ class History:
         )
 
 
-def trains(cluster: Cluster) -> bool:
+def trains(cluster: SimulatedCluster) -> bool:
     """Return whether the newest world makes steps, and its coordinator is content."""
     phases = [seat.machine.phase for seat in cluster.seats.values()]
     recent_s = cluster.clock.now_s - cluster.checks.step_s
@@ -165,13 +167,13 @@ def trains(cluster: Cluster) -> bool:
     return phases == [Phase.RUNNING] and steps and fits and not left_out(cluster)
 
 
-def left_out(cluster: Cluster) -> str:
+def left_out(cluster: SimulatedCluster) -> str:
     """Return which workers should have a place in the newest world, and have none."""
     paid = cluster.checks.restarts_used < cluster.spec.max_restarts
     return cluster.residents.left_out(paid=paid)
 
 
-def stuck(cluster: Cluster) -> str:
+def stuck(cluster: SimulatedCluster) -> str:
     """Return what is broken where all had the time to recover: nobody trains, or nobody knows."""
     alive = [node for node in cluster.nodes.values() if node.alive and not node.signalled]
     may_train = [node for node in alive if node.incarnation not in cluster.given_up]
@@ -193,7 +195,7 @@ def stuck(cluster: Cluster) -> str:
     )
 
 
-def ended_in_vain(cluster: Cluster, quiet_s: float) -> str:
+def ended_in_vain(cluster: SimulatedCluster, quiet_s: float) -> str:
     """Return what is wrong where a job ended for want of nodes, with enough of them there."""
     checks, outcome = cluster.checks, cluster.checks.outcome
     if outcome is None or outcome.slug != "rdzv-timeout" or len(checks.here) < cluster.fewest:
@@ -222,6 +224,6 @@ def replay(setting: Setting, cut: Cut) -> str:
     return words + " --story"
 
 
-def run_seed(seed: int, *, cut: Cut = WHOLE, **drawn: Any) -> Result:
+def run_seed(seed: int, *, cut: Cut = WHOLE, **drawn: Any) -> HistoryResult:
     """Play a history of `setting_of`; raise HistoryFailedError where something did not hold."""
     return History(setting_of(seed, **drawn), cut).run()

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from elastane.coordinator.rules import Phase
 from elastane.protocol.log_events import EventKind, Note
-from elastane.protocol.model import Fence, Record
+from elastane.protocol.model import Fence, JobRecord
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
+    from simulation.cluster import SimulatedCluster
 
 
-class Ledger:
+class BudgetCheck:
     """Deaths of workers by world, and what was charged; each method returns what is broken."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._deaths: set[Fence] = set()
         self._due: set[Fence] = set()  # worlds that are to be charged for sure
@@ -34,7 +34,7 @@ class Ledger:
             self._due.add(fence)
         self._deaths.add(fence)
 
-    def wrote(self, record: Record, *, durable: bool) -> str:
+    def wrote(self, record: JobRecord, *, durable: bool) -> str:
         """A record was written."""
         fence = record.world.fence if record.world else None
         broken = self._charge(record, fence, durable=durable) if record.restarts_used else ""
@@ -53,7 +53,7 @@ class Ledger:
             return f"{node.name} took its leave and was counted as departed: {note.reason}"
         return ""
 
-    def _charge(self, record: Record, fence: Fence | None, *, durable: bool) -> str:
+    def _charge(self, record: JobRecord, fence: Fence | None, *, durable: bool) -> str:
         used, allowed = record.restarts_used, self._cluster.spec.max_restarts
         if used > allowed:
             return f"{used} restarts were used of {allowed} allowed"
@@ -68,7 +68,7 @@ class Ledger:
         self._charged = fence
         return ""
 
-    def _follows(self, record: Record, fence: Fence) -> str:
+    def _follows(self, record: JobRecord, fence: Fence) -> str:
         """The world after one that lost a worker, and nothing else, is its next attempt."""
         before = max((known for known in self._used_at if known < fence), default=None)
         if before not in self._due or self._cluster.upset or self._cluster.drained:
@@ -91,14 +91,14 @@ class Ledger:
         return phase is Phase.RUNNING and (is_full or len(inside) == len(cluster.nodes))
 
 
-class PerDeath(Ledger):
+class PerDeath(BudgetCheck):
     """The same where workers recover in place: a world may lose workers and go on as another.
 
     Workers that die while others recover are of the same incident, so a charge has a death or
     more; one that dies before it has a place is charged by itself.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         super().__init__(cluster)
         self._dead = 0
 
@@ -106,7 +106,7 @@ class PerDeath(Ledger):
         """A worker died of itself; `fence` is what its node was told last."""
         self._dead += 1
 
-    def wrote(self, record: Record, *, durable: bool) -> str:
+    def wrote(self, record: JobRecord, *, durable: bool) -> str:
         """A record was written."""
         used, before = record.restarts_used, self.used
         self.used = max(before, used)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 from elastane.protocol.model import Fence, Member
 from simulation import mesh
-from simulation.places import Gathering, Household, Worker
+from simulation.places import Gathering, Household, SimulatedWorker
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
+    from simulation.cluster import SimulatedCluster
 
 Require = Callable[[bool, str], None]
 
 
-class Line:
+class TrainingLine:
     """Which world made which step, held against who has what."""
 
     def __init__(
-        self, cluster: Cluster, require: Require, stepped: Callable[[Fence], None]
+        self, cluster: SimulatedCluster, require: Require, stepped: Callable[[Fence], None]
     ) -> None:
         self._cluster, self._require, self._stepped = cluster, require, stepped
         self._made: dict[int, Gathering] = {}  # by step: the world that made it
@@ -34,11 +34,11 @@ class Line:
         self.regrouped = 0
         self.healed = 0
 
-    def forks(self, before: Worker) -> None:
+    def forks(self, before: SimulatedWorker) -> None:
         """A successor of this worker is started."""
         self._require(not before.alive, f"{before.name} is to have a successor, and lives")
 
-    def given(self, worker: Worker) -> None:
+    def given(self, worker: SimulatedWorker) -> None:
         """A worker is to have a place; the agent knows of those that ended on the way."""
         core = self._cluster.nodes[worker.group.host].core
         told = core.group.failures if core is not None and core.group is not None else {}
@@ -47,7 +47,7 @@ class Line:
             f"{worker.name} has a place in {worker.group.fence}, and is not able",
         )
 
-    def enters(self, worker: Worker, world: Gathering, rank: int) -> None:
+    def enters(self, worker: SimulatedWorker, world: Gathering, rank: int) -> None:
         """A worker comes to the store of a world."""
         last = self._entered.get(worker.pid)
         self._require(
@@ -60,7 +60,7 @@ class Line:
             f"{worker.name} has rank {rank} of {world.size} in {world.fence}, as another has",
         )
 
-    def begins(self, world: Gathering, members: Sequence[Worker]) -> None:
+    def begins(self, world: Gathering, members: Sequence[SimulatedWorker]) -> None:
         """All members have met, and know the step that they go on from."""
         self.regrouped += world.in_place
         self.healed += sum(w.committed != world.base for w in members) if world.from_state else 0
@@ -91,7 +91,7 @@ class Line:
         )
         self._forget(world.base)
 
-    def _whole(self, world: Gathering, members: Sequence[Worker]) -> None:
+    def _whole(self, world: Gathering, members: Sequence[SimulatedWorker]) -> None:
         """Where nodes take part whole or not at all, no worker of one is left out."""
         if not self._cluster.residents.script.span:
             return
@@ -125,7 +125,7 @@ class Line:
         ]
         self._require(not late, f"{', '.join(late)} step in {world.fence}, and are not of it")
 
-    def commits(self, worker: Worker, world: Gathering) -> None:
+    def commits(self, worker: SimulatedWorker, world: Gathering) -> None:
         """A worker has applied a step."""
         step = worker.committed
         assert step is not None
@@ -139,7 +139,7 @@ class Line:
             made is world, f"step {step} was made in {made.fence}, and again in {world.fence}"
         )
 
-    def breaks_off(self, worker: Worker) -> None:
+    def breaks_off(self, worker: SimulatedWorker) -> None:
         """A worker leaves its world in a step; never in a drain in which all is well."""
         world, group = worker.world, worker.group
         if world is None or worker.stage not in ("computing", "applying") or not self.is_strict:
@@ -193,7 +193,7 @@ class Line:
         }
         return span > 1 and len(held) < span * max((w.group.size for w in left), default=0)
 
-    def _is_kept(self, worker: Worker) -> None:
+    def _is_kept(self, worker: SimulatedWorker) -> None:
         """Steps of a node that leaves are held by others, or saved: it parked until they were."""
         world, steps = worker.world, worker.committed or 0
         if world is None or not world.all_are("parked") or not worker.group.drained:
@@ -213,7 +213,7 @@ class Line:
         """Whether nothing was wrong yet but deaths of processes and hosts."""
         return not self._cluster.torn
 
-    def _must_be_in(self, worker: Worker) -> bool:
+    def _must_be_in(self, worker: SimulatedWorker) -> bool:
         node = self._cluster.nodes[worker.group.host]
         return (
             worker.alive
@@ -224,7 +224,7 @@ class Line:
             and worker.group.phase == "running"
         )
 
-    def _ordered(self, world: Gathering, members: Sequence[Worker]) -> None:
+    def _ordered(self, world: Gathering, members: Sequence[SimulatedWorker]) -> None:
         """Survivors of one world keep their order, and are before joiners."""
         known = [
             w.last for w in members if w.last is not None and not self._gave_up(w, world.fence)
@@ -247,14 +247,14 @@ class Line:
                 f"{world.fence}: a joiner of {host} is before survivors",
             )
 
-    def _had_place(self, worker: Worker, fence: Fence) -> bool:
+    def _had_place(self, worker: SimulatedWorker, fence: Fence) -> bool:
         """Whether the world before the one of `fence` had a place for this worker, or for another.
 
         A coordinator may not know of a worker's end yet as it decides, and so place its successor.
         """
         return _is_among(worker, self._cluster.checks.members_before(fence))
 
-    def _gave_up(self, worker: Worker, fence: Fence) -> bool:
+    def _gave_up(self, worker: SimulatedWorker, fence: Fence) -> bool:
         """Whether a world between that which last began with it and `fence` had no place for it."""
         assert worker.last is not None
         between = self._cluster.checks.settled_between(worker.last[0], fence)
@@ -266,7 +266,7 @@ class Line:
         self._stopped = min(self._stopped, (base, ""))
 
 
-def _is_among(worker: Worker, members: Sequence[Member]) -> bool:
+def _is_among(worker: SimulatedWorker, members: Sequence[Member]) -> bool:
     return any(
         member.node_id == worker.group.host
         and (not member.workers or worker.local_rank in member.workers)

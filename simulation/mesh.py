@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from elastane.protocol.sharding import NO_PART, Sharding
 from simulation.clock import VirtualClock
-from simulation.places import Gathering, Household, Worker
+from simulation.places import Gathering, Household, SimulatedWorker
 
 
 class Mesh:
@@ -28,27 +28,27 @@ class Mesh:
         """Return what the workers of a node say of the state that they hold."""
         return Sharding(group.sole, self.span, group.part, group.level) if self.span else None
 
-    def seat(self, world: Gathering, members: Sequence[Worker]) -> bool:
+    def seat(self, world: Gathering, members: Sequence[SimulatedWorker]) -> bool:
         """Agree on who holds what; False where they can neither step nor come to one step."""
         if self.span < 2 or _seated(members, self.span):
             return True
         world.is_uneven = all(worker.group.part != NO_PART for worker in members)
         return world.is_uneven
 
-    def advance(self, members: Sequence[Worker], base: int) -> None:
+    def advance(self, members: Sequence[SimulatedWorker], base: int) -> None:
         """Have those apply a step that others have applied, who hold all that it takes."""
         for worker in members if self.span > 1 else ():
             if worker.ready and worker.committed == base - 1:
                 worker.committed = base
 
-    def is_lost(self, members: Sequence[Worker], base: int) -> bool:
+    def is_lost(self, members: Sequence[SimulatedWorker], base: int) -> bool:
         """Whether nobody of these holds some shard at this step."""
         if self.span < 2:
             return any(worker.group.lacks for worker in members)
         held = {shard(worker) for worker in members if worker.committed == base}
         return len(held) < self.span * max(worker.group.size for worker in members)
 
-    def can_give(self, world: Gathering, worker: Worker) -> bool:
+    def can_give(self, world: Gathering, worker: SimulatedWorker) -> bool:
         """Whether anybody in a world has what this worker needs; a checkpoint is always there."""
         return not world.from_state or any(
             peer.world is world
@@ -70,12 +70,12 @@ class Mesh:
             self._clock.after(delay_s, lambda g=group: self._tell(g))  # type: ignore[misc]
 
 
-def shard(worker: Worker) -> tuple[int, int]:
+def shard(worker: SimulatedWorker) -> tuple[int, int]:
     """Return what tells the shard of a worker from others."""
     return worker.group.part, worker.local_rank
 
 
-def _seated(members: Sequence[Worker], span: int) -> bool:
+def _seated(members: Sequence[SimulatedWorker], span: int) -> bool:
     """Give parts to those who have none; False where the members are no whole replicas."""
     groups = [*dict.fromkeys(worker.group for worker in members)]
     held = Counter(group.part for group in groups)

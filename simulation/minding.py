@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from elastane.protocol.hangs import Activity, HangWatch, Sight
 from elastane.protocol.limits import Timing
-from elastane.protocol.model import Waiting
+from elastane.protocol.model import WaitPoint
 
 if TYPE_CHECKING:
-    from simulation.places import Worker
+    from simulation.places import SimulatedWorker
 
 
 class Minding:
@@ -22,16 +22,16 @@ class Minding:
 
     def __init__(self) -> None:
         self._watch = HangWatch(Timing().hang_floor_s)
-        self.waiting: tuple[Waiting, ...] = ()
+        self.waiting: tuple[WaitPoint, ...] = ()
         self.all_wait = False
 
-    def look(self, workers: Iterable[Worker], now_s: float) -> None:
+    def look(self, workers: Iterable[SimulatedWorker], now_s: float) -> None:
         """Look at the workers that have a place, all of them in a collective that does not end."""
         by_pid = {worker.pid: worker for worker in workers}
         sights = {pid: Sight(1, Activity.BODY, worker.made) for pid, worker in by_pid.items()}
         found = self._watch.look(sights, now_s)
         for pid in found.ask:
-            at = Waiting(max(0, by_pid[pid].rank), "a collective")
+            at = WaitPoint(max(0, by_pid[pid].rank), "a collective")
             self._watch.answered(pid, waits=True, at=at, traffic=0)
         self.waiting, self.all_wait = found.waiting, found.stalled
 

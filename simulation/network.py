@@ -28,7 +28,7 @@ class Direction:
 
 
 @dataclass(slots=True)
-class Session:
+class SimulatedSession:
     """A connection of an agent to a coordinator, with what each side does on its events."""
 
     number: int
@@ -44,17 +44,17 @@ class Network:
     def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
         self._clock, self._rng = clock, rng
         self._cuts: set[tuple[str, str]] = set()
-        self._stuck: dict[int, Session] = {}
+        self._stuck: dict[int, SimulatedSession] = {}
         self._numbers = 0
         self.lag_s: dict[str, float] = {}
         self.carried = 0
 
-    def open(self, agent: str, seat: str) -> Session:
+    def open(self, agent: str, seat: str) -> SimulatedSession:
         """Return a new session between two hosts."""
         self._numbers += 1
-        return Session(self._numbers, Direction(agent, seat), Direction(seat, agent))
+        return SimulatedSession(self._numbers, Direction(agent, seat), Direction(seat, agent))
 
-    def carry(self, session: Session, way: Direction, act: Act) -> None:
+    def carry(self, session: SimulatedSession, way: Direction, act: Act) -> None:
         """Do `act` at the other end, after what was sent before it."""
         if session.half_open:
             return
@@ -105,7 +105,7 @@ class Network:
         lag_s = self.lag_s.get(source, 0.0) + self.lag_s.get(target, 0.0)
         return lag_s * (0.5 + self._rng.random() / 2)
 
-    def _arrive(self, session: Session, way: Direction, act: Act) -> None:
+    def _arrive(self, session: SimulatedSession, way: Direction, act: Act) -> None:
         if session.half_open:
             return
         if way.stuck or not self.reaches(way.source, way.target):

@@ -30,23 +30,23 @@ from elastane.protocol.events import (
     GroupGone,
     Linked,
     Tick,
-    Told,
     Unlinked,
     Warm,
     WorkerFailed,
+    WorkerTold,
 )
 from elastane.protocol.messages import Alive, ToAgent, Welcome
-from elastane.protocol.model import Assignment, Failure, NodeSpec, Offer, Outcome, Versions
+from elastane.protocol.model import Assignment, Failure, NodeSpec, Outcome, PortOffer, Versions
 from simulation.clock import HostClock, Timer
-from simulation.election import Election
+from simulation.election import SimulatedElection
 from simulation.minding import Minding
-from simulation.network import Session
+from simulation.network import SimulatedSession
 from simulation.places import Household
 from simulation.steps import agent_step
 from simulation.workers import LocalGroup
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
+    from simulation.cluster import SimulatedCluster
 
 VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
 
@@ -55,7 +55,12 @@ class SimulatedNode:
     """One host with (at times) an agent on it; a new life is a new incarnation."""
 
     def __init__(
-        self, cluster: Cluster, name: str, size: int, node_rank: int | None, clock: HostClock
+        self,
+        cluster: SimulatedCluster,
+        name: str,
+        size: int,
+        node_rank: int | None,
+        clock: HostClock,
     ) -> None:
         self.cluster, self.name, self.size, self.node_rank = cluster, name, size, node_rank
         self.clock = clock
@@ -66,11 +71,11 @@ class SimulatedNode:
         self.life = 0
         self.incarnation = ""  # of the agent that is or was the last here
         self.exit: Exit | None = None
-        self.session: Session | None = None
+        self.session: SimulatedSession | None = None
         self.group: LocalGroup | None = None
         self.household: Household | None = None  # the same, where workers recover in place
         self.core: AgentCore | None = None
-        self.election: Election | None = None
+        self.election: SimulatedElection | None = None
         self.signalled = False
         self.signals = 0
         self.welcomed = False
@@ -122,10 +127,10 @@ class SimulatedNode:
         """Whether workers were started in this life of its agent."""
         return self.group is not None or self.household is not None
 
-    def new_offer(self) -> Offer:
+    def new_offer(self) -> PortOffer:
         """Return an offer of a port that was never offered before."""
         self._ports += 1
-        return Offer(self._ports, True)
+        return PortOffer(self._ports, True)
 
     def feed(self, event: AgentEvent) -> None:
         """Give the core an event, or keep it while the host is paused."""
@@ -222,25 +227,25 @@ class SimulatedNode:
         if household is not None:
             self.cluster.residents.vanish(household)
 
-    def told(self, session: Session, message: ToAgent) -> None:
+    def told(self, session: SimulatedSession, message: ToAgent) -> None:
         """A message from the coordinator has come."""
         if self.session is not session:
             return
         if not self.paused:
             self._heard_s = self.clock.now_s
         self.welcomed = self.welcomed or isinstance(message, Welcome)
-        self.feed(Told(message))
+        self.feed(WorkerTold(message))
         if isinstance(message, Alive) and not message.authority:
             self.cluster.ask_seated(self, lambda host: self._doubt(session, host))
 
-    def unlinked(self, session: Session, reason: str) -> None:
+    def unlinked(self, session: SimulatedSession, reason: str) -> None:
         """The session was ended from the other side."""
         if self.session is session and self.alive:
             self.session = None
             self.feed(Unlinked(reason))
             self.look(0.05)
 
-    def linked(self, session: Session) -> None:
+    def linked(self, session: SimulatedSession) -> None:
         """A session stands."""
         self.session, self._heard_s = session, self.clock.now_s
         assert self.core is not None
@@ -286,7 +291,7 @@ class SimulatedNode:
         self.exit = exit_
         self.cluster.agent_exits(self, exit_)
 
-    def _doubt(self, session: Session, host: str) -> None:
+    def _doubt(self, session: SimulatedSession, host: str) -> None:
         if self.session is session and host and host != session.down.source:
             self.drop(f"{host} is the coordinator now")
         elif self.session is session:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from elastane.protocol.events import AgentEvent
-from elastane.protocol.model import Assignment, Fence, Offer
+from elastane.protocol.model import Assignment, Fence, PortOffer
 from elastane.protocol.sharding import NO_PART
 from simulation.minding import Minding
 
@@ -22,7 +22,7 @@ WAITS_FOR_PEERS = frozenset({"meeting", "healing", "computing"})
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class SimulatedWorker:
     """One process; `committed` is the step of its state, None while it has none."""
 
     group: Household
@@ -69,10 +69,10 @@ class Household:
     assignment: Assignment
     size: int
     feed: Callable[[AgentEvent], None]
-    new_offer: Callable[[], Offer]
+    new_offer: Callable[[], PortOffer]
     born: Fence
-    offer: Offer
-    workers: dict[int, Worker] = field(default_factory=dict)
+    offer: PortOffer
+    workers: dict[int, SimulatedWorker] = field(default_factory=dict)
     phase: str = "running"  # stopping, gone
     gated: bool = False
     target: int | None = None
@@ -137,13 +137,13 @@ class Household:
         """Nothing is saved at a boundary: all is kept in memory."""
         return self.drained
 
-    def placed(self) -> list[Worker]:
+    def placed(self) -> list[SimulatedWorker]:
         """Return the workers that have a place in the world, on their way into it or there."""
         places = self.assignment.workers or range(self.size)
         found = [self.workers[i] for i in places if i in self.workers]
         return [w for w in found if w.alive and not self.assignment.waiting]
 
-    def inside(self) -> Iterator[Worker]:
+    def inside(self) -> Iterator[SimulatedWorker]:
         """Yield the workers that take part in a world."""
         return (w for w in self.workers.values() if w.stage in TAKES_PART)
 
@@ -155,7 +155,7 @@ class Gathering:
     fence: Fence
     size: int
     in_place: bool
-    workers: dict[int, Worker] = field(default_factory=dict)
+    workers: dict[int, SimulatedWorker] = field(default_factory=dict)
     began_s: float | None = None
     base: int = 0
     from_state: bool = False

@@ -26,7 +26,14 @@ from elastane.protocol.sharding import NO_PART
 from simulation.clock import VirtualClock
 from simulation.drains import Drains
 from simulation.mesh import Mesh
-from simulation.places import TAKES_PART, WAITS_FOR_PEERS, Gathering, Household, Worker, left_out
+from simulation.places import (
+    TAKES_PART,
+    WAITS_FOR_PEERS,
+    Gathering,
+    Household,
+    SimulatedWorker,
+    left_out,
+)
 from simulation.workers import STALL_S, HasHosts, Script, Still
 
 if TYPE_CHECKING:
@@ -152,12 +159,12 @@ class Residents:
 
     def _fork(self, group: Household, local_rank: int, first: Assignment | None) -> None:
         self._pids += 1
-        worker = Worker(group, local_rank, self._pids)
+        worker = SimulatedWorker(group, local_rank, self._pids)
         group.workers[local_rank] = worker
         delay_s = 0.05 + self._rng.random() * 0.4 + self.slow_start_s
         self._clock.after(delay_s, lambda: self._imported(worker, first))
 
-    def _imported(self, worker: Worker, first: Assignment | None) -> None:
+    def _imported(self, worker: SimulatedWorker, first: Assignment | None) -> None:
         if worker.stage != "starting":
             return
         if worker.group.host in self._still.zygotes:
@@ -170,7 +177,7 @@ class Residents:
             worker.places = 1
             self._enter(worker, first, first.rank_base + worker.local_rank)
 
-    def _declare(self, worker: Worker) -> None:
+    def _declare(self, worker: SimulatedWorker) -> None:
         """The worker can enter another world from now on."""
         if not worker.able:
             worker.able, worker.able_s = True, self._clock.now_s
@@ -182,7 +189,7 @@ class Residents:
             sharding = self._mesh.said(group)
             group.feed(GroupAble(group.born, group.able, group.offer, sharding))
 
-    def _die(self, worker: Worker, exit_code: int, message: str) -> None:
+    def _die(self, worker: SimulatedWorker, exit_code: int, message: str) -> None:
         group = worker.group
         self._checks.ledger.died(group.fence)
         rank = max(0, worker.rank)
@@ -197,7 +204,7 @@ class Residents:
         self._end(worker, "dead")
         group.feed(WorkerFailed(group.born, failure, self._clock.now_s))
 
-    def _end(self, worker: Worker, stage: str) -> None:
+    def _end(self, worker: SimulatedWorker, stage: str) -> None:
         """The process is no more; some of those that wait for it notice."""
         world, worker.world, worker.stage = worker.world, None, stage
         worker.committed, worker.able = None, False
@@ -214,7 +221,7 @@ class Residents:
                 delay_s = 0.04 + self._rng.random() * 0.02
                 self._clock.after(delay_s, lambda p=peer: self._lose(p, world))  # type: ignore[misc]
 
-    def _lose(self, worker: Worker, world: Gathering, text: str = _CLOSED) -> None:
+    def _lose(self, worker: SimulatedWorker, world: Gathering, text: str = _CLOSED) -> None:
         """A collective of the worker has failed."""
         if worker.world is not world or worker.stage not in WAITS_FOR_PEERS:
             return
@@ -224,7 +231,7 @@ class Residents:
         self._break_off(worker)
         worker.group.feed(WorkerLost(worker.group.born, world.fence, text))
 
-    def _break_off(self, worker: Worker) -> None:
+    def _break_off(self, worker: SimulatedWorker) -> None:
         """The worker leaves its world; a step that it did not apply is not applied any more."""
         world = worker.world
         if worker.stage == "applying" and world is not None:
@@ -247,7 +254,7 @@ class Residents:
 
     # Worlds.
 
-    def _enter(self, worker: Worker, assignment: Assignment, rank: int) -> None:
+    def _enter(self, worker: SimulatedWorker, assignment: Assignment, rank: int) -> None:
         if worker.group.assignment is not assignment or worker.stage != "waiting":
             return
         if worker.group.phase != "running":
@@ -265,7 +272,7 @@ class Residents:
         self._watch(worker, world)
         self._meet(world)
 
-    def _watch(self, worker: Worker, world: Gathering) -> None:
+    def _watch(self, worker: SimulatedWorker, world: Gathering) -> None:
         """A wait for peers that does not end fails after its timeout."""
         if worker.world is not world:
             return
@@ -312,7 +319,7 @@ class Residents:
                 lambda w=worker: self._healed(w, world),  # type: ignore[misc]
             )
 
-    def _healed(self, worker: Worker, world: Gathering) -> None:
+    def _healed(self, worker: SimulatedWorker, world: Gathering) -> None:
         if worker.world is not world or worker.stage != "healing":
             return
         if worker.committed is None and not self._mesh.can_give(world, worker):
@@ -372,12 +379,12 @@ class Residents:
         if inside:
             self._clock.after(HANG_LOOK_S, lambda: self._mind(world))
 
-    def _applied(self, worker: Worker, world: Gathering) -> None:
+    def _applied(self, worker: SimulatedWorker, world: Gathering) -> None:
         if worker.world is world and worker.stage == "applying":
             self._apply(worker, world)
             self._call(worker, world)
 
-    def _apply(self, worker: Worker, world: Gathering) -> None:
+    def _apply(self, worker: SimulatedWorker, world: Gathering) -> None:
         assert worker.committed is not None
         worker.committed, worker.stage = worker.committed + 1, "boundary"
         worker.made += 1
@@ -387,7 +394,7 @@ class Residents:
         if worker.rank == 0 and is_due and not self._still.keepers & {*world.hosts}:
             self._save(worker.committed)
 
-    def _call(self, worker: Worker, world: Gathering) -> None:
+    def _call(self, worker: SimulatedWorker, world: Gathering) -> None:
         """One boundary; a gated worker waits there until it is told the target."""
         group = worker.group
         if worker.world is not world or worker.stage != "boundary":
@@ -423,7 +430,7 @@ class Residents:
                 delay_s = self._rng.random() * 0.05
                 self._clock.after(delay_s, lambda w=worker: self._exit(w, world))  # type: ignore[misc]
 
-    def _exit(self, worker: Worker, world: Gathering) -> None:
+    def _exit(self, worker: SimulatedWorker, world: Gathering) -> None:
         if worker.world is world and worker.stage in TAKES_PART:
             worker.world, worker.stage, worker.able = None, "done", False
             self._checks.line.exits()

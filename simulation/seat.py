@@ -22,23 +22,25 @@ from elastane.protocol.events import (
     Tick,
 )
 from elastane.protocol.messages import Leave, ToCoordinator
-from elastane.protocol.model import Record
+from elastane.protocol.model import JobRecord
 from simulation.clock import Timer
-from simulation.election import Election
-from simulation.network import Session
+from simulation.election import SimulatedElection
+from simulation.network import SimulatedSession
 from simulation.steps import coordinator_step
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
+    from simulation.cluster import SimulatedCluster
 
 # What passes between two readings of the clock counts for no more than this (coordinator.clock).
 _STEP_MAX_S = 0.75
 
 
-class Seat:
+class SimulatedCoordinator:
     """One coordinator, on the host of one node; `election` is its own, where there is a store."""
 
-    def __init__(self, cluster: Cluster, host: str, election: Election | None) -> None:
+    def __init__(
+        self, cluster: SimulatedCluster, host: str, election: SimulatedElection | None
+    ) -> None:
         self.cluster, self.host, self.election = cluster, host, election
         self.alive = True
         self.finished = False
@@ -53,10 +55,10 @@ class Seat:
         )
         self._changes: deque[RendezvousEvent] = deque()
         self._events: deque[RendezvousEvent] = deque()
-        self._record: Record | None = None
+        self._record: JobRecord | None = None
         self._busy = False
         self._tick: Timer | None = None
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, SimulatedSession] = {}
         self.leaving: set[int] = set()  # sessions whose agents have said that they leave
         if election is not None:
             election.on_authority = self._authority
@@ -87,11 +89,11 @@ class Seat:
         if not self._busy:  # else it is counted when the record is saved
             self._lost_s += max(0.0, for_s - _STEP_MAX_S)
 
-    def welcome(self, session: Session) -> None:
+    def welcome(self, session: SimulatedSession) -> None:
         """A new session is authenticated."""
         self.sessions[session.number] = session
 
-    def hear(self, session: Session, message: ToCoordinator) -> None:
+    def hear(self, session: SimulatedSession, message: ToCoordinator) -> None:
         """A message has come."""
         if self.alive and session.number in self.sessions:
             self.take(
@@ -103,7 +105,7 @@ class Seat:
                 )
             )
 
-    def lose(self, session: Session, reason: str, clean: bool) -> None:
+    def lose(self, session: SimulatedSession, reason: str, clean: bool) -> None:
         """A session ended from the other side."""
         if self.sessions.pop(session.number, None) is not None:
             self.take(Broken(session.number, reason, clean=clean))
@@ -185,7 +187,9 @@ class Seat:
         if session is not None:
             self.cluster.send_down(session, effect.message)
 
-    def _persist(self, election: Election, due: Persist, rest: deque[RendezvousEffect]) -> None:
+    def _persist(
+        self, election: SimulatedElection, due: Persist, rest: deque[RendezvousEffect]
+    ) -> None:
         self._busy, began_s = True, self._clock.now_s
 
         def saved(trouble: str) -> None:
@@ -201,7 +205,9 @@ class Seat:
 
         self._save(election, due.record, saved)
 
-    def _save(self, election: Election, record: Record, saved: Callable[[str], None]) -> None:
+    def _save(
+        self, election: SimulatedElection, record: JobRecord, saved: Callable[[str], None]
+    ) -> None:
         election.save(record, saved)
 
     def _schedule(self) -> None:

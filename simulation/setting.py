@@ -83,7 +83,7 @@ DEATHS = (
 )
 
 
-class Planned(msgspec.Struct, frozen=True):
+class PlannedFault(msgspec.Struct, frozen=True):
     """One fault of a plan."""
 
     number: int
@@ -110,7 +110,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     script: Script
     sizes: tuple[int, ...]
     drifts: tuple[float, ...]
-    plan: tuple[Planned, ...]
+    plan: tuple[PlannedFault, ...]
     in_place: bool = False  # its workers recover in place
 
     @property
@@ -177,7 +177,7 @@ def setting_of(seed: int, *, store_backed: bool, in_place: bool = False, span: i
     )
 
 
-def _plan(rng: random.Random, *, store_backed: bool, in_place: bool) -> tuple[Planned, ...]:
+def _plan(rng: random.Random, *, store_backed: bool, in_place: bool) -> tuple[PlannedFault, ...]:
     """Draw the faults: single ones, and two or three at once or one upon the other."""
     weights = WEIGHTS | (STORE_WEIGHTS if store_backed else {})
     if in_place:
@@ -193,46 +193,48 @@ def _plan(rng: random.Random, *, store_backed: bool, in_place: bool) -> tuple[Pl
         near = rng.random()
         gap_s = 0.0 if near < 0.1 else 0.4 if near < 0.5 else 14.0
         at_s = min(at_s + rng.random() * gap_s, LAST_S)
-        plan.append(Planned(number, at_s, rng.choices(kinds, [*weights.values()])[0]))
+        plan.append(PlannedFault(number, at_s, rng.choices(kinds, [*weights.values()])[0]))
     return tuple(plan)
 
 
-def _resizes(seed: int) -> tuple[Planned, ...]:
+def _resizes(seed: int) -> tuple[PlannedFault, ...]:
     """Draw when the job's owner changes its range: in some histories, beside their faults."""
     rng = random.Random(f"resizes {seed}")
     if rng.random() > 0.15:
         return ()
     times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 2, 4)))]
-    return tuple(Planned(FAULTS_MAX + n, at_s, "resize") for n, at_s in enumerate(times))
+    return tuple(PlannedFault(FAULTS_MAX + n, at_s, "resize") for n, at_s in enumerate(times))
 
 
-def _given_up(seed: int) -> tuple[Planned, ...]:
+def _given_up(seed: int) -> tuple[PlannedFault, ...]:
     """Draw when the job's owner gives agents up: in some histories, beside their faults."""
     rng = random.Random(f"given up {seed}")
     if rng.random() > 0.1:
         return ()
     times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 1, 3)))]
-    return tuple(Planned(GIVEN_UP_FIRST + n, at_s, "give_up") for n, at_s in enumerate(times))
+    return tuple(PlannedFault(GIVEN_UP_FIRST + n, at_s, "give_up") for n, at_s in enumerate(times))
 
 
-def _mismatch(seed: int) -> tuple[Planned, ...]:
+def _mismatch(seed: int) -> tuple[PlannedFault, ...]:
     """Draw when the members of a world call different collectives: in some histories, once."""
     rng = random.Random(f"mismatch {seed}")
     if rng.random() > 0.1:
         return ()
-    return (Planned(MISMATCH, FIRST_S + rng.random() * (LAST_S - FIRST_S), "mismatch"),)
+    return (PlannedFault(MISMATCH, FIRST_S + rng.random() * (LAST_S - FIRST_S), "mismatch"),)
 
 
-def _still(seed: int) -> tuple[Planned, ...]:
+def _still(seed: int) -> tuple[PlannedFault, ...]:
     """Draw which processes stand still alone, and when: in some histories, beside their faults."""
     rng = random.Random(f"still {seed}")
     if rng.random() > 0.15:
         return ()
     times = [FIRST_S + rng.random() * (LAST_S - FIRST_S) for _ in range(rng.choice((1, 1, 2, 3)))]
-    return tuple(Planned(STILL_FIRST + n, at_s, rng.choice(STILL)) for n, at_s in enumerate(times))
+    return tuple(
+        PlannedFault(STILL_FIRST + n, at_s, rng.choice(STILL)) for n, at_s in enumerate(times)
+    )
 
 
-def _sees_deaths(seed: int) -> tuple[Planned, ...]:
+def _sees_deaths(seed: int) -> tuple[PlannedFault, ...]:
     """Draw whether the job's owner hears of hosts that crash, and tells: no fault, in a fifth."""
     seen = random.Random(f"sees deaths {seed}").random() < 0.2
-    return (Planned(SEES_DEATHS, 0.0, "sees_deaths"),) if seen else ()
+    return (PlannedFault(SEES_DEATHS, 0.0, "sees_deaths"),) if seen else ()

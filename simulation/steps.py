@@ -30,7 +30,7 @@ from elastane.protocol.effects import (
 )
 
 
-class Step(StrEnum):
+class EffectGap(StrEnum):
     """A place between two effects of one list."""
 
     NONE = ""  # nothing is half done here
@@ -50,45 +50,45 @@ class Step(StrEnum):
     AFTER_REPORT = "it is reported"
 
 
-_BEFORE: dict[type, Step] = {
-    StartGroup: Step.BEFORE_START,
-    Decline: Step.BEFORE_START,
-    StopGroup: Step.BEFORE_STOP,
-    StartWorkers: Step.BEFORE_START,
-    RegroupWorkers: Step.BEFORE_START,
-    InterruptGroup: Step.BEFORE_STOP,
-    MarkGroup: Step.BEFORE_DRAIN,
-    AimGroup: Step.BEFORE_DRAIN,
-    Transmit: Step.BEFORE_REPORT,
-    Exit: Step.BEFORE_END,
+_BEFORE: dict[type, EffectGap] = {
+    StartGroup: EffectGap.BEFORE_START,
+    Decline: EffectGap.BEFORE_START,
+    StopGroup: EffectGap.BEFORE_STOP,
+    StartWorkers: EffectGap.BEFORE_START,
+    RegroupWorkers: EffectGap.BEFORE_START,
+    InterruptGroup: EffectGap.BEFORE_STOP,
+    MarkGroup: EffectGap.BEFORE_DRAIN,
+    AimGroup: EffectGap.BEFORE_DRAIN,
+    Transmit: EffectGap.BEFORE_REPORT,
+    Exit: EffectGap.BEFORE_END,
 }
-_AFTER: dict[type, Step] = {
-    StartGroup: Step.AFTER_START,
-    StartWorkers: Step.AFTER_START,
-    RegroupWorkers: Step.AFTER_START,
-    InterruptGroup: Step.AFTER_STOP,
-    StopGroup: Step.AFTER_STOP,
-    Transmit: Step.AFTER_REPORT,
+_AFTER: dict[type, EffectGap] = {
+    StartGroup: EffectGap.AFTER_START,
+    StartWorkers: EffectGap.AFTER_START,
+    RegroupWorkers: EffectGap.AFTER_START,
+    InterruptGroup: EffectGap.AFTER_STOP,
+    StopGroup: EffectGap.AFTER_STOP,
+    Transmit: EffectGap.AFTER_REPORT,
 }
 
 
-def coordinator_step(done: RendezvousEffect | None, due: RendezvousEffect | None) -> Step:
+def coordinator_step(done: RendezvousEffect | None, due: RendezvousEffect | None) -> EffectGap:
     """Return the place after `done` and before `due`; None: the begin or the end of the list."""
     if isinstance(due, Persist):
-        return Step.BEFORE_RECORD
+        return EffectGap.BEFORE_RECORD
     if isinstance(done, Persist):
-        return Step.AFTER_RECORD
+        return EffectGap.AFTER_RECORD
     if isinstance(due, Send):
-        return Step.BETWEEN_MESSAGES if isinstance(done, Send) else Step.BEFORE_MESSAGES
+        return EffectGap.BETWEEN_MESSAGES if isinstance(done, Send) else EffectGap.BEFORE_MESSAGES
     if isinstance(due, Finished):
-        return Step.BEFORE_END
+        return EffectGap.BEFORE_END
     if isinstance(due, Hangup):
-        return Step.BEFORE_HANGUP
-    return Step.AFTER_MESSAGES if isinstance(done, Send) else Step.NONE
+        return EffectGap.BEFORE_HANGUP
+    return EffectGap.AFTER_MESSAGES if isinstance(done, Send) else EffectGap.NONE
 
 
-def agent_step(done: AgentEffect | None, due: AgentEffect | None) -> Step:
+def agent_step(done: AgentEffect | None, due: AgentEffect | None) -> EffectGap:
     """Return the place after `done` and before `due`; None: the begin or the end of the list."""
     if due is not None and not isinstance(due, Tell):
         return _BEFORE[type(due)]
-    return _AFTER.get(type(done), Step.NONE)
+    return _AFTER.get(type(done), EffectGap.NONE)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from elastane.protocol.model import Record
+from elastane.protocol.model import JobRecord
 from simulation.clock import VirtualClock
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ T = TypeVar("T")
 _PATIENCE_S = 1.0
 
 
-class Lease(msgspec.Struct, frozen=True):
+class SimulatedLease(msgspec.Struct, frozen=True):
     """Who may decide, in which term, until when by the store's clock."""
 
     holder: str
@@ -30,11 +30,11 @@ class Lease(msgspec.Struct, frozen=True):
     until_s: float
 
 
-class Filed(msgspec.Struct, frozen=True):
+class SimulatedRecord(msgspec.Struct, frozen=True):
     """The record, the term that wrote it, and the version that a write must expect."""
 
     term: int = 0
-    record: Record | None = None
+    record: JobRecord | None = None
     version: int = 0
 
 
@@ -50,14 +50,16 @@ class SimulatedStore:
 
     def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
         self._clock, self._rng = clock, rng
-        self.filed = Filed()
-        self.lease: Lease | None = None
+        self.filed = SimulatedRecord()
+        self.lease: SimulatedLease | None = None
         self.seat: Published | None = None
         self.away = False
         self.slow_s = 0.0
         self.replies_lost = 0  # of the next operations: they are done, and nobody hears of it
         self.cut_off: set[str] = set()
-        self.on_write: Callable[[Filed, Filed], None] = lambda before, after: None
+        self.on_write: Callable[[SimulatedRecord, SimulatedRecord], None] = lambda before, after: (
+            None
+        )
 
     def ask(self, host: str, deed: Callable[[], T], answer: Callable[[T | None], None]) -> None:
         """Do `deed` atomically at the store; `answer` gets its result, or None where it is lost."""
@@ -84,7 +86,7 @@ class SimulatedStore:
         if before is not None and self._clock.now_s < before.until_s:
             return 0
         term = before.term + 1 if before else 1
-        self.lease = Lease(host, term, self._clock.now_s + ttl_s)
+        self.lease = SimulatedLease(host, term, self._clock.now_s + ttl_s)
         return term
 
     def renew(self, host: str, term: int, ttl_s: float) -> int:
@@ -96,7 +98,7 @@ class SimulatedStore:
         if lease is None or (lease.holder, lease.term) != (host, term):
             return 0
         now_s = self._clock.now_s
-        self.lease = Lease(host, term + (now_s >= lease.until_s), now_s + ttl_s)
+        self.lease = SimulatedLease(host, term + (now_s >= lease.until_s), now_s + ttl_s)
         return self.lease.term
 
     def release(self, term: int) -> bool:
@@ -108,18 +110,18 @@ class SimulatedStore:
     def revoke(self) -> None:
         """Let the lease end now, whoever holds it."""
         if self.lease is not None:
-            self.lease = Lease(self.lease.holder, self.lease.term, self._clock.now_s)
+            self.lease = SimulatedLease(self.lease.holder, self.lease.term, self._clock.now_s)
 
-    def read(self) -> Filed:
+    def read(self) -> SimulatedRecord:
         """Return the record as it is now."""
         return self.filed
 
-    def write(self, after: Filed) -> tuple[bool, Filed]:
+    def write(self, after: SimulatedRecord) -> tuple[bool, SimulatedRecord]:
         """Replace the record if it is at the version of `after`; return whether, and what it is."""
         before = self.filed
         if after.version != before.version:
             return False, before
-        self.filed = Filed(after.term, after.record, before.version + 1)
+        self.filed = SimulatedRecord(after.term, after.record, before.version + 1)
         self.on_write(before, self.filed)
         return True, self.filed
 

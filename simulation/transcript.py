@@ -11,9 +11,9 @@ import random
 from collections.abc import Callable
 
 from elastane.protocol.model import JobSpec
-from simulation.cluster import Cluster
+from simulation.cluster import SimulatedCluster
 from simulation.setting import TIMING
-from simulation.steps import Step
+from simulation.steps import EffectGap
 from simulation.workers import Script
 
 _FENCE = "```transcript"
@@ -40,7 +40,7 @@ class Play:
     """One cluster and what is commanded to it."""
 
     def __init__(self) -> None:
-        self._cluster: Cluster | None = None
+        self._cluster: SimulatedCluster | None = None
         self._acts: dict[str, Callable[..., None]] = {
             "boot": self._boot,
             "run": self._run,
@@ -60,7 +60,7 @@ class Play:
         }
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> SimulatedCluster:
         """The cluster; the command `job` makes it."""
         if self._cluster is None:
             raise ValueError("the first command is: job [nodes=MIN:MAX] [restarts=N] ...")
@@ -99,7 +99,7 @@ class Play:
         )
         mode = given.get("mode", "store")
         seed = random.Random(given.get("seed", "1"))
-        self._cluster = Cluster(spec, script, seed, store_backed=mode == "store")
+        self._cluster = SimulatedCluster(spec, script, seed, store_backed=mode == "store")
 
     def _boot(self, *names: str) -> None:
         """Start agents on these hosts, a moment apart."""
@@ -173,9 +173,9 @@ class Play:
 
     def _die(self, name: str, *step: str) -> None:
         """Let what runs on a host die when it next comes to a place of core.steps."""
-        place, cluster = Step(" ".join(step)), self.cluster
+        place, cluster = EffectGap(" ".join(step)), self.cluster
 
-        def on_step(host: str, passed: Step) -> bool:
+        def on_step(host: str, passed: EffectGap) -> bool:
             if (host, passed) != (name, place):
                 return False
             cluster.on_step = lambda host, step: False

@@ -21,7 +21,7 @@ from elastane.protocol.events import (
     WorkerFailed,
     WorkerSucceeded,
 )
-from elastane.protocol.model import Assignment, Failure, Fence, Offer
+from elastane.protocol.model import Assignment, Failure, Fence, PortOffer
 from simulation.clock import Timer, VirtualClock
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class LocalGroup:
     saved: bool = False
     end: Timer | None = None
     failed: set[int] = field(default_factory=set)
-    run: Run | None = None
+    run: SimulatedRun | None = None
     moved_s: float = 0.0
     killed: bool = False  # all of it, by the warden
 
@@ -103,7 +103,7 @@ class LocalGroup:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class SimulatedRun:
     """The training of one world, from the checkpoint that it started at."""
 
     fence: Fence
@@ -139,8 +139,8 @@ class Training:
     ) -> None:
         self._clock, self._rng, self.script = clock, rng, script
         self._can_step, self._checks, self._still = can_step, checks, still
-        self._runs: dict[tuple[str, int], Run] = {}
-        self._last: Run | None = None
+        self._runs: dict[tuple[str, int], SimulatedRun] = {}
+        self._last: SimulatedRun | None = None
         self.saved_step = 0
         self.slow_start_s = 0.0
 
@@ -152,7 +152,7 @@ class Training:
         run = self._runs.get(place)
         if run is None:
             self._must_have_saved()
-            run = self._last = self._runs[place] = Run(fence, nodes, self.saved_step)
+            run = self._last = self._runs[place] = SimulatedRun(fence, nodes, self.saved_step)
         self._checks.meets(run, group)
         group.run = run
         run.groups[group.assignment.node_rank] = group
@@ -183,7 +183,7 @@ class Training:
         if was_computing:
             self._peers_notice(group)
 
-    def stop(self, group: LocalGroup, grace_s: float, new_offer: Callable[[], Offer]) -> None:
+    def stop(self, group: LocalGroup, grace_s: float, new_offer: Callable[[], PortOffer]) -> None:
         """SIGTERM, and SIGKILL after the grace; a shorter one may follow."""
         if group.phase == "gone":
             return
@@ -226,7 +226,7 @@ class Training:
         group.target = run.target = calls
         self._go_on(run)
 
-    def _compute(self, run: Run, group: LocalGroup) -> None:
+    def _compute(self, run: SimulatedRun, group: LocalGroup) -> None:
         held_up = group.host in self._still.zygotes
         if group.phase == "starting" and (
             held_up or group.assignment.master_addr in self._still.stores
@@ -249,16 +249,16 @@ class Training:
         delay_s = max(1.0, due_s - self._clock.now_s)
         self._clock.after(delay_s, lambda: self._watch(group))
 
-    def _go_on(self, run: Run) -> None:
+    def _go_on(self, run: SimulatedRun) -> None:
         if run.is_whole and not run.busy and not self._waits(run):
             run.busy = True
             self._clock.after(self.script.step_s, lambda: self._step(run))
 
-    def _waits(self, run: Run) -> bool:
+    def _waits(self, run: SimulatedRun) -> bool:
         """Whether some group has not come out of its last call of should_checkpoint()."""
         return any(g.calls < run.steps for g in run.groups.values())
 
-    def _step(self, run: Run) -> None:
+    def _step(self, run: SimulatedRun) -> None:
         run.busy = False
         if not run.is_whole:
             return
@@ -280,7 +280,7 @@ class Training:
             delay_s = self._rng.random() * 0.2 * self.script.step_s
             self._clock.after(delay_s, lambda g=group: self._call(run, g))  # type: ignore[misc]
 
-    def _call(self, run: Run, group: LocalGroup) -> None:
+    def _call(self, run: SimulatedRun, group: LocalGroup) -> None:
         """One should_checkpoint(); a gated one blocks until it is told the target."""
         if not group.computes or group.calls >= run.steps:
             return
@@ -295,7 +295,7 @@ class Training:
             self._clock.after(_CHECKPOINT_S, lambda: self._saved(run, group))
         self._go_on(run)
 
-    def _saved(self, run: Run, group: LocalGroup) -> None:
+    def _saved(self, run: SimulatedRun, group: LocalGroup) -> None:
         if group.phase == "gone":
             return
         group.saved = True
@@ -303,7 +303,7 @@ class Training:
             self.saved_step = max(self.saved_step, run.base + group.target)
         group.feed(GroupDrained(group.fence, stops=True))
 
-    def _finish(self, run: Run) -> None:
+    def _finish(self, run: SimulatedRun) -> None:
         self.saved_step = max(self.saved_step, self.script.steps)
         for group in run.groups.values():
             group.phase = "done"
@@ -312,7 +312,7 @@ class Training:
                 event = WorkerSucceeded(group.fence, rank)
                 self._clock.after(delay_s, lambda g=group, e=event: g.feed(e))  # type: ignore[misc]
 
-    def _leave(self, run: Run, group: LocalGroup) -> None:
+    def _leave(self, run: SimulatedRun, group: LocalGroup) -> None:
         if not group.computes:
             return
         group.phase = "done"
@@ -348,7 +348,7 @@ class Training:
         if group.computes:
             self._fail(group, 0, 1, "RuntimeError: Connection closed by peer [10.0.0.1]")
 
-    def _gone(self, group: LocalGroup, new_offer: Callable[[], Offer]) -> None:
+    def _gone(self, group: LocalGroup, new_offer: Callable[[], PortOffer]) -> None:
         if group.phase == "gone":
             return
         was_computing, group.phase = group.computes, "gone"

@@ -73,23 +73,23 @@ class NodeUnfitError(ElastaneError):
     exit_code = ExitCode.NODE_UNFIT
 
 
-class RendezvousError(ElastaneError):
+class MembershipError(ElastaneError):
     """The nodes could not agree on a membership."""
 
     exit_code = ExitCode.TRY_AGAIN
 
 
-class RendezvousTimeoutError(RendezvousError):
+class JoinTimeoutError(MembershipError):
     """Too few nodes came within the time that was allowed."""
 
 
-class RendezvousRefusedError(RendezvousError):
+class RendezvousRefusedError(MembershipError):
     """The coordinator turned this agent away at the door."""
 
     exit_code = ExitCode.CONFIGURATION
 
 
-class RendezvousClosedError(RendezvousError):
+class JobClosedError(MembershipError):
     """The job has already ended."""
 
     exit_code = ExitCode.CONFIGURATION

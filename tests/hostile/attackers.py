@@ -19,7 +19,15 @@ from elastane import __version__
 from elastane.errors import WireError
 from elastane.protocol import messages as m
 from elastane.protocol.limits import FRAME_BYTES_MAX
-from elastane.protocol.model import Assignment, Failure, Fence, JobSpec, NodeSpec, Offer, Versions
+from elastane.protocol.model import (
+    Assignment,
+    Failure,
+    Fence,
+    JobSpec,
+    NodeSpec,
+    PortOffer,
+    Versions,
+)
 from elastane.protocol.wire import MAGIC, ClientHandshake, derive_secret
 from elastane.protocol.wire.frames import CODE_BYTES
 
@@ -231,7 +239,7 @@ class Insiders:
             versions=self.versions,
         )
         spec = changes.pop("spec", self.spec)
-        join = m.Join(spec=spec, node=node, offer=Offer(1, True), ready=False)
+        join = m.Join(spec=spec, node=node, offer=PortOffer(1, True), ready=False)
         return msgspec.structs.replace(join, **changes)
 
     async def garbage_frames(self, rng: random.Random) -> None:
@@ -333,7 +341,7 @@ class Insiders:
             m.Succeeded(fence),
             m.Marked(fence=fence, calls=(1 << 53) - 1),
             m.Drained(fence),
-            m.Stopped(fence, Offer(0, True)),
+            m.Stopped(fence, PortOffer(0, True)),
         ]
 
     def absurd_joins(self, rng: random.Random) -> list[object]:
@@ -357,7 +365,7 @@ class Insiders:
             *[holding(fence=fence) for fence in absurd_fences()],
             *[holding(node_rank=rank) for rank in (-1, -100, -FAR)],
             self.join(rng, restarts_seen=-1),
-            self.join(rng, offer=Offer(-1, True)),
+            self.join(rng, offer=PortOffer(-1, True)),
         ]
 
 

@@ -13,7 +13,7 @@ from elastane.protocol.events import Broken, Received, Tick
 from elastane.protocol.limits import COUNT_MAX, LOCAL_WORLD_SIZE_MAX, ROUND_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Conclude, Heartbeat, Join, Leave, ToAgent, ToCoordinator
-from elastane.protocol.model import Fence, JobSpec, NodeSpec, Offer, Record, Versions
+from elastane.protocol.model import Fence, JobRecord, JobSpec, NodeSpec, PortOffer, Versions
 
 SPEC = JobSpec(job="digits", min_nodes=2, max_nodes=3, max_restarts=2)
 VERSIONS = Versions(elastane="1", python="3")
@@ -73,7 +73,7 @@ MESSAGES = st.one_of([of_struct(kind) for kind in [*KINDS, Join, Join, Join]])
 
 def join(node_id):
     node = NodeSpec(node_id=node_id, incarnation=node_id, local_world_size=1, versions=VERSIONS)
-    return Join(spec=SPEC, node=node, offer=Offer(1, True))
+    return Join(spec=SPEC, node=node, offer=PortOffer(1, True))
 
 
 class Desk:
@@ -92,7 +92,7 @@ class Desk:
                 msgspec.msgpack.decode(data, type=ToAgent)
                 assert len(data) < 1 << 20
             elif isinstance(effect, Persist):
-                msgspec.json.decode(msgspec.json.encode(effect.record), type=Record)
+                msgspec.json.decode(msgspec.json.encode(effect.record), type=JobRecord)
             elif hasattr(effect, "note"):
                 self.told.append(effect.note)
 

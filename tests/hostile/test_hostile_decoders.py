@@ -16,7 +16,7 @@ from elastane.observe.dashboard.view import decode_progress
 from elastane.observe.events import read_events
 from elastane.observe.merge import _read_worker
 from elastane.observe.records import LoggedEvent, decode_line
-from elastane.observe.report import JobReport, read_report
+from elastane.observe.report import FinalReport, read_report
 from elastane.observe.story import story_of
 from elastane.options.conf import read_conf
 from elastane.options.secret import read_tokens
@@ -25,13 +25,13 @@ from elastane.process.endpoint import Endpoint, parse_endpoint
 from elastane.process.errorfile import read_error_file
 from elastane.process.files import JobEntry, JobRegistry
 from elastane.process.streams.files import WORKER_FILE
-from elastane.process.timers import TimerPipe, TimerRequest, TimerTable, parse_request
+from elastane.process.timers import TimerPipe, TimerTable, WorkerTimer, parse_request
 from elastane.protocol.limits import FRAME_BYTES_MAX
-from elastane.protocol.model import Fence, JobSpec, Record
+from elastane.protocol.model import Fence, JobRecord, JobSpec
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.protocol.wire import ClientHandshake, ServerHandshake, derive_secret
 from elastane.stores.etcd import wire as etcd_wire
-from elastane.stores.jobs import Filed, JobKeys, Seat
+from elastane.stores.jobs import Filed, JobKeys, LeaderRecord
 from elastane.stores.memory import MemoryBackend, MemoryStore
 from elastane.stores.pages import Hooks, Pages, Root
 from elastane.stores.protocol import Entry
@@ -77,7 +77,7 @@ def timer(folder, data):
     table = TimerTable()
     for line in data.split(b"\n"):
         request = parse_request(line)
-        assert request is None or isinstance(request, TimerRequest)
+        assert request is None or isinstance(request, WorkerTimer)
         if request is not None:
             table.take(request)
             table.expired(1e9)
@@ -103,7 +103,7 @@ def registry(folder, data):
 
 def report(folder, data):
     with contextlib.suppress(*UNREADABLE):
-        assert isinstance(read_report(str(file_with(folder, "report", data))), JobReport)
+        assert isinstance(read_report(str(file_with(folder, "report", data))), FinalReport)
 
 
 def stored(folder, data):
@@ -164,13 +164,13 @@ EVENT = {
     "reason": "r", "node": "n", "host": "h", "pid": 1, "round": 1, "attempt": 0,
     "data": {"exit_code": 1, "age_s": 1.0}, "source": "agent",
 }  # fmt: skip
-RECORD = Record(spec=JobSpec(job="j", min_nodes=1, max_nodes=1, max_restarts=0))
+RECORD = JobRecord(spec=JobSpec(job="j", min_nodes=1, max_nodes=1, max_restarts=0))
 VALID = [
     msgspec.json.encode(EVENT),
-    msgspec.json.encode(TimerRequest(1, "s", 1.0)),
+    msgspec.json.encode(WorkerTimer(1, "s", 1.0)),
     msgspec.json.encode(Filed(term=1, record=RECORD)),
-    msgspec.json.encode(Seat(term=1, node_id="a", endpoint=Endpoint("h", 1))),
-    msgspec.json.encode(JobReport(job="j", ok=True, exit_code=0, reason="")),
+    msgspec.json.encode(LeaderRecord(term=1, node_id="a", endpoint=Endpoint("h", 1))),
+    msgspec.json.encode(FinalReport(job="j", ok=True, exit_code=0, reason="")),
     msgspec.json.encode(JobEntry(job="j", node="a", endpoint="h:1", token="t", pid=1, process="x")),
     b'{"message": {"message": "x", "extraInfo": {"timestamp": "1"}, "errorCode": 3}}',
     msgspec.msgpack.encode({"type": "heartbeat", "fence": Fence(1, 0), "progress": 1}),
@@ -238,15 +238,15 @@ def test_a_pipe_full_of_garbage_is_counted_and_the_timers_between_it_are_read(tm
     try:
         with open(tmp_path / "timers", "wb", buffering=0) as file:
             file.write(b"[" * 30_000 + b"\n" + VALID[1] + b"\n" + b"x" * 5000)
-            assert pipe.read() == [TimerRequest(1, "s", 1.0)]
+            assert pipe.read() == [WorkerTimer(1, "s", 1.0)]
             assert pipe.refused == 2 and not pipe._rest
     finally:
         pipe.close()
 
 
 def test_timers_of_a_worker_that_sets_too_many_or_too_long_ones_stay_small():
-    line = msgspec.json.encode(TimerRequest(1, "s" * 60_000, 1.0))
+    line = msgspec.json.encode(WorkerTimer(1, "s" * 60_000, 1.0))
     assert parse_request(line) is None
     table = TimerTable()
-    taken = sum(table.take(TimerRequest(1, f"s{n}", 1e12)) for n in range(12_000))
+    taken = sum(table.take(WorkerTimer(1, f"s{n}", 1e12)) for n in range(12_000))
     assert taken == len(table) == 10_000

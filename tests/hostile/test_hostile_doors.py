@@ -19,7 +19,7 @@ from jobs import free_port, until
 from supervise import agent, alive, children
 
 from elastane.process import health
-from elastane.process.timers import REQUEST_BYTES_MAX, TimerRequest
+from elastane.process.timers import REQUEST_BYTES_MAX, WorkerTimer
 from elastane.protocol.log_events import EventKind
 
 # Beyond what a flood leaves open: the store's, a probe's, a log's.
@@ -139,7 +139,7 @@ def test_garbage_and_timers_for_the_processes_of_others_harm_nobody(victim):
 
 
 def _timer(pid, number):
-    request = TimerRequest(pid, "scope", time.time() - 5, number)
+    request = WorkerTimer(pid, "scope", time.time() - 5, number)
     return msgspec.json.encode(request) + b"\n"
 
 

@@ -19,7 +19,7 @@ from elastane.process.files import JobEntry, JobRegistry, NodeSlot, runtime_fold
 from elastane.protocol.events import Received
 from elastane.protocol.log_events import EventKind, Note
 from elastane.protocol.messages import Join, Refused, Welcome
-from elastane.protocol.model import Fence, JobSpec, NodeSpec, Offer, Versions
+from elastane.protocol.model import Fence, JobSpec, NodeSpec, PortOffer, Versions
 from elastane.stores.jobs import JobKeys
 from elastane.stores.memory import MemoryBackend, MemoryStore
 from elastane.stores.protocol import check_key
@@ -54,7 +54,7 @@ def answer(**changes):
     """What a coordinator says to an agent that presents itself so."""
     node = {"node_id": "a", "incarnation": "i", "local_world_size": 1} | changes
     spec = NodeSpec(**node, versions=Versions(elastane="1", python="3"))
-    join = Join(spec=SPEC, node=spec, offer=Offer(1, True))
+    join = Join(spec=SPEC, node=spec, offer=PortOffer(1, True))
     machine = Rendezvous(SPEC, 0.0)
     effects = machine.handle(Received(session=1, message=join, peer_host="h", local_host="h"), 0.0)
     return [e.message for e in effects if hasattr(e, "message")]

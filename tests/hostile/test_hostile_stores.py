@@ -13,7 +13,7 @@ import pytest
 from elastane.errors import ConfigurationError, StoreError
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import JobKeys
-from elastane.stores.pages import Page, Root
+from elastane.stores.pages import FolderPage, Root
 
 ATTACKER, VICTIM = 65534, 12345
 
@@ -28,7 +28,7 @@ def planted(folder: Path, uid: int) -> str:
     secret = "a" * 64
     entries = folder / "job" / "token" / "@entry"
     entries.mkdir(parents=True, mode=0o755)
-    page = Page(number=1, kind="value", nonce="0" * 16, before="-", value=secret.encode())
+    page = FolderPage(number=1, kind="value", nonce="0" * 16, before="-", value=secret.encode())
     (entries / f"{1:018d}").write_bytes(page.encode())
     for path in [folder / "job", *(folder / "job").rglob("*")]:
         os.lchown(path, uid, uid)

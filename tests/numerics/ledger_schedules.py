@@ -8,7 +8,7 @@ committed, as positions, by epoch.
 import random
 
 from elastane.data.batch_sampler import ElasticBatchSampler
-from elastane.data.cursor import Cursor
+from elastane.data.cursor import DataPosition
 
 WORLD_MAX = 5
 
@@ -22,7 +22,7 @@ class Schedule:
         size = round(batch_sizes[0] * (batch_sizes[1] / batch_sizes[0]) ** self.rng.random())
         self.make = make or (lambda: ElasticBatchSampler(n, size, seed=seed % 8))
         self.micro_batches = self.rng.choice((1, 1, 1, 2, 3))
-        self.ranks: list[Cursor] = [self.new() for _ in range(self.rng.randint(1, WORLD_MAX))]
+        self.ranks: list[DataPosition] = [self.new() for _ in range(self.rng.randint(1, WORLD_MAX))]
         self.committed = []
         self.checkpoint = (self.ranks[0].state_dict(), 0)
         self.events = dict.fromkeys(("redealt", "killed", "hung", "left", "arrived", "rolled"), 0)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
 from elastane.comms.pairing import MispairedError
-from elastane.comms.storeclient import StoreClient
+from elastane.comms.storeclient import GroupStoreClient
 from elastane.errors import JobError, PeerLostError
 from elastane.process.zygote import store
 from elastane.worker.alike import make_alike
@@ -259,7 +259,7 @@ def user_sockets(worker, worlds):  # noqa: C901
     def ask():
         while not over.is_set():
             try:
-                client = StoreClient(HOST, worker.port, TIMEOUT_S)
+                client = GroupStoreClient(HOST, worker.port, TIMEOUT_S)
                 client.open()
                 client.add("asked", 1)
                 client.close()

@@ -14,7 +14,7 @@ from supervise import alive, children, command_line
 
 from elastane.protocol.limits import KEEPER_ANSWER_S
 from elastane.snapshots.client import Keeper
-from elastane.snapshots.messages import Persist, Snapshot
+from elastane.snapshots.messages import PersistRequest, Snapshot
 from elastane.storage.checkpoints import Key
 from elastane.storage.places import open_storage
 from elastane.storage.repository import Repository
@@ -109,7 +109,7 @@ class Worker:
             self.slots.append(mmap.mmap(fd, slot_bytes))
             os.close(fd)
 
-    def save(self, step: int, persist: Persist | None = None, **more: object) -> Key:
+    def save(self, step: int, persist: PersistRequest | None = None, **more: object) -> Key:
         """Keep a snapshot that is all of its step's number."""
         slot = self.keeper.grant(DEADLINE_S)
         self.slots[slot][:] = bytes([step % 251]) * self.size
@@ -129,16 +129,16 @@ class Worker:
         return steps
 
 
-def snapshot(step: int, size: int, persist: Persist | None, **more: object) -> Snapshot:
+def snapshot(step: int, size: int, persist: PersistRequest | None, **more: object) -> Snapshot:
     given = {"key": Key(0, 1, 0, step), "nonce": f"{step:08x}", "first": 0, "end": size}
     given |= {"image_bytes": size, "files": {"state.msgpack": b"%d" % step}, "persist": persist}
     return Snapshot(**{**given, **more})
 
 
-def persist_to(where: Path, size: int = SLOT_BYTES, **more: object) -> Persist:
+def persist_to(where: Path, size: int = SLOT_BYTES, **more: object) -> PersistRequest:
     given = {"where": str(where), "job": "job", "world": 1, "versions": {}, "reason": "step"}
     given |= {"ranges": (("__0_0.distcp", 0, size),), "keep": 2, "wait_s": 20.0}
-    return Persist(**{**given, **more})
+    return PersistRequest(**{**given, **more})
 
 
 def published(where: Path) -> list[tuple[int, str]]:

@@ -16,12 +16,12 @@ from elastane.protocol.effects import Finished, Hangup, Persist, Send, Tell
 from elastane.protocol.events import Broken, Received, Tick
 from elastane.protocol.log_events import EventKind, Note
 from elastane.protocol.messages import Leave, Query, Release
-from elastane.protocol.model import JobSpec, Outcome, Record
+from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.protocol.wire import derive_secret
 
 JOB = "digits"
 SECRET = derive_secret(JOB, "open sesame")
-RECORD = Record(spec=JobSpec(job=JOB, min_nodes=1, max_nodes=1, max_restarts=0))
+RECORD = JobRecord(spec=JobSpec(job=JOB, min_nodes=1, max_nodes=1, max_restarts=0))
 DONE = Outcome(ok=True, reason="as told")
 
 

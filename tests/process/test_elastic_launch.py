@@ -32,7 +32,7 @@ from elastane.elastic.multiprocessing.errors import ChildFailedError, record
 from elastane.elastic.rendezvous import RendezvousTimeoutError, rendezvous_handler_registry
 from elastane.errors import ConfigurationError
 from elastane.functions.job import Ended
-from elastane.observe.report import JobReport, ReportedFailure
+from elastane.observe.report import FinalReport, ReportedFailure
 
 theirs = importlib.import_module("torch.distributed.launcher.api")
 CONFIGS = {"elastane": LaunchConfig, "torch": theirs.LaunchConfig}
@@ -159,7 +159,7 @@ def test_the_root_cause_is_the_coordinators_verdict_also_of_another_node():
         message="Traceback\n  ...\nKeyError: 'x'\n",
     )
     other = msgspec.structs.replace(first, node="a", rank=0, exit_code=-6, time_ns=8 * 10**9)
-    report = JobReport(
+    report = FinalReport(
         job="j", ok=False, exit_code=1, reason="r", root_cause=first, failures=[other, first]
     )
     with pytest.raises(ChildFailedError) as caught:

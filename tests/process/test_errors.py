@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from supervise import Agent, agent, ask, words_agent, write_script
 
-from elastane.observe.report import JobReport, read_report
+from elastane.observe.report import FinalReport, read_report
 from elastane.process.errorfile import read_error_file
 from elastane.protocol.diagnosis import STOPPED_IN_ITS_END
 
@@ -21,7 +21,7 @@ TORCH = ("--preload", "torch")
 LIGHT = ("--preload", "json")
 
 
-def failed(folder: Path, body: str, *options: str, **env: str) -> tuple[Agent, JobReport]:
+def failed(folder: Path, body: str, *options: str, **env: str) -> tuple[Agent, FinalReport]:
     """Run a script of two workers that fails, to its end."""
     words = ("--nproc-per-node", "2", "--report-file", "report.json", *options)
     with agent(folder, *words, body=body, **env) as one:

@@ -18,10 +18,10 @@ from store_support import QUICK, asynchronous, elect, poll, take
 
 from elastane.errors import StoreError
 from elastane.protocol.limits import Timing
-from elastane.protocol.model import JobSpec, Record
+from elastane.protocol.model import JobRecord, JobSpec
 from elastane.stores import pages as pages_module
 from elastane.stores.file import FileStore
-from elastane.stores.pages import Hooks, Page, Pages, Reading, Root
+from elastane.stores.pages import FolderPage, Hooks, PageReading, Pages, Root
 
 SCRIPT = Path(__file__).parent / "scripts" / "store_child.py"
 STEPS = ["opened", "half-written", "written", "synced", "linked", "durable"]
@@ -95,7 +95,7 @@ async def test_a_holder_stopped_in_the_middle_of_a_save_is_fenced(tmp_path, spaw
     assert output.splitlines()[-1] == "LeaseLostError lease-lost held=False"
     found = await election.load()
     assert found == record, "the stopped holder's write took effect after its successor had read"
-    await election.save(Record(spec=SPEC, restarts_used=2))
+    await election.save(JobRecord(spec=SPEC, restarts_used=2))
 
 
 @asynchronous
@@ -186,7 +186,7 @@ async def test_a_heartbeat_that_was_written_too_late_is_no_renewal(tmp_path) -> 
 
 def plant_rotten(folder: Path, whole: bytes) -> list[str]:
     """Put files that are no pages behind page 1; returns their names."""
-    page = Page(number=5, kind="value", nonce="0", before="-", value=b"good").encode()
+    page = FolderPage(number=5, kind="value", nonce="0", before="-", value=b"good").encode()
     rotten = page.replace(b"good", b"goob")
     for number, content in enumerate([b"", whole[:-2], b"\xff" * 99, rotten, whole], start=2):
         (folder / f"{number:018d}").write_bytes(content)
@@ -237,10 +237,10 @@ def hooks() -> Hooks:
     return Hooks(on_step=lambda step: None, on_skip=lambda path, why: None, guard=lambda: None)
 
 
-def pages_after(tmp_path: Path, count: int) -> tuple[Pages, Reading]:
+def pages_after(tmp_path: Path, count: int) -> tuple[Pages, PageReading]:
     """Return pages to which `count` were added since the reading."""
     pages = Pages(Path(), Root(tmp_path), hooks())
-    assert pages.append(Reading(None, 0), "value", b"0")
+    assert pages.append(PageReading(None, 0), "value", b"0")
     stale = pages.latest()
     for number in range(count):
         page = pages.append(pages.latest(), "value", str(number).encode())

@@ -24,7 +24,7 @@ from process_harness import DEADLINE_S, SCRIPTS, until
 from supervise import alive
 
 from elastane.snapshots import messages
-from elastane.snapshots.channel import Channel
+from elastane.snapshots.channel import SnapshotChannel
 from elastane.snapshots.client import Keeper, KeeperSilentError, connected
 from elastane.snapshots.shared_memory import close_all
 from elastane.storage.checkpoints import Key
@@ -294,9 +294,9 @@ def test_garbage_ends_the_connection_that_it_came_by_and_nothing_else(node, nois
     for hello in (b"", b"hello"):
         with connected(str(node.path)) as end:
             if hello:
-                Channel(end).send(messages.encode(messages.Hello(messages.VERSION)))
-                Channel(end).receive(1 << 20, DEADLINE_S)
-                close_all(Channel(end).receive_descriptors(1))
+                SnapshotChannel(end).send(messages.encode(messages.Hello(messages.VERSION)))
+                SnapshotChannel(end).receive(1 << 20, DEADLINE_S)
+                close_all(SnapshotChannel(end).receive_descriptors(1))
             end.sendall(noise)
             end.shutdown(socket.SHUT_WR)
             end.settimeout(DEADLINE_S)

@@ -12,7 +12,7 @@ from process_harness import DEADLINE_S
 
 from elastane.snapshots import channel, shared_memory
 from elastane.snapshots.background import digests_of
-from elastane.snapshots.channel import Channel
+from elastane.snapshots.channel import SnapshotChannel
 from elastane.snapshots.shared_memory import make_slot, room_bytes, viewed
 from elastane.snapshots.writing import Source
 
@@ -20,7 +20,7 @@ from elastane.snapshots.writing import Source
 @pytest.fixture
 def ends():
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    yield [Channel(end) for end in pair]
+    yield [SnapshotChannel(end) for end in pair]
     for end in pair:
         end.close()
 
@@ -81,8 +81,8 @@ def test_descriptors_that_were_announced_and_do_not_come_are_a_fault(ends):
 def test_what_a_process_sent_before_its_death_is_heard_first():
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     read, write = os.pipe()
-    heard = Channel(mine, read)
-    Channel(its).send(b"last words")
+    heard = SnapshotChannel(mine, read)
+    SnapshotChannel(its).send(b"last words")
     os.write(write, b"it has ended")
     assert heard.receive(100, DEADLINE_S) == b"last words"
     with pytest.raises(EOFError):

@@ -13,7 +13,7 @@ from process_harness import DEADLINE_S, until
 
 from elastane.snapshots import connection
 from elastane.snapshots.messages import LAST_GASP, Replica
-from elastane.snapshots.peers import TO_SENDER, Neighbours, Offer, Proof
+from elastane.snapshots.peers import TO_SENDER, Neighbours, PeerProof, ReplicaOffer
 from elastane.storage.checkpoints import Key, folder_name
 from elastane.storage.digest import digest_of
 
@@ -192,8 +192,8 @@ def test_whoever_does_not_know_the_secret_gets_nowhere(pair):
 def test_what_a_neighbour_sends_that_makes_no_sense_is_not_kept(pair):
     (_, a), (_, b) = pair
     known = Neighbours("job", (b"s" * 32,), "")
-    offer = Offer("other", "g", Key(0, 1, 0, 9), "00000009", "", 3, (5,))
-    for proof in (Proof(("x", "y")), Proof(()), offer):
+    offer = ReplicaOffer("other", "g", Key(0, 1, 0, 9), "00000009", "", 3, (5,))
+    for proof in (PeerProof(("x", "y")), PeerProof(()), offer):
         with contextlib.closing(connection.dial(b.keeper.door, known, TO_SENDER)) as one:
             one.say(offer)
             one.hear()
@@ -206,7 +206,7 @@ def test_what_a_neighbour_sends_that_makes_no_sense_is_not_kept(pair):
         one.say(offer)
         one.hear()
         digests = one.put(memoryview(b"abc")), one.put(memoryview(b"abcde"))
-        one.say(Proof(digests))
+        one.say(PeerProof(digests))
         with pytest.raises(ConnectionError):  # The words are none, though they came whole.
             one.hear()
     assert held(b) == []

@@ -13,9 +13,9 @@ from process_harness import DEADLINE_S, until
 from rpc_support import make_papers
 
 from elastane.snapshots import connection, listener, replica_store, replicator
-from elastane.snapshots.listener import Door
+from elastane.snapshots.listener import SnapshotListener
 from elastane.snapshots.messages import HeldPiece, HeldWords, Replica
-from elastane.snapshots.peers import TO_SENDER, Neighbours, Offer, Stored
+from elastane.snapshots.peers import TO_SENDER, Neighbours, ReplicaOffer, ReplicaStored
 from elastane.snapshots.replica_store import Neighbour
 from elastane.snapshots.replicator import Courier, Errand
 from elastane.snapshots.rules.snapshots import Name
@@ -30,7 +30,7 @@ class Between:
 
     def __init__(self, folder):
         self.neighbour = Neighbour()
-        self.door = Door(ABOUT, self.neighbour.take)
+        self.door = SnapshotListener(ABOUT, self.neighbour.take)
         self.at = self.door.open()
         self.ended = threading.Semaphore(0)
         self.arrived = None
@@ -164,7 +164,7 @@ def test_a_peer_that_fails_in_the_middle_is_told_and_the_next_copy_comes(
 
 def test_a_sender_that_dies_in_the_middle_leaves_what_was_there(between):
     assert between.bring(1, b"1" * 5000)
-    offer = Offer("me", "g", Key(0, 1, 0, 2), "00000002", "00000001", 3, (5000,))
+    offer = ReplicaOffer("me", "g", Key(0, 1, 0, 2), "00000002", "00000001", 3, (5000,))
     with contextlib.closing(connection.dial(between.at, ABOUT, TO_SENDER)) as one:
         one.say(offer)
         one.hear()
@@ -179,7 +179,7 @@ def test_a_copy_stays_though_its_sender_does_not_hear_that_it_came(between):
         say = way.say
 
         def unheard(message):
-            if isinstance(message, Stored):
+            if isinstance(message, ReplicaStored):
                 raise ConnectionResetError("it is gone")
             say(message)
 

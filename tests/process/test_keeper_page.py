@@ -13,7 +13,7 @@ from process_harness import DEADLINE_S, until
 from supervise import alive
 
 from elastane.snapshots.messages import Done, encode
-from elastane.snapshots.status_page import WORDS_BYTES_MAX, OwnPage, Page
+from elastane.snapshots.status_page import WORDS_BYTES_MAX, OwnPage, SnapshotStatusPage
 from elastane.storage.checkpoints import Key
 
 FENCE = (1, 0)
@@ -36,7 +36,7 @@ def worker(node):
 
 def test_a_page_says_it_to_all_who_have_it_and_nobody_else_can_turn_it_or_cut_it_short():
     own = OwnPage()
-    pages = [Page(own.descriptor()) for _ in range(2)]
+    pages = [SnapshotStatusPage(own.descriptor()) for _ in range(2)]
     assert [(page.number(), page.words(0)) for page in pages] == [(0, None)] * 2
     own.turn(b"so it is")
     assert [(page.number(), page.words(1)) for page in pages] == [(1, b"so it is")] * 2
@@ -54,7 +54,7 @@ def test_a_page_says_it_to_all_who_have_it_and_nobody_else_can_turn_it_or_cut_it
 
 def test_a_page_says_nothing_that_it_does_not_say_whole():
     own = OwnPage()
-    page = Page(own.descriptor())
+    page = SnapshotStatusPage(own.descriptor())
     own.turn(b"before")
     own.turn(bytes(WORDS_BYTES_MAX + 1))
     assert page.number() == 2 and page.words(2) is None, "too long"
@@ -72,7 +72,7 @@ def test_a_page_that_cannot_be_mapped_leaves_no_descriptor(tmp_path):
     path.write_bytes(b"")
     descriptor = os.open(path, os.O_RDONLY)
     with pytest.raises(ValueError, match="mmap"):
-        Page(descriptor)
+        SnapshotStatusPage(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
@@ -97,7 +97,7 @@ def test_the_keeper_is_asked_once_in_a_round_and_says_by_itself_what_changes(wor
 @pytest.mark.parametrize("words", [None, b"?", encode(Done())], ids=["none", "odd", "another"])
 def test_what_the_page_does_not_say_is_asked_for(worker, monkeypatch, tmp_path, words):
     assert not worker.keeper.progress(FENCE).busy
-    monkeypatch.setattr(Page, "words", lambda page, number: words)
+    monkeypatch.setattr(SnapshotStatusPage, "words", lambda page, number: words)
     worker.asked.clear()
     worker.save(1, persist_to(tmp_path / "store"))
     until(lambda: worker.keeper.progress(FENCE).published == Key(0, 1, 0, 1), "it is seen")

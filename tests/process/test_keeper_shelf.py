@@ -13,10 +13,10 @@ from process_harness import DEADLINE_S, until
 
 from elastane.errors import CheckpointError
 from elastane.snapshots import store, writer
-from elastane.snapshots.messages import Layout, Replica, Slots
+from elastane.snapshots.messages import LayoutFiles, Replica, Slots
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.store import Shelf
-from elastane.snapshots.writing import Failure, Written
+from elastane.snapshots.writing import WriteFailure, Written
 from elastane.storage.checkpoints import Key
 
 WORKER = 1
@@ -117,7 +117,7 @@ def test_what_waits_for_storage_gives_way_to_what_is_newer(one):
 
 
 def test_a_failure_is_told_and_the_next_save_tries_anew(one, caplog):
-    one.storage.failure = Failure("No space left on device", slug="checkpoint-write")
+    one.storage.failure = WriteFailure("No space left on device", slug="checkpoint-write")
     for step in (1, 2):
         one.save(step, persist=True)
         one.let_go()
@@ -207,7 +207,7 @@ def test_the_newest_is_checked_when_the_last_worker_is_gone_and_not_again_when_a
 
 
 def test_a_snapshot_that_changed_is_no_last_gasp(one):
-    one.shelf.layout(Layout("L", {}, persist_to("/nowhere")))
+    one.shelf.layout(LayoutFiles("L", {}, persist_to("/nowhere")))
     one.save(1, layout="L")
     until(lambda: one.shelf._digests._known, "its digest")
     slot = one.shelf._books.slots_of(one.shelf._digests.newest)[0]
@@ -221,7 +221,7 @@ def test_a_snapshot_that_changed_is_no_last_gasp(one):
 
 def test_the_last_gasp_is_what_the_layout_says_and_once(one):
     wish = persist_to("/nowhere", reason="none of its own", wait_s=500.0)
-    one.shelf.layout(Layout("L", {"layout.json": b"{}"}, wish))
+    one.shelf.layout(LayoutFiles("L", {"layout.json": b"{}"}, wish))
     one.save(1, layout="L", streams=b"s")
     one.shelf.gone(WORKER)
     one.shelf.leave()
@@ -244,7 +244,7 @@ def test_without_a_place_there_is_no_last_gasp(one):
 
 
 def test_what_was_asked_for_of_one_writer_is_a_last_gasp_as_well(one):
-    one.storage.failure = Failure("away", slug="checkpoint-write")
+    one.storage.failure = WriteFailure("away", slug="checkpoint-write")
     one.save(1, persist=True)
     one.let_go()
     one.storage.failure = None
@@ -256,8 +256,8 @@ def test_what_was_asked_for_of_one_writer_is_a_last_gasp_as_well(one):
 
 def test_where_others_lack_the_newest_the_one_before_is_tried(one):
     error = CheckpointError("1 of 2 writers", slug="checkpoint-incomplete")
-    one.storage.failure = Failure(error.what, error.slug)
-    one.shelf.layout(Layout("L", {}, persist_to("/nowhere", parts=2)))
+    one.storage.failure = WriteFailure(error.what, error.slug)
+    one.shelf.layout(LayoutFiles("L", {}, persist_to("/nowhere", parts=2)))
     for step in (1, 2, 3):
         one.save(step, layout="L")
     one.shelf.gone(WORKER)

@@ -9,7 +9,7 @@ from small_saves import opened, save
 from elastane.snapshots.messages import STREAMS_FILE
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.shared_memory import close_all, make_slot
-from elastane.snapshots.writing import Failure, Order, Source, Writer, Written
+from elastane.snapshots.writing import Source, WriteFailure, WriteOrder, Writer, Written
 from elastane.storage.checkpoints import Key, part_name
 
 
@@ -22,7 +22,7 @@ def order(tmp_path):
         share = {"part": part, "parts": 2, "small": part == 0, "wait_s": 0.05}
         ranges = ((f"__{part}_0.distcp", begin, end),)
         made.append(make_slot(SLOT_BYTES))
-        return Order(
+        return WriteOrder(
             name=Name(Key(0, 1, 0, 7), "00000007"),
             persist=persist_to(tmp_path, ranges=ranges, **share),
             sources=(Source(begin, end, made[-1]),),
@@ -48,14 +48,14 @@ def test_who_has_a_copy_writes_the_part_that_has_not_come(order, tmp_path):
 
 
 def test_nobody_stands_in_where_workers_have_gone_on_from_it(order, tmp_path):
-    with pytest.raises(Failure) as failed:
+    with pytest.raises(WriteFailure) as failed:
         Writer().gasp(order(0, order(1), past=True))
     assert failed.value.slug == "checkpoint-incomplete"
     assert parts_in(tmp_path) == ["__0_0.distcp"]
 
 
 def test_nobody_stands_in_for_one_that_has_come(order, tmp_path):
-    with pytest.raises(Failure):
+    with pytest.raises(WriteFailure):
         Writer().gasp(order(1))
     written = Writer().gasp(order(0, order(1)))
     assert written.parts == (0,) and published(tmp_path) == [(7, "step")]
@@ -83,7 +83,7 @@ def test_what_a_later_round_removes_before_it_is_published_is_fenced_off(
 
     if during == "mkdir":
         monkeypatch.setattr(os, "mkdir", remove)
-    with pytest.raises(Failure) as failed:
+    with pytest.raises(WriteFailure) as failed:
         Writer().write(order(0, **({} if during == "mkdir" else {during: remove})))
     assert failed.value.slug == "checkpoint-fenced"
     all_of_it = ["__0_0.distcp", part_name(0, 2), "state.msgpack", STREAMS_FILE.format(0)]

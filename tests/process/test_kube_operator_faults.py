@@ -14,7 +14,7 @@ from kube_operators import (
     status,
 )
 
-from elastane.kubernetes.model import Decision, JobStatus, Told
+from elastane.kubernetes.model import Decision, JobStatus, ReportedEvent
 
 
 def created(kube, plural="pods"):
@@ -296,7 +296,7 @@ def test_a_decision_that_cannot_be_made_costs_its_own_job_alone(caplog):
 def test_an_event_is_there_once_and_counted():
     async def scenario(kube):
         def telling(observed, now_s):
-            told = Told(type="Normal", reason="Waits", message="for pods")
+            told = ReportedEvent(type="Normal", reason="Waits", message="for pods")
             return Decision(status=JobStatus(phase="Pending"), events=(told,))
 
         kube.create("elasticjobs", job(), group=GROUP_OF_JOBS)

@@ -10,7 +10,6 @@ import pytest
 from wire_server import HANG, STREAM, Thing, api, chunk, plain, served, status, thing
 
 from elastane.kubernetes.client import (
-    Access,
     Api,
     ApiAnswerError,
     ApiBusyError,
@@ -22,17 +21,18 @@ from elastane.kubernetes.client import (
     ApiNotFoundError,
     ApiUnauthorizedError,
     ApiUnreachableError,
+    ClusterAccess,
     Deletion,
     Selector,
     transport,
 )
-from elastane.kubernetes.client.identity import Anybody, Proof, ServiceToken
+from elastane.kubernetes.client.identity import Anybody, ClientProof, ServiceToken
 from elastane.kubernetes.client.resource import NODES, PODS
 
 
 @served(plain(200, thing()))
 async def test_a_request_goes_to_the_path_of_the_object(server):
-    async with api(server, identity=Anybody(Proof("Bearer t"))) as client:
+    async with api(server, identity=Anybody(ClientProof("Bearer t"))) as client:
         assert (await client.get(PODS, "ns", "x", Thing)).metadata["name"] == "x"
         await client.get(NODES, "ns", "n", Thing)
         await client.patch(PODS, "ns", "x", {"status": {"a": None}}, Thing, "status")
@@ -188,7 +188,7 @@ async def test_an_answer_that_stalls_ends_within_the_bound(server):
 
 def test_no_server_at_all_says_so_and_that_nothing_was_sent():
     async def check():
-        nobody = Access("http://127.0.0.1:1", Anybody(), namespace="ns", where="here")
+        nobody = ClusterAccess("http://127.0.0.1:1", Anybody(), namespace="ns", where="here")
         async with Api(nobody) as client:
             with pytest.raises(ApiUnreachableError) as caught:
                 await client.create(PODS, "ns", {"metadata": {"name": "x"}}, Thing)

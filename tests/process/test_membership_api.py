@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from jobs import free_port, until
 
-from elastane.agent.member import Member
-from elastane.agent.membership import MemberConfig, Membership, Place
+from elastane.agent.member import MembershipAgent
+from elastane.agent.membership import MemberConfig, MemberPlace, Membership
 from elastane.errors import (
-    RendezvousClosedError,
-    RendezvousError,
+    JobClosedError,
+    JoinTimeoutError,
+    MembershipError,
     RendezvousRefusedError,
-    RendezvousTimeoutError,
 )
 from elastane.process.endpoint import Endpoint
 from elastane.protocol.limits import Timing
@@ -129,7 +129,7 @@ def test_a_failure_of_one_ends_the_world_of_all_and_the_next_attempt_has_another
     cluster: Cluster,
 ) -> None:
     a, b = cluster.new(), cluster.new()
-    first: Place = cluster.all_of(a.join, b.join)[0]
+    first: MemberPlace = cluster.all_of(a.join, b.join)[0]
     again = cluster.run(lambda: a.join("boom"))
     assert "exit code 1" in wait_changed(b)
     second = cluster.all_of(b.join)[0]
@@ -159,7 +159,7 @@ def test_a_killed_process_is_missed_at_once_and_the_others_go_on(cluster: Cluste
     assert "departed" in wait_changed(a)
     after = a.join()
     assert time.monotonic() - begun < 2.0
-    assert isinstance(place, Place) and after.nodes == 1
+    assert isinstance(place, MemberPlace) and after.nodes == 1
     assert after.assignment.fence.round == place.assignment.fence.round + 1
 
 
@@ -193,7 +193,7 @@ def test_a_node_too_many_waits_and_takes_the_place_of_one_that_leaves(cluster: C
     a.leave()
     wait_changed(b)
     assert cluster.all_of(b.join)[0].nodes == 2
-    assert isinstance(waiting.result(WAIT_S), Place)
+    assert isinstance(waiting.result(WAIT_S), MemberPlace)
 
 
 def test_who_finished_waits_until_all_have(cluster: Cluster) -> None:
@@ -204,7 +204,7 @@ def test_who_finished_waits_until_all_have(cluster: Cluster) -> None:
     assert not first.done()
     assert cluster.all_of(b.finish)[0].ok
     assert first.result(WAIT_S).ok
-    with pytest.raises(RendezvousClosedError, match=r"all 2 workers .* succeeded"):
+    with pytest.raises(JobClosedError, match=r"all 2 workers .* succeeded"):
         a.join()
 
 
@@ -212,7 +212,7 @@ def test_a_failure_after_another_node_finished_ends_a_fixed_job(cluster: Cluster
     a, b = cluster.new(), cluster.new()
     cluster.all_of(a.join, b.join)
     finishing = cluster.run(a.finish)
-    with pytest.raises(RendezvousClosedError, match="cannot start again"):
+    with pytest.raises(JobClosedError, match="cannot start again"):
         b.join("boom")
     assert not finishing.result(WAIT_S).ok
 
@@ -224,10 +224,10 @@ def test_a_failed_close_is_told_to_all_at_once(cluster: Cluster) -> None:
     closing = cluster.run(lambda: a.close(False, "its restarts are used up"))
     assert "restarts are used up" in wait_changed(b)
     assert time.monotonic() - begun < 1.0
-    with pytest.raises(RendezvousClosedError, match="restarts are used up"):
+    with pytest.raises(JobClosedError, match="restarts are used up"):
         b.join()
     assert closing.result(WAIT_S) is True
-    with pytest.raises(RendezvousClosedError):
+    with pytest.raises(JobClosedError):
         a.join()
 
 
@@ -238,14 +238,14 @@ def test_a_close_that_is_no_failure_leaves_the_others_their_grace(cluster: Clust
     until(b.has_ended, "b hears of it")
     assert not b.wait_change(0.4)
     assert b.wait_change(WAIT_S)
-    with pytest.raises(RendezvousClosedError):
+    with pytest.raises(JobClosedError):
         b.join()
     assert closing.result(WAIT_S) is True
 
 
 def test_too_few_nodes_are_counted(cluster: Cluster) -> None:
     timing = Timing(join_timeout_s=0.5, last_call_s=0.1, last_call_max_s=0.2)
-    with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2 nodes joined within 0\.5 s"):
+    with pytest.raises(JoinTimeoutError, match=r"1 of at least 2 nodes joined within 0\.5 s"):
         cluster.new(timing=timing).join()
 
 
@@ -341,7 +341,7 @@ def test_a_fault_of_the_thread_is_told_and_raised(
 ) -> None:
     a = cluster.new((1, 1))
     a.join()
-    monkeypatch.setattr(Member, "_carry_out", lambda *_: 1 / 0)
+    monkeypatch.setattr(MembershipAgent, "_carry_out", lambda *_: 1 / 0)
     assert wait_changed(a) == "the membership has ended"
     with pytest.raises(ZeroDivisionError):
         a.join()
@@ -357,7 +357,7 @@ def test_a_job_in_a_store_is_closed_for_who_comes_later(cluster: Cluster, tmp_pa
     a.finish()
     late = in_folder()
     assert late.has_ended()
-    with pytest.raises(RendezvousClosedError):
+    with pytest.raises(JobClosedError):
         late.join()
 
 
@@ -372,7 +372,7 @@ def test_a_store_that_is_away_is_raised_by_the_call_that_needs_it(
 
 
 def test_finish_without_a_place_is_refused(cluster: Cluster) -> None:
-    with pytest.raises(RendezvousError, match="without a place"):
+    with pytest.raises(MembershipError, match="without a place"):
         cluster.new().finish()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from process_harness import until
 
-from elastane.process.status_page import Page, WorkerPage
+from elastane.process.status_page import StatusPage, WorkerPage
 
 CALLER = """
 import os, sys
@@ -37,7 +37,7 @@ for _ in range(2):
 class Caller:
     """A process that asks once for each line that it is sent."""
 
-    def __init__(self, page: Page | None, variable: str | None = None) -> None:
+    def __init__(self, page: StatusPage | None, variable: str | None = None) -> None:
         env = {name: value for name, value in os.environ.items() if name != "ELASTANE_PAGE_FD"}
         fds = () if page is None else (page.fd,)
         if page is not None or variable is not None:
@@ -66,8 +66,8 @@ class Caller:
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
-    one = Page.create()
+def page() -> Iterator[StatusPage]:
+    one = StatusPage.create()
     yield one
     one.close()
 
@@ -81,14 +81,16 @@ def callers() -> Iterator[list[Caller]]:
         caller.process.communicate()
 
 
-def test_calls_are_counted_and_false_while_nobody_drains(page: Page, callers: list[Caller]) -> None:
+def test_calls_are_counted_and_false_while_nobody_drains(
+    page: StatusPage, callers: list[Caller]
+) -> None:
     callers.append(Caller(page))
     assert [callers[0]() for _ in range(3)] == [False] * 3
     assert page.calls == 3
 
 
 def test_past_its_deadline_a_worker_begins_no_step_until_authority_is_proved_again(
-    page: Page, monkeypatch: pytest.MonkeyPatch
+    page: StatusPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited_s: list[float] = []
 
@@ -107,9 +109,9 @@ def test_past_its_deadline_a_worker_begins_no_step_until_authority_is_proved_aga
 
 
 def test_all_workers_hear_true_at_the_same_call_and_park_at_the_next(
-    page: Page, callers: list[Caller]
+    page: StatusPage, callers: list[Caller]
 ) -> None:
-    ahead, behind = page, Page.create()
+    ahead, behind = page, StatusPage.create()
     callers += [Caller(ahead), Caller(behind)]
     assert [callers[0]() for _ in range(3)] + [callers[1]()] == [False] * 4
     for one in (ahead, behind):
@@ -129,7 +131,9 @@ def test_all_workers_hear_true_at_the_same_call_and_park_at_the_next(
     behind.close()
 
 
-def test_a_gate_that_is_released_lets_the_worker_go_on(page: Page, callers: list[Caller]) -> None:
+def test_a_gate_that_is_released_lets_the_worker_go_on(
+    page: StatusPage, callers: list[Caller]
+) -> None:
     callers.append(Caller(page))
     assert not callers[0]()
     page.gate()
@@ -143,7 +147,7 @@ def test_a_gate_that_is_released_lets_the_worker_go_on(page: Page, callers: list
     assert callers[0]() is True
 
 
-def test_a_parked_worker_goes_on_when_released(page: Page, callers: list[Caller]) -> None:
+def test_a_parked_worker_goes_on_when_released(page: StatusPage, callers: list[Caller]) -> None:
     callers.append(Caller(page))
     page.gate()
     page.aim(1)
@@ -162,20 +166,22 @@ def test_garbage_in_the_variable_means_false(variable: str | None, callers: list
     assert callers[0]() is False
 
 
-def test_a_page_of_another_layout_is_left_alone(page: Page, callers: list[Caller]) -> None:
+def test_a_page_of_another_layout_is_left_alone(page: StatusPage, callers: list[Caller]) -> None:
     os.pwrite(page.fd, b"\xff" * 8, 8)
     callers.append(Caller(page))
     assert callers[0]() is False
     assert page.calls == 0
 
 
-def test_a_forked_child_does_not_count(page: Page) -> None:
+def test_a_forked_child_does_not_count(page: StatusPage) -> None:
     env = dict(os.environ, ELASTANE_PAGE_FD=str(page.fd))
     subprocess.run([sys.executable, "-c", FORKING], env=env, pass_fds=(page.fd,), check=True)
     assert page.calls == 2
 
 
-def test_a_second_process_with_the_page_does_not_count(page: Page, callers: list[Caller]) -> None:
+def test_a_second_process_with_the_page_does_not_count(
+    page: StatusPage, callers: list[Caller]
+) -> None:
     callers.append(Caller(page))
     callers[0]()
     callers.append(Caller(page))
@@ -183,7 +189,7 @@ def test_a_second_process_with_the_page_does_not_count(page: Page, callers: list
     assert page.calls == 1
 
 
-def test_waiting_for_a_target_is_bounded_and_not_repeated(page: Page) -> None:
+def test_waiting_for_a_target_is_bounded_and_not_repeated(page: StatusPage) -> None:
     code = (
         "from elastane.worker import drain\ndrain.AGREEMENT_TIMEOUT_S = 0.2\n"
         "print([drain.should_checkpoint() for _ in range(50)].count(False))"
@@ -203,7 +209,7 @@ def test_waiting_for_a_target_is_bounded_and_not_repeated(page: Page) -> None:
     assert 0.2 <= time.monotonic() - begun < 5
 
 
-def test_a_call_costs_less_than_two_microseconds(page: Page) -> None:
+def test_a_call_costs_less_than_two_microseconds(page: StatusPage) -> None:
     code = (
         "import timeit\nfrom elastane.worker.drain import should_checkpoint\n"
         "print(min(timeit.repeat(should_checkpoint, number=10000, repeat=20)) / 10000)"

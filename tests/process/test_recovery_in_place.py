@@ -17,7 +17,7 @@ import pytest
 from growing import Growing
 from jobs import PRELOAD_OPTIMIZER
 
-from elastane.process.status_page import PAGE_BYTES, Page
+from elastane.process.status_page import PAGE_BYTES, StatusPage
 from elastane.testing import Fault, FaultPlan, LocalCluster
 from elastane.testing.cluster import LocalNode
 
@@ -141,11 +141,11 @@ def rounds_met(job: InPlace) -> set[int]:
     return {page.round for pid in _alive(job) for page in _pages_of(pid)}
 
 
-def _pages_of(pid: int) -> Iterator[Page]:
+def _pages_of(pid: int) -> Iterator[StatusPage]:
     for path in Path(f"/proc/{pid}/fd").iterdir():
         if "elastane-page" in os.readlink(path):
             with path.open("r+b") as file:
-                yield Page(-1, mmap.mmap(file.fileno(), PAGE_BYTES))
+                yield StatusPage(-1, mmap.mmap(file.fileno(), PAGE_BYTES))
 
 
 def test_a_page_says_in_which_world_its_worker_last_met_the_others(job):

@@ -9,7 +9,7 @@ from rpc_support import JOB, SECRET, Desk, ask, listener, make_papers, play, unt
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
-    RendezvousError,
+    MembershipError,
     RendezvousRefusedError,
     WireError,
 )
@@ -57,7 +57,7 @@ def test_an_endpoint_that_nobody_serves_is_named():
             port = sock.getsockname()[1]
         error = await failure("127.0.0.1", port)
         assert error.slug == "endpoint-unserved" and f"127.0.0.1:{port}" in error.what
-        assert isinstance(error, RendezvousError)
+        assert isinstance(error, MembershipError)
         error = await failure("localhost", port)  # two addresses where there is IPv6
         assert error.slug == "endpoint-unserved"
 
@@ -233,7 +233,7 @@ def test_with_tls_both_sides_verify_each_other(papers):
             error = await failure("127.0.0.1", desk.port, tls=doubter)
             assert error.slug == "tls" and "certificate" in error.what
             error = await failure("127.0.0.1", desk.port, tls=stranger)
-            assert isinstance(error, RendezvousError)
+            assert isinstance(error, MembershipError)
             error = await failure("127.0.0.1", desk.port)  # plain to TLS
             assert error.slug in ("not-a-coordinator", "endpoint-closed")
             await until(lambda: len(desk.refusals()) >= 3, "refusals told")

@@ -13,7 +13,7 @@ import pytest
 from process_harness import until
 from supervise import agent, alive
 
-from elastane.process.timers import TimerRequest
+from elastane.process.timers import WorkerTimer
 
 pytest.importorskip("torch")
 
@@ -61,7 +61,7 @@ def test_a_timer_of_somebody_elses_process_ends_nobody(tmp_path: Path) -> None:
     with agent(tmp_path, body=body, TORCHELASTIC_ENABLE_FILE_TIMER="1") as one:
         path = one.told("file.0.0")
         mine = os.getpid()
-        request = TimerRequest(mine, "mine", time.time(), 9)
+        request = WorkerTimer(mine, "mine", time.time(), 9)
         with open(path, "wb", buffering=0) as pipe:
             pipe.write(b"no timer at all\n")
             fields = {name: getattr(request, name) for name in request.__struct_fields__}

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from elastane.kubernetes.client import Access, Api
+from elastane.kubernetes.client import Api, ClusterAccess
 from elastane.kubernetes.client.identity import Anybody
 
 
@@ -133,7 +133,7 @@ class Thing(msgspec.Struct):
 
 
 def access(server, identity=None):
-    return Access(server.url, identity or Anybody(), namespace="ns", where="here")
+    return ClusterAccess(server.url, identity or Anybody(), namespace="ns", where="here")
 
 
 def api(server, *, timeout_s=5.0, identity=None):

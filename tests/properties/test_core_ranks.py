@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from elastane.coordinator.rules import invariants
 from elastane.coordinator.rules.ranks import (
     Candidate,
-    Place,
+    WorldAssignment,
     assignments,
     choose,
     next_fence,
     world_of,
 )
-from elastane.protocol.model import Fence, NodeSpec, Offer, Versions
+from elastane.protocol.model import Fence, NodeSpec, PortOffer, Versions
 
 VERSIONS = Versions(elastane="0.1", python="3.11")
 IDS = [f"n{i}" for i in range(12)]
@@ -93,9 +93,9 @@ def test_of_two_with_one_wish_the_first_to_arrive_has_it(specs):
 @given(nodes())
 def test_ranks_are_contiguous_over_the_job_and_over_each_role(specs):
     world = world_of(Fence(4, 2), specs)
-    place = Place(
+    place = WorldAssignment(
         master_addr="10.0.0.1",
-        offer=Offer(1, True),
+        offer=PortOffer(1, True),
         restarts_used=0,
         max_restarts=0,
         reason="",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastane.data.batch_sampler import ElasticBatchSampler
 from elastane.data.lanes import Lanes
-from elastane.data.ledger import Ledger, Place
+from elastane.data.ledger import CommittedPosition, Ledger
 
 sizes = st.tuples(st.integers(1, 90), st.integers(1, 100), st.booleans()).filter(
     lambda size: not (size[2] and size[0] < size[1])
@@ -54,7 +54,9 @@ def test_any_history_of_worlds_commits_each_position_once(size, history, micro_b
     committed = []
     for world, is_good in history:
         number = sampler.next_step
-        assert sampler.place == Place(number // len(steps), number % len(steps) * size[1])
+        assert sampler.place == CommittedPosition(
+            number // len(steps), number % len(steps) * size[1]
+        )
         got = []
         for rank in range(world):
             sampler.bind(rank, world)

@@ -16,7 +16,7 @@ from elastane.snapshots.rules.snapshots import (
     Drop,
     Forget,
     Name,
-    Piece,
+    SnapshotPiece,
     Snapshots,
     Superseded,
     Whole,
@@ -98,7 +98,7 @@ class Books(RuleBasedStateMachine):
         name = Name(Key(0, self.round, 0, self.at[worker]), nonce)
         slot, local = self.granted.pop(worker), self.local[worker]
         self.memory[slot] = (name, local)
-        effects = self.books.keep(worker, slot, Piece(name, local, self.locals, persist))
+        effects = self.books.keep(worker, slot, SnapshotPiece(name, local, self.locals, persist))
         self.seen(effects)
 
     @precondition(lambda self: self.local)
@@ -224,7 +224,7 @@ class Books(RuleBasedStateMachine):
             self.seen(effects)
             name = Name(Key(0, self.round, 0, number), "z")
             self.memory[slot] = (name, 0)
-            self.seen(self.books.keep(worker, slot, Piece(name, 0, 1, persist=False)))
+            self.seen(self.books.keep(worker, slot, SnapshotPiece(name, 0, 1, persist=False)))
             while self.writing:  # A gasp, where nobody is to come any more.
                 self.a_writing_ends(durable=False)
         assert {*self.memory} == {10**6, 10**6 + 1, 10**6 + 2}, "nothing of the others is left"

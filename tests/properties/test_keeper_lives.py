@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from elastane.snapshots.rules.snapshots import Name, Piece, Snapshots
+from elastane.snapshots.rules.snapshots import Name, SnapshotPiece, Snapshots
 from elastane.storage.checkpoints import Key
 
 SLOTS = 3
@@ -71,7 +71,7 @@ class History:
         else:
             worker.step += 1
             name = Name(Key(0, self.life, 0, worker.step), "n")
-            piece = Piece(name, worker.local, self.locals, persist=False)
+            piece = SnapshotPiece(name, worker.local, self.locals, persist=False)
             self.books.keep(worker.number, worker.slot, piece)
             worker.slot = None
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from elastane.snapshots.rules.replicas import COPIES_MAX, Copy, Incoming, Outgoing
-from elastane.snapshots.rules.snapshots import Name, Piece, Snapshots, Whole, Write
+from elastane.snapshots.rules.snapshots import Name, SnapshotPiece, Snapshots, Whole, Write
 from elastane.storage.checkpoints import Key
 
 NODES = range(3)
@@ -91,7 +91,9 @@ class Cluster(RuleBasedStateMachine):
         node.seen(effects)
         assert slot is not None, "these slots are enough for that a grant never waits"
         self.kept[node.number] = name.nonce
-        effects = node.books.keep(node.worker, slot, Piece(name, 0, 1, durable, self.together))
+        effects = node.books.keep(
+            node.worker, slot, SnapshotPiece(name, 0, 1, durable, self.together)
+        )
         whole = node.seen(effects)
         assert whole == [name]
         door = self.peer(node).origin

@@ -20,11 +20,11 @@ from elastane.kubernetes.model import (
     DeleteObject,
     DeletePod,
     ElasticJob,
-    NodeState,
     Observed,
-    Owned,
+    OwnedObjects,
     PatchObject,
-    Service,
+    SeenNode,
+    SeenService,
     as_time,
     as_wire,
     merge_patch,
@@ -44,9 +44,7 @@ class Cluster:
     pods: dict = field(default_factory=dict)
     zombies: dict = field(default_factory=dict)
     objects: dict = field(default_factory=dict)
-    nodes: dict = field(
-        default_factory=lambda: {f"n{i}": NodeState(name=f"n{i}") for i in range(4)}
-    )
+    nodes: dict = field(default_factory=lambda: {f"n{i}": SeenNode(name=f"n{i}") for i in range(4)})
     report: object = None
     reports: bool = False  # while it settles, the job's coordinator says who is in its world
     refused: tuple = ()
@@ -151,13 +149,13 @@ class Cluster:
 
     def lose(self, name):
         if self.nodes[name].ready:
-            self.nodes[name] = NodeState(name=name, ready=False, unreachable_since_s=self.now_s)
+            self.nodes[name] = SeenNode(name=name, ready=False, unreachable_since_s=self.now_s)
 
     def remove_node(self, name):
-        self.nodes[name] = NodeState(name=name, ready=False, exists=False)
+        self.nodes[name] = SeenNode(name=name, ready=False, exists=False)
 
     def heal(self, name):
-        self.nodes[name] = NodeState(name=name)
+        self.nodes[name] = SeenNode(name=name)
         for pod in [pod for pod in self.zombies.values() if pod.node == name]:
             del self.zombies[pod.uid]
         self.end_deleted()
@@ -212,7 +210,7 @@ class Cluster:
 
     def observed(self):
         objects = [
-            Owned(
+            OwnedObjects(
                 kind=kind,
                 metadata=msgspec.convert(one["metadata"], type(ElasticJob().metadata)),
                 data=one.get("data", {}),
@@ -221,7 +219,7 @@ class Cluster:
             if kind != "Service"
         ]
         services = [
-            msgspec.convert({"metadata": one["metadata"]}, Service)
+            msgspec.convert({"metadata": one["metadata"]}, SeenService)
             for (kind, _), one in self.seen_objects.items()
             if kind == "Service"
         ]

@@ -7,19 +7,19 @@ import contextlib
 
 from kube_fake import FakeKube
 
-from elastane.kubernetes.client import Access
-from elastane.kubernetes.client.identity import Anybody, Proof
+from elastane.kubernetes.client import ClusterAccess
+from elastane.kubernetes.client.identity import Anybody, ClientProof
 from elastane.kubernetes.model import (
     CreateObject,
     CreatePod,
     Decision,
     DeletePod,
     PatchObject,
-    Told,
+    ReportedEvent,
     read_status,
 )
 from elastane.kubernetes.model.names import API_VERSION, GROUP, KIND, job_labels, pod_labels
-from elastane.kubernetes.operator.running import Operator, Settings
+from elastane.kubernetes.operator.running import Operator, OperatorSettings
 
 GROUP_OF_JOBS = GROUP
 # A lease that runs out within a test, and not sooner on a machine that is busy; the holder stops
@@ -39,8 +39,8 @@ def job(name="x", replicas=2, **spec):
 
 
 def access(kube, token="one"):
-    proof = Proof(authorization=f"Bearer {token}")
-    return Access(kube.url, Anybody(proof), namespace="default", where="the fake")
+    proof = ClientProof(authorization=f"Bearer {token}")
+    return ClusterAccess(kube.url, Anybody(proof), namespace="default", where="the fake")
 
 
 def owner(meta):
@@ -77,7 +77,7 @@ def decide(seen, now_s):
     failed = [pod for pod in seen.pods if pod.status.phase == "Failed"]
     counted = [uid for uid in status.counted if any(p.metadata.uid == uid for p in seen.pods)]
     fresh = [pod for pod in failed if pod.metadata.uid not in counted]
-    told += [Told(type="Warning", reason="Failed", message=p.metadata.name) for p in fresh]
+    told += [ReportedEvent(type="Warning", reason="Failed", message=p.metadata.name) for p in fresh]
     for pod in failed:
         actions.append(_delete(pod, "failed"))
     for index in range(replicas):
@@ -112,7 +112,7 @@ class Running:
         self.kube = kube
         self.token = token
         chosen = {"identity": token, **settings}
-        self.operator = Operator(access(kube, token), Settings(**chosen), decide)
+        self.operator = Operator(access(kube, token), OperatorSettings(**chosen), decide)
         self.task = asyncio.create_task(self.operator.run())
 
     async def kill(self):

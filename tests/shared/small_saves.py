@@ -3,7 +3,7 @@
 import secrets
 
 from elastane.storage import Repository, open_storage
-from elastane.storage.checkpoints import About, Key, Part, folder_name
+from elastane.storage.checkpoints import About, CheckpointPart, Key, folder_name
 
 ABOUT = About("digits", 2, 1763740000.0, {"elastane": "0.1.0", "torch": "2.13.0"}, "step")
 FILES = {"__0_0.distcp": b"weights" * 30, "state.msgpack": b"\x81\xa4step\x07", ".metadata": b"m"}
@@ -24,7 +24,7 @@ def write_part(repository, folder, key, number=0, parts=1, *, files=None, about=
         repository.storage.write(f"{folder}/{name}", [content]) for name, content in files.items()
     )
     nonce = folder.rpartition(".")[2]
-    repository.add_part(folder, Part(number, parts, records, key, nonce, about))
+    repository.add_part(folder, CheckpointPart(number, parts, records, key, nonce, about))
 
 
 def save(repository, step, files=None, nonce=None, **fence):

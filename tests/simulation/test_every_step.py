@@ -12,7 +12,7 @@ import pytest
 from deaths import die_at
 
 from simulation.history import LIVENESS_S, stuck
-from simulation.steps import Step
+from simulation.steps import EffectGap
 from simulation.transcript import Play
 
 SCRIPT = """
@@ -67,7 +67,7 @@ def test_a_death_at_any_step_of_a_job_is_survived(mode):
 @pytest.mark.parametrize("mode", ["store", "endpoint"])
 def test_every_named_place_is_met(mode):
     _, passed = play(mode)
-    assert {*passed} == {*Step} - {Step.NONE, Step.BEFORE_HANGUP}
+    assert {*passed} == {*EffectGap} - {EffectGap.NONE, EffectGap.BEFORE_HANGUP}
 
 
 @pytest.mark.parametrize("mode", ["store", "endpoint"])

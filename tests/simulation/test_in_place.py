@@ -13,7 +13,7 @@ from simulation import Cut, History, HistoryFailedError, run_seed, setting_of
 from simulation.batch import play
 from simulation.history import IN_PLACE_S, LIVENESS_S, stuck
 from simulation.shrink import shrunk
-from simulation.steps import Step
+from simulation.steps import EffectGap
 from simulation.transcript import Play
 
 CHUNK = 250
@@ -119,9 +119,9 @@ def test_histories_of_the_other_kind_are_not_changed_by_this_one():
 
 def test_a_failing_seed_is_replayed_by_its_command(capsys, monkeypatch):
     from simulation.__main__ import main
-    from simulation.line import Line
+    from simulation.line import TrainingLine
 
-    monkeypatch.setattr(Line, "forks", lambda self, before: self._require(False, "a fork"))
+    monkeypatch.setattr(TrainingLine, "forks", lambda self, before: self._require(False, "a fork"))
     assert main(["--seeds", "50", "--mode", "store", "--in-place"]) == 1
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("replay: python -m simulation ")
     assert "--in-place" in command
@@ -159,7 +159,7 @@ def survives(mode, dies_at, back_s):
 @pytest.mark.parametrize("mode", ["store", "endpoint"])
 def test_a_death_at_any_step_of_a_recovery_in_place_is_survived(mode):
     _, passed = one_job(mode)
-    assert len(passed) > 150 and {Step.BEFORE_START, Step.BEFORE_STOP} < {*passed}
+    assert len(passed) > 150 and {EffectGap.BEFORE_START, EffectGap.BEFORE_STOP} < {*passed}
     for number in range(STRIDE - 1 if mode == "store" else 3, len(passed), STRIDE):
         survives(mode, {number}, back_s=(0.05, 0.5, 4.0)[number % 3])
 

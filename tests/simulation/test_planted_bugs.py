@@ -13,16 +13,16 @@ from elastane.coordinator.rules import admission, ending, forming, liveness, pha
 from elastane.coordinator.rules.budget import RestartBudget
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.machine import Rendezvous
-from elastane.coordinator.rules.ranks import Place, assignments, member_of
+from elastane.coordinator.rules.ranks import WorldAssignment, assignments, member_of
 from elastane.coordinator.rules.state import State
 from elastane.protocol.effects import Persist, Send
 from elastane.protocol.messages import Assign, Stopped
-from elastane.protocol.model import Fence, Offer
+from elastane.protocol.model import Fence, PortOffer
 from simulation import HistoryFailedError, run_seed
-from simulation.cluster import Cluster
-from simulation.election import Election
+from simulation.cluster import SimulatedCluster
+from simulation.election import SimulatedElection
 from simulation.node import SimulatedNode
-from simulation.seat import Seat
+from simulation.seat import SimulatedCoordinator
 from simulation.store import SimulatedStore
 
 
@@ -114,19 +114,19 @@ def test_a_late_stopped_that_counts_is_found(monkeypatch):
 
 
 def test_messages_sent_before_the_record_is_durable_are_found(monkeypatch):
-    original = Seat._carry_out
+    original = SimulatedCoordinator._carry_out
 
     def sends_first(self, effects, done):
         effects = type(effects)(sorted(effects, key=lambda e: isinstance(e, Persist)))
         original(self, effects, done)
 
-    monkeypatch.setattr(Seat, "_carry_out", sends_first)
+    monkeypatch.setattr(SimulatedCoordinator, "_carry_out", sends_first)
     assert "before it was durable" in first_failure(10)
 
 
 def test_a_coordinator_that_decides_without_its_lease_is_found(monkeypatch):
     # It neither minds its lease, nor is its write guarded by the version that it read.
-    monkeypatch.setattr(Election, "held", lambda self: True)
+    monkeypatch.setattr(SimulatedElection, "held", lambda self: True)
     monkeypatch.setattr(Rendezvous, "_set_authority", lambda self, held, reason: None)
     original = SimulatedStore.write
 
@@ -148,7 +148,7 @@ def test_a_successor_that_does_not_fence_its_predecessor_is_found(monkeypatch):
 
         self._ask(self._cluster.store.read, read)
 
-    monkeypatch.setattr(Election, "_fence", only_reads)
+    monkeypatch.setattr(SimulatedElection, "_fence", only_reads)
     first_failure(1000)
 
 
@@ -166,7 +166,7 @@ def test_a_round_number_that_a_coordinator_restart_resets_is_found(monkeypatch):
 
 def test_a_store_that_outlives_its_attempt_is_found(monkeypatch):
     """As the keys of torchrun's default store, which do not name the attempt."""
-    monkeypatch.setattr(SimulatedNode, "new_offer", lambda self: Offer(20_000, True))
+    monkeypatch.setattr(SimulatedNode, "new_offer", lambda self: PortOffer(20_000, True))
     assert "met those of" in first_failure(50)
 
 
@@ -189,7 +189,7 @@ def test_a_stale_address_of_rank_0_is_found(monkeypatch):
 
 def test_clocks_of_two_hosts_that_are_compared_are_found(monkeypatch):
     """As where torchrun and NVRx judge a heartbeat by the time that its sender wrote into it."""
-    send_up, take = Cluster.send_up, reports.take
+    send_up, take = SimulatedCluster.send_up, reports.take
     sent_s = {}
 
     def stamps(self, session, message):
@@ -202,14 +202,16 @@ def test_clocks_of_two_hosts_that_are_compared_are_found(monkeypatch):
             state.nodes[node_id].heard_s = sent_s[session]
         return result
 
-    monkeypatch.setattr(Cluster, "send_up", stamps)
+    monkeypatch.setattr(SimulatedCluster, "send_up", stamps)
     monkeypatch.setattr(reports, "take", by_the_senders_clock)
     first_failure(100)
 
 
 def test_a_lease_that_is_judged_by_another_hosts_clock_is_found(monkeypatch):
     monkeypatch.setattr(
-        Election, "_end_of", lambda self, begun_s: self._cluster.nodes["n0"].clock.boot_s + 1.8
+        SimulatedElection,
+        "_end_of",
+        lambda self, begun_s: self._cluster.nodes["n0"].clock.boot_s + 1.8,
     )
     first_failure(400)
 
@@ -275,7 +277,7 @@ def test_a_late_joiner_in_a_settled_round_is_found(monkeypatch):
         members = (*state.world.members, member_of(node.spec))
         state.world = msgspec.structs.replace(state.world, members=members)
         first = state.nodes.get(members[0].node_id, node)
-        place = Place(
+        place = WorldAssignment(
             master_addr=forming.master_addr(state, first),
             offer=first.offer,
             restarts_used=state.budget.used,

@@ -14,7 +14,7 @@ from elastane.coordinator.rules import (
     state_holders,
 )
 from elastane.coordinator.rules.recovery import Contingent
-from elastane.coordinator.rules.state import Node, Phase
+from elastane.coordinator.rules.state import KnownNode, Phase
 from elastane.protocol.effects import RegroupWorkers
 from elastane.protocol.hangs import HangWatch
 from elastane.protocol.limits import HANG_STEPS_FIRST
@@ -46,14 +46,14 @@ def test_nodes_of_survivors_that_are_put_in_another_order_are_found(monkeypatch)
 
 
 def test_a_worker_that_died_and_is_given_a_place_is_found(monkeypatch):
-    original = Node.lose
+    original = KnownNode.lose
 
     def stays_able(self, failures):
         able = {*self.able}
         original(self, failures)
         self.able, self.lost = able, set()
 
-    monkeypatch.setattr(Node, "lose", stays_able)
+    monkeypatch.setattr(KnownNode, "lose", stays_able)
     first_failure(300)
 
 

@@ -32,6 +32,6 @@ def test_a_page_without_its_output_gets_it():
 )
 def test_a_command_that_is_not_known_is_refused(command):
     play = Play()
-    with pytest.raises(ValueError, match=r"job|expected|Step"):
+    with pytest.raises(ValueError, match=r"job|expected|EffectGap"):
         for line in command.split("\n"):
             play.do(line)

@@ -21,7 +21,7 @@ from elastane.kubernetes.model.spec import (
     NodeQuarantine,
     RunPolicy,
     SchedulingPolicy,
-    WorkerSpec,
+    WorkersSpec,
 )
 from elastane.kubernetes.operator.probes import _COUNTERS, _OF_A_JOB
 from elastane.kubernetes.reconcile import bounds, conditions
@@ -51,7 +51,7 @@ def fields_table():
     for field in ordered:
         name = field.encode_name
         if name == "replicaSpecs":
-            rows += _rows(WorkerSpec, "replicaSpecs.Worker.")
+            rows += _rows(WorkersSpec, "replicaSpecs.Worker.")
             continue
         shown = f"`{name}`" + (" *" if name in policy else "")
         rows.append(_row(shown, schema_of(ElasticJobSpec)["properties"][name]))

@@ -11,7 +11,7 @@ from style_sources import ROOT
 
 from elastane.errors import ExitCode
 from elastane.observe.report import (
-    JobReport,
+    FinalReport,
     ReportedFailure,
     read_report,
     report_of,
@@ -55,7 +55,7 @@ def kind(schema):
     return "object" if "$ref" in schema else _TYPES[schema["type"]]
 
 
-@pytest.mark.parametrize(("place", "struct"), [(0, JobReport), (1, ReportedFailure)])
+@pytest.mark.parametrize(("place", "struct"), [(0, FinalReport), (1, ReportedFailure)])
 def test_the_fields_of_the_page_are_those_of_the_code_with_their_types(place, struct):
     schema = msgspec.json.schema(struct)["$defs"][struct.__name__]["properties"]
     code = {name: kind(of) for name, of in schema.items()}
@@ -69,7 +69,7 @@ def test_the_example_is_a_report_and_holds_every_field(tmp_path):
     report = read_report(str(path))
     assert report.failures and report.root_cause is not None and not report.ok
     raw = msgspec.json.decode(EXAMPLE)
-    assert list(raw) == list(JobReport.__struct_fields__)
+    assert list(raw) == list(FinalReport.__struct_fields__)
     assert list(raw["root_cause"]) == list(ReportedFailure.__struct_fields__)
     same = ("node", "rank", "pid", "exit_code", "time_ns")
     assert all(raw["failures"][0][name] == raw["root_cause"][name] for name in same)
@@ -92,7 +92,7 @@ def test_the_bounds_of_the_text_are_those_of_the_code():
     assert f"At most {FAILURES_TOLD_MAX} failures are told" in text
     assert f"the first {FAILURES_TOLD_WHOLE} with up to {FAILURE_TEXT_CHARS_MAX} char" in text
     assert f"the last {FAILURE_TOLD_CHARS_MAX}." in text
-    assert JobReport(job="j", ok=True, exit_code=0, reason="").version == 1
+    assert FinalReport(job="j", ok=True, exit_code=0, reason="").version == 1
     assert "version of this format: 1." in text
 
 

@@ -10,10 +10,10 @@ from elastane.storage.checkpoints import (
     CHUNK_BYTES,
     FORMAT,
     About,
+    CheckpointPart,
     FileRecord,
     Key,
     Manifest,
-    Part,
     chunks_of,
     era_beyond,
     fault,
@@ -120,7 +120,7 @@ def test_a_record_that_contradicts_itself_is_not_believed():
     assert "twice" in fault(manifest(FileRecord("manifest.json", 0, ())), FOLDER)
     assert "digests" in fault(manifest(FileRecord("a", CHUNK_BYTES + 1, (DIGEST,))), FOLDER)
     assert fault(manifest(FileRecord("a", CHUNK_BYTES + 1, (DIGEST, DIGEST))), FOLDER) == ""
-    part = Part(2, 2, (), KEY, "4f3a9c21", ABOUT)
+    part = CheckpointPart(2, 2, (), KEY, "4f3a9c21", ABOUT)
     assert "part 2 of only 2" in fault(part, FOLDER)
 
 

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastane.storage.checkpoints import Key, folder_name
-from elastane.storage.retention import Seen, kept, litter, surplus, to_remove
+from elastane.storage.retention import SeenCheckpoint, kept, litter, surplus, to_remove
 
 HOUR = 3600.0
 
 
 def seen(step, state="sound", *, verified=False, silent_s=0.0, fence=(0, 1, 0)):
-    return Seen(folder_name(Key(*fence, step), "00000000"), state, verified, silent_s)
+    return SeenCheckpoint(folder_name(Key(*fence, step), "00000000"), state, verified, silent_s)
 
 
 def steps(removals):

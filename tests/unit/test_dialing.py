@@ -6,7 +6,7 @@ import pytest
 
 from elastane.agent import dialing
 from elastane.agent.dialing import Dialer
-from elastane.errors import RendezvousError, RendezvousRefusedError
+from elastane.errors import MembershipError, RendezvousRefusedError
 from elastane.process.rpc import Access
 
 NEW, OLD = b"new", b"old"
@@ -79,7 +79,7 @@ def test_where_no_secret_opens_the_refusal_is_told(dial):
 
 def test_a_refusal_for_another_reason_is_not_answered_by_another_secret(dial):
     coordinator = Coordinator(set(), otherwise="wrong-job")
-    with pytest.raises(RendezvousError) as caught:
+    with pytest.raises(MembershipError) as caught:
         reach(dial(coordinator))
     assert caught.value.slug == "wrong-job"
     assert coordinator.tried == [NEW]

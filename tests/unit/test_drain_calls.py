@@ -10,7 +10,7 @@ from elastane.process.status_page import (
     MAGIC,
     PAGE_BYTES,
     PAGE_FD_VARIABLE,
-    Page,
+    StatusPage,
     before_park,
     finish_before_park,
 )
@@ -50,7 +50,7 @@ def page(monkeypatch):
     """The agent's side of this worker's page, which no call has opened yet."""
     for name, value in {"_page": None, "_is_open": False, "_gave_up": False}.items():
         monkeypatch.setattr(drain, name, value)
-    page = Page.create()
+    page = StatusPage.create()
     monkeypatch.setenv(PAGE_FD_VARIABLE, str(page.fd))
     yield page
     page.close()

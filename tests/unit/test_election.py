@@ -13,16 +13,16 @@ import pytest
 from elastane.coordinator.election import Election
 from elastane.errors import (
     ConfigurationError,
+    JobClosedError,
     LeaseLostError,
-    RendezvousClosedError,
 )
 from elastane.process.endpoint import Endpoint
 from elastane.protocol.events import AuthorityChanged
 from elastane.protocol.limits import Timing
-from elastane.protocol.model import JobSpec, Outcome, Record
+from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import Filed, JobKeys
-from elastane.stores.memory import Faults, MemoryBackend, MemoryStore
+from elastane.stores.memory import MemoryBackend, MemoryStore, StoreFaults
 from elastane.stores.registry import backends, make_store, register
 
 PATIENCE_S = 0.6
@@ -54,7 +54,7 @@ class Node:
     """A candidate with faults of its own, and what it was told."""
 
     def __init__(self, backend: MemoryBackend, name: str) -> None:
-        self.faults = Faults()
+        self.faults = StoreFaults()
         self.told: asyncio.Queue[AuthorityChanged] = asyncio.Queue()
         self.keys = JobKeys(MemoryStore(backend, self.faults), "j")
         self.election = Election(
@@ -62,8 +62,8 @@ class Node:
         )
 
 
-def record(restarts_used: int = 0, outcome: Outcome | None = None) -> Record:
-    return Record(spec=SPEC, restarts_used=restarts_used, outcome=outcome)
+def record(restarts_used: int = 0, outcome: Outcome | None = None) -> JobRecord:
+    return JobRecord(spec=SPEC, restarts_used=restarts_used, outcome=outcome)
 
 
 @asynchronous
@@ -301,7 +301,7 @@ async def test_a_finished_job_leaves_its_record_and_tells_late_agents() -> None:
     assert list(backend.entries) == ["j/record"]
     calls = [waiting, late.check_open(), late.token(), late.locate()]
     for call in calls:
-        with pytest.raises(RendezvousClosedError, match="closed: job j has ended: all workers"):
+        with pytest.raises(JobClosedError, match="closed: job j has ended: all workers"):
             await call
     assert await late.load() == record(outcome=outcome)
     assert await late.store.holder(late.seat_lease) is None

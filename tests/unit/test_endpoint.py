@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastane.errors import ConfigurationError, RendezvousError, UsageError
+from elastane.errors import ConfigurationError, MembershipError, UsageError
 from elastane.process import endpoint as module
 from elastane.process.endpoint import (
     DEFAULT_PORT,
@@ -96,7 +96,7 @@ def test_resolving_gives_addresses_and_an_unknown_name_the_next_step() -> None:
         assert await resolve("127.0.0.1") == ("127.0.0.1",)
         assert is_mine(await resolve("localhost"))
         for host in ("no-such-host.invalid", "a..b"):
-            with pytest.raises(RendezvousError, match=f"getent hosts {host}"):
+            with pytest.raises(MembershipError, match=f"getent hosts {host}"):
                 await resolve(host)
 
     asyncio.run(body())
@@ -105,7 +105,7 @@ def test_resolving_gives_addresses_and_an_unknown_name_the_next_step() -> None:
 def test_a_resolver_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     monkeypatch.setattr(module.socket, "getaddrinfo", lambda *args, **kwargs: answered.wait(10))
-    with pytest.raises(RendezvousError, match=r"no answer within 0\.05 s"):
+    with pytest.raises(MembershipError, match=r"no answer within 0\.05 s"):
         asyncio.run(resolve("slow", 0.05))
     answered.set()
 

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from elastane.errors import ConfigurationError, StoreError
-from elastane.stores.etcd.gateway import ANSWER_BYTES_MAX, Gateway, Session
+from elastane.stores.etcd.gateway import ANSWER_BYTES_MAX, Gateway, GatewaySession
 from elastane.stores.etcd.settings import EtcdSettings
-from elastane.stores.etcd.wire import Range, Token
+from elastane.stores.etcd.wire import KeyRange, Token
 
 DEADLINE_S = 30.0
 
@@ -165,8 +165,8 @@ class LoggingIn(Servers):
         return 200, json.dumps({"kvs": [], "count": "0"}).encode()
 
     def call(self):
-        session = Session(self.gateway(user="job", password="p"))
-        return asyncio.run(session.call("/kv/range", {}, Range))
+        session = GatewaySession(self.gateway(user="job", password="p"))
+        return asyncio.run(session.call("/kv/range", {}, KeyRange))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_a_server_of_3_3_is_asked_under_its_own_paths():
         return (404, b"") if request.url.path.startswith("/v3/") else (200, b"{}")
 
     async def root():
-        session = Session(Servers(a=serve).gateway())
-        await session.call("/kv/range", {}, Range)
+        session = GatewaySession(Servers(a=serve).gateway())
+        await session.call("/kv/range", {}, KeyRange)
         return session.root
 
     assert asyncio.run(root()) == "/v3beta"
@@ -215,7 +215,7 @@ def test_a_server_of_3_3_is_asked_under_its_own_paths():
 )
 def test_a_server_that_is_no_etcd_is_told_from_one_that_refuses(answer, kind, slug):
     async def call():
-        await Session(Servers(a=answer).gateway()).call("/kv/range", {}, Token)
+        await GatewaySession(Servers(a=answer).gateway()).call("/kv/range", {}, Token)
 
     with pytest.raises(kind) as caught:
         asyncio.run(call())

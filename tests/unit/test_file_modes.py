@@ -7,7 +7,7 @@ import os
 import pytest
 
 from elastane.observe.events import EventLog
-from elastane.observe.report import JobReport, write_report
+from elastane.observe.report import FinalReport, write_report
 from elastane.process.errorfile import write_content
 from elastane.process.streams import files
 from elastane.protocol.log_events import EventKind, Note
@@ -39,7 +39,7 @@ def test_modes_are_those_of_the_threat_model(tmp_path, monkeypatch, mask):
     events.tell(Note(kind=EventKind.JOB_ENDED, reason="r"), "agent")
     events.close()
     assert mode(events.path) == 0o666 & ~mask
-    write_report(str(tmp_path / "report"), JobReport(job="j", ok=True, exit_code=0, reason=""))
+    write_report(str(tmp_path / "report"), FinalReport(job="j", ok=True, exit_code=0, reason=""))
     assert mode(tmp_path / "report") == 0o644 & ~mask
     assert FolderStorage(tmp_path / "checkpoints").create("step/part", b"x")
     assert mode(tmp_path / "checkpoints" / "step") == 0o777 & ~mask

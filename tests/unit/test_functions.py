@@ -18,16 +18,16 @@ import pytest
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
+    JobClosedError,
+    JoinTimeoutError,
+    MembershipError,
     NodeUnfitError,
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousTimeoutError,
 )
 from elastane.functions.failure import FunctionFailedError, error_of
-from elastane.functions.payload import Call, collect, name_of, pack
+from elastane.functions.payload import FunctionCall, collect, name_of, pack
 from elastane.functions.relay import Relay
 from elastane.functions.signals import at_default, raised
-from elastane.observe.report import JobReport, ReportedFailure
+from elastane.observe.report import FinalReport, ReportedFailure
 from elastane.worker import call
 
 
@@ -69,7 +69,7 @@ def test_a_function_is_called_by_the_name_a_person_knows(fn, name):
 def test_what_is_packed_is_what_is_called(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["prog", "--flag"])
     monkeypatch.setattr(sys, "path", ["", "/there"])
-    files = pack(Call(train, (1,), {"lr": 2}))
+    files = pack(FunctionCall(train, (1,), {"lr": 2}))
     assert pickle.loads(files[call.CALL]) == (train, [1], {"lr": 2})
     header = json.loads(files[call.HEADER])
     assert header["argv"] == ["prog", "--flag"]
@@ -87,7 +87,7 @@ def test_what_is_packed_is_what_is_called(tmp_path, monkeypatch):
 )
 def test_what_cannot_be_pickled_is_named(parts, culprit):
     with pytest.raises(ConfigurationError, match=f"^{culprit} cannot be sent") as caught:
-        pack(Call(*parts(threading.Lock())))
+        pack(FunctionCall(*parts(threading.Lock())))
     assert caught.value.slug == "unpicklable"
 
 
@@ -98,7 +98,7 @@ def test_cells_of_a_notebook_go_along_and_files_do_not(monkeypatch):
             linecache.cache, name, (len(text), None, text.splitlines(keepends=True), name)
         )
     linecache.getlines(__file__)
-    sources = json.loads(pack(Call(train))[call.HEADER])["sources"]
+    sources = json.loads(pack(FunctionCall(train))[call.HEADER])["sources"]
     assert cells.items() <= sources.items()
     assert __file__ not in sources
 
@@ -165,7 +165,7 @@ def failure(message="", **more):
 
 
 def report(**more):
-    return JobReport(**{"job": "j", "ok": False, "exit_code": 1, "reason": "so", **more})
+    return FinalReport(**{"job": "j", "ok": False, "exit_code": 1, "reason": "so", **more})
 
 
 TRACE = """\
@@ -216,9 +216,9 @@ def test_advice_is_in_the_words_of_python():
 @pytest.mark.parametrize(
     ("slug", "code", "kind"),
     [
-        ("rdzv-timeout", 75, RendezvousTimeoutError),
-        ("rdzv-closed", 75, RendezvousClosedError),
-        ("store-timeout", 75, RendezvousError),
+        ("rdzv-timeout", 75, JoinTimeoutError),
+        ("rdzv-closed", 75, JobClosedError),
+        ("store-timeout", 75, MembershipError),
         ("wrong-job", 78, ConfigurationError),
         ("no-gpu", 69, NodeUnfitError),
         ("", 143, ElastaneError),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastane.errors import UsageError
-from elastane.functions.wish import Wish, as_text, named, read_wish
+from elastane.functions.wish import RequestedOptions, as_text, named, read_wish
 from elastane.options.options import TABLE
 from elastane.options.parser import parse
 
@@ -38,7 +38,7 @@ def _no_settings(tmp_path, monkeypatch):
 def test_an_option_says_what_its_flag_says(option, tmp_path):
     (tmp_path / "some").touch()  # a settings file has to be there
     value, typed = WRITTEN.get(option.kind) or (option.choices[-1], option.choices[-1])
-    mine = Wish(as_text({option.dest: value}), "m").options({})
+    mine = RequestedOptions(as_text({option.dest: value}), "m").options({})
     flag = [f"--{option.name}"] if option.kind == "flag" else [f"--{option.name}={typed}"]
     assert mine == parse([*flag, "m"], {})
 
@@ -113,7 +113,7 @@ def test_a_value_that_no_flag_could_have_is_refused_by_name(options):
 
 def test_a_value_of_another_kind_is_refused_by_the_launcher():
     with pytest.raises(UsageError, match="max-restarts = 'many'"):
-        Wish(as_text({"max_restarts": "many"}), "m").options({})
+        RequestedOptions(as_text({"max_restarts": "many"}), "m").options({})
 
 
 def test_argument_beats_variable_beats_file(tmp_path):
@@ -121,7 +121,7 @@ def test_argument_beats_variable_beats_file(tmp_path):
         "[run]\nmax-restarts = 1\nnproc-per-node = 3\nrole = 'r'\n"
     )
     environ = {"PET_MAX_RESTARTS": "2", "PET_NPROC_PER_NODE": "5"}
-    options = Wish(as_text({"nproc_per_node": 7}), "m").options(environ)
+    options = RequestedOptions(as_text({"nproc_per_node": 7}), "m").options(environ)
     found = [options.text(name) for name in ("nproc_per_node", "max_restarts", "role")]
     assert found == ["7", "2", "r"]
 
@@ -129,14 +129,14 @@ def test_argument_beats_variable_beats_file(tmp_path):
 def test_without_ambience_only_what_is_said_counts(tmp_path):
     (tmp_path / "elastane.toml").write_text("[run]\nrole = 'r'\n")
     (tmp_path / "mine.toml").write_text("[run]\nrole = 'mine'\n")
-    quiet = Wish(as_text({"nproc_per_node": 7}), "m", ambient=False)
+    quiet = RequestedOptions(as_text({"nproc_per_node": 7}), "m", ambient=False)
     assert quiet.options({"PET_MAX_RESTARTS": "2"}).given == {"nproc_per_node"}
-    named_file = Wish({"config": "mine.toml"}, "m", ambient=False)
+    named_file = RequestedOptions({"config": "mine.toml"}, "m", ambient=False)
     assert named_file.options({"PET_ROLE": "outer"}).text("role") == "mine"
 
 
 def test_the_agent_reads_the_wish_that_the_caller_wrote(tmp_path):
-    wish = Wish({"nnodes": "2"}, "m", ("a", "b"), ambient=False)
+    wish = RequestedOptions({"nnodes": "2"}, "m", ("a", "b"), ambient=False)
     (tmp_path / "wish.json").write_bytes(wish.to_json())
     assert read_wish(tmp_path) == wish
 
@@ -145,7 +145,7 @@ def test_the_agent_reads_the_wish_that_the_caller_wrote(tmp_path):
 
 
 def job(function="train", environ=None, **options):
-    wish = Wish(as_text(options), "m")
+    wish = RequestedOptions(as_text(options), "m")
     return named(wish, function, environ or {}).options(environ or {})
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastane.checkpoint.registered import Tracked
-from elastane.comms.state_plan import Standing, decide
+from elastane.comms.state_plan import MemberStatus, decide
 from elastane.errors import JobError, PeerLostError
 from elastane.worker.healing import Health
 from elastane.worker.mode import Mode
@@ -305,9 +305,9 @@ def test_a_body_cut_behind_its_update_is_retried_where_the_update_can_be_taken_b
 
 
 def test_a_body_that_broke_off_behind_its_update_gives_way_to_one_that_ended():
-    whole, cut = Standing(5, True), Standing(5, True, cut_short=True)
+    whole, cut = MemberStatus(5, True), MemberStatus(5, True, cut_short=True)
     assert decide([cut, whole, whole]).right == (1, 2)
-    assert decide([cut, cut, Standing(4, True)]).right == (0,)
+    assert decide([cut, cut, MemberStatus(4, True)]).right == (0,)
 
 
 def test_an_optimizer_that_is_not_tracked_does_not_step_on_what_is():

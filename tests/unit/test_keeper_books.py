@@ -8,7 +8,7 @@ from elastane.snapshots.rules.snapshots import (
     Drop,
     Forget,
     Name,
-    Piece,
+    SnapshotPiece,
     Snapshots,
     Superseded,
     Whole,
@@ -39,7 +39,7 @@ class Desk:
     def keep(self, worker, what, local=0, locals_=1, persist=False, together=""):
         slot, effects = self.books.grant(worker)
         assert slot is not None
-        piece = Piece(what, local, locals_, persist, together)
+        piece = SnapshotPiece(what, local, locals_, persist, together)
         return effects + self.books.keep(worker, slot, piece)
 
 
@@ -61,10 +61,10 @@ def test_the_newest_is_by_key_and_not_by_arrival():
 @pytest.mark.parametrize(
     ("piece", "words"),
     [
-        (Piece(name(1), 2, 2, persist=False), "worker 2 of 2"),
-        (Piece(name(1), -1, 2, persist=False), "worker -1 of 2"),
-        (Piece(name(1), 1, 3, persist=False), "worker 1 of 3, among 2"),
-        (Piece(name(1), 0, 2, persist=False), "has kept its piece"),
+        (SnapshotPiece(name(1), 2, 2, persist=False), "worker 2 of 2"),
+        (SnapshotPiece(name(1), -1, 2, persist=False), "worker -1 of 2"),
+        (SnapshotPiece(name(1), 1, 3, persist=False), "worker 1 of 3, among 2"),
+        (SnapshotPiece(name(1), 0, 2, persist=False), "has kept its piece"),
     ],
 )
 def test_a_piece_that_cannot_be_of_a_snapshot_is_refused_and_changes_nothing(piece, words):
@@ -74,7 +74,7 @@ def test_a_piece_that_cannot_be_of_a_snapshot_is_refused_and_changes_nothing(pie
     with pytest.raises(ValueError, match=words):
         desk.books.keep(2, slot, piece)
     assert desk.books.grant(2) == (slot, []), "the slot is granted still"
-    assert desk.books.keep(2, slot, Piece(name(1), 1, 2, persist=False)) == [Whole(name(1))]
+    assert desk.books.keep(2, slot, SnapshotPiece(name(1), 1, 2, persist=False)) == [Whole(name(1))]
 
 
 @pytest.mark.parametrize("slot", [11, 20, 99])
@@ -82,7 +82,7 @@ def test_a_slot_that_was_not_granted_is_not_kept(slot):
     desk = Desk(1, 2)
     assert desk.books.grant(1) == (10, [])
     with pytest.raises(ValueError, match="not granted"):
-        desk.books.keep(1, slot, Piece(name(1), 0, 1, persist=False))
+        desk.books.keep(1, slot, SnapshotPiece(name(1), 0, 1, persist=False))
 
 
 def test_one_is_written_at_a_time_and_one_waits():
@@ -222,7 +222,7 @@ def test_a_slot_of_another_size_goes_also_while_it_is_filled():
     _, effects = desk.books.own(1, 2)
     assert effects == [Drop(10), Drop(11), Drop(12)]
     with pytest.raises(ValueError, match="not granted"):
-        desk.books.keep(1, slot, Piece(name(1), 0, 1, persist=False))
+        desk.books.keep(1, slot, SnapshotPiece(name(1), 0, 1, persist=False))
 
 
 def test_slots_that_nobody_took_over_go_with_the_next_snapshot():
@@ -250,7 +250,7 @@ def test_a_spare_slot_is_one_for_which_nothing_has_to_go():
     for step in (1, 2):
         desk.keep(1, name(step), persist=step == 1)
     assert desk.books.grant(1, spare=True) == (12, [])
-    desk.books.keep(1, 12, Piece(name(3), 0, 1, persist=False))
+    desk.books.keep(1, 12, SnapshotPiece(name(3), 0, 1, persist=False))
     assert desk.books.grant(1, spare=True) == (None, [])
     assert desk.books.whole() == [name(3), name(2), name(1)]
     assert desk.books.grant(1) == (11, [Forget(name(2))])
@@ -276,7 +276,7 @@ def test_the_last_save_that_all_have_goes_last_where_a_slot_is_needed():
     desk.keep(1, name(3, "x"))
     slot, effects = desk.books.grant(1, together=first)
     assert slot is not None and effects == [Forget(name(3, "x"))], "storage has the one before"
-    desk.books.keep(1, slot, Piece(name(4, "y"), 0, 1, False))
+    desk.books.keep(1, slot, SnapshotPiece(name(4, "y"), 0, 1, False))
     desk.books.read(1, 1)
     slot, effects = desk.books.grant(1)
     assert slot is not None and effects == [Forget(name(1))], "the newest is being read"

@@ -8,13 +8,19 @@ import pytest
 from elastane.protocol.limits import KEEPER_LAYOUTS_MAX
 from elastane.snapshots import messages
 from elastane.snapshots.contents import Contents, Layouts
-from elastane.snapshots.messages import Failed, Layout, Persist, Progress, Snapshot
+from elastane.snapshots.messages import (
+    LayoutFiles,
+    PersistRequest,
+    SaveFailed,
+    Snapshot,
+    WriteProgress,
+)
 from elastane.storage.checkpoints import Key
 
 
 def persist(**more):
     given = {"where": "/ckpt", "job": "j", "world": 2, "versions": {}, "reason": "step"}
-    return Persist(**{**given, "ranges": (("a.distcp", 0, 10),), **more})
+    return PersistRequest(**{**given, "ranges": (("a.distcp", 0, 10),), **more})
 
 
 def piece(local=0, **more):
@@ -56,7 +62,7 @@ def test_a_place_is_absolute_or_a_url(where):
 
 def test_the_small_files_of_all_workers_are_put_together():
     layouts = Layouts()
-    layouts.add(Layout("L", {"layout.json": b"l", "both": b"of the layout"}))
+    layouts.add(LayoutFiles("L", {"layout.json": b"l", "both": b"of the layout"}))
     made = contents(
         piece(0, layout="L", files={"state": b"0"}), piece(1, files={"state": b"1", "more": b"1"})
     )
@@ -101,9 +107,9 @@ def test_a_last_gasp_is_what_a_layout_says_or_the_wish_of_a_lone_writer():
     shared = persist(part=0, parts=2)
     assert contents(piece(0, persist=shared), piece(1, persist=shared)).gasp(layouts) is None
     assert contents(piece(0, persist=persist()), piece(1)).gasp(layouts) is None
-    layouts.add(Layout("L", {}, None))
+    layouts.add(LayoutFiles("L", {}, None))
     assert contents(piece(0, layout="L"), piece(1)).gasp(layouts) is None
-    layouts.add(Layout("L", {}, shared))
+    layouts.add(LayoutFiles("L", {}, shared))
     assert contents(piece(0, layout="L"), piece(1)).gasp(layouts) == shared
 
 
@@ -113,7 +119,7 @@ def test_a_last_gasp_is_what_a_layout_says_or_the_wish_of_a_lone_writer():
 )
 def test_a_last_gasp_needs_all_of_what_it_is_to_write(span, is_enough):
     layouts, wish = Layouts(), persist(ranges=(("a.distcp", *span),))
-    layouts.add(Layout("L", {}, wish))
+    layouts.add(LayoutFiles("L", {}, wish))
     found = contents(piece(0, layout="L"), piece(1)).gasp(layouts)
     assert found == (wish if is_enough else None)
 
@@ -121,7 +127,7 @@ def test_a_last_gasp_needs_all_of_what_it_is_to_write(span, is_enough):
 def test_layouts_are_kept_while_snapshots_refer_to_them_and_a_few_more():
     layouts = Layouts()
     for number in range(3 * KEEPER_LAYOUTS_MAX):
-        layouts.add(Layout(str(number), {}))
+        layouts.add(LayoutFiles(str(number), {}))
         layouts.trim({"0", "1"})
     assert layouts.get("0") is not None
     assert layouts.get("1") is not None
@@ -132,10 +138,10 @@ def test_layouts_are_kept_while_snapshots_refer_to_them_and_a_few_more():
 
 def test_progress_tells_what_became_of_a_step():
     one, two = Key(0, 1, 0, 1), Key(0, 1, 0, 2)
-    assert Progress().failed is None
-    assert not Progress().busy
-    assert Progress(waiting=one).busy
-    progress = Progress(failures=(Failed(one, "x", "s"), Failed(two, "y", "s")))
+    assert WriteProgress().failed is None
+    assert not WriteProgress().busy
+    assert WriteProgress(waiting=one).busy
+    progress = WriteProgress(failures=(SaveFailed(one, "x", "s"), SaveFailed(two, "y", "s")))
     assert progress.failed.reason == "y"
     assert progress.failure_of(one).reason == "x"
     assert progress.failure_of(Key(0, 1, 0, 3)) is None
@@ -157,7 +163,7 @@ def test_progress_tells_what_became_of_a_step():
         messages.Keep(0, piece(0, persist=persist(parts=0))),
         messages.Keep(0, piece(0, persist=persist(wait_s=float("nan")))),
         messages.Keep(0, piece(0, first=-1)),
-        messages.Layout("L" * 1000, {}),
+        messages.LayoutFiles("L" * 1000, {}),
         messages.Hello(1, "x" * 10_000),
     ],
     ids=lambda request: type(request).__name__,
@@ -170,7 +176,7 @@ def test_what_is_out_of_bounds_is_no_request(request_):
 def test_requests_and_answers_come_out_as_they_went_in():
     for request in (messages.Hello(1), messages.Keep(3, piece(0, persist=persist()))):
         assert messages.request_of(messages.encode(request)) == request
-    answer = messages.Refused(12, "no room")
+    answer = messages.SnapshotRefused(12, "no room")
     assert messages.answer_of(messages.encode(answer)) == answer
     with pytest.raises(ValueError, match="no answer"):
         messages.answer_of(b"\xc1")

@@ -9,7 +9,7 @@ import pytest
 from elastane.agent.snapshot_events import note_of
 from elastane.protocol.log_events import EventKind
 from elastane.snapshots import events
-from elastane.snapshots.events import NEWS, Failed, Reporter, Restored, Saved
+from elastane.snapshots.events import NEWS, PersistFailed, Reporter, RestoredEvent, Saved
 from elastane.storage.checkpoints import Key
 
 
@@ -57,7 +57,10 @@ def test_of_checkpoints_that_follow_closely_the_first_and_the_last_are_told(line
 def test_failures_and_restores_are_told_at_once(line):
     mine, its = line
     reporter = Reporter(its)
-    failed, restored = Failed(Key(0, 1, 0, 3), "/ck", "full", "s"), Restored(Key(0, 1, 0, 3), "x")
+    failed, restored = (
+        PersistFailed(Key(0, 1, 0, 3), "/ck", "full", "s"),
+        RestoredEvent(Key(0, 1, 0, 3), "x"),
+    )
     reporter.tell(failed)
     reporter.tell(restored)
     assert heard(mine) == [failed, restored]
@@ -67,10 +70,10 @@ def test_an_agent_that_does_not_read_or_is_gone_holds_up_nobody(line):
     mine, its = line
     reporter = Reporter(its)
     for _ in range(10_000):
-        reporter.tell(Restored(Key(0, 1, 0, 3), "x" * 4000))
+        reporter.tell(RestoredEvent(Key(0, 1, 0, 3), "x" * 4000))
     assert heard(mine)
     mine.close()
-    reporter.tell(Restored(Key(0, 1, 0, 3), "x"))
+    reporter.tell(RestoredEvent(Key(0, 1, 0, 3), "x"))
     Reporter(None).tell(saved(1))
 
 
@@ -79,8 +82,8 @@ def test_each_becomes_an_event_with_step_and_place():
         note_of(each, "n")
         for each in (
             saved(7),
-            Failed(Key(0, 1, 0, 7), "/ck", "No space left", "checkpoint-write"),
-            Restored(Key(0, 1, 0, 7), "memory"),
+            PersistFailed(Key(0, 1, 0, 7), "/ck", "No space left", "checkpoint-write"),
+            RestoredEvent(Key(0, 1, 0, 7), "memory"),
         )
     ]
     kinds = [EventKind.CHECKPOINT_SAVED, EventKind.CHECKPOINT_FAILED, EventKind.RESTORED]

@@ -6,7 +6,7 @@ import pytest
 from kube_cluster import Cluster, spec_of
 
 from elastane.agent.ending import tell_end
-from elastane.kubernetes.model.seen import Terminated
+from elastane.kubernetes.model.seen import ContainerEnd
 from elastane.kubernetes.reconcile.bounds import FIRST_START_LIVED_S, FIRST_START_S
 from elastane.kubernetes.reconcile.pods import ending_text
 from elastane.protocol.effects import Exit
@@ -104,8 +104,8 @@ def test_so_is_that_of_a_container_that_was_restarted():
 
 def test_a_rule_at_the_end_of_a_log_is_no_cause():
     message = "Traceback\n  failed (exitcode: 1)\n\n============\n"
-    assert ending_text(Terminated(exit_code=1, message=message)).endswith("failed (exitcode: 1)")
-    assert ending_text(Terminated(exit_code=1, message="═══\n")) == "exit code 1"
+    assert ending_text(ContainerEnd(exit_code=1, message=message)).endswith("failed (exitcode: 1)")
+    assert ending_text(ContainerEnd(exit_code=1, message="═══\n")) == "exit code 1"
 
 
 def test_a_pods_status_has_the_end_of_the_log_unless_the_template_says_otherwise():

@@ -6,13 +6,13 @@ import pytest
 from kube_cluster import Cluster, spec_of
 
 from elastane.kubernetes.client import ApiConflictError, ApiError, ApiNotFoundError
-from elastane.kubernetes.model import Refusal, Told
+from elastane.kubernetes.model import Refusal, ReportedEvent
 from elastane.kubernetes.operator import reporting
-from elastane.kubernetes.operator.reporting import About, EventCount, Recorder
+from elastane.kubernetes.operator.reporting import EventCount, EventSubject, Recorder
 
-ABOUT = About("elastic.pytorch.org/v1alpha1", "ElasticJob", "n", "j", "uid")
-LASTS = Told(type="Warning", reason="Unschedulable", message="no node has room", count=1)
-HAPPENS = Told(type="Normal", reason="PodDeleted", message="j-worker-0 is being deleted")
+ABOUT = EventSubject("elastic.pytorch.org/v1alpha1", "ElasticJob", "n", "j", "uid")
+LASTS = ReportedEvent(type="Warning", reason="Unschedulable", message="no node has room", count=1)
+HAPPENS = ReportedEvent(type="Normal", reason="PodDeleted", message="j-worker-0 is being deleted")
 
 
 class Events:
@@ -102,7 +102,9 @@ def test_what_happens_again_is_counted_also_by_another_operator(server):
 
 
 def test_a_count_that_grows_is_written_and_one_that_shrinks_is_not(server):
-    looping = [Told(type="Warning", reason="CrashLooping", message="x", count=n) for n in (3, 19)]
+    looping = [
+        ReportedEvent(type="Warning", reason="CrashLooping", message="x", count=n) for n in (3, 19)
+    ]
     record(server, *looping, looping[0])
     assert (server.counts, server.writes) == ([19], 2)
 

@@ -12,10 +12,10 @@ from elastane.kubernetes.model.names import job_labels
 from elastane.kubernetes.model.seen import PodSpec
 from elastane.kubernetes.operator import cache as cache_module
 from elastane.kubernetes.operator.cache import Cache
-from elastane.kubernetes.operator.kinds import Held, Node, node_state
+from elastane.kubernetes.operator.kinds import KubernetesNode, OwnedKind, node_state
 from elastane.kubernetes.operator.probes import Probes, make_metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
-from elastane.kubernetes.operator.view import View
+from elastane.kubernetes.operator.view import ClusterView
 
 
 def pod(name="p", version=1, uid="u", namespace="n", **labels):
@@ -102,7 +102,7 @@ def test_in_whatever_order_answers_and_the_watch_come_the_newest_stays(order):
 
 def view_with_job():
     told = []
-    view = View(told.append, lambda key, delay_s: told.append((key, delay_s)))
+    view = ClusterView(told.append, lambda key, delay_s: told.append((key, delay_s)))
     meta = Meta(name="x", namespace="n", uid="J", resource_version="1", edition=1)
     view.jobs.saw(ElasticJob(metadata=meta))
     told.clear()
@@ -131,7 +131,7 @@ def test_a_deleted_pod_is_kept_as_its_watch_saw_it_last_until_the_directive_name
     view.pods.saw_gone(pod("y-worker-0", uid="v", **job_labels("y")))
     assert told == ["n/x"] and view.observed("n/x").gone == (last,)
     labels = Meta(name="x-directive", namespace="n", uid="D", labels=job_labels("x"))
-    view.owned["ConfigMap"].saw(Held(metadata=labels, data={"dead": "u w"}))
+    view.owned["ConfigMap"].saw(OwnedKind(metadata=labels, data={"dead": "u w"}))
     assert view.observed("n/x").gone == ()
 
 
@@ -146,7 +146,7 @@ def report(meta, version, **said):
         resource_version=str(version),
         owner_references=_owners(meta),
     )
-    return Held(metadata=held, data={"report": text})
+    return OwnedKind(metadata=held, data={"report": text})
 
 
 def _owners(meta):
@@ -168,7 +168,7 @@ def test_a_report_of_more_steps_can_wait_and_any_other_cannot():
 def test_a_report_that_nobody_can_read_is_none(text):
     view, meta, _ = view_with_job()
     held = report(meta, 2)
-    view.owned["ConfigMap"].saw(Held(metadata=held.metadata, data={"report": text}))
+    view.owned["ConfigMap"].saw(OwnedKind(metadata=held.metadata, data={"report": text}))
     assert view.observed("n/x").report is None
 
 
@@ -204,14 +204,14 @@ def test_lost_nodes_are_told_since_when():
     def node(status, since=None, **spec):
         ready = {"type": "Ready", "status": status, "lastTransitionTime": since}
         raw = {"metadata": {"name": "a"}, "spec": spec, "status": {"conditions": [ready]}}
-        return node_state(msgspec.convert(raw, Node))
+        return node_state(msgspec.convert(raw, KubernetesNode))
 
     lost = node("Unknown", "1970-01-01T00:01:00Z")
     assert (lost.ready, lost.unreachable_since_s) == (False, 60.0)
     assert node("False", "1970-01-01T00:01:00Z").unreachable_since_s is None
     assert node("True").ready and not node("True").cordoned
     assert node("True", unschedulable=True).cordoned
-    assert node_state(Node(metadata=Meta(name="a"))).ready
+    assert node_state(KubernetesNode(metadata=Meta(name="a"))).ready
 
 
 def test_uids_of_what_is_gone_are_not_kept_for_ever(monkeypatch):
@@ -223,7 +223,7 @@ def test_uids_of_what_is_gone_are_not_kept_for_ever(monkeypatch):
 
 
 def test_each_job_has_gauges_of_what_its_status_says():
-    view = View(lambda key: None, lambda key, delay_s: None)
+    view = ClusterView(lambda key: None, lambda key, delay_s: None)
     status = {"step": 457, "stepsPerSecond": 2.5, "lastProgressTime": "1970-01-01T00:01:40Z"}
     for name, said in (("a", status), ("b", {}), ("c", None)):
         meta = Meta(name=name, namespace="n", uid=name, resource_version="1")

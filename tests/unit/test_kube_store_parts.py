@@ -21,12 +21,12 @@ from elastane.kubernetes.store.names import (
 from elastane.kubernetes.store.objects import (
     ConfigMapObject,
     LeaseObject,
-    Meta,
     SecretObject,
+    StoredMeta,
     manifest_of,
 )
 from elastane.kubernetes.store.settings import read_settings
-from elastane.kubernetes.store.trouble import Trouble
+from elastane.kubernetes.store.trouble import AllowedAccess
 
 
 def test_a_plain_job_has_readable_names():
@@ -98,7 +98,7 @@ def test_what_a_person_made_of_a_lease_is_read_as_far_as_it_makes_sense():
 @pytest.mark.parametrize("written", ["", "x", "-1", "1e3", "٣"])
 def test_a_version_that_is_no_number_is_told(written):
     with pytest.raises(StoreError, match="no number"):
-        assert Meta(name="n", resourceVersion=written).version
+        assert StoredMeta(name="n", resourceVersion=written).version
 
 
 async def failing(error):
@@ -119,7 +119,7 @@ def forbidden():
 
 def test_a_refusal_is_for_good_only_after_a_moment(monkeypatch):
     async def check():
-        memory = Trouble()
+        memory = AllowedAccess()
         with pytest.raises(StoreError) as caught:
             await told(memory, "get secrets", forbidden())
         assert caught.value.slug == "kube-forbidden"
@@ -140,7 +140,7 @@ def test_what_was_allowed_once_is_never_forbidden_for_good(monkeypatch):
         return 1
 
     async def check():
-        memory = Trouble()
+        memory = AllowedAccess()
         assert await memory.told("get secrets", "ns", fine()) == 1
         for _ in range(3):
             with pytest.raises(StoreError):
@@ -165,5 +165,5 @@ def test_what_was_allowed_once_is_never_forbidden_for_good(monkeypatch):
 )
 def test_an_error_of_the_api_is_one_of_the_store(deed, error, slug):
     with pytest.raises(StoreError) as caught:
-        asyncio.run(told(Trouble(), deed, error))
+        asyncio.run(told(AllowedAccess(), deed, error))
     assert caught.value.slug == slug

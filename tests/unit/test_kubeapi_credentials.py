@@ -12,10 +12,10 @@ import pytest
 
 from elastane.errors import ConfigurationError
 from elastane.kubernetes.client import find_access, identity
-from elastane.kubernetes.client.credentials import Access, Tls
+from elastane.kubernetes.client.credentials import ClusterAccess, Tls
 from elastane.kubernetes.client.execplugin import Credential
 from elastane.kubernetes.client.execplugin import _proof as read_credential
-from elastane.kubernetes.client.identity import Anybody, FileIdentity, Proof, ServiceToken
+from elastane.kubernetes.client.identity import Anybody, ClientProof, FileIdentity, ServiceToken
 from elastane.kubernetes.client.kubeconfig import read_kubeconfig
 
 PLAIN = {
@@ -34,22 +34,22 @@ def written(path: Path, **changes: object) -> str:
     return str(path)
 
 
-def user(tmp_path: Path, **fields: object) -> Access:
+def user(tmp_path: Path, **fields: object) -> ClusterAccess:
     users = [{"name": "u", "user": fields}]
     return read_kubeconfig(written(tmp_path / "config", users=users), {})
 
 
-def proof(access: Access) -> Proof:
+def proof(access: ClusterAccess) -> ClientProof:
     return asyncio.run(access.proof())
 
 
 def test_a_context_says_server_namespace_and_user(tmp_path):
     access = read_kubeconfig(written(tmp_path / "config"), {})
     assert (access.server, access.namespace) == ("https://kube:6443/prefix", "own")
-    assert proof(access) == Proof("Bearer secret-token")
+    assert proof(access) == ClientProof("Bearer secret-token")
     assert "context one" in access.where and "secret" not in access.where + repr(proof(access))
     other = read_kubeconfig(str(tmp_path / "config"), {}, "two")
-    assert (other.namespace, proof(other)) == ("default", Proof())
+    assert (other.namespace, proof(other)) == ("default", ClientProof())
 
 
 def test_of_several_files_the_first_that_has_a_name_keeps_it(tmp_path):
@@ -202,21 +202,23 @@ def test_what_is_given_goes_before_what_is_found(tmp_path):
 
 
 def test_certificates_that_cannot_be_used_are_told():
-    access = Access("https://x", Anybody(), namespace="n", where="here", tls=Tls(ca="no PEM"))
+    access = ClusterAccess(
+        "https://x", Anybody(), namespace="n", where="here", tls=Tls(ca="no PEM")
+    )
     with pytest.raises(ConfigurationError) as caught:
-        access.context(Proof())
+        access.context(ClientProof())
     assert caught.value.slug == "kube-tls"
-    access = Access("https://x", Anybody(), namespace="n", where="here")
+    access = ClusterAccess("https://x", Anybody(), namespace="n", where="here")
     with pytest.raises(ConfigurationError):
-        access.context(Proof(certificate="no PEM", key="neither"))
+        access.context(ClientProof(certificate="no PEM", key="neither"))
 
 
 def test_insecure_is_insecure_only_where_it_is_asked_for():
     for insecure in (False, True):
-        access = Access(
+        access = ClusterAccess(
             "https://x", Anybody(), namespace="n", where="here", tls=Tls(insecure=insecure)
         )
-        context = access.context(Proof())
+        context = access.context(ClientProof())
         assert isinstance(context, ssl.SSLContext)
         assert (context.verify_mode == ssl.CERT_NONE) == insecure
         assert context.check_hostname != insecure
@@ -240,5 +242,7 @@ def test_a_plugin_that_gives_nothing_of_use_is_refused(given):
 def test_files_of_a_user_are_read_together(tmp_path):
     (tmp_path / "c").write_text("CERT")
     (tmp_path / "k").write_text("KEY")
-    found = FileIdentity({"certificate": tmp_path / "c", "key": tmp_path / "k"}, Proof("Bearer t"))
-    assert asyncio.run(found.proof()) == Proof("Bearer t", "CERT", "KEY")
+    found = FileIdentity(
+        {"certificate": tmp_path / "c", "key": tmp_path / "k"}, ClientProof("Bearer t")
+    )
+    assert asyncio.run(found.proof()) == ClientProof("Bearer t", "CERT", "KEY")

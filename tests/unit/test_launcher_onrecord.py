@@ -5,7 +5,7 @@ import asyncio
 from elastane.agent.on_record import as_on_record
 from elastane.errors import ExitCode, StoreError
 from elastane.protocol.effects import Exit
-from elastane.protocol.model import JobSpec, Outcome, Record
+from elastane.protocol.model import JobRecord, JobSpec, Outcome
 
 CLOSED = Exit(
     int(ExitCode.CONFIGURATION),
@@ -23,7 +23,7 @@ class Keys:
         if self.fails:
             raise StoreError("away", slug="store-unreachable")
         spec = JobSpec(job="letters", min_nodes=2, max_nodes=2, max_restarts=0)
-        return Record(spec=spec, outcome=self.outcome)
+        return JobRecord(spec=spec, outcome=self.outcome)
 
 
 def judged(exit_=CLOSED, keys=None, was_in_it=True):

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from elastane.agent import link
-from elastane.errors import RendezvousError
+from elastane.errors import MembershipError
 from elastane.protocol.model import JobSpec
 
 
 class Nowhere:
     async def locate(self, *, linked=False):
-        raise RendezvousError("no coordinator has been elected yet", slug="no-coordinator")
+        raise MembershipError("no coordinator has been elected yet", slug="no-coordinator")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_few_look_often_and_a_crowd_slows_down(monkeypatch, nodes, expected):
 
     monkeypatch.setattr(link.asyncio, "sleep", pause)
     spec = JobSpec(job="j", min_nodes=1, max_nodes=nodes, max_restarts=3)
-    one = link.Link(Nowhere(), dial=None, post=lambda event: None, spec=spec)
+    one = link.CoordinatorLink(Nowhere(), dial=None, post=lambda event: None, spec=spec)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(one.run())
     assert paused_s == pytest.approx(expected)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from elastane.agent.link import Link
-from elastane.protocol.events import Linked, Told, Unlinked
+from elastane.agent.link import CoordinatorLink
+from elastane.protocol.events import Linked, Unlinked, WorkerTold
 from elastane.protocol.messages import Alive
 from elastane.protocol.model import JobSpec
 
@@ -46,7 +46,7 @@ def test_a_retired_link_does_not_seek_the_coordinator_of_a_job_that_has_ended(au
 
     def post(event):
         posted.append(event)
-        if isinstance(event, Told):
+        if isinstance(event, WorkerTold):
             link.retire()
         if isinstance(event, Unlinked):
             ended.set()
@@ -60,7 +60,7 @@ def test_a_retired_link_does_not_seek_the_coordinator_of_a_job_that_has_ended(au
         await asyncio.gather(link_task, return_exceptions=True)
 
     ended = asyncio.Event()
-    link = Link(locator, dial, post, SPEC)
+    link = CoordinatorLink(locator, dial, post, SPEC)
     asyncio.run(scenario())
     assert locator.asked == 1
-    assert [type(event) for event in posted] == [Linked, Told, Unlinked]
+    assert [type(event) for event in posted] == [Linked, WorkerTold, Unlinked]

@@ -11,7 +11,7 @@ from elastane.agent import shell, workers
 from elastane.agent.group_setup import GroupSetup
 from elastane.agent.offers import OfferedPort
 from elastane.agent.shell import AgentShell
-from elastane.process.status_page import Page, WorkerPage
+from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.process.streams import LogPlan
 from elastane.process.worker_environment import RunFacts
 from elastane.protocol.effects import Exit
@@ -75,7 +75,7 @@ def group_of(process, posted, stuck_s):
     )
     port = OfferedPort(listening=False)
     port.open()
-    return workers.WorkerGroup(setup, ASSIGNMENT, port, posted.append)
+    return workers.LocalWorkerGroup(setup, ASSIGNMENT, port, posted.append)
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_the_core_learns_what_the_pages_and_the_clocks_say_with_each_event(monke
         agent._group = group
         await agent.run()
 
-    told, bounds, page = [], [], Page.create()
+    told, bounds, page = [], [], StatusPage.create()
     theirs = WorkerPage.open(os.dup(page.fd))
     worker = SimpleNamespace(page=page, local_rank=0, beside=False, is_alive=True)
     group._workers = [worker]

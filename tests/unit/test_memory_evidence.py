@@ -5,18 +5,18 @@ import signal
 import pytest
 
 from elastane.agent import out_of_memory
-from elastane.agent.out_of_memory import Memory, kill_evidence, read_memory, size
+from elastane.agent.out_of_memory import OomCounters, kill_evidence, read_memory, size
 
 KILL = -signal.SIGKILL
 
 
 @pytest.mark.parametrize("code", [0, 1, 137, -signal.SIGTERM, -signal.SIGSEGV])
 def test_only_a_sigkill_is_judged(code):
-    assert kill_evidence(Memory(0, 0), Memory(1, 1), 1, code) == ""
+    assert kill_evidence(OomCounters(0, 0), OomCounters(1, 1), 1, code) == ""
 
 
 def test_a_kill_in_the_cgroup_names_its_limit_and_the_workers_peak():
-    text = kill_evidence(Memory(2, 5), Memory(3, 6, limit_bytes=8 << 30), 6 << 30, KILL)
+    text = kill_evidence(OomCounters(2, 5), OomCounters(3, 6, limit_bytes=8 << 30), 6 << 30, KILL)
     assert text == (
         "out of memory: the kernel killed a process of this cgroup (limit 8 GiB); "
         "its memory had peaked at 6 GiB"
@@ -24,17 +24,21 @@ def test_a_kill_in_the_cgroup_names_its_limit_and_the_workers_peak():
 
 
 def test_a_kill_elsewhere_on_the_host_is_probable_evidence():
-    assert kill_evidence(Memory(2, 5), Memory(2, 6), 0, KILL).startswith("out of memory, probably")
-    assert kill_evidence(Memory(None, 5), Memory(None, 6), 0, KILL).startswith("out of memory, pr")
+    assert kill_evidence(OomCounters(2, 5), OomCounters(2, 6), 0, KILL).startswith(
+        "out of memory, probably"
+    )
+    assert kill_evidence(OomCounters(None, 5), OomCounters(None, 6), 0, KILL).startswith(
+        "out of memory, pr"
+    )
 
 
 def test_counters_that_stood_still_say_that_it_came_from_outside():
-    text = kill_evidence(Memory(2, 5), Memory(2, 5), 0, KILL)
+    text = kill_evidence(OomCounters(2, 5), OomCounters(2, 5), 0, KILL)
     assert text == "from outside: neither the agent nor the kernel's out-of-memory killer"
 
 
 def test_without_counters_nothing_is_claimed():
-    text = kill_evidence(Memory(), Memory(), 0, KILL)
+    text = kill_evidence(OomCounters(), OomCounters(), 0, KILL)
     assert text == "from outside, or out of memory: the kernel's counters cannot be read here"
 
 

@@ -15,7 +15,7 @@ from elastane.agent import spares as spares_room
 from elastane.agent.control_sockets import Lines
 from elastane.agent.spares import Spares
 from elastane.agent.worker import EXIT_NOT_STARTED
-from elastane.process.status_page import Page
+from elastane.process.status_page import StatusPage
 from elastane.process.streams import GroupStreams
 from elastane.protocol.events import WorkerFailed
 
@@ -30,7 +30,7 @@ async def refuse_soon(*_):
     raise FULL
 
 
-FAULTS = [(Page, "create", refuse), (GroupStreams, "open_soon", refuse_soon)]
+FAULTS = [(StatusPage, "create", refuse), (GroupStreams, "open_soon", refuse_soon)]
 
 
 @pytest.fixture(params=FAULTS, ids=["page", "streams"])

@@ -4,7 +4,7 @@ import pytest
 
 from elastane.errors import UsageError
 from elastane.options.options import BY_DEST, TABLE
-from elastane.options.parser import RunParser, Settings, parse
+from elastane.options.parser import OptionValues, RunParser, parse
 
 
 def read(*argv, **environ):
@@ -154,7 +154,7 @@ def test_a_choice_that_is_none_gets_the_nearest():
 
 
 def test_each_value_knows_where_it_is_from():
-    settings = Settings("/p/elastane.toml", {"role": "f", "nnodes": "4", "tee": "3"})
+    settings = OptionValues("/p/elastane.toml", {"role": "f", "nnodes": "4", "tee": "3"})
     options = parse(["--tee", "1", "s.py"], {"PET_NNODES": "2"}, settings=settings)
     assert str(options.origin("tee")) == "command line"
     assert str(options.origin("nnodes")) == "variable PET_NNODES"

@@ -10,11 +10,11 @@ import torch
 from elastane.comms.mesh import MeshGroups
 from elastane.comms.state_plan import Handover
 from elastane.errors import JobError
-from elastane.worker.shard_plan import Claim, plan
+from elastane.worker.shard_plan import ShardClaim, plan
 
 
-def claim(shard: int, committed: int = 5, *, holds=True, torn=False, ready=False) -> Claim:
-    return Claim(committed, holds, torn, ready, shard, machine=1)
+def claim(shard: int, committed: int = 5, *, holds=True, torn=False, ready=False) -> ShardClaim:
+    return ShardClaim(committed, holds, torn, ready, shard, machine=1)
 
 
 NEW = {"committed": 0, "holds": False, "torn": True}

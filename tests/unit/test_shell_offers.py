@@ -9,7 +9,7 @@ from elastane.agent.offers import OfferedPort
 from elastane.agent.shell import AgentShell
 from elastane.protocol.effects import Exit
 from elastane.protocol.events import GroupAble, Linked, Signalled
-from elastane.protocol.model import Fence, Offer
+from elastane.protocol.model import Fence, PortOffer
 from elastane.protocol.sharding import Sharding
 
 
@@ -37,7 +37,7 @@ def test_each_session_offers_a_port_of_its_own(group):
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=warm))
         shell = AgentShell(core, setup, port, tell=None, bound=lambda until_ns: None)
         # The port that workers speak of was given up while their word waited in the queue.
-        late = GroupAble(Fence(1, 0), (0,), Offer(first.port, True), sharding=Sharding())
+        late = GroupAble(Fence(1, 0), (0,), PortOffer(first.port, True), sharding=Sharding())
         for event in (Linked(), Linked(), late, Signalled("SIGTERM")):
             shell.post(event)
         await shell.run()

@@ -6,7 +6,7 @@ import pytest
 from reports import report_of
 
 from elastane.coordinator import client
-from elastane.errors import ExitCode, RendezvousError, RendezvousRefusedError
+from elastane.errors import ExitCode, MembershipError, RendezvousRefusedError
 from elastane.protocol.messages import Query, Refused
 
 
@@ -40,7 +40,7 @@ def ask(monkeypatch, session, timeout_s=30.0):
 
 
 def refused(monkeypatch, session, timeout_s=30.0):
-    with pytest.raises(RendezvousError) as caught:
+    with pytest.raises(MembershipError) as caught:
         ask(monkeypatch, session, timeout_s)
     assert session.sent == [Query()]
     assert session.closed, "the coordinator holds no session for nobody"

@@ -8,7 +8,7 @@ import pytest
 from small_saves import ABOUT, FILES, begin, key_of, opened, save, steps, write_part
 
 from elastane.errors import CheckpointError, FencedError
-from elastane.storage.checkpoints import MANIFEST, Part, folder_name, part_name
+from elastane.storage.checkpoints import MANIFEST, CheckpointPart, folder_name, part_name
 from elastane.storage.publishing import Publication
 from elastane.storage.records import encode
 
@@ -156,27 +156,27 @@ def test_who_publishes_writes_the_same_bytes_so_it_does_not_matter_how_often(rep
 
 def test_a_part_may_be_vouched_for_twice_in_the_same_words_only(repository):
     part(repository, 0)
-    record = Part(0, 2, (), key_of(7), "00c0ffee", ABOUT)
+    record = CheckpointPart(0, 2, (), key_of(7), "00c0ffee", ABOUT)
     with refused("checkpoint-conflict"):
         repository.add_part(FOLDER, record)
     other = folder_name(key_of(8), "00c0ffee")
-    again = Part(0, 2, (), key_of(8), "00c0ffee", ABOUT)
+    again = CheckpointPart(0, 2, (), key_of(8), "00c0ffee", ABOUT)
     repository.add_part(other, again)
     repository.add_part(other, again)
 
 
 def test_a_part_for_another_folder_is_a_mistake_of_the_caller(repository):
     with pytest.raises(ValueError, match="another folder"):
-        repository.add_part(FOLDER, Part(0, 2, (), key_of(8), "00c0ffee", ABOUT))
+        repository.add_part(FOLDER, CheckpointPart(0, 2, (), key_of(8), "00c0ffee", ABOUT))
 
 
 def test_parts_that_bring_the_same_file_make_no_checkpoint(repository):
     part(repository, 0, files={"same": b"x"})
-    record = Part(1, 2, (), key_of(7), "00c0ffee", ABOUT)
+    record = CheckpointPart(1, 2, (), key_of(7), "00c0ffee", ABOUT)
     (first,) = Publication(repository.storage, FOLDER, 2)._storage.sizes(FOLDER, ["same"])
     files = repository.storage.write(f"{FOLDER}/other", [b"x"])
     same = type(files)(first, files.size_bytes, files.digests)
-    repository.add_part(FOLDER, Part(1, 2, (same,), record.key, record.nonce, ABOUT))
+    repository.add_part(FOLDER, CheckpointPart(1, 2, (same,), record.key, record.nonce, ABOUT))
     with refused("checkpoint-conflict"):
         repository.publish_when_whole(FOLDER, 2, wait_s=0)
     assert repository.published() == []
@@ -192,7 +192,7 @@ def test_a_part_under_another_ones_name_makes_no_checkpoint(repository, tmp_path
 
 def test_a_part_that_is_half_written_is_waited_for(repository, tmp_path):
     part(repository, 0)
-    whole = encode(Part(1, 2, (), key_of(7), "00c0ffee", ABOUT))
+    whole = encode(CheckpointPart(1, 2, (), key_of(7), "00c0ffee", ABOUT))
     torn = tmp_path / FOLDER / part_name(1, 2)
     torn.write_bytes(whole[:-5])
     with refused("checkpoint-incomplete") as told:

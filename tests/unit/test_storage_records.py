@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from small_saves import ABOUT, key_of
 
-from elastane.storage.checkpoints import FORMAT, FileRecord, Manifest, Part, folder_name
+from elastane.storage.checkpoints import FORMAT, CheckpointPart, FileRecord, Manifest, folder_name
 from elastane.storage.digest import digest_of
 from elastane.storage.records import NewerFormatError, RecordError, decode, encode
 
@@ -12,7 +12,7 @@ KEY = key_of(12)
 FOLDER = folder_name(KEY, "00c0ffee")
 FILES = (FileRecord("__0_0.distcp", 7, ("0" * 32,)), FileRecord("empty", 0, ()))
 MANIFEST = Manifest(FORMAT, KEY, "00c0ffee", ABOUT, FILES)
-PART = Part(0, 1, FILES, KEY, "00c0ffee", ABOUT)
+PART = CheckpointPart(0, 1, FILES, KEY, "00c0ffee", ABOUT)
 
 
 def sealed(body):
@@ -64,7 +64,7 @@ def test_a_part_is_no_manifest_and_the_reverse():
     with pytest.raises(RecordError):
         decode(encode(PART), Manifest, FOLDER)
     with pytest.raises(RecordError):
-        decode(encode(MANIFEST), Part, FOLDER)
+        decode(encode(MANIFEST), CheckpointPart, FOLDER)
 
 
 def test_a_newer_format_is_named_whatever_else_it_holds():

@@ -232,7 +232,7 @@ def test_a_limit_on_file_sizes_costs_the_memory_and_no_output(sink, monkeypatch)
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_stays_the_workers_own(monkeypatch, terminal):
     master, slave = pty.openpty() if terminal else os.pipe()
-    monkeypatch.setitem(group._CONSOLE_FDS, group.Std.ERR, slave)
+    monkeypatch.setitem(group._CONSOLE_FDS, group.StreamChoice.ERR, slave)
     streams = GroupStreams(LogPlan("/dev/null"), "job", "host-a", Fence(1, 0))
 
     async def scenario():

@@ -3,7 +3,14 @@
 import asyncio
 import os
 
-from elastane.process.streams import GroupStreams, LogPlan, Std, group, parse_needles, tailer
+from elastane.process.streams import (
+    GroupStreams,
+    LogPlan,
+    StreamChoice,
+    group,
+    parse_needles,
+    tailer,
+)
 from elastane.protocol.model import Fence
 
 
@@ -28,11 +35,11 @@ def run(plan, words, ranks=2, first=0):
 def test_matching_lines_of_all_teed_ranks_are_copied_whole_and_under_their_prefix(tmp_path):
     plan = LogPlan(
         str(tmp_path),
-        redirects={2: Std.OUT},
-        tee={0: Std.OUT, 1: Std.OUT, 3: Std.OUT},
+        redirects={2: StreamChoice.OUT},
+        tee={0: StreamChoice.OUT, 1: StreamChoice.OUT, 3: StreamChoice.OUT},
         console_ranks=frozenset({0, 1, 2}),
         prefix="[${rank}]: ",
-        needles={Std.OUT: ("loss", "acc")},
+        needles={StreamChoice.OUT: ("loss", "acc")},
     )
     run(plan, b"loss 1\nnothing\nat\xff acc\n[0]: no\nlast loss", ranks=4)
     folder = plan.attempt_dir("job", Fence(1, 0))
@@ -46,7 +53,9 @@ def test_matching_lines_of_all_teed_ranks_are_copied_whole_and_under_their_prefi
 
 
 def test_each_node_has_a_file_of_its_own(tmp_path):
-    plan = LogPlan(str(tmp_path), tee={0: Std.OUT}, prefix="", needles={Std.OUT: ("x",)})
+    plan = LogPlan(
+        str(tmp_path), tee={0: StreamChoice.OUT}, prefix="", needles={StreamChoice.OUT: ("x",)}
+    )
     for first in (0, 8):
         run(plan, b"x %d\n" % first, ranks=1, first=first)
     folder = plan.attempt_dir("job", Fence(1, 0))
@@ -58,7 +67,9 @@ def test_a_flood_that_the_console_skips_is_copied_in_full(tmp_path, monkeypatch)
     # How long the last lines may take is not what this is about; a loaded machine takes longer.
     for part in (group, tailer):
         monkeypatch.setattr(part, "FINISH_S", 60.0)
-    plan = LogPlan(str(tmp_path), tee={0: Std.OUT}, prefix="", needles={Std.OUT: ("7",)})
+    plan = LogPlan(
+        str(tmp_path), tee={0: StreamChoice.OUT}, prefix="", needles={StreamChoice.OUT: ("7",)}
+    )
     words = b"".join(b"%07d\n" % n for n in range(1_500_000))
     run(plan, words, ranks=1)
     copied = plan.attempt_dir("job", Fence(1, 0)) / "filtered_stdout.log"
@@ -67,7 +78,7 @@ def test_a_flood_that_the_console_skips_is_copied_in_full(tmp_path, monkeypatch)
 
 
 def test_a_file_that_cannot_be_written_costs_the_copies_only(tmp_path, caplog):
-    plan = LogPlan(str(tmp_path), tee={0: Std.OUT}, needles={Std.OUT: ("x",)})
+    plan = LogPlan(str(tmp_path), tee={0: StreamChoice.OUT}, needles={StreamChoice.OUT: ("x",)})
     (plan.attempt_dir("job", Fence(1, 0)) / "filtered_stdout.log").mkdir(parents=True)
     run(plan, b"x\n", ranks=1)
     assert "no lines are copied" in caplog.text

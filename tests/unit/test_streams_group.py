@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from elastane.process.streams import GroupStreams, LogPlan, Std, group
+from elastane.process.streams import GroupStreams, LogPlan, StreamChoice, group
 from elastane.protocol.model import Fence
 
 
@@ -24,7 +24,7 @@ def test_log_folder_that_hangs_costs_the_files_once_and_never_the_event_loop(
 
     monkeypatch.setattr(group, "make_rank_dir", hang)
     monkeypatch.setattr(group, "OPEN_S", 0.1)
-    plan = LogPlan(str(tmp_path), redirects={0: Std.ALL, 1: Std.ALL})
+    plan = LogPlan(str(tmp_path), redirects={0: StreamChoice.ALL, 1: StreamChoice.ALL})
     streams = GroupStreams(plan, "job", "host-a", Fence(1, 0))
 
     async def scenario():
@@ -53,7 +53,7 @@ def test_streams_are_opened_off_the_event_loop(tmp_path, monkeypatch):
         group, "make_rank_dir", lambda *a: (threads.append(threading.current_thread()), real(*a))
     )
     streams = GroupStreams(
-        LogPlan(str(tmp_path), redirects={0: Std.OUT}), "job", "host-a", Fence(1, 0)
+        LogPlan(str(tmp_path), redirects={0: StreamChoice.OUT}), "job", "host-a", Fence(1, 0)
     )
 
     async def scenario():

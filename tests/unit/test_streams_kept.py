@@ -6,7 +6,7 @@ import pty
 
 import pytest
 
-from elastane.observe.merge import Cursor, Selection, find_streams
+from elastane.observe.merge import LogCursor, Selection, find_streams
 from elastane.process.streams import GroupStreams, LogPlan, group, kept
 from elastane.process.streams.kept import KeptFile, earlier
 from elastane.protocol.model import Fence
@@ -40,7 +40,7 @@ def test_of_a_full_file_the_last_part_and_the_one_before_are_kept(
     sizes = [path.stat().st_size for path in (earlier(keep.path), keep.path)]
     assert sizes[0] in range(90, 101) and 0 < sizes[1] <= 100
     streams = find_streams(tmp_path, Selection())
-    read = [line.text + b"\n" for one in streams for line in Cursor(one).read(partial=True)]
+    read = [line.text + b"\n" for one in streams for line in LogCursor(one).read(partial=True)]
     assert read == lines[-len(read) :] and len(read) * 8 == sum(sizes)
 
 
@@ -49,7 +49,7 @@ def test_a_reader_goes_on_where_a_full_file_was_replaced(keep, tmp_path, monkeyp
     keep.put(b"x" * 90 + b"\n")
     keep._writer.wait_empty(DEADLINE_S)
     [stream] = find_streams(tmp_path, Selection())
-    cursor = Cursor(stream)
+    cursor = LogCursor(stream)
     assert len([*cursor.read(partial=False)]) == 1
     keep.put(b"the next file begins\n")
     keep.close(DEADLINE_S)
@@ -83,7 +83,7 @@ def test_on_a_terminal_a_worker_has_a_terminal_of_that_size_and_a_copy_is_kept(
 
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 91, 0, 0))
-    monkeypatch.setitem(group._CONSOLE_FDS, group.Std.OUT, slave)
+    monkeypatch.setitem(group._CONSOLE_FDS, group.StreamChoice.OUT, slave)
     consoles = {}
     monkeypatch.setattr(
         group, "process_console", lambda fd: consoles.setdefault(fd, group_console(fd))

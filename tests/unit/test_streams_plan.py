@@ -6,7 +6,7 @@ from elastane.errors import UsageError
 from elastane.process.streams import (
     DEFAULT_PREFIX_TEMPLATE,
     LogPlan,
-    Std,
+    StreamChoice,
     WorkerPlace,
     parse_ranks,
     parse_std_map,
@@ -21,11 +21,11 @@ PLACE = WorkerPlace(Fence(3, 1), local_rank=2, rank=6, role="default", node="hos
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0", {0: Std.NONE, 1: Std.NONE}),
-        ("3", {0: Std.ALL, 1: Std.ALL}),
-        ("0:3,1:2", {0: Std.ALL, 1: Std.ERR}),
-        ("1:1", {0: Std.NONE, 1: Std.OUT}),
-        ("0:1,7:3", {0: Std.OUT, 1: Std.NONE}),
+        ("0", {0: StreamChoice.NONE, 1: StreamChoice.NONE}),
+        ("3", {0: StreamChoice.ALL, 1: StreamChoice.ALL}),
+        ("0:3,1:2", {0: StreamChoice.ALL, 1: StreamChoice.ERR}),
+        ("1:1", {0: StreamChoice.NONE, 1: StreamChoice.OUT}),
+        ("0:1,7:3", {0: StreamChoice.OUT, 1: StreamChoice.NONE}),
     ],
 )
 def test_std_map_means_what_it_means_to_torchrun(text, expected):
@@ -33,7 +33,7 @@ def test_std_map_means_what_it_means_to_torchrun(text, expected):
 
 
 def test_local_ranks_of_two_digits_can_be_named():
-    assert parse_std_map("10:3", 12)[10] is Std.ALL
+    assert parse_std_map("10:3", 12)[10] is StreamChoice.ALL
 
 
 @pytest.mark.parametrize("text", ["4", "", "0:4", "a:1", "0=1", "0:1,", "-1", "33", "0:1;1:1"])
@@ -79,14 +79,16 @@ def test_prefix_template_of_torchrun_is_honoured_with_our_names_besides():
 
 @pytest.mark.parametrize("base_dir", ["", "/dev/null"])
 def test_without_a_folder_nothing_is_kept_or_teed(base_dir):
-    plan = LogPlan(base_dir, redirects={0: Std.ALL}, tee={0: Std.ALL})
-    assert not plan.keeps(0, Std.OUT)
-    assert not plan.tees(0, Std.OUT)
+    plan = LogPlan(base_dir, redirects={0: StreamChoice.ALL}, tee={0: StreamChoice.ALL})
+    assert not plan.keeps(0, StreamChoice.OUT)
+    assert not plan.tees(0, StreamChoice.OUT)
 
 
 def test_tee_implies_a_file_and_the_filter_takes_only_the_console_away():
-    plan = LogPlan("/logs", tee={0: Std.OUT, 1: Std.OUT}, console_ranks=frozenset({1}))
-    assert plan.keeps(0, Std.OUT)
-    assert not plan.tees(0, Std.OUT)
-    assert plan.tees(1, Std.OUT)
-    assert not plan.keeps(1, Std.ERR)
+    plan = LogPlan(
+        "/logs", tee={0: StreamChoice.OUT, 1: StreamChoice.OUT}, console_ranks=frozenset({1})
+    )
+    assert plan.keeps(0, StreamChoice.OUT)
+    assert not plan.tees(0, StreamChoice.OUT)
+    assert plan.tees(1, StreamChoice.OUT)
+    assert not plan.keeps(1, StreamChoice.ERR)

@@ -10,7 +10,7 @@ from elastane.options import logspecs
 from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.process.process import WorkerCommand
-from elastane.process.streams import Std
+from elastane.process.streams import StreamChoice
 from elastane.process.zygote.fitness import unfit_binding
 
 
@@ -85,7 +85,7 @@ def test_variables_without_sense_have_no_effect_and_a_note(make):
 
 def test_filters_are_planned_for_each_stream(make):
     needles = make("--duplicate-stdout-filters", "a,,b,c").logs.needles
-    assert needles == {Std.OUT: ("a,b", "c"), Std.ERR: ()}
+    assert needles == {StreamChoice.OUT: ("a,b", "c"), StreamChoice.ERR: ()}
 
 
 # A class that decides where output goes
@@ -124,11 +124,17 @@ def test_torchs_own_class_decides_where_output_goes(make, installed, tmp_path):
     env = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "1"}
     files = choose({0: env, 1: env})
     (folder,) = tmp_path.glob("job_*/attempt_1")
-    assert files.workers[0].paths == {Std.OUT: str(folder / "0/stdout.log"), Std.ERR: ""}
-    assert files.workers[1].paths == {Std.OUT: "", Std.ERR: str(folder / "1/stderr.log")}
-    assert (files.workers[0].tees, files.workers[1].tees) == (Std.NONE, Std.ERR)
+    assert files.workers[0].paths == {
+        StreamChoice.OUT: str(folder / "0/stdout.log"),
+        StreamChoice.ERR: "",
+    }
+    assert files.workers[1].paths == {
+        StreamChoice.OUT: "",
+        StreamChoice.ERR: str(folder / "1/stderr.log"),
+    }
+    assert (files.workers[0].tees, files.workers[1].tees) == (StreamChoice.NONE, StreamChoice.ERR)
     assert files.workers[1].error_file == str(folder / "1/error.json")
-    assert files.filtered[Std.OUT] == str(folder / "filtered_stdout.log")
+    assert files.filtered[StreamChoice.OUT] == str(folder / "filtered_stdout.log")
     assert env.keys() == {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}
     nowhere = make("--logs-specs", "default", "--log-dir", "/dev/null").supervision.choose_files
     assert nowhere({0: env}).workers[0].error_file == ""

@@ -10,14 +10,14 @@ from elastane.process.timers import (
     REQUEST_BYTES_MAX,
     TIMERS_MAX,
     TimerPipe,
-    TimerRequest,
     TimerTable,
+    WorkerTimer,
     parse_request,
 )
 
 
 def timer(scope="step", at=10.0, pid=7, signum=9):
-    return TimerRequest(pid, scope, at, signum)
+    return WorkerTimer(pid, scope, at, signum)
 
 
 def test_a_timer_expires_at_its_deadline_and_not_before():
@@ -64,7 +64,7 @@ def test_the_lines_of_torchs_client_are_read():
     sent = torch_timer.FileTimerRequest(
         worker_pid=7, scope_id='a "b"\u20ac', expiration_time=1.5, signal=signal.SIGKILL
     )
-    assert parse_request(sent.to_json().encode()) == TimerRequest(7, 'a "b"\u20ac', 1.5, 9)
+    assert parse_request(sent.to_json().encode()) == WorkerTimer(7, 'a "b"\u20ac', 1.5, 9)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_torchs_client_reaches_the_pipe_and_the_pipe_leaves_nothing_behind(tmp_p
     client.acquire("scope", 5.0)
     client.release("scope")
     assert pipe.read() == [
-        TimerRequest(os.getpid(), "scope", 5.0, 9),
-        TimerRequest(os.getpid(), "scope", -1, 0),
+        WorkerTimer(os.getpid(), "scope", 5.0, 9),
+        WorkerTimer(os.getpid(), "scope", -1, 0),
     ]
     assert pipe.read() == []
     pipe.close()
@@ -105,7 +105,7 @@ def test_garbage_is_counted_and_does_not_hide_what_follows(tmp_path):
         end.write(b"y\n" + b'{"pid": 1, "scope_id": "s", "expira')
         assert pipe.read() == []
         end.write(b'tion_time": 2}\n')
-        assert pipe.read() == [TimerRequest(1, "s", 2.0)]
+        assert pipe.read() == [WorkerTimer(1, "s", 2.0)]
     assert pipe.refused == 2
     pipe.close()
 

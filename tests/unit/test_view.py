@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastane.cli._demo_example import EXAMPLES
-from elastane.cli._demo_result import Comparison, Result
-from elastane.cli._demo_story import STORY, TITLES, Cost, Done, chaos, cost_of, next_act
-from elastane.cli._demo_told import Ending
+from elastane.cli._demo_result import Comparison, DemoResult
+from elastane.cli._demo_story import STORY, TITLES, Cost, DemoDone, chaos, cost_of, next_act
+from elastane.cli._demo_told import WorkerEnd
 from elastane.observe.dashboard.terminal import LiveScreen, PlainLines, face_for
 from elastane.observe.dashboard.view import (
     HISTORY_MAX,
     LINES_MAX,
-    Progress,
-    View,
+    JobView,
+    StepProgress,
     after_act,
     after_event,
     after_progress,
@@ -46,8 +46,8 @@ def event(kind: str, node: str = "node-a", reason: str = "because", **data) -> L
     )
 
 
-def play(*events: LoggedEvent) -> View:
-    view = View()
+def play(*events: LoggedEvent) -> JobView:
+    view = JobView()
     for one in events:
         view = after_event(view, one)
     return view
@@ -61,9 +61,9 @@ def settled(round_: int, members: str, size: int) -> LoggedEvent:
     return event(EventKind.ROUND_SETTLED, round=round_, attempt=0, members=members, world_size=size)
 
 
-def point(step: int, *, pid: int = 1, at: float | None = None, **more) -> Progress:
+def point(step: int, *, pid: int = 1, at: float | None = None, **more) -> StepProgress:
     values = {"loss": 1.0, "world_size": 4, "total_steps": 600, **more}
-    return Progress(step=step, pid=pid, time=float(step) if at is None else at, **values)
+    return StepProgress(step=step, pid=pid, time=float(step) if at is None else at, **values)
 
 
 def test_a_nodes_workers_are_those_of_its_latest_start_with_ranks_from_the_world():
@@ -139,7 +139,7 @@ def test_one_node_at_a_time_is_shown_as_the_coordinators():
 
 
 def test_what_is_kept_is_bounded():
-    view = View()
+    view = JobView()
     for index in range(HISTORY_MAX + 10):
         view = after_progress(view, point(index))
     for index in range(LINES_MAX + 10):
@@ -206,7 +206,7 @@ def test_acts_come_in_order_by_progress_and_not_before_training_went_on():
     assert next_act(STORY, early, [], 4) is None
     due = [point(step) for step in range(1, int(kill_node.at * 600) + 1)]
     assert next_act(STORY, due, [], 4) == kill_worker
-    done = [Done(act="kill-worker", time_s=200.5, what="")]
+    done = [DemoDone(act="kill-worker", time_s=200.5, what="")]
     assert next_act(STORY, due, done, 4) is None  # still the same process: it has not recovered
     again = [point(200 + i, pid=2, at=201.0 + i) for i in range(STORY.settled_steps - 1)]
     assert next_act(STORY, due[:200] + again, done, 4) is None
@@ -216,7 +216,7 @@ def test_acts_come_in_order_by_progress_and_not_before_training_went_on():
 
 def test_no_act_comes_before_all_workers_are_back():
     due = [point(step) for step in range(1, 200)]
-    done = [Done(act="kill-worker", time_s=200.5, what="")]
+    done = [DemoDone(act="kill-worker", time_s=200.5, what="")]
     fewer = [point(200 + i, round=2, at=201.0 + i, world_size=3) for i in range(50)]
     assert next_act(STORY, due + fewer, done, 4) is None
     all_back = [point(250 + i, round=3, at=251.0 + i) for i in range(STORY.settled_steps)]
@@ -237,7 +237,7 @@ def test_chaos_is_the_same_again_and_leaves_a_node_that_trains(seed, rounds):
 
 
 def test_the_cost_of_an_act_counts_redone_steps_and_ignores_the_old_process():
-    done = Done(act="kill-worker", time_s=50.2, what="")
+    done = DemoDone(act="kill-worker", time_s=50.2, what="")
     before = [point(step, at=float(step)) for step in range(1, 51)]
     straggler = point(51, at=50.3)
     after = [point(41, pid=2, at=51.7, world_size=2), point(42, pid=2, at=51.8)]
@@ -249,11 +249,11 @@ def test_the_cost_of_an_act_counts_redone_steps_and_ignores_the_old_process():
     assert cost_of([*before, straggler], done) is None
 
 
-def result(learned=0.9861, **more) -> Result:
+def result(learned=0.9861, **more) -> DemoResult:
     cost = Cost(
         act="kill-node", what="", recovery_s=0.42, interrupted_s=0.44, redone_steps=7, world_size=2
     )
-    return Result(EXAMPLES["digits"], learned, steps=600, total_s=30.0, acts=[cost], **more)
+    return DemoResult(EXAMPLES["digits"], learned, steps=600, total_s=30.0, acts=[cost], **more)
 
 
 def test_the_summary_says_accuracy_recovery_and_redone_steps_and_fails_below_the_promise():
@@ -274,8 +274,8 @@ def test_of_a_loss_less_is_more():
     "here", [[], [("a", 600), ("b", 600)], [("a", 599)], [("b", 600), ("b", 600)]]
 )
 def test_other_weights_than_the_undisturbed_runs_are_a_failure(here):
-    undisturbed = [Ending(rank=0, steps=600, weights="a")]
-    ends = [Ending(rank=rank, steps=steps, weights=w) for rank, (w, steps) in enumerate(here)]
+    undisturbed = [WorkerEnd(rank=0, steps=600, weights="a")]
+    ends = [WorkerEnd(rank=rank, steps=steps, weights=w) for rank, (w, steps) in enumerate(here)]
     bad = result(comparison=Comparison(7, ends, undisturbed))
     assert not bad.ok and "NOT equal" in bad.as_text()
     good = result(comparison=Comparison(7, undisturbed * 3, undisturbed))

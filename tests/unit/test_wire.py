@@ -7,7 +7,7 @@ from elastane.errors import WireError
 from elastane.protocol import wire
 from elastane.protocol.limits import FRAME_BYTES_MAX, HANDSHAKE_BYTES_MAX
 from elastane.protocol.messages import Alive, Failed, Heartbeat, Join, Leave
-from elastane.protocol.model import Failure, Fence, JobSpec, NodeSpec, Offer, Versions
+from elastane.protocol.model import Failure, Fence, JobSpec, NodeSpec, PortOffer, Versions
 from elastane.protocol.wire import MAGIC, ClientHandshake, ServerHandshake, derive_secret
 
 SECRET = derive_secret("digits", "open sesame")
@@ -230,7 +230,7 @@ def test_values_out_of_their_bounds_are_refused_at_the_wire(offence):
     for known in (node, failure):
         known.update({name: value for name, value in offence.items() if name in known})
     messages = [
-        Join(spec=spec, node=NodeSpec(**node), offer=Offer(offence.get("port", 1), True)),
+        Join(spec=spec, node=NodeSpec(**node), offer=PortOffer(offence.get("port", 1), True)),
         Failed(fence=Fence(1, 0), failures=(Failure(**failure),)),
     ]
     refused = 0

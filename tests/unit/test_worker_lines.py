@@ -8,7 +8,7 @@ import pytest
 
 from elastane.agent import control_sockets as of_lines
 from elastane.agent.control_sockets import Lines
-from elastane.process.control_socket import Able, Finished, encode
+from elastane.process.control_socket import CanRecoverInPlace, WorkerFinished, encode
 from elastane.protocol.sharding import Sharding
 
 
@@ -41,7 +41,7 @@ def test_who_has_hung_up_counts_as_able_until_its_end_is_told():
     async def scenario():
         heard = Heard()
         with heard.lines.open(0) as worker:
-            worker.send(encode(Able()))
+            worker.send(encode(CanRecoverInPlace()))
             assert await heard.wait(1) == [{0}]
         await heard.wait_closed(0)
         assert heard.told == [{0}] and not heard.lines.able
@@ -58,14 +58,14 @@ def test_who_has_hung_up_and_lives_on_has_left_its_steps_after_a_while(monkeypat
     async def scenario():
         heard = Heard()
         with heard.lines.open(0) as worker:
-            worker.send(encode(Able()))
+            worker.send(encode(CanRecoverInPlace()))
             await heard.wait(1)
         assert await heard.wait(2) == [{0}, set()]
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("says", [[Able(), Finished()], []])
+@pytest.mark.parametrize("says", [[CanRecoverInPlace(), WorkerFinished()], []])
 def test_who_was_not_able_when_it_hung_up_is_not_waited_for(says):
     async def scenario():
         heard = Heard()
@@ -85,11 +85,11 @@ def test_what_nobody_else_holds_is_theirs_until_they_say_otherwise_or_hang_up():
     async def scenario():
         heard = Heard()
         with heard.lines.open(0) as one, heard.lines.open(1) as other:
-            one.send(encode(Able(Sharding(sole=True))))
+            one.send(encode(CanRecoverInPlace(Sharding(sole=True))))
             await heard.wait(1)
-            other.send(encode(Able(Sharding(sole=True))))
+            other.send(encode(CanRecoverInPlace(Sharding(sole=True))))
             await heard.wait(2)
-            other.send(encode(Able(Sharding())))
+            other.send(encode(CanRecoverInPlace(Sharding())))
             await heard.wait(3)
             assert heard.lines.sharding.sole
         await heard.wait_closed(0)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elastane.process.status_page import Page, WorkerPage
+from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.process.zygote.early import ImportNotes
 from elastane.process.zygote.learned import import_learned
 
@@ -71,7 +71,7 @@ def test_a_package_that_starts_a_thread_is_unsafe_and_the_last_one(installed):
 
 
 def test_imports_are_noted_on_the_page_until_it_is_full(installed):
-    page = Page.create()
+    page = StatusPage.create()
     worker = WorkerPage.open(os.dup(page.fd))
     try:
         notes = ImportNotes(worker.note_import)

@@ -15,17 +15,17 @@ from collections.abc import Callable
 
 from elastane.process import control_socket
 from elastane.process.control_socket import (
-    Able,
+    AssignedPlace,
     Begin,
+    CanRecoverInPlace,
     Differed,
     Doing,
-    Finished,
     FromWorker,
-    Lost,
-    Place,
-    Ready,
+    PeerLost,
+    SpareReady,
     ToWorker,
     Wait,
+    WorkerFinished,
 )
 from elastane.process.streams import WorkerStreams
 from elastane.process.worker_environment import place_variables
@@ -144,19 +144,19 @@ class Lines:
 
     def _take(self, local_rank: int, message: FromWorker) -> None:
         match message:
-            case Ready():
+            case SpareReady():
                 self.ready.add(local_rank)
-            case Able(sharding=sharding) if local_rank >= 0:
+            case CanRecoverInPlace(sharding=sharding) if local_rank >= 0:
                 self.able.add(local_rank)
                 if sharding is not None:
                     self._shardings[local_rank] = sharding
                 self.finished.discard(local_rank)
                 self._changed()
-            case Finished():
+            case WorkerFinished():
                 self.able.discard(local_rank)
                 self.finished.add(local_rank)
                 self._changed()
-            case Lost(fence=fence, reason=reason):
+            case PeerLost(fence=fence, reason=reason):
                 self._lost(fence, reason)
             case Doing():
                 self.answered(local_rank, message)
@@ -164,11 +164,11 @@ class Lines:
                 self.differed(local_rank, message)
 
 
-def place_of(assignment: Assignment, local_rank: int) -> Place | Wait:
+def place_of(assignment: Assignment, local_rank: int) -> AssignedPlace | Wait:
     """Return the message that tells a worker its place in an assignment of its node."""
     if assignment.waiting:
         return Wait(local_rank=local_rank)
-    return Place(
+    return AssignedPlace(
         fence=assignment.fence,
         rank=assignment.rank_base + assignment.index_of(local_rank),
         world_size=assignment.world_size,

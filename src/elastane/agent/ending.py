@@ -16,7 +16,7 @@ from elastane.errors import ExitCode
 from elastane.observe import logging as say
 from elastane.observe.box import render_box
 from elastane.observe.report import report_of, write_launcher_error, write_report
-from elastane.options.config import LaunchConfig
+from elastane.options.config import AgentConfig
 from elastane.protocol.effects import Exit
 from elastane.protocol.model import Outcome
 
@@ -29,7 +29,7 @@ _TERMINATION_LOG = "ELASTANE_TERMINATION_LOG"
 _LAST_WORDS_CHARS_MAX = 1000
 
 
-def tell_end(config: LaunchConfig, exit_: Exit) -> None:
+def tell_end(config: AgentConfig, exit_: Exit) -> None:
     """Write what was asked for, then print the box of a job that failed."""
     _write_files(config, exit_)
     outcome = _outcome(exit_)
@@ -50,7 +50,7 @@ def show(outcome: Outcome, log_dir: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def _write_files(config: LaunchConfig, exit_: Exit) -> None:
+def _write_files(config: AgentConfig, exit_: Exit) -> None:
     error_file = config.environment.get(_ERROR_FILE, "")
     if not config.report_file and not error_file:
         return
@@ -97,5 +97,5 @@ def _outcome(exit_: Exit) -> Outcome:
     )
 
 
-def _log_dir(config: LaunchConfig) -> str:
+def _log_dir(config: AgentConfig) -> str:
     return str(config.logs.job_dir(config.spec.job)) if config.logs.has_files else ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from elastane.agent.control_sockets import Lines
 from elastane.agent.group_setup import SpawnTask
-from elastane.agent.worker import Worker
+from elastane.agent.worker import LocalWorker
 from elastane.protocol.events import AgentEvent, GroupDrained, GroupMarked
 from elastane.protocol.model import Fence
 
@@ -24,7 +24,7 @@ class GroupDrain:
 
     def __init__(
         self,
-        members: Callable[[], Sequence[Worker]],
+        members: Callable[[], Sequence[LocalWorker]],
         lines: Lines,
         post: Callable[[AgentEvent], None],
         spawn: SpawnTask,
@@ -63,7 +63,7 @@ class GroupDrain:
         return min((w.page.round for w in self._members() if w.is_alive), default=0)
 
     async def _drain(
-        self, world: Fence, calls: int | None, members: Sequence[Worker], *, stops: bool
+        self, world: Fence, calls: int | None, members: Sequence[LocalWorker], *, stops: bool
     ) -> None:
         for worker in members:
             if calls is not None:
@@ -76,7 +76,7 @@ class GroupDrain:
             await asyncio.sleep(_POLL_S)
         self._post(GroupDrained(world, stops))
 
-    def _is_busy(self, worker: Worker, calls: int | None, *, stops: bool) -> bool:
+    def _is_busy(self, worker: LocalWorker, calls: int | None, *, stops: bool) -> bool:
         if not worker.is_alive or worker.local_rank in self._lines.finished:
             return False
         if calls is None:

@@ -19,12 +19,12 @@ from elastane.agent.control_sockets import Lines
 from elastane.agent.failure_reports import LastWords
 from elastane.agent.group_setup import GroupSetup, SpawnTask
 from elastane.agent.uninterruptible import StuckWatch, states_of
-from elastane.agent.worker import Worker
-from elastane.process.control_socket import Ask, Doing
+from elastane.agent.worker import LocalWorker
+from elastane.process.control_socket import Doing, StatusQuery
 from elastane.process.process import EXIT_UNKNOWN, WorkerProcess
 from elastane.protocol.hangs import Activity, HangWatch, Sight
 from elastane.protocol.limits import HANG_LOOK_S, HANG_STACK_S
-from elastane.protocol.model import Failure, Waiting
+from elastane.protocol.model import Failure, WaitPoint
 
 _log = logging.getLogger("elastane.workers")
 SLUG = "worker-hung"
@@ -36,7 +36,7 @@ class Minder:
 
     def __init__(
         self,
-        members: Callable[[], list[Worker]],
+        members: Callable[[], list[LocalWorker]],
         lines: Lines,
         failed: Callable[[Failure, float], None],
         spawn: SpawnTask,
@@ -50,10 +50,10 @@ class Minder:
         self._tasks: list[asyncio.Task[None]] = []
         # Where all members wait for others, once nothing has moved for a while; and whether nothing
         # will come of it.
-        self.waiting: tuple[Waiting, ...] = ()
+        self.waiting: tuple[WaitPoint, ...] = ()
         self.all_wait = False
 
-    def begin(self, workers: Iterable[Worker]) -> None:
+    def begin(self, workers: Iterable[LocalWorker]) -> None:
         """Look at the members from now on, and at `workers` for uninterruptible sleep."""
         lines = self._lines
         lines.answered = self._answered
@@ -84,7 +84,7 @@ class Minder:
                 found.stalled and are_all,
             )
             for pid in found.ask:
-                self._lines.send(alive[pid].local_rank, Ask())
+                self._lines.send(alive[pid].local_rank, StatusQuery())
             for pid, reason in found.hung.items():
                 worker, process = alive[pid], alive[pid].process
                 if process is not None and not (worker.hung or worker.given_up):
@@ -92,7 +92,7 @@ class Minder:
                     _log.warning("worker of local rank %d: %s", worker.local_rank, worker.hung)
                     self._spawn(self._end(worker, process))
 
-    def _sights(self, alive: dict[int, Worker]) -> dict[int, Sight]:
+    def _sights(self, alive: dict[int, LocalWorker]) -> dict[int, Sight]:
         """Return what each shows; the kernel is only asked for those that made no progress."""
         marks = {pid: worker.page.mark for pid, worker in alive.items()}
         still = [pid for pid, mark in marks.items() if self._marks.get(pid) == mark]
@@ -112,12 +112,12 @@ class Minder:
         for worker in self._members():
             if worker.local_rank == local_rank and worker.process is not None:
                 pid = worker.process.pid
-                at = Waiting(doing.rank, doing.where)
+                at = WaitPoint(doing.rank, doing.where)
                 self._hangs.answered(
                     *(pid,), waits=doing.waits, held=doing.held, at=at, traffic=doing.traffic
                 )
 
-    async def _end(self, worker: Worker, process: WorkerProcess) -> None:
+    async def _end(self, worker: LocalWorker, process: WorkerProcess) -> None:
         """Have it show its stack, and kill it with what it started; nothing may keep us."""
         process.abort()
         if not await _ended(process):
@@ -126,7 +126,7 @@ class Minder:
                 self._give_up(worker, process.pid, f"killed, and lives on; {worker.hung}")
         process.kill_group(signal.SIGKILL)
 
-    async def _mind_stuck(self, workers: Iterable[Worker]) -> None:
+    async def _mind_stuck(self, workers: Iterable[LocalWorker]) -> None:
         """Hold a worker for failed that has been in uninterruptible sleep for too long."""
         watch = self._stuck
         while True:
@@ -139,7 +139,7 @@ class Minder:
                     )
                     self._give_up(alive[pid], pid, text)
 
-    def _give_up(self, worker: Worker, pid: int, text: str) -> None:
+    def _give_up(self, worker: LocalWorker, pid: int, text: str) -> None:
         worker.given_up = True
         self._failed(worker.failure(pid, EXIT_UNKNOWN, LastWords(text)), time.monotonic())
 

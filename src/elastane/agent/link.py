@@ -1,8 +1,8 @@
 """The agent's connection to the coordinator: found, kept, and found again.
 
-Posts `Linked`, `Told` and `Unlinked`. A coordinator that says nothing for the time of silence is
-gone, whatever TCP thinks. Errors that no waiting can mend are fatal at the first contact only:
-once a job has run, an agent with workers waits for the right coordinator to come back.
+Posts `Linked`, `WorkerTold` and `Unlinked`. A coordinator that is silent for the
+silence timeout is gone, whatever TCP thinks. Errors that no waiting can mend are fatal at the
+first contact only: once a job has run, an agent with workers waits for the right coordinator.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Protocol
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
-    RendezvousClosedError,
+    JobClosedError,
     RendezvousRefusedError,
 )
 from elastane.process.rpc import Session
-from elastane.protocol.events import AgentEvent, Linked, Told, Unlinked
+from elastane.protocol.events import AgentEvent, Linked, Unlinked, WorkerTold
 from elastane.protocol.limits import look_s
 from elastane.protocol.messages import Alive, ToAgent, ToCoordinator
 from elastane.protocol.model import JobSpec
@@ -40,7 +40,7 @@ _SECOND_LOOK_S = 0.1
 _CLOSED_EARLY_MAX = 20
 # What no waiting mends. A foreign program on the port counts: it will not go away by itself.
 _FATAL_SLUGS = ("not-a-coordinator",)
-_FATAL_ERRORS = (RendezvousRefusedError, RendezvousClosedError, ConfigurationError)
+_FATAL_ERRORS = (RendezvousRefusedError, JobClosedError, ConfigurationError)
 
 
 class Locator(Protocol):
@@ -59,7 +59,7 @@ class Locator(Protocol):
 Dial = Callable[[str, int], Awaitable[Session]]
 
 
-class Link:
+class CoordinatorLink:
     """Keeps one session; `send` drops what has no session to go to. `spec` is the job's."""
 
     def __init__(
@@ -155,7 +155,7 @@ class Link:
                 if message is None:
                     reason = session.reason
                     break
-                self._post(Told(message))
+                self._post(WorkerTold(message))
                 if isinstance(message, Alive) and await self._has_moved(message):
                     reason = "another coordinator has been elected"
                     break

@@ -20,16 +20,16 @@ from elastane.agent.dialing import Dialer
 from elastane.agent.ending import tell_end
 from elastane.agent.etcd_sidecar import sidecar
 from elastane.agent.group_setup import GroupSetup
-from elastane.agent.link import Link
-from elastane.agent.node import Node, node_of, place
+from elastane.agent.link import CoordinatorLink
+from elastane.agent.node import NodeServices, node_of, place
 from elastane.agent.on_record import as_on_record
 from elastane.agent.rules.agent import AgentCore
 from elastane.agent.shell import AgentShell
 from elastane.coordinator.host import Hosting, attending_of
-from elastane.coordinator.leadership import EndpointSeat, Seat, StoreSeat, first_contact
+from elastane.coordinator.leadership import EndpointSeat, Leadership, StoreSeat, first_contact
 from elastane.errors import ElastaneError, ExitCode
 from elastane.observe import logging as say
-from elastane.options.config import LaunchConfig
+from elastane.options.config import AgentConfig
 from elastane.options.facts import versions
 from elastane.options.identity import new_incarnation
 from elastane.options.keyring import Keyring
@@ -49,7 +49,7 @@ _log = logging.getLogger("elastane.options")
 _DESCRIPTORS_WANTED = 65536
 
 
-def launch(config: LaunchConfig) -> int:
+def launch(config: AgentConfig) -> int:
     """Run one agent to its end; returns its exit code."""
     _raise_descriptor_limit()
     # Who ignores it has its children do so too; then no child's end would be seen here.
@@ -60,7 +60,7 @@ def launch(config: LaunchConfig) -> int:
         say.flush()
 
 
-async def _launch(config: LaunchConfig) -> int:
+async def _launch(config: AgentConfig) -> int:
     host = socket.gethostname()
     with contextlib.ExitStack() as stack:
         registry, node_id = place(config, host, stack)
@@ -77,7 +77,7 @@ async def _launch(config: LaunchConfig) -> int:
 class _Agent:
     """The connection, the seat and the loop of one agent."""
 
-    def __init__(self, node: Node, registry: JobRegistry | None) -> None:
+    def __init__(self, node: NodeServices, registry: JobRegistry | None) -> None:
         self._node = node
         self._config = node.config
         self._registry = registry
@@ -118,7 +118,7 @@ class _Agent:
         self._dialer = dialer = Dialer(
             access, lambda: keyring.token, node.id, self._registry, config.logs.base_dir
         )
-        link = Link(seat, dialer, shell.post, config.spec)
+        link = CoordinatorLink(seat, dialer, shell.post, config.spec)
         shell.attach(link)
         shell.handle_signals(config.signals)
         node.tell(
@@ -139,7 +139,7 @@ class _Agent:
         finally:
             watch.cancel()
 
-    async def _work(self, shell: AgentShell, link: Link, seat: Seat) -> Exit:
+    async def _work(self, shell: AgentShell, link: CoordinatorLink, seat: Leadership) -> Exit:
         work = asyncio.create_task(shell.run())
         linking, seating = asyncio.create_task(link.run()), asyncio.create_task(seat.run())
         exit_: Exit | None = None
@@ -173,7 +173,7 @@ class _Agent:
         store = make_store(rendezvous.backend, place, conf) if place else None
         return JobKeys(store, config.spec.job) if store is not None else None
 
-    def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Seat:
+    def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Leadership:
         config = self._config
         if keys is not None:
             return StoreSeat(keys, self._node.id, config.reach, hosting)
@@ -245,7 +245,7 @@ def _exit_of(error: ElastaneError) -> Exit:
     return Exit(int(error.exit_code), error.what, outcome)
 
 
-def _tls(config: LaunchConfig) -> TlsConfig | None:
+def _tls(config: AgentConfig) -> TlsConfig | None:
     tls = config.rendezvous.tls
     return TlsConfig(cert=tls.cert, key=tls.key, ca=tls.ca) if tls else None
 

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elastane.agent.dialing import Dialer, registry_here
-from elastane.agent.link import Link
+from elastane.agent.link import CoordinatorLink
 from elastane.agent.offers import OfferedPort
 from elastane.agent.rules.agent import AgentCore
 from elastane.coordinator.host import Hosting, attending_of
-from elastane.coordinator.leadership import EndpointSeat, Seat, StoreSeat, token_of
+from elastane.coordinator.leadership import EndpointSeat, Leadership, StoreSeat, token_of
 from elastane.observe import logging as say
 from elastane.options.facts import versions
 from elastane.options.identity import new_incarnation
@@ -57,7 +57,15 @@ from elastane.protocol.events import (
     WorkerSucceeded,
 )
 from elastane.protocol.messages import Conclude
-from elastane.protocol.model import Assignment, Failure, Fence, JobSpec, NodeSpec, Offer, Outcome
+from elastane.protocol.model import (
+    Assignment,
+    Failure,
+    Fence,
+    JobSpec,
+    NodeSpec,
+    Outcome,
+    PortOffer,
+)
 from elastane.protocol.wire import derive_secret
 from elastane.stores.jobs import JobKeys
 from elastane.stores.protocol import Store
@@ -113,7 +121,7 @@ class Desk:
     error: BaseException | None = None
 
 
-class Member:
+class MembershipAgent:
     """The thread's side. Everything but `run` and `call` is for its own loop."""
 
     def __init__(self, config: MemberConfig, desk: Desk) -> None:
@@ -126,7 +134,7 @@ class Member:
         self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
         self._port = OfferedPort(listening=True, host=config.reach)
         self._core: AgentCore | None = None
-        self._link: Link | None = None
+        self._link: CoordinatorLink | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False  # the core wants the group in hand stopped
         self._given_back = False  # the caller runs nothing of it any more
@@ -254,13 +262,13 @@ class Member:
         )
         self._core.ready = True  # It forks nothing that would have to be warm.
         dialer = Dialer(access, lambda: token, config.node_id, registry_here())
-        self._link = Link(seat, dialer, self.post, config.spec)
+        self._link = CoordinatorLink(seat, dialer, self.post, config.spec)
         try:
             await self._work(self._core, self._link, seat)
         finally:
             dialer.close()
 
-    def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Seat:
+    def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Leadership:
         config = self.config
         if keys is None:
             return EndpointSeat(config.endpoint, config.hosts, hosting)
@@ -277,7 +285,7 @@ class Member:
             versions=versions(),
         )
 
-    async def _work(self, core: AgentCore, link: Link, seat: Seat) -> None:
+    async def _work(self, core: AgentCore, link: CoordinatorLink, seat: Leadership) -> None:
         work = asyncio.create_task(self._decide(core, link))
         others = [asyncio.create_task(link.run()), asyncio.create_task(seat.run())]
         tasks = [work, *others]
@@ -297,7 +305,7 @@ class Member:
             await asyncio.gather(*tasks, return_exceptions=True)
             await seat.close(ended=core.outcome is not None)
 
-    async def _decide(self, core: AgentCore, link: Link) -> None:
+    async def _decide(self, core: AgentCore, link: CoordinatorLink) -> None:
         self.post(Tick())
         while True:
             event = await self._queue.get()
@@ -318,7 +326,7 @@ class Member:
             delay_s = max(0.0, core.wake_s - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.post, Tick())
 
-    def _carry_out(self, effect: AgentEffect, link: Link) -> None:
+    def _carry_out(self, effect: AgentEffect, link: CoordinatorLink) -> None:
         match effect:
             case Transmit(message=message):
                 link.send(message)
@@ -380,7 +388,7 @@ class Member:
         self._given_back = self._stopping = False
         self.post(GroupGone(fence, self._new_port()))
 
-    def _new_port(self) -> Offer:
+    def _new_port(self) -> PortOffer:
         """Hold another port than the last, which may have been told to others."""
         self._port.close()
         self._port = OfferedPort(listening=True, host=self.config.reach)

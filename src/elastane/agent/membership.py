@@ -11,7 +11,7 @@
 the caller ran has failed; each call gives back the place before. All calls are synchronous and
 may come from any thread. Heartbeats go on in a thread, so a caller that trains need not come by.
 
-Owns the thread of a `Member`: it is started by the first `join`, and ends with the job, by
+Owns the thread of a `MembershipAgent`: it is started by the first `join`, and ends with the job, by
 `leave`, `close`, or with this process. It does not know what a place is used for. How it fails:
 ElastaneError as the agent would (refused, no coordinator, too few nodes, closed), from the call
 that needs what cannot be had. In a forked child every call is refused: a session is one process's.
@@ -32,33 +32,33 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from elastane.agent.member import Desk, Member, MemberConfig
+from elastane.agent.member import Desk, MemberConfig, MembershipAgent
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
     ExitCode,
-    RendezvousClosedError,
-    RendezvousError,
+    JobClosedError,
+    JoinTimeoutError,
+    MembershipError,
     RendezvousRefusedError,
-    RendezvousTimeoutError,
 )
 from elastane.protocol.limits import CLOSE_S
 from elastane.protocol.model import Assignment, Outcome
 from elastane.stores.jobs import JobKeys
 from elastane.stores.protocol import Store
 
-__all__ = ["MemberConfig", "Membership", "Place"]
+__all__ = ["MemberConfig", "MemberPlace", "Membership"]
 
 # The coordinator is told and tells all others, which have CLOSE_S; then this side has closed.
 _CLOSE_WAIT_S = 3 * CLOSE_S
 # At the end of the process: for the goodbye to go out, and for the thread to end.
 _GOODBYE_S = 0.2
 _CUT_S = 2.0
-_members: weakref.WeakSet[Member] = weakref.WeakSet()
+_members: weakref.WeakSet[MembershipAgent] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class Place:
+class MemberPlace:
     """This node's place in one attempt of one world.
 
     `listener` is there on node rank 0: the socket, listening since before its port was told, on
@@ -91,9 +91,9 @@ class Membership:
         self._name = name
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._member: Member | None = None
+        self._member: MembershipAgent | None = None
         self._thread: threading.Thread | None = None
-        self._place: Place | None = None
+        self._place: MemberPlace | None = None
         self._outcome: Outcome | None = None
 
     def __enter__(self) -> Self:
@@ -113,7 +113,7 @@ class Membership:
         return self._config
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> MemberPlace | None:
         """The place that the last `join` returned, until it is given back."""
         return self._place
 
@@ -154,11 +154,11 @@ class Membership:
             return False
         try:
             asyncio.run(_check_open(self._config.open_store(), self._config.spec.job))
-        except RendezvousClosedError:
+        except JobClosedError:
             return True
         return False
 
-    def join(self, failure: str = "the workers of this node failed") -> Place:
+    def join(self, failure: str = "the workers of this node failed") -> MemberPlace:
         """Return this node's place in the next world, once there is one.
 
         Gives back the place held so far; where no change was announced, its world ends by it, for
@@ -186,7 +186,7 @@ class Membership:
         self._check_process()
         member, place = self._member, self._place
         if member is None or place is None:
-            raise RendezvousError("finish() without a place", slug="membership-idle")
+            raise MembershipError("finish() without a place", slug="membership-idle")
         fence = place.assignment.fence
         member.call(lambda: member.succeed(fence))
         self._await_end(member, None)
@@ -230,14 +230,14 @@ class Membership:
                 next_step="make another in the child, or start it by spawn in place of fork",
             )
 
-    def _begin(self) -> Member:
+    def _begin(self) -> MembershipAgent:
         with self._lock:
             if self._member is not None and not self._member.desk.ended:
                 return self._member
             if self._member is not None:
                 self._raise_end(self._member)
             config = replace(self._config, node_id=self._config.node_id or self._name())
-            member = Member(config, Desk())
+            member = MembershipAgent(config, Desk())
             self._thread = threading.Thread(
                 target=member.run, name=f"elastane-member-{config.node_id}", daemon=True
             )
@@ -247,7 +247,7 @@ class Membership:
             self._thread.start()
             return member
 
-    def _give_back(self, member: Member, failure: str) -> None:
+    def _give_back(self, member: MembershipAgent, failure: str) -> None:
         place, self._place = self._place, None
         if place is None:
             return
@@ -256,7 +256,7 @@ class Membership:
         fence = place.assignment.fence
         member.call(lambda: member.give_back(fence, failure))
 
-    def _await_place(self, member: Member) -> Place:
+    def _await_place(self, member: MembershipAgent) -> MemberPlace:
         desk = member.desk
         with desk.told:
             while True:
@@ -264,13 +264,13 @@ class Membership:
                     break
                 if desk.assignment is not None and not desk.taken:
                     desk.taken = True
-                    self._place = Place(desk.assignment, desk.listener)
+                    self._place = MemberPlace(desk.assignment, desk.listener)
                     return self._place
                 desk.told.wait()
         self._raise_end(member)
         raise AssertionError("an end raises")
 
-    def _raise_end(self, member: Member) -> None:
+    def _raise_end(self, member: MembershipAgent) -> None:
         """Raise why the membership of `member` ended."""
         desk = member.desk
         if desk.outcome is not None:
@@ -279,16 +279,16 @@ class Membership:
         self._member = None
         if desk.error is not None:
             raise desk.error
-        raise RendezvousError(
+        raise MembershipError(
             "the membership ended: this node left the job",
             slug="membership-idle",
             next_step="join() makes this node a member again",
         )
 
-    def _await_outcome(self, member: Member, timeout_s: float) -> None:
+    def _await_outcome(self, member: MembershipAgent, timeout_s: float) -> None:
         _wait_until(member, lambda desk: desk.outcome is not None or desk.ended, timeout_s)
 
-    def _await_end(self, member: Member, timeout_s: float | None) -> bool:
+    def _await_end(self, member: MembershipAgent, timeout_s: float | None) -> bool:
         return _wait_until(member, lambda desk: desk.ended, timeout_s)
 
     def _finish_member(self) -> None:
@@ -307,7 +307,7 @@ class Membership:
         if thread is not None:
             thread.join(_CUT_S)
 
-    def _end_of(self, member: Member) -> Outcome:
+    def _end_of(self, member: MembershipAgent) -> Outcome:
         self._place = None
         if member.desk.outcome is None:
             self._raise_end(member)
@@ -322,7 +322,9 @@ class Membership:
             member.call(lambda: member.leave(reason))
 
 
-def _wait_until(member: Member, condition: Callable[[Desk], bool], timeout_s: float | None) -> bool:
+def _wait_until(
+    member: MembershipAgent, condition: Callable[[Desk], bool], timeout_s: float | None
+) -> bool:
     """Wait for `condition` of what lies on the desk; return whether it came."""
     desk = member.desk
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -342,7 +344,7 @@ async def _check_open(store: Store, job: str) -> None:
         await store.close()
 
 
-def _drop(member: Member) -> None:
+def _drop(member: MembershipAgent) -> None:
     """Leave a job whose membership nobody holds any more."""
     if not member.desk.ended:
         member.call(lambda: member.leave("its program lets go of the membership"))
@@ -350,20 +352,20 @@ def _drop(member: Member) -> None:
 
 def error_of(outcome: Outcome) -> ElastaneError:
     """Return the error that the end of a job is, for one who wants to join it."""
-    kind: type[ElastaneError] = RendezvousClosedError
+    kind: type[ElastaneError] = JobClosedError
     if outcome.slug == "rdzv-timeout":
-        kind = RendezvousTimeoutError
+        kind = JoinTimeoutError
     elif outcome.slug == "no-coordinator":
-        kind = RendezvousError
+        kind = MembershipError
     elif outcome.exit_code == ExitCode.CONFIGURATION and outcome.slug != "job-closed":
         kind = RendezvousRefusedError
     what = outcome.reason
-    if kind is RendezvousClosedError and outcome.slug != "job-closed":
+    if kind is JobClosedError and outcome.slug != "job-closed":
         what = f"the job has ended: {outcome.reason}"
     return kind(what, slug=outcome.slug or "rdzv-closed", next_step=outcome.next_step)
 
 
-def _see_off(member: Member, thread: threading.Thread | None) -> None:
+def _see_off(member: MembershipAgent, thread: threading.Thread | None) -> None:
     """Wait for a goodbye to go out, and end the thread whether or not it was answered."""
     _wait_until(member, lambda desk: desk.ended, _GOODBYE_S)
     member.call(member.cut)

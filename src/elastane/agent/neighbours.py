@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hmac
 
-from elastane.options.config import LaunchConfig
+from elastane.options.config import AgentConfig
 from elastane.options.keyring import Keyring
 from elastane.snapshots.peers import Neighbours
 
 _PURPOSE = b"elastane keepers"
 
 
-def neighbours(config: LaunchConfig, keyring: Keyring) -> Neighbours:
+def neighbours(config: AgentConfig, keyring: Keyring) -> Neighbours:
     """Return it, as of now."""
     tls = config.rendezvous.tls
     return Neighbours(

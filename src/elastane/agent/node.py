@@ -24,7 +24,7 @@ from elastane.observe import logging as say
 from elastane.observe.events import EventLog
 from elastane.observe.handlers import Hear, event_handler, hear_nothing
 from elastane.observe.records import Teller
-from elastane.options.config import LaunchConfig
+from elastane.options.config import AgentConfig
 from elastane.process.execspawn import ExecSpawner
 from elastane.process.files import JobRegistry, NodeSlot, runtime_folder, safe_name
 from elastane.process.health import HealthServer
@@ -46,10 +46,10 @@ _WARDEN_PAUSE_S = 0.5
 
 
 @dataclass
-class Node:
+class NodeServices:
     """What an agent has of its own on this machine."""
 
-    config: LaunchConfig
+    config: AgentConfig
     id: str
     leash: str
     events: EventLog
@@ -85,7 +85,7 @@ class Node:
 
 
 def place(
-    config: LaunchConfig, host: str, stack: contextlib.ExitStack
+    config: AgentConfig, host: str, stack: contextlib.ExitStack
 ) -> tuple[JobRegistry | None, str]:
     """Return where this machine's jobs are noted, and this agent's node id.
 
@@ -108,7 +108,7 @@ def place(
 
 
 @contextlib.asynccontextmanager
-async def node_of(config: LaunchConfig, node_id: str, host: str) -> AsyncIterator[Node]:
+async def node_of(config: AgentConfig, node_id: str, host: str) -> AsyncIterator[NodeServices]:
     """Set up what the agent has on this machine, and take it down again."""
     leash = uuid.uuid4().hex
     become_subreaper()
@@ -120,7 +120,7 @@ async def node_of(config: LaunchConfig, node_id: str, host: str) -> AsyncIterato
     spawner = _spawner(config, leash, events, node_id)
     port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner), host=config.reach)
     watched = config.supervision
-    node = Node(config, node_id, leash, events, warden, spawner, port, keeping)
+    node = NodeServices(config, node_id, leash, events, warden, spawner, port, keeping)
     keeping.report(node.tell_of_keeper, node.tell_keeper_lost)
     node.hear = event_handler(
         watched.event_handler, Teller(job=config.spec.job, node=node_id, host=host, pid=os.getpid())
@@ -174,7 +174,7 @@ async def _keep(warden: Warden) -> None:
         await asyncio.sleep(_WARDEN_PAUSE_S)
 
 
-def _spawner(config: LaunchConfig, leash: str, events: EventLog, node_id: str) -> Spawner:
+def _spawner(config: AgentConfig, leash: str, events: EventLog, node_id: str) -> Spawner:
     command = config.command
     if not command.zygote:
         return ExecSpawner(command.python)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import socket
 
 from elastane.process.endpoint import bound
-from elastane.protocol.model import Offer
+from elastane.protocol.model import PortOffer
 
 # As many connections as a large job's workers may open at once; the kernel caps it at somaxconn.
 _BACKLOG = 4096
@@ -32,7 +32,7 @@ class OfferedPort:
         self._host = host
         self._socket: socket.socket | None = None
 
-    def open(self) -> Offer:
+    def open(self) -> PortOffer:
         """Bind a port of the kernel's choice.
 
         One that does not listen is held on all addresses: so will torch's store bind it.
@@ -43,9 +43,9 @@ class OfferedPort:
         return self.offer
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> PortOffer:
         """What others are told of the port that is held."""
-        return Offer(port=self.socket.getsockname()[1], agent_store=self.listening)
+        return PortOffer(port=self.socket.getsockname()[1], agent_store=self.listening)
 
     @property
     def is_open(self) -> bool:

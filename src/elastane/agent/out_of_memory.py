@@ -20,7 +20,7 @@ _LIMIT_BYTES_MAX = 1 << 60
 
 
 @dataclass(frozen=True)
-class Memory:
+class OomCounters:
     """Kills for want of memory so far: in the cgroup (None: unknown) and on the host."""
 
     cgroup_kills: int | None = None
@@ -28,17 +28,17 @@ class Memory:
     limit_bytes: int = 0
 
 
-def read_memory() -> Memory:
+def read_memory() -> OomCounters:
     """Return the counters as they stand; those that cannot be read are None."""
     folder, events, limit = _cgroup()
-    return Memory(
+    return OomCounters(
         cgroup_kills=_counter(folder / events, "oom_kill") if folder else None,
         host_kills=_counter(Path("/proc/vmstat"), "oom_kill"),
         limit_bytes=_limit(folder / limit) if folder else 0,
     )
 
 
-def kill_evidence(before: Memory, after: Memory, peak_bytes: int, exit_code: int) -> str:
+def kill_evidence(before: OomCounters, after: OomCounters, peak_bytes: int, exit_code: int) -> str:
     """Return in words who killed a worker; empty where it was not killed by SIGKILL."""
     if exit_code != -signal.SIGKILL:
         return ""

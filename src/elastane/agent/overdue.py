@@ -11,13 +11,13 @@ import signal
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from elastane.agent.worker import Worker
-from elastane.process.timers import TimerRequest
+from elastane.agent.worker import LocalWorker
+from elastane.process.timers import WorkerTimer
 
 SLUG = "timer-expired"
 
 
-def end_overdue(workers: Iterable[Worker], request: TimerRequest) -> bool:
+def end_overdue(workers: Iterable[LocalWorker], request: WorkerTimer) -> bool:
     """Send the timer's signal; False where the process is alive and none of these workers'."""
     try:
         pidfd = os.pidfd_open(request.pid)
@@ -37,7 +37,7 @@ def end_overdue(workers: Iterable[Worker], request: TimerRequest) -> bool:
     return True
 
 
-def _owner(workers: Iterable[Worker], pid: int) -> Worker | None:
+def _owner(workers: Iterable[LocalWorker], pid: int) -> LocalWorker | None:
     try:
         session = os.getsid(pid)
     except ProcessLookupError:
@@ -46,7 +46,7 @@ def _owner(workers: Iterable[Worker], pid: int) -> Worker | None:
     return alive.get(pid) or alive.get(session)
 
 
-def _verdict(request: TimerRequest) -> str:
+def _verdict(request: WorkerTimer) -> str:
     deadline = datetime.fromtimestamp(request.expiration_time, UTC).isoformat(
         timespec="milliseconds"
     )

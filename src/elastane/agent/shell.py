@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from elastane.agent.group_setup import GroupSetup
-from elastane.agent.link import Link
+from elastane.agent.link import CoordinatorLink
 from elastane.agent.offers import OfferedPort
 from elastane.agent.rules.agent import AgentCore
-from elastane.agent.workers import WorkerGroup
+from elastane.agent.workers import LocalWorkerGroup
 from elastane.errors import ExitCode
 from elastane.process.kernel import suspended_s
 from elastane.process.process import reap_orphans
@@ -39,7 +39,7 @@ from elastane.protocol.effects import (
 )
 from elastane.protocol.events import AgentEvent, GroupAble, GroupGone, Linked, Signalled, Tick, Warm
 from elastane.protocol.log_events import Note
-from elastane.protocol.model import Offer
+from elastane.protocol.model import PortOffer
 
 _log = logging.getLogger("elastane.agent")
 
@@ -64,15 +64,15 @@ class AgentShell:
         self._port = port
         self._tell, self._bound = tell, bound
         self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
-        self._link: Link | None = None
-        self._group: WorkerGroup | None = None
+        self._link: CoordinatorLink | None = None
+        self._group: LocalWorkerGroup | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def post(self, event: AgentEvent) -> None:
         """Queue an event; from the loop's own thread."""
         self._queue.put_nowait(event)
 
-    def attach(self, link: Link) -> None:
+    def attach(self, link: CoordinatorLink) -> None:
         """Give the connection that messages go out by."""
         self._link = link
 
@@ -138,7 +138,7 @@ class AgentShell:
             case _:
                 return event
 
-    def _new_port(self) -> Offer:
+    def _new_port(self) -> PortOffer:
         """Hold another port than the last, which may have been told to others."""
         self._port.close()
         return self._port.open()
@@ -167,7 +167,7 @@ class AgentShell:
                 if self._link is not None:
                     self._link.send(message)
             case StartGroup(assignment=assignment):
-                self._group = WorkerGroup(self._setup, assignment, self._port, self.post)
+                self._group = LocalWorkerGroup(self._setup, assignment, self._port, self.post)
                 self._bound_workers()
                 self._group.begin()
             case Tell(note=note):

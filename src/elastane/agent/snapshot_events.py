@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastane.protocol.log_events import EventKind, Note
-from elastane.snapshots.events import Failed, News, Restored, Saved
+from elastane.snapshots.events import News, PersistFailed, RestoredEvent, Saved
 
 
 def note_of(news: News, node_id: str) -> Note:
@@ -15,11 +15,11 @@ def note_of(news: News, node_id: str) -> Note:
             data |= {"bytes": news.size_bytes, "seconds": round(news.seconds, 3)}
             data |= {"why": news.reason, "saves": news.saves}
             reason = f"step {news.key.step} is durable"
-        case Failed():
+        case PersistFailed():
             kind = EventKind.CHECKPOINT_FAILED
             data |= {"slug": news.slug}
             reason = f"step {news.key.step}: {news.reason}"
-        case Restored():
+        case RestoredEvent():
             kind, reason = EventKind.RESTORED, f"step {news.key.step} from {news.place}"
             reason += f": {news.why}" if news.why else ""
     return Note(kind=kind, reason=reason, node_id=node_id, data=data)

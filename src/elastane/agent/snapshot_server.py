@@ -116,9 +116,9 @@ class Keeping:
             self._listener.close()
             unlink(self.path)
         if self._control is not None:
-            from elastane.snapshots.peers import Leave
+            from elastane.snapshots.peers import AgentLeave
 
-            self._say(Leave())
+            self._say(AgentLeave())
         if self._process is not None:
             await self._end_of(self._process)
         self._hang_up()

@@ -20,11 +20,11 @@ import msgspec
 
 from elastane.agent.control_sockets import Lines
 from elastane.agent.group_setup import GroupSetup, SpawnTask
-from elastane.agent.worker import Worker
+from elastane.agent.worker import LocalWorker
 from elastane.errors import ElastaneError
 from elastane.process import control_socket
 from elastane.process.process import WorkerProcess
-from elastane.process.status_page import Page
+from elastane.process.status_page import StatusPage
 from elastane.process.streams import GroupStreams, LogPlan
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S
 from elastane.protocol.model import Assignment
@@ -45,7 +45,7 @@ class Spares:
 
     def __init__(self, setup: GroupSetup, lines: Lines, spawn: SpawnTask) -> None:
         self._setup, self._lines, self._spawn = setup, lines, spawn
-        self._waiting: dict[int, Worker] = {}
+        self._waiting: dict[int, LocalWorker] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._files: set[GroupStreams] = set()
         self._number = 0
@@ -57,7 +57,7 @@ class Spares:
         for _ in range(self._setup.spares):
             self._keepers.append(self._spawn(self._keep_one(assignment)))
 
-    def take(self, worker: Worker, place: Assignment) -> bool:
+    def take(self, worker: LocalWorker, place: Assignment) -> bool:
         """Make a spare the process of `worker`; False where none is ready, and nothing was done."""
         for key, spare in self._waiting.items():
             if key in self._lines.ready and spare.is_alive:
@@ -106,14 +106,14 @@ class Spares:
             await asyncio.sleep(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**ends))
         _log.warning("spare workers end before elastane.init(), %d in a row: no more of them", ends)
 
-    async def _start(self, key: int, assignment: Assignment) -> Worker | None:
+    async def _start(self, key: int, assignment: Assignment) -> LocalWorker | None:
         run = self._setup.run
         files = GroupStreams(_SILENT, run.job, run.node_id, assignment.fence, self._setup.offload)
         self._files.add(files)
         spare = None
         try:
             streams = await files.open_soon(0, 0, run.role)
-            spare = Worker(0, 0, streams, files, Page.create(), _NO_RANK, beside=True)
+            spare = LocalWorker(0, 0, streams, files, StatusPage.create(), _NO_RANK, beside=True)
             with self._lines.open(key) as line:
                 self._lines.send(key, control_socket.Spare())
                 waiting = msgspec.structs.replace(assignment, waiting=True)
@@ -128,7 +128,7 @@ class Spares:
         self._waiting[key] = spare
         return spare
 
-    async def _wait(self, key: int, spare: Worker) -> int | None:
+    async def _wait(self, key: int, spare: LocalWorker) -> int | None:
         """Wait until a spare ends, which gives its exit code, or is taken: None."""
         process = spare.process
         assert process is not None, "it was started"
@@ -143,7 +143,7 @@ class Spares:
         await self._forget(key, spare, spare.files)
         return process.exit_code
 
-    async def _forget(self, key: int, spare: Worker | None, files: GroupStreams) -> None:
+    async def _forget(self, key: int, spare: LocalWorker | None, files: GroupStreams) -> None:
         self._waiting.pop(key, None)
         self._lines.hang_up(key)
         if spare is not None:
@@ -151,14 +151,14 @@ class Spares:
         await files.finish()
         self._files.discard(files)
 
-    async def _let_go(self, spare: Worker) -> None:
+    async def _let_go(self, spare: LocalWorker) -> None:
         """End the streams of a spare that was taken, which it may hold for as long as it lives."""
         assert spare.process is not None, "it was started"
         await spare.process.wait()
         await spare.files.finish()
         self._files.discard(spare.files)
 
-    def _bind(self, worker: Worker) -> None:
+    def _bind(self, worker: LocalWorker) -> None:
         """Bind all threads of a process to the CPUs of the place that it has taken."""
         if not self._setup.cpus or worker.process is None:
             return

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from elastane.process.timers import TimerPipe, TimerRequest, TimerTable
+from elastane.process.timers import TimerPipe, TimerTable, WorkerTimer
 
 _log = logging.getLogger("elastane.timers")
 _LOOK_S = 1.0
@@ -23,7 +23,7 @@ class TimerWatch:
     """Reads timers and tells `expire` of each that ran out; False says that it is nobody's."""
 
     def __init__(self, wished_path: str) -> None:
-        self.expire: Callable[[TimerRequest], bool] = lambda request: False
+        self.expire: Callable[[WorkerTimer], bool] = lambda request: False
         self._pipe = TimerPipe(wished_path)
         self._table = TimerTable()
         self._fd = -1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from elastane.agent.failure_reports import LastWords, read_last_words
 from elastane.agent.group_setup import GroupSetup
 from elastane.process.process import WorkerCommand, WorkerProcess
-from elastane.process.status_page import Page
+from elastane.process.status_page import StatusPage
 from elastane.process.streams import GroupStreams, WorkerStreams
 from elastane.process.worker_environment import (
     WorkerFacts,
@@ -33,7 +33,7 @@ _WORDS_WAIT_S = 1.0
 
 
 @dataclass(eq=False)
-class Worker:
+class LocalWorker:
     """One local rank in one attempt.
 
     `termed`: it was asked to checkpoint by SIGTERM. `given_up`: it was told as failed though its
@@ -45,7 +45,7 @@ class Worker:
     rank: int
     streams: WorkerStreams
     files: GroupStreams
-    page: Page
+    page: StatusPage
     env: Mapping[str, str] = field(default_factory=dict)
     process: WorkerProcess | None = None
     beside: bool = False  # it waits for a place in a world

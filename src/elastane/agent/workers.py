@@ -23,19 +23,19 @@ from elastane.agent.group_drain import GroupDrain
 from elastane.agent.group_setup import GroupSetup
 from elastane.agent.hang_monitor import Minder
 from elastane.agent.offers import OfferedPort
-from elastane.agent.out_of_memory import Memory, kill_evidence, read_memory
+from elastane.agent.out_of_memory import OomCounters, kill_evidence, read_memory
 from elastane.agent.overdue import end_overdue
 from elastane.agent.process_group_store import StoreHost
 from elastane.agent.spares import Spares
 from elastane.agent.uninterruptible import SLUG
-from elastane.agent.worker import EXIT_NOT_STARTED, Worker
+from elastane.agent.worker import EXIT_NOT_STARTED, LocalWorker
 from elastane.errors import ElastaneError
 from elastane.process import control_socket
 from elastane.process.process import WorkerProcess
-from elastane.process.status_page import Page
+from elastane.process.status_page import StatusPage
 from elastane.process.strays import kill_strays
 from elastane.process.streams import GroupStreams, process_console
-from elastane.process.timers import TimerRequest
+from elastane.process.timers import WorkerTimer
 from elastane.protocol.events import (
     AgentEvent,
     GroupAble,
@@ -57,7 +57,7 @@ _LEARN_AFTER_S = 20.0
 
 
 @dataclass
-class WorkerGroup:
+class LocalWorkerGroup:
     """One start of the local workers; `post` takes the events."""
 
     setup: GroupSetup
@@ -66,8 +66,8 @@ class WorkerGroup:
     post: Callable[[AgentEvent], None]
     lost: str = ""
     world: Assignment = field(init=False)  # the one that the workers have their places in now
-    _workers: list[Worker] = field(default_factory=list)
-    _memory: Memory = field(default_factory=Memory)
+    _workers: list[LocalWorker] = field(default_factory=list)
+    _memory: OomCounters = field(default_factory=OomCounters)
     _outputs: Outputs = field(init=False)
     _lines: Lines = field(init=False)
     _meeting: StoreHost = field(init=False)
@@ -126,7 +126,7 @@ class WorkerGroup:
         """Have the workers that have a place end their step."""
         self.minder.world_ended()
         for worker in self._members():
-            self._lines.send(worker.local_rank, control_socket.Interrupt(reason))
+            self._lines.send(worker.local_rank, control_socket.InterruptWorker(reason))
 
     def regroup(self, assignment: Assignment, able: tuple[int, ...]) -> None:
         """Give `able` their places in another world, where they meet at another store."""
@@ -189,12 +189,12 @@ class WorkerGroup:
         rank = place.rank_base + local_rank
         try:
             streams = await files.open_soon(local_rank, rank, self.setup.run.role)
-            page = Page.create()
+            page = StatusPage.create()
         except OSError as error:
             self._post_not_started(local_rank, rank, f"not started: {error}")
             return
         env, beside = files.chosen_env(local_rank), place.waiting
-        worker = Worker(local_rank, rank, streams, files, page, env, beside=beside)
+        worker = LocalWorker(local_rank, rank, streams, files, page, env, beside=beside)
         self._workers.append(worker)
         is_taken = self._spares.take(worker, place)
         worker.page.allow_until(self._until_ns)
@@ -204,7 +204,7 @@ class WorkerGroup:
         if worker.process is not None:
             self._watch_soon(self._watch(worker, worker.process))
 
-    async def _spawn(self, worker: Worker, place: Assignment) -> None:
+    async def _spawn(self, worker: LocalWorker, place: Assignment) -> None:
         try:
             with self._lines.open(worker.local_rank) as line:
                 command = worker.command(self.setup, place, line.fileno())
@@ -212,7 +212,7 @@ class WorkerGroup:
         except (ElastaneError, OSError) as error:
             self._post_not_started(worker.local_rank, worker.rank, f"not started: {error}")
 
-    async def _watch(self, worker: Worker, process: WorkerProcess) -> None:
+    async def _watch(self, worker: LocalWorker, process: WorkerProcess) -> None:
         code = await process.wait()
         worker.steps = max(worker.page.calls, worker.page.steps)
         if any(known is worker for known in self._workers):
@@ -220,7 +220,7 @@ class WorkerGroup:
         await self._tell_end(worker, process, code)
         self._lines.explained(worker.local_rank)
 
-    async def _tell_end(self, worker: Worker, process: WorkerProcess, code: int) -> None:
+    async def _tell_end(self, worker: LocalWorker, process: WorkerProcess, code: int) -> None:
         ended_s = time.monotonic()
         if self.setup.timers is not None:
             self.setup.timers.forget(process.pid)
@@ -270,7 +270,7 @@ class WorkerGroup:
             for unused in self._outputs.let_go(worker.files for worker in self._workers):
                 self._watch_soon(unused.finish())
 
-    def _members(self) -> list[Worker]:
+    def _members(self) -> list[LocalWorker]:
         """Return the workers that have a place in the world."""
         here = self.world.workers or range(self.setup.run.local_world_size)
         return [w for w in self._workers if w.local_rank in here and not w.beside]
@@ -284,7 +284,7 @@ class WorkerGroup:
             fence, lines = self.assignment.fence, self._lines
             self.post(GroupAble(fence, able, self.port.offer, lines.sharding))
 
-    def _post_started(self, workers: list[Worker]) -> None:
+    def _post_started(self, workers: list[LocalWorker]) -> None:
         by_local_rank = sorted(workers, key=lambda worker: worker.local_rank)
         pids = tuple(w.process.pid for w in by_local_rank if w.process is not None)
         self.post(GroupStarted(self.assignment.fence, pids))
@@ -306,7 +306,7 @@ class WorkerGroup:
         fence, rank = self.assignment.fence, told.rank
         self.post(ReplicaDiffered(fence, rank, local_rank, told.steps, told.reason))
 
-    def _expire(self, request: TimerRequest) -> bool:
+    def _expire(self, request: WorkerTimer) -> bool:
         return end_overdue(self._workers, request)
 
     async def _stop(self) -> None:
@@ -328,7 +328,7 @@ class WorkerGroup:
         await self._reap(ended)
         await self._finish()
 
-    def _ask_to_end(self, worker: Worker, process: WorkerProcess) -> None:
+    def _ask_to_end(self, worker: LocalWorker, process: WorkerProcess) -> None:
         """Have a worker end; at once where it has nothing to lose: it may swallow SIGTERM."""
         self._lines.send(
             worker.local_rank, control_socket.End()

@@ -17,8 +17,8 @@ from typing import Any, Literal, Self
 
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copy_on_write import Loan
-from elastane.checkpoint.folder_identity import Place, absolute
-from elastane.checkpoint.plan import Order
+from elastane.checkpoint.folder_identity import StoragePath, absolute
+from elastane.checkpoint.plan import SaveOrder
 from elastane.checkpoint.restoring import Restored, Restorer
 from elastane.checkpoint.save_schedule import Cadence, at_least_one, not_a_step, steps_done
 from elastane.checkpoint.saving import WAIT_S, Agreed, Saver, insist_durable, not_saved
@@ -28,7 +28,7 @@ from elastane.process import environment
 from elastane.process.status_page import before_park
 from elastane.protocol.limits import KEEPER_PATIENCE_S
 from elastane.snapshots.client import Keeper
-from elastane.snapshots.messages import Failed
+from elastane.snapshots.messages import SaveFailed
 from elastane.storage import open_storage
 from elastane.storage.checkpoints import Key
 from elastane.storage.repository import Repository
@@ -82,7 +82,7 @@ class Checkpointer:
         subject: Subject = bind(self) if bind is not None else Objects(what, self)
         repository = Repository(open_storage(self.where))
         self.close()
-        keeper, place = _keeper(self.where), Place(repository.storage)
+        keeper, place = _keeper(self.where), StoragePath(repository.storage)
         if keeper.survives:
             place.wait()
         else:
@@ -193,7 +193,7 @@ class Checkpointer:
         if self._captured is None or not self._captured.again(state, doubtful):
             self._captured = Captured(state)
         captured = self._captured
-        order = Order(step, reason, self._keep, self._job)
+        order = SaveOrder(step, reason, self._keep, self._job)
         try:
             heard = self._agreed(self._saver, captured, order)
             self._tell_failures(self._saver.progress.failures)
@@ -218,7 +218,7 @@ class Checkpointer:
             self._cadence.cost(self._saver.blocked_s, self._saver.write_s)
         return began
 
-    def _agreed(self, saver: Saver, captured: Captured, order: Order) -> list[Agreed]:
+    def _agreed(self, saver: Saver, captured: Captured, order: SaveOrder) -> list[Agreed]:
         """Hear all ranks; where a save must not be left out, once no keeper is writing any more."""
         word = self._cadence.word(order.step, order.reason)
         # What one node holds of a sharded state goes with it, from its memory.
@@ -242,7 +242,7 @@ class Checkpointer:
             self._loan.wait()
             self._loan = None
 
-    def _tell_failures(self, failures: Sequence[Failed]) -> None:
+    def _tell_failures(self, failures: Sequence[SaveFailed]) -> None:
         if not failures or environment.get("LOCAL_RANK", "0") != "0":
             return  # One worker of a node tells it.
         for failure in failures:

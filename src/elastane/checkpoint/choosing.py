@@ -26,7 +26,7 @@ class Save(msgspec.Struct, frozen=True, order=True, array_like=True):
         return folder_name(self.key, self.nonce)
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class StatePart(msgspec.Struct, frozen=True, array_like=True):
     """What one keeper has of a sharded state: spans of its image, [first, end)."""
 
     save: Save
@@ -46,7 +46,7 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
     keeper: str
     place: str
     held: tuple[Save, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StatePart, ...] = ()
     stored: tuple[Save, ...] = ()
     skipped: tuple[str, ...] = ()
     fault: str = ""

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from elastane.checkpoint.layout import PAGE_BYTES, Layout, Piece, dtype_of
+from elastane.checkpoint.layout import PAGE_BYTES, Layout, TensorPiece, dtype_of
 from elastane.process import environment, kernel
 
 if TYPE_CHECKING:
     from elastane.checkpoint.reading import Pieces
-    from elastane.snapshots.client import Held, Keeper
+    from elastane.snapshots.client import HeldSnapshot, Keeper
 
 _log = logging.getLogger("elastane.checkpoint")
 # Given pages at a time: others that change this process's maps wait so long, a tenth of a
@@ -52,7 +52,7 @@ class Lender:
 
     def __init__(self, layout: Layout, image: Pieces) -> None:
         self._layout, self._image = layout, image
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[TensorPiece]] = {}
         for piece in layout.pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
         self._left: deque[_Lent] = deque()
@@ -117,7 +117,7 @@ class Lender:
 class Loan:
     """A snapshot that tensors lie in, until they do not."""
 
-    def __init__(self, keeper: Keeper, lender: Lender, held: Held) -> None:
+    def __init__(self, keeper: Keeper, lender: Lender, held: HeldSnapshot) -> None:
         self._lender, self._keeper, self._held = lender, keeper, held
         self._awaited, self._helping, self._fault = threading.Event(), threading.Lock(), ""
         # It holds the keeper: were that closed, the snapshot would be let go of.

@@ -21,7 +21,7 @@ METADATA, PLAIN = ".metadata", "plain.distcp"
 _SCALARS = (int, float, str, bytes, bool, type(None))
 
 
-class Range(NamedTuple):
+class ByteRange(NamedTuple):
     """One file of a checkpoint, and the part of the image that it holds."""
 
     file: FileName
@@ -89,7 +89,7 @@ def _saved(value: Any) -> bytes | None:
 
 def metadata(
     layout: Layout,
-    ranges: list[Range],
+    ranges: list[ByteRange],
     leaves: Mapping[str, bytes],
     paths: Mapping[str, tuple[Any, ...]],
 ) -> bytes:

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from functools import lru_cache
 
-from elastane.checkpoint.shares import Standing
+from elastane.checkpoint.shares import RankStatus
 from elastane.process import environment
 from elastane.snapshots.client import Keeper
 
@@ -44,7 +44,7 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def without_copies(members: Sequence[Standing]) -> str:
+def without_copies(members: Sequence[RankStatus]) -> str:
     """Return what the user is to know of nodes whose part of the state is on no other; or ""."""
     doors = {member.keeper: bool(member.door) for member in members}
     if not any(doors.values()):

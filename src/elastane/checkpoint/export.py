@@ -22,7 +22,7 @@ import torch
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.simple import load_found
 from elastane.errors import CheckpointError, UsageError
-from elastane.storage import Found, Repository
+from elastane.storage import FoundCheckpoint, Repository
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 
@@ -59,7 +59,7 @@ def insist_on_file(to: Path) -> None:
         pass
 
 
-def export(repository: Repository, found: Found, to: Path, only: str = "") -> Exported:
+def export(repository: Repository, found: FoundCheckpoint, to: Path, only: str = "") -> Exported:
     """Write a checkpoint to one file, by its suffix; `only`: what was saved under this name.
 
     CheckpointError where it cannot be written; what was there before stays.

@@ -44,7 +44,7 @@ def absolute(where: str | os.PathLike[str]) -> str:
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
-class Place:
+class StoragePath:
     """One node's; `known` is "" until its storage has answered."""
 
     def __init__(self, storage: Storage) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from elastane.checkpoint.layout import Layout, Piece
+from elastane.checkpoint.layout import Layout, TensorPiece
 from elastane.checkpoint.members import Members
 from elastane.checkpoint.reading import (
     PARCEL_BYTES,
@@ -36,7 +36,7 @@ class Parcel:
     """Pieces that lie next to each other, and the rank that gives them."""
 
     source: int
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     first: int
     end: int
 
@@ -128,6 +128,6 @@ def parcels(layout: Layout, lacked: set[int], spans: Sequence[Spans]) -> Iterato
         yield parcel
 
 
-def _has(spans: Spans, layout: Layout, piece: Piece) -> bool:
+def _has(spans: Spans, layout: Layout, piece: TensorPiece) -> bool:
     end = piece.at + layout.frame(piece).size_bytes
     return any(first <= piece.at and end <= until for first, until in spans)

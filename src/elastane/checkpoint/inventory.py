@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from elastane.checkpoint.choosing import Inventory, Part, Save, first_of_each_place
-from elastane.checkpoint.folder_identity import Place
+from elastane.checkpoint.choosing import Inventory, Save, StatePart, first_of_each_place
+from elastane.checkpoint.folder_identity import StoragePath
 from elastane.checkpoint.members import Members
 from elastane.storage.errors import trouble
-from elastane.storage.repository import Found, Repository
+from elastane.storage.repository import FoundCheckpoint, Repository
 
 # So many of the newest are candidates; more than that are never damaged together.
 _CANDIDATES_MAX = 16
@@ -23,12 +23,14 @@ _CANDIDATES_MAX = 16
 class Looking:
     """One rank's look; all ranks call `inventories` together."""
 
-    def __init__(self, members: Members, keeper: str, repository: Repository, place: Place) -> None:
+    def __init__(
+        self, members: Members, keeper: str, repository: Repository, place: StoragePath
+    ) -> None:
         self._members, self._keeper = members, keeper
         self._repository, self._place = repository, place
-        self.stored: dict[Save, Found] = {}
+        self.stored: dict[Save, FoundCheckpoint] = {}
 
-    def inventories(self, whole: Sequence[Save], parts: Sequence[Part]) -> list[Inventory]:
+    def inventories(self, whole: Sequence[Save], parts: Sequence[StatePart]) -> list[Inventory]:
         """Return what each rank can reach; `whole` and `parts` are in this one's memory."""
         fault = "" if self._place.known else self._place.fault
         own = Inventory(self._keeper, self._place.known, tuple(whole), tuple(parts), fault=fault)

@@ -58,7 +58,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
     """A part of a tensor, and where its blob begins in the image."""
 
     tensor: int
@@ -71,7 +71,7 @@ class Layout(msgspec.Struct, frozen=True):
     """`bounds`: of sharded state, where each rank's own part of the image begins, and the end."""
 
     tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=CHECKPOINT_TENSORS_MAX)]
-    pieces: Annotated[tuple[Piece, ...], msgspec.Meta(max_length=CHECKPOINT_PIECES_MAX)]
+    pieces: Annotated[tuple[TensorPiece, ...], msgspec.Meta(max_length=CHECKPOINT_PIECES_MAX)]
     image_bytes: Bytes
     bounds: Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=CHECKPOINT_PARTS_MAX)] = ()
 
@@ -80,15 +80,15 @@ class Layout(msgspec.Struct, frozen=True):
         """Whether each rank holds the whole image."""
         return not self.bounds
 
-    def frame(self, piece: Piece) -> Frame:
+    def frame(self, piece: TensorPiece) -> Frame:
         """Return what lies around the data of a piece."""
         return frame_of(dtype_of(self.tensors[piece.tensor].dtype), piece.shape)
 
-    def data_at(self, piece: Piece) -> int:
+    def data_at(self, piece: TensorPiece) -> int:
         """Return where the data of a piece begins in the image."""
         return piece.at + len(self.frame(piece).head)
 
-    def within(self, first: int, end: int) -> Sequence[Piece]:
+    def within(self, first: int, end: int) -> Sequence[TensorPiece]:
         """Return the pieces whose blobs begin in a range of the image."""
         low = bisect_left(self.pieces, first, key=lambda piece: piece.at)
         return self.pieces[low : bisect_left(self.pieces, end, key=lambda piece: piece.at)]
@@ -108,7 +108,7 @@ class Layout(msgspec.Struct, frozen=True):
             found.append(edge if abs(edge - at) <= PIECE_BYTES else _nearest(edges, at))
         return [*found, end]
 
-    def is_paged(self, piece: Piece) -> bool:
+    def is_paged(self, piece: TensorPiece) -> bool:
         """Whether the data of a piece begins at a page."""
         return self.frame(piece).data_bytes >= PAGED_BYTES
 
@@ -151,7 +151,7 @@ def misfit(layout: Layout) -> str:
     for number, tensor in enumerate(layout.tensors):
         if why := _misfit_of_tensor(tensor):
             return f"tensor {number}: {why}"
-    by_tensor: list[list[Piece]] = [[] for _ in layout.tensors]
+    by_tensor: list[list[TensorPiece]] = [[] for _ in layout.tensors]
     at = 0
     for number, piece in enumerate(layout.pieces):
         if why := _misfit_of_piece(layout, piece, at):
@@ -177,7 +177,7 @@ def _misfit_of_tensor(tensor: Tensor) -> str:
     return ""
 
 
-def _misfit_of_piece(layout: Layout, piece: Piece, at: int) -> str:
+def _misfit_of_piece(layout: Layout, piece: TensorPiece, at: int) -> str:
     if piece.tensor not in range(len(layout.tensors)):
         return f"it is of tensor {piece.tensor} of {len(layout.tensors)}"
     whole = layout.tensors[piece.tensor].shape
@@ -200,7 +200,7 @@ def _misfit_of_bounds(layout: Layout) -> str:
     return ""
 
 
-def _is_tiled(whole: Sequence[int], pieces: Sequence[Piece]) -> bool:
+def _is_tiled(whole: Sequence[int], pieces: Sequence[TensorPiece]) -> bool:
     """Whether each value of a tensor lies in one of its pieces, and in one only.
 
     Comparing pieces in pairs is quadratic. As a polynomial, the value at (i, j) is x**i * y**j, and
@@ -229,7 +229,7 @@ def _is_tiled(whole: Sequence[int], pieces: Sequence[Piece]) -> bool:
 class _Maker:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tuple(tensors)
-        self._pieces: list[Piece] = []
+        self._pieces: list[TensorPiece] = []
         self.at = 0
 
     def add(self, chunk: Chunk) -> None:
@@ -239,7 +239,7 @@ class _Maker:
             if frame.data_bytes >= PAGED_BYTES:
                 self.end_page()
                 self.at += -len(frame.head) % PAGE_BYTES
-            self._pieces.append(Piece(chunk.tensor, offsets, shape, self.at))
+            self._pieces.append(TensorPiece(chunk.tensor, offsets, shape, self.at))
             self.at += frame.size_bytes
 
     def end_page(self) -> None:
@@ -300,7 +300,7 @@ def _shared_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> l
     return given
 
 
-def overlap(one: Box | Piece | Chunk, other: Box | Piece | Chunk) -> Box | None:
+def overlap(one: Box | TensorPiece | Chunk, other: Box | TensorPiece | Chunk) -> Box | None:
     """Return what two parts of one tensor have in common."""
     offsets, shape = [], []
     places = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from elastane.checkpoint.patience import Patience
+from elastane.checkpoint.patience import PeerTimeout
 
-_PATIENCE = Patience()
+_PATIENCE = PeerTimeout()
 
 
 class Members(Protocol):
@@ -62,7 +62,7 @@ class Alone:
 class OfGroup:
     """The ranks of a process group that takes tensors of the CPU."""
 
-    def __init__(self, group: Any, patience: Patience = _PATIENCE) -> None:
+    def __init__(self, group: Any, patience: PeerTimeout = _PATIENCE) -> None:
         self._group, self._patience = group, patience
 
     @property

@@ -15,7 +15,7 @@ _log = logging.getLogger("elastane.checkpoint")
 _PATIENCE_S = 30.0
 
 
-class Patience:
+class PeerTimeout:
     """A context around each wait of one thread; told once for each."""
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:

@@ -14,12 +14,12 @@ import elastane
 from elastane.checkpoint.capture import Captured, Small
 from elastane.checkpoint.dcp import METADATA, PLAIN, Plain, metadata
 from elastane.checkpoint.layout import Layout
-from elastane.checkpoint.shares import Share
+from elastane.checkpoint.shares import SaveShare
 from elastane.checkpoint.slots import Slot, Sources
-from elastane.checkpoint.state_source import World
-from elastane.checkpoint.stored import LAYOUT, STATE, Stored, encoded
+from elastane.checkpoint.state_source import SavingWorld
+from elastane.checkpoint.stored import LAYOUT, STATE, StoredFiles, encoded
 from elastane.snapshots.client import Keeper
-from elastane.snapshots.messages import Persist, Replica, Snapshot
+from elastane.snapshots.messages import PersistRequest, Replica, Snapshot
 from elastane.storage.checkpoints import Key
 
 SLOTS = 3
@@ -29,7 +29,7 @@ SLOTS_WITH_COPIES = 4
 TOGETHER_S = 600.0
 
 
-class Order(msgspec.Struct, frozen=True):
+class SaveOrder(msgspec.Struct, frozen=True):
     """What one save is to be: `reason` is step, time, asked or leave."""
 
     step: int
@@ -38,7 +38,7 @@ class Order(msgspec.Struct, frozen=True):
     job: str
 
 
-class Told(msgspec.Struct, frozen=True):
+class SaveDetails(msgspec.Struct, frozen=True):
     """What else is said of one save; `durable`: it is to be written out.
 
     `copied`: other nodes are to hold copies of it. `safe` is the last save of which all do,
@@ -52,7 +52,7 @@ class Told(msgspec.Struct, frozen=True):
     together: str = ""
 
 
-class Plan:
+class SavePlan:
     """One rank's, for one layout and one set of ranks. `captured` is the first state of it."""
 
     def __init__(
@@ -60,9 +60,9 @@ class Plan:
         keeper: Keeper,
         where: str,
         layout: Layout,
-        share: Share,
+        share: SaveShare,
         captured: Captured,
-        world: World,
+        world: SavingWorld,
     ) -> None:
         self._keeper, self._where = keeper, where
         self.layout, self.share = layout, share
@@ -80,7 +80,7 @@ class Plan:
         return self._slots[number]
 
     def snapshot(
-        self, small: Small | None, streams: bytes, key: Key, order: Order, more: Told
+        self, small: Small | None, streams: bytes, key: Key, order: SaveOrder, more: SaveDetails
     ) -> Snapshot:
         """Return what the keeper is told of a save; `small` is for the first rank of each node."""
         share = self.share
@@ -102,16 +102,18 @@ class Plan:
             replica=self._replica(more),
         )
 
-    def _replica(self, more: Told) -> Replica | None:
+    def _replica(self, more: SaveDetails) -> Replica | None:
         share = self.share
         if not share.door:
             return None
         return Replica(share.door if more.copied else "", share.group, more.safe)
 
-    def _small_files(self, small: Small, step: int, order: Order) -> tuple[dict[str, bytes], str]:
+    def _small_files(
+        self, small: Small, step: int, order: SaveOrder
+    ) -> tuple[dict[str, bytes], str]:
         """Return the files that change with each save, and the digest of those that seldom do."""
         written = self._plain.written(small.leaves)
-        stored = Stored(small.tree(), self.share.all_ranges, step, self._world)
+        stored = StoredFiles(small.tree(), self.share.all_ranges, step, self._world)
         files = {STATE: encoded(stored), PLAIN: b"".join(written.values())}
         sizes = tuple(map(len, written.values()))
         if self._index is None or self._index[0] != sizes:
@@ -122,7 +124,7 @@ class Plan:
             self._index = sizes, digest
         return files, self._index[1]
 
-    def _gasp(self, order: Order) -> Persist:
+    def _gasp(self, order: SaveOrder) -> PersistRequest:
         """Return what the keeper is to write when nobody is left to ask: all that it holds."""
         persist = self._persist(order)
         if not self.layout.replicated:
@@ -130,9 +132,9 @@ class Plan:
         ranges = self.share.all_ranges
         return msgspec.structs.replace(persist, part=0, parts=1, ranges=ranges, small=True)
 
-    def _persist(self, order: Order) -> Persist:
+    def _persist(self, order: SaveOrder) -> PersistRequest:
         share = self.share
-        return Persist(
+        return PersistRequest(
             where=self._where,
             job=order.job,
             world=self._world,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elastane.checkpoint.layout import Box, Layout, Piece, overlap
+from elastane.checkpoint.layout import Box, Layout, TensorPiece, overlap
 from elastane.checkpoint.members import Members
 from elastane.checkpoint.slots import part_of
 from elastane.comms.digest import raw_bytes
@@ -130,7 +130,7 @@ def read_whole(fd: int, at: int, memory: memoryview) -> None:
 class Wanted(NamedTuple):
     """A destination wants of a piece what they have in common."""
 
-    piece: Piece
+    piece: TensorPiece
     destination: Destination
     common: Box
 
@@ -233,7 +233,9 @@ def _fill_one(layout: Layout, image: Image, wanted: Sequence[Wanted]) -> None:
     spare = torch.empty(0, dtype=torch.uint8)  # Memory that is new for each piece costs more.
     for piece, destination, common in wanted:
         at = layout.data_at(piece)
-        target = part_of(destination.tensor, Piece(piece.tensor, *common, 0), destination.offsets)
+        target = part_of(
+            destination.tensor, TensorPiece(piece.tensor, *common, 0), destination.offsets
+        )
         is_whole = tuple(piece.shape) == common.shape
         if is_whole and target.device.type == "cpu" and target.is_contiguous():
             image.read_into(at, memory_of(target))
@@ -245,7 +247,7 @@ def _fill_one(layout: Layout, image: Image, wanted: Sequence[Wanted]) -> None:
         whole = spare[:size].view(dtype).view(piece.shape)
         image.read_into(at, memory_of(whole))
         with torch.no_grad():
-            target.copy_(part_of(whole, Piece(piece.tensor, *common, 0), piece.offsets))
+            target.copy_(part_of(whole, TensorPiece(piece.tensor, *common, 0), piece.offsets))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -19,13 +19,13 @@ from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.choosing import (
     Choice,
     Inventory,
-    Part,
     Save,
+    StatePart,
     choose,
     first_of_each_place,
 )
 from elastane.checkpoint.copy_on_write import Lender, Loan
-from elastane.checkpoint.folder_identity import Place
+from elastane.checkpoint.folder_identity import StoragePath
 from elastane.checkpoint.gathering import gather
 from elastane.checkpoint.inventory import Looking, without
 from elastane.checkpoint.layout import Layout, Tensor, dtype_of
@@ -45,7 +45,7 @@ from elastane.checkpoint.state_source import Subject
 from elastane.checkpoint.stored import (
     LAYOUT,
     STATE,
-    Stored,
+    StoredFiles,
     insist_on_ranges,
     layout_from,
     small_file,
@@ -55,7 +55,7 @@ from elastane.checkpoint.stored import (
 )
 from elastane.comms.state import build
 from elastane.errors import CheckpointError, StateError
-from elastane.snapshots.client import Held, Keeper
+from elastane.snapshots.client import HeldSnapshot, Keeper
 from elastane.storage import Storage
 from elastane.storage.checkpoints import Key, era_beyond
 from elastane.storage.repository import Repository
@@ -87,7 +87,7 @@ class _Opened(msgspec.Struct, frozen=True):
     """One state, and how this rank reads it; `image` is None where it only hears it."""
 
     layout: Layout
-    stored: Stored
+    stored: StoredFiles
     image: Any
     streams: bytes
 
@@ -98,11 +98,11 @@ class Restorer:
     def __init__(self, subject: Subject, keeper: Keeper, repository: Repository) -> None:
         self._subject, self._keeper, self._repository = subject, keeper, repository
         self._members: Members = subject.members()
-        self._held: dict[Save, Held] = {}
-        self._lent: tuple[Lender, Held] | None = None
+        self._held: dict[Save, HeldSnapshot] = {}
+        self._lent: tuple[Lender, HeldSnapshot] | None = None
         self.loan: Loan | None = None  # what was restored may lie in a snapshot for a while
 
-    def newest(self, place: Place, *, strict: bool) -> tuple[Restored | None, int]:
+    def newest(self, place: StoragePath, *, strict: bool) -> tuple[Restored | None, int]:
         """Restore the newest valid state, if any; returns with it the era that it begins.
 
         CheckpointError where there is something and nothing of it can be restored.
@@ -260,7 +260,7 @@ class Restorer:
         return arrived if arrived is not None else opened.image
 
 
-def opened_files(storage: Storage, folder: str) -> tuple[Layout, Stored, Files]:
+def opened_files(storage: Storage, folder: str) -> tuple[Layout, StoredFiles, Files]:
     """Open a checkpoint in storage, which is valid; the files are the caller's to close."""
     stored = stored_from(small_file(storage, folder, STATE))
     layout = layout_from(small_file(storage, folder, LAYOUT))
@@ -268,7 +268,7 @@ def opened_files(storage: Storage, folder: str) -> tuple[Layout, Stored, Files]:
     return layout, stored, Files(storage, folder, stored.ranges)
 
 
-def state_of(stored: Stored, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+def state_of(stored: StoredFiles, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Return the state around its tensors; CheckpointError where there is none by names."""
     try:
         state = build(stored.tree, tensors)
@@ -326,14 +326,14 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _is_whole(held: Held) -> bool:
+def _is_whole(held: HeldSnapshot) -> bool:
     size = sum(end - first for first, end, _fd in held.pieces)
     return held.words.replicated and size >= held.words.image_bytes
 
 
-def _part(save: Save, held: Held) -> Part:
+def _part(save: Save, held: HeldSnapshot) -> StatePart:
     spans = sorted((first, end) for first, end, _fd in held.pieces)
-    return Part(save, held.words.image_bytes, tuple(spans))
+    return StatePart(save, held.words.image_bytes, tuple(spans))
 
 
 def _writers(choice: Choice, heard: Sequence[Inventory]) -> Collection[int]:

@@ -3,7 +3,7 @@
 Steps are counted alike on all ranks; of time rank 0's clock is believed, and asked for it only at
 steps whose number all ranks know (`stride`), so that between them nothing is exchanged. "auto" is
 Young's and Daly's interval, from what a save has cost and how often the job has failed. Of saves
-that come more often than storage takes them, `Pace` says which it is given.
+that come more often than storage takes them, `SaveInterval` says which it is given.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Cadence:
         return int(min(_STRIDE_MAX, 2 ** max(0, math.floor(math.log2(max(1.0, wanted))))))
 
 
-class Pace:
+class SaveInterval:
     """One rank's: for how long storage rests that saves outpace."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

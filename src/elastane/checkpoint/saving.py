@@ -22,18 +22,18 @@ import xxhash
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copying import Copier
 from elastane.checkpoint.doors import door_of, without_copies
-from elastane.checkpoint.folder_identity import Place
+from elastane.checkpoint.folder_identity import StoragePath
 from elastane.checkpoint.layout import Chunk, Layout, lay_out
-from elastane.checkpoint.plan import Order, Plan, Told
+from elastane.checkpoint.plan import SaveDetails, SaveOrder, SavePlan
 from elastane.checkpoint.registered import RandomStreams
-from elastane.checkpoint.save_schedule import Pace
-from elastane.checkpoint.shares import Share, Standing, shares
-from elastane.checkpoint.state_source import World
+from elastane.checkpoint.save_schedule import SaveInterval
+from elastane.checkpoint.shares import RankStatus, SaveShare, shares
+from elastane.checkpoint.state_source import SavingWorld
 from elastane.comms.digest import raw_bytes
 from elastane.errors import CheckpointError
 from elastane.protocol.limits import KEEPER_PATIENCE_S
 from elastane.snapshots.client import Keeper, KeeperSilentError
-from elastane.snapshots.messages import Progress
+from elastane.snapshots.messages import WriteProgress
 from elastane.storage.checkpoints import Key
 
 _log = logging.getLogger("elastane.checkpoint")
@@ -71,16 +71,16 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True):
 class Saver:
     """One rank's; all ranks call the same in the same order."""
 
-    def __init__(self, world: World, keeper: Keeper, where: str, place: Place) -> None:
+    def __init__(self, world: SavingWorld, keeper: Keeper, where: str, place: StoragePath) -> None:
         self._world, self.keeper, self._where = world, keeper, where
         self._place = place
         self._planned_for = 0
-        self._shared: tuple[Layout, Share] | None = None
-        self._plan: Plan | None = None
-        self.copier, self._pace = Copier(), Pace()
+        self._shared: tuple[Layout, SaveShare] | None = None
+        self._plan: SavePlan | None = None
+        self.copier, self._pace = Copier(), SaveInterval()
         self.blocked_s = self.write_s = 0.0
         self._kept = self._safe = self._together = 0
-        self.progress = Progress()  # the keeper's, as of the last save
+        self.progress = WriteProgress()  # the keeper's, as of the last save
         self._told: set[str] = set()
         self._coming: Future[Keeper] | None = None  # the connection to the next keeper
 
@@ -92,7 +92,7 @@ class Saver:
         self._together = int(nonce or "0", 16)
         self._safe = self._together if missed else 0
 
-    def agree(self, captured: Captured, order: Order, word: int) -> list[Agreed]:
+    def agree(self, captured: Captured, order: SaveOrder, word: int) -> list[Agreed]:
         """Return what all ranks say; CheckpointError where they save different steps."""
         members = self._world.members()
         busy = self._is_busy() or not self._place.look()
@@ -136,7 +136,7 @@ class Saver:
         looks_late = self.copier.may_overlap and self.copier.may_look_late
         return self._plan.sources.doubtful if self._plan is not None and looks_late else None
 
-    def _rests(self, order: Order, *, busy: bool) -> bool:
+    def _rests(self, order: SaveOrder, *, busy: bool) -> bool:
         """Whether storage is spared this save, which memory has."""
         if order.reason not in ("step", "time") or not self.keeper.survives:
             return False
@@ -175,12 +175,14 @@ class Saver:
         return True
 
     @property
-    def _standing(self) -> Standing:
+    def _standing(self) -> RankStatus:
         door = door_of(self.keeper)
-        return Standing(self.keeper.id, self.keeper.survives, self._place.known, door, self._where)
+        return RankStatus(
+            self.keeper.id, self.keeper.survives, self._place.known, door, self._where
+        )
 
     def save(
-        self, captured: Captured, order: Order, era: int, heard: list[Agreed]
+        self, captured: Captured, order: SaveOrder, era: int, heard: list[Agreed]
     ) -> tuple[Key, bool]:
         """Copy this rank's share, and give the keeper its orders.
 
@@ -198,7 +200,7 @@ class Saver:
         self._look_back(heard)
         nonce = heard[0].nonce
         streams = self._streams(share)
-        told = Told(
+        told = SaveDetails(
             nonce=_word(nonce),
             durable=durable,
             copied=not any(each.copying for each in heard),
@@ -209,7 +211,7 @@ class Saver:
         # From here on nothing is exchanged: what fails, fails on this rank alone.
         keeper = self.keeper
         if self._plan is None:
-            self._plan = Plan(keeper, self._where, layout, share, captured, self._world)
+            self._plan = SavePlan(keeper, self._where, layout, share, captured, self._world)
         plan, sources = self._plan, self._plan.sources
         small = captured.small() if share.local == 0 else None
         slot = keeper.grant(GRANT_S, told.together)
@@ -268,7 +270,7 @@ class Saver:
             found[number], at = part.view(like.dtype).view(like.shape), at + data.numel()
         return found
 
-    def _streams(self, share: Share) -> Callable[[], bytes]:
+    def _streams(self, share: SaveShare) -> Callable[[], bytes]:
         """Take this rank's random streams; all ranks' where another node may have to give.
 
         Returns what packs them as they are now.
@@ -281,7 +283,7 @@ class Saver:
         heard = members.texts(own.packed())
         return lambda: msgspec.msgpack.encode([*enumerate(heard)] if share.local == 0 else [])
 
-    def _share_out(self, captured: Captured, heard: list[Agreed]) -> tuple[Layout, Share]:
+    def _share_out(self, captured: Captured, heard: list[Agreed]) -> tuple[Layout, SaveShare]:
         """Return the layout and this rank's share; exchanged anew where something has changed."""
         known = [(each.identity, each.standing) for each in heard]
         wanted = _hash(msgspec.msgpack.encode(known))
@@ -292,12 +294,14 @@ class Saver:
             self._planned_for = wanted
         return self._shared
 
-    def _exchanged(self, captured: Captured, known: list[tuple[int, int]]) -> tuple[Layout, Share]:
+    def _exchanged(
+        self, captured: Captured, known: list[tuple[int, int]]
+    ) -> tuple[Layout, SaveShare]:
         members = self._world.members()
         alike = len({identity for identity, _ in known}) == 1
         own = [self._standing, [] if alike else captured.chunks, [] if alike else captured.names]
         heard = [
-            msgspec.msgpack.decode(said, type=tuple[Standing, list[Chunk], list[str]])
+            msgspec.msgpack.decode(said, type=tuple[RankStatus, list[Chunk], list[str]])
             for said in members.texts(msgspec.msgpack.encode(own))
         ]
         if any(names != heard[0][2] for _, _, names in heard):

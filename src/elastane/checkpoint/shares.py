@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import msgspec
 
-from elastane.checkpoint.dcp import Range
+from elastane.checkpoint.dcp import ByteRange
 from elastane.checkpoint.layout import Layout
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
+class RankStatus(msgspec.Struct, frozen=True, array_like=True):
     """What one rank says of itself. `survives`: its keeper outlives it.
 
     `door` is where that takes copies from others, for the workers of `group`; "" where it does not.
@@ -28,7 +28,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     group: str = ""
 
 
-class Share(msgspec.Struct, frozen=True):
+class SaveShare(msgspec.Struct, frozen=True):
     """One rank's: it puts [first, end) into its slot, its keeper writes `ranges`.
 
     `local` of `locals` ranks fill the slots of their node. `part` of `parts` keepers write the
@@ -42,19 +42,19 @@ class Share(msgspec.Struct, frozen=True):
     end: int
     part: int
     parts: int
-    ranges: tuple[Range, ...]
-    all_ranges: tuple[Range, ...]
+    ranges: tuple[ByteRange, ...]
+    all_ranges: tuple[ByteRange, ...]
     places: int = 1
     door: str = ""
     group: str = ""
 
 
-def shares(layout: Layout, members: Sequence[Standing]) -> list[Share]:
+def shares(layout: Layout, members: Sequence[RankStatus]) -> list[SaveShare]:
     """Return each rank's share."""
     places: dict[str, dict[str, list[int]]] = {}
     for rank, member in enumerate(members):
         places.setdefault(member.place, {}).setdefault(member.keeper, []).append(rank)
-    found: dict[int, Share] = {}
+    found: dict[int, SaveShare] = {}
     for keepers in places.values():
         found |= _of_place(layout, [*keepers.values()], members)
     count = len(places)
@@ -70,7 +70,7 @@ def shares(layout: Layout, members: Sequence[Standing]) -> list[Share]:
     ]
 
 
-def ring(members: Sequence[Standing]) -> dict[str, Standing]:
+def ring(members: Sequence[RankStatus]) -> dict[str, RankStatus]:
     """Return by keeper whose keeper gets its copies: the next one that takes any, in a ring."""
     doors = list({member.keeper: member for member in members if member.door}.values())
     if len(doors) < 2:
@@ -80,8 +80,8 @@ def ring(members: Sequence[Standing]) -> dict[str, Standing]:
 
 
 def _of_place(
-    layout: Layout, nodes: list[list[int]], members: Sequence[Standing]
-) -> dict[int, Share]:
+    layout: Layout, nodes: list[list[int]], members: Sequence[RankStatus]
+) -> dict[int, SaveShare]:
     if layout.replicated:
         cuts = layout.cut(len(nodes), 0, layout.image_bytes)
         written = [[(cuts[n], cuts[n + 1])] for n in range(len(nodes))]
@@ -94,7 +94,7 @@ def _of_place(
     for part, node in enumerate(nodes):
         kept = _kept(layout, node, written[part], members)
         for local, rank in enumerate(node):
-            found[rank] = Share(
+            found[rank] = SaveShare(
                 *(local, len(node), *kept[local]), part, len(nodes), named[part], everything
             )
     return found
@@ -104,7 +104,7 @@ def _kept(
     layout: Layout,
     node: list[int],
     written: list[tuple[int, int]],
-    members: Sequence[Standing],
+    members: Sequence[RankStatus],
 ) -> list[tuple[int, int]]:
     """Return what each rank of a node puts into its slot."""
     if not layout.replicated:
@@ -114,10 +114,10 @@ def _kept(
     return [*pairwise(layout.cut(len(node), first, end))]
 
 
-def _named(node: int, spans: Sequence[tuple[int, int]]) -> tuple[Range, ...]:
+def _named(node: int, spans: Sequence[tuple[int, int]]) -> tuple[ByteRange, ...]:
     """Return the files of one keeper, as torch.distributed.checkpoint names them."""
     full = [span for span in spans if span[0] < span[1]]
-    return tuple(Range(f"__{node}_{n}.distcp", *span) for n, span in enumerate(full))
+    return tuple(ByteRange(f"__{node}_{n}.distcp", *span) for n, span in enumerate(full))
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -16,9 +16,9 @@ import msgspec
 import torch
 
 from elastane.checkpoint.capture import Captured
-from elastane.checkpoint.folder_identity import Place, absolute, named
+from elastane.checkpoint.folder_identity import StoragePath, absolute, named
 from elastane.checkpoint.members import Alone, Members
-from elastane.checkpoint.plan import Order
+from elastane.checkpoint.plan import SaveOrder
 from elastane.checkpoint.reading import fill
 from elastane.checkpoint.registered import bare, give, has_state, states_of
 from elastane.checkpoint.restoring import opened_files, places_for, state_of
@@ -27,7 +27,7 @@ from elastane.checkpoint.saving import Saver, insist_durable
 from elastane.checkpoint.state_source import fence_of_process, insist_on_mapping, insist_on_names
 from elastane.process import environment
 from elastane.snapshots.client import Keeper
-from elastane.storage import Found, Repository, open_storage
+from elastane.storage import FoundCheckpoint, Repository, open_storage
 from elastane.storage.checkpoints import Key, era_beyond
 from elastane.storage.errors import told_of
 
@@ -49,7 +49,7 @@ def save_checkpoint(
     and tensors. Call it on one process: several would make several checkpoints. CheckpointError
     where it could not be written; the checkpoints before it stay.
     """
-    subject = _Given(state)
+    subject = _NamedObjects(state)
     step, keep = steps_done(step), at_least_one(keep)
     repository = Repository(open_storage(absolute(where)))
     with told_of(repository.storage.where):
@@ -57,11 +57,11 @@ def save_checkpoint(
     era = _era(newest, subject.fence, step)
     # Not the agent's keeper: that holds the job's own state, and is perhaps busy with it.
     with contextlib.closing(Keeper.connect(own=True)) as keeper:
-        place = Place(repository.storage)
+        place = StoragePath(repository.storage)
         place.insist()
         saver = Saver(subject, keeper, repository.storage.where, place)
         captured = Captured(subject.state())
-        order = Order(step, "asked", keep, environment.get("TORCHELASTIC_RUN_ID", ""))
+        order = SaveOrder(step, "asked", keep, environment.get("TORCHELASTIC_RUN_ID", ""))
         key, _ = saver.save(captured, order, era, saver.agree(captured, order, 1))
         insist_durable(keeper, key, repository.storage.where)
 
@@ -93,7 +93,7 @@ def load_checkpoint(
         found = repository.newest_valid(strict=strict).found
     if found is None:
         return None
-    state = load_found(repository, found, _Given(into or {}).state())
+    state = load_found(repository, found, _NamedObjects(into or {}).state())
     if into is not None:
         if not set(into) <= set(state):
             insist_on_names(state, into)
@@ -104,7 +104,7 @@ def load_checkpoint(
 
 
 def load_found(
-    repository: Repository, found: Found, live: Mapping[str, Any] | None = None
+    repository: Repository, found: FoundCheckpoint, live: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the state of a checkpoint that was verified; tensors of `live` that fit are read into.
 
@@ -120,7 +120,7 @@ def load_found(
     return state_of(stored, tensors)
 
 
-class _Given:
+class _NamedObjects:
     """What the caller gave, saved by this process alone."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:

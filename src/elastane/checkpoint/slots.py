@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from elastane.checkpoint.capture import Captured, held_of
-from elastane.checkpoint.layout import Layout, Piece, dtype_of
-from elastane.checkpoint.shares import Share
+from elastane.checkpoint.layout import Layout, TensorPiece, dtype_of
+from elastane.checkpoint.shares import SaveShare
 
 
 class Slot:
     """One slot, laid out for one share of one layout."""
 
-    def __init__(self, fd: int, layout: Layout, share: Share) -> None:
+    def __init__(self, fd: int, layout: Layout, share: SaveShare) -> None:
         self._memory = mmap.mmap(
             fd, max(1, share.end - share.first), mmap.MAP_SHARED | mmap.MAP_POPULATE
         )
@@ -44,7 +44,7 @@ class Sources:
     def __init__(
         self,
         layout: Layout,
-        share: Share,
+        share: SaveShare,
         captured: Captured,
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
@@ -89,7 +89,7 @@ def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     return found
 
 
-def part_of(tensor: torch.Tensor, piece: Piece, offsets: Sequence[int]) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, piece: TensorPiece, offsets: Sequence[int]) -> torch.Tensor:
     """Return a piece of a tensor that itself begins at `offsets` of a greater one."""
     for dim, (at, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
         if length != tensor.shape[dim]:

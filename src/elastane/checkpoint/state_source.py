@@ -20,7 +20,7 @@ from elastane.process import environment
 CHECKPOINTER = "elastane.checkpointer"
 
 
-class World(Protocol):
+class SavingWorld(Protocol):
     """The ranks that save together, and when they are."""
 
     def members(self) -> Members:
@@ -37,7 +37,7 @@ class World(Protocol):
         """Return the modules' buffers: each rank's differ, and rank 0's are right, as in DDP."""
 
 
-class Subject(World, Protocol):
+class Subject(SavingWorld, Protocol):
     """A state, and the world that it is saved and restored in."""
 
     def state(self) -> dict[str, Any]:

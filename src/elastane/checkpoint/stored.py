@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from elastane.checkpoint.dcp import Range
+from elastane.checkpoint.dcp import ByteRange
 from elastane.checkpoint.layout import Layout, misfit
 from elastane.errors import CheckpointError
 from elastane.protocol.limits import CHECKPOINT_FILES_MAX, CHECKPOINT_SMALL_BYTES_MAX
@@ -25,17 +25,17 @@ _decode_list = msgspec.msgpack.Decoder(list[bytes]).decode
 _decode_streams = msgspec.msgpack.Decoder(list[tuple[int, bytes]]).decode
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredFiles(msgspec.Struct, frozen=True):
     """The state without its tensors. `ranges`: which file holds which part of the image."""
 
     tree: bytes
-    ranges: Annotated[tuple[Range, ...], msgspec.Meta(max_length=CHECKPOINT_FILES_MAX)]
+    ranges: Annotated[tuple[ByteRange, ...], msgspec.Meta(max_length=CHECKPOINT_FILES_MAX)]
     step: Count
     world: Count
 
 
 _decode_layout = msgspec.json.Decoder(Layout).decode
-_decode_stored = msgspec.msgpack.Decoder(Stored).decode
+_decode_stored = msgspec.msgpack.Decoder(StoredFiles).decode
 
 
 def encoded(value: Any) -> bytes:
@@ -53,7 +53,7 @@ def layout_from(data: bytes) -> Layout:
     return layout
 
 
-def stored_from(data: bytes) -> Stored:
+def stored_from(data: bytes) -> StoredFiles:
     """Read what is stored beside the tensors; CheckpointError where it is not that."""
     return _decoded(_decode_stored, data, STATE)
 
@@ -82,7 +82,7 @@ def small_file(storage: Storage, folder: str, name: str) -> bytes:
     return storage.read(f"{folder}/{name}", 0, size_bytes)
 
 
-def insist_on_ranges(storage: Storage, folder: str, stored: Stored, layout: Layout) -> None:
+def insist_on_ranges(storage: Storage, folder: str, stored: StoredFiles, layout: Layout) -> None:
     """CheckpointError where the files do not hold each byte of the image once."""
     sizes = storage.sizes(folder, [each.file for each in stored.ranges])
     at = 0

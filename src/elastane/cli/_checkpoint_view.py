@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastane.storage import Found, Progress
+    from elastane.storage import FoundCheckpoint, Progress
     from elastane.storage.retention import Removal
 
 _COLUMNS = ("step", "written", "size", "world", "era.round.attempt", "why", "folder")
 
 
-def entry(found: Found) -> dict[str, Any]:
+def entry(found: FoundCheckpoint) -> dict[str, Any]:
     """Return what JSON says of a checkpoint."""
     key, manifest = found.key, found.manifest
     said = {
@@ -42,12 +42,12 @@ def entry(found: Found) -> dict[str, Any]:
     return said
 
 
-def judged(found: Found, reason: str, took_s: float) -> dict[str, Any]:
+def judged(found: FoundCheckpoint, reason: str, took_s: float) -> dict[str, Any]:
     """Return what JSON says of a checkpoint that was read."""
     return entry(found) | {"reason": reason, "valid": not reason, "seconds": round(took_s, 3)}
 
 
-def files(found: Found) -> list[dict[str, Any]]:
+def files(found: FoundCheckpoint) -> list[dict[str, Any]]:
     """Return the files of a checkpoint, with their digests."""
     manifest = found.manifest
     return [
@@ -62,7 +62,9 @@ def none_at(where: str) -> str:
     return f"no checkpoints at {where}" + ("" if is_there else ": there is no such folder")
 
 
-def listing(where: str, published: Sequence[Found], unfinished: Sequence[str]) -> list[str]:
+def listing(
+    where: str, published: Sequence[FoundCheckpoint], unfinished: Sequence[str]
+) -> list[str]:
     """Return the table of a place."""
     if not published and not unfinished:
         return [none_at(where)]
@@ -81,7 +83,7 @@ def verdict(said: dict[str, Any]) -> str:
     return f"{said['folder']}: valid, {size(said['bytes'])} in {took_s:.2f} s ({pace}/s)"
 
 
-def details(found: Found) -> list[str]:
+def details(found: FoundCheckpoint) -> list[str]:
     """Return all that a manifest says, but for digests."""
     lines = [found.folder]
     if found.reason:
@@ -110,7 +112,9 @@ def pruned(where: str, removed: Sequence[Removal], *, dry_run: bool) -> list[str
     return lines or [f"nothing to remove at {where}"]
 
 
-def exported(found: Found, path: str, size_bytes: int, left_out: Sequence[str]) -> list[str]:
+def exported(
+    found: FoundCheckpoint, path: str, size_bytes: int, left_out: Sequence[str]
+) -> list[str]:
     """Return what was written, and what the format had no place for."""
     lines = [f"{path}: step {found.key.step}, {size(size_bytes)}"]
     if left_out:
@@ -128,7 +132,7 @@ def size(count: float) -> str:
 
 
 @contextlib.contextmanager
-def progress(found: Found) -> Iterator[Progress | None]:
+def progress(found: FoundCheckpoint) -> Iterator[Progress | None]:
     """Show a bar on a terminal's standard error while a checkpoint is read; else nothing."""
     if not sys.stderr.isatty() or found.manifest is None:
         yield None
@@ -147,7 +151,7 @@ def progress(found: Found) -> Iterator[Progress | None]:
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
-def _row(found: Found) -> tuple[str, ...]:
+def _row(found: FoundCheckpoint) -> tuple[str, ...]:
     key = found.key
     fence = f"{key.era}.{key.round}.{key.attempt}"
     if found.manifest is None:

@@ -41,7 +41,7 @@ class Agent:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-class Cluster:
+class DemoCluster:
     """The agents of one job; a context that leaves no process behind."""
 
     def __init__(self, folder: Path, script: Sequence[str], environ: dict[str, str]) -> None:

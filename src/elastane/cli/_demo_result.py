@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from elastane.cli._demo_example import Example
 from elastane.cli._demo_story import TITLES, Cost
-from elastane.cli._demo_told import Ending
+from elastane.cli._demo_told import WorkerEnd
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Comparison:
     """How the workers ended, beside those of a run that nothing was done to."""
 
     seed: int
-    here: Sequence[Ending]
-    undisturbed: Sequence[Ending]
+    here: Sequence[WorkerEnd]
+    undisturbed: Sequence[WorkerEnd]
 
     @property
     def ok(self) -> bool:
@@ -44,7 +44,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """The outcome of a demo that ran to its end. `kept` is the folder that stays, or empty."""
 
     example: Example
@@ -108,6 +108,6 @@ class Result:
         return "\n".join(lines)
 
 
-def _weights(endings: Sequence[Ending]) -> str:
+def _weights(endings: Sequence[WorkerEnd]) -> str:
     found = sorted({ending.weights[:16] for ending in endings})
     return f"{' and '.join(found) or 'none'} ({len(endings)} workers)"

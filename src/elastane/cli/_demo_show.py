@@ -10,14 +10,29 @@ from collections.abc import Callable
 from elastane.cli._demo_cluster import (
     WORKERS_PER_NODE,
     Agent,
-    Cluster,
+    DemoCluster,
     is_running,
     wait_gone,
 )
-from elastane.cli._demo_story import TITLES, Act, Cost, Done, Plan, Planned, cost_of, next_act
+from elastane.cli._demo_story import (
+    TITLES,
+    Act,
+    Cost,
+    DemoDone,
+    DemoPlan,
+    PlannedAct,
+    cost_of,
+    next_act,
+)
 from elastane.cli._demo_told import ProgressReader
 from elastane.errors import WorkerFailedError
-from elastane.observe.dashboard.view import Progress, View, after_act, after_event, after_progress
+from elastane.observe.dashboard.view import (
+    JobView,
+    StepProgress,
+    after_act,
+    after_event,
+    after_progress,
+)
 from elastane.observe.events import EventReader
 
 # Workers get SIGKILL from the kernel at the death of their agent: this only covers a busy machine.
@@ -28,16 +43,16 @@ POLL_S = 0.02
 class Show:
     """Follows the job through its event log and the script's progress file, and harms it."""
 
-    def __init__(self, cluster: Cluster, plan: Plan) -> None:
-        self.view = View()
-        self.points: list[Progress] = []
-        self.done: list[Done] = []
+    def __init__(self, cluster: DemoCluster, plan: DemoPlan) -> None:
+        self.view = JobView()
+        self.points: list[StepProgress] = []
+        self.done: list[DemoDone] = []
         self._plan = plan
         self.cluster = cluster
         self._events = EventReader(cluster.log_dir / cluster.job)
         self._progress = ProgressReader(cluster.folder / "progress.jsonl")
 
-    def play(self, show: Callable[[View], None], timeout_s: float) -> None:
+    def play(self, show: Callable[[JobView], None], timeout_s: float) -> None:
         """Start two nodes, act by the training's progress, and return when the job has ended."""
         deadline_s = time.monotonic() + timeout_s
         self.cluster.start(self.cluster.next_name())
@@ -120,7 +135,7 @@ class Show:
         if alone and any(node.coordinates for node in self.view.nodes):
             self.cluster.start(self.cluster.next_name())
 
-    def _carry_out(self, planned: Planned) -> None:
+    def _carry_out(self, planned: PlannedAct) -> None:
         time.sleep(planned.jitter_s)
         agents = self.cluster.agents
         agent = agents[int(planned.pick * len(agents))]
@@ -137,7 +152,7 @@ class Show:
                 self._act("add-node", name, "a new node arrives")
                 self.cluster.start(name)
 
-    def _harm_worker(self, planned: Planned) -> None:
+    def _harm_worker(self, planned: PlannedAct) -> None:
         alive = [
             (agent, pid)
             for agent in self.cluster.agents
@@ -175,7 +190,7 @@ class Show:
 
     def _act(self, act: Act, node: str, what: str) -> None:
         self._say(node, what)
-        self.done.append(Done(act=act, time_s=time.time(), what=f"{node}: {what}"))
+        self.done.append(DemoDone(act=act, time_s=time.time(), what=f"{node}: {what}"))
 
     def _say(self, node: str, what: str) -> None:
         self.view = after_act(self.view, time.time(), node, what)

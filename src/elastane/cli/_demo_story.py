@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from elastane.observe.dashboard.view import Progress
+from elastane.observe.dashboard.view import StepProgress
 
 Act = Literal["kill-worker", "stop-worker", "kill-node", "leave", "add-node"]
 TITLES: dict[Act, str] = {
@@ -29,7 +29,7 @@ CHAOS_FIRST, CHAOS_LAST = 0.05, 0.6
 JITTER_S = 0.05
 
 
-class Planned(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedAct(msgspec.Struct, frozen=True, kw_only=True):
     """An act that is to come once a fraction `at` of all steps is done, and `jitter_s` later.
 
     `pick`, in [0, 1), chooses among those whom it can hit; 0.99 is the last of them.
@@ -41,25 +41,25 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     jitter_s: float = 0.0
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The acts in their order, and how many steps all workers go on before the next."""
 
-    acts: tuple[Planned, ...]
+    acts: tuple[PlannedAct, ...]
     settled_steps: int
 
 
 # One checkpoint at least lies between two acts, for the script that restarts.
-STORY = Plan(
+STORY = DemoPlan(
     acts=(
-        Planned(act="kill-worker", at=0.15),
-        Planned(act="kill-node", at=0.31),  # not at a checkpoint: something is to be redone
-        Planned(act="add-node", at=0.42),
+        PlannedAct(act="kill-worker", at=0.15),
+        PlannedAct(act="kill-node", at=0.31),  # not at a checkpoint: something is to be redone
+        PlannedAct(act="add-node", at=0.42),
     ),
     settled_steps=30,
 )
 
 
-def chaos(seed: int, rounds: int) -> Plan:
+def chaos(seed: int, rounds: int) -> DemoPlan:
     """Return a plan from a seed: in each round a node goes and one comes, and a worker is lost."""
     rng = random.Random(seed)
     acts: list[Act] = []
@@ -73,13 +73,13 @@ def chaos(seed: int, rounds: int) -> Plan:
         acts += inner
     places = sorted(rng.uniform(CHAOS_FIRST, CHAOS_LAST) for _ in acts)
     planned = (
-        Planned(act=act, at=at, pick=rng.random(), jitter_s=rng.random() * JITTER_S)
+        PlannedAct(act=act, at=at, pick=rng.random(), jitter_s=rng.random() * JITTER_S)
         for act, at in zip(acts, places, strict=True)
     )
-    return Plan(acts=tuple(planned), settled_steps=5)
+    return DemoPlan(acts=tuple(planned), settled_steps=5)
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class DemoDone(msgspec.Struct, frozen=True, kw_only=True):
     """An act that was carried out, at a time of the clock that the progress is written by."""
 
     act: Act
@@ -103,8 +103,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_act(
-    plan: Plan, points: Sequence[Progress], done: Sequence[Done], workers: int
-) -> Planned | None:
+    plan: DemoPlan, points: Sequence[StepProgress], done: Sequence[DemoDone], workers: int
+) -> PlannedAct | None:
     """Return the act that is due now, or None. `workers`: how many there are to be by now."""
     if len(done) == len(plan.acts) or not points:
         return None
@@ -115,7 +115,7 @@ def next_act(
     return planned if point.step >= planned.at * point.total_steps else None
 
 
-def cost_of(points: Sequence[Progress], done: Done) -> Cost | None:
+def cost_of(points: Sequence[StepProgress], done: DemoDone) -> Cost | None:
     """Return what an act cost, or None while the training has not come back from it."""
     steps = [point for point in points if point.loss is not None]
     split = _first_after(steps, done)
@@ -133,7 +133,7 @@ def cost_of(points: Sequence[Progress], done: Done) -> Cost | None:
     )
 
 
-def _is_over(plan: Plan, points: Sequence[Progress], done: Done, workers: int) -> bool:
+def _is_over(plan: DemoPlan, points: Sequence[StepProgress], done: DemoDone, workers: int) -> bool:
     """Whether training came back from an act, with all workers, and has gone on for a while."""
     world, size = _world(points[-1]), points[-1].world_size
     if size != workers or cost_of(points, done) is None:
@@ -144,7 +144,7 @@ def _is_over(plan: Plan, points: Sequence[Progress], done: Done, workers: int) -
     return len(since) >= plan.settled_steps
 
 
-def _first_after(steps: Sequence[Progress], done: Done) -> int | None:
+def _first_after(steps: Sequence[StepProgress], done: DemoDone) -> int | None:
     """Return the index of the first step of another world after the act."""
     before = sum(point.time <= done.time_s for point in steps)
     if not before:
@@ -153,6 +153,6 @@ def _first_after(steps: Sequence[Progress], done: Done) -> int | None:
     return next((i for i in range(before, len(steps)) if _world(steps[i]) != world), None)
 
 
-def _world(point: Progress) -> tuple[int, int]:
+def _world(point: StepProgress) -> tuple[int, int]:
     """What tells one world from the next: rank 0's process, or the round that it says it is in."""
     return point.pid, point.round

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.observe.dashboard.view import Progress, decode_progress
+from elastane.observe.dashboard.view import StepProgress, decode_progress
 from elastane.protocol.unreadable import UNREADABLE
 
 
-class Ending(msgspec.Struct, frozen=True):
+class WorkerEnd(msgspec.Struct, frozen=True):
     """How one worker ended: after how many steps, and with which weights (SHA-256)."""
 
     rank: int
@@ -25,7 +25,7 @@ class ProgressReader:
         self._path = path
         self._offset = 0
 
-    def poll(self) -> list[Progress]:
+    def poll(self) -> list[StepProgress]:
         """Return what is new; a file that is not there yet is empty."""
         try:
             with self._path.open("rb") as file:
@@ -39,7 +39,7 @@ class ProgressReader:
         return [point for point in decoded if point is not None]
 
 
-def endings(folder: Path) -> list[Ending]:
+def endings(folder: Path) -> list[WorkerEnd]:
     """Return how the workers ended that wrote into a folder; a line of something else is none."""
     try:
         lines = (folder / "final.jsonl").read_bytes().splitlines()
@@ -48,8 +48,8 @@ def endings(folder: Path) -> list[Ending]:
     return [ending for line in lines if (ending := _decode(line)) is not None]
 
 
-def _decode(line: bytes) -> Ending | None:
+def _decode(line: bytes) -> WorkerEnd | None:
     try:
-        return msgspec.json.decode(line, type=Ending)
+        return msgspec.json.decode(line, type=WorkerEnd)
     except UNREADABLE:
         return None

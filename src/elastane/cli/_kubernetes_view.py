@@ -13,7 +13,7 @@ import msgspec
 
 from elastane.cli._status_view import duration
 from elastane.errors import UsageError
-from elastane.kubernetes.client import Access, Api, ApiError, Selector
+from elastane.kubernetes.client import Api, ApiError, ClusterAccess, Selector
 from elastane.kubernetes.client.resource import EVENTS, PODS
 from elastane.kubernetes.model import (
     Condition,
@@ -51,7 +51,7 @@ class EventSeen(msgspec.Struct, rename="camel"):
         return self.last_timestamp or self.event_time or ""
 
 
-class Found(msgspec.Struct):
+class FoundObjects(msgspec.Struct):
     """A job, its pods and what was told of it."""
 
     job: ElasticJob
@@ -65,7 +65,7 @@ class Found(msgspec.Struct):
         return self.status.is_("Failed")
 
 
-async def look(access: Access, name: str) -> Found:
+async def look(access: ClusterAccess, name: str) -> FoundObjects:
     """Ask the API server about a job."""
     namespace = access.namespace or "default"
     async with Api(access) as api:
@@ -80,7 +80,7 @@ async def look(access: Access, name: str) -> Found:
         pods = await api.list(PODS, namespace, Pod, Selector(labels=selector(name)))
         events = await _events(api, namespace, job)
     ordered = sorted(pods.items, key=lambda pod: (_index(pod), pod.metadata.name))
-    return Found(job, read_status(job.status), ordered, events)
+    return FoundObjects(job, read_status(job.status), ordered, events)
 
 
 async def _events(api: Api, namespace: str, job: ElasticJob) -> list[EventSeen]:
@@ -93,7 +93,7 @@ async def _events(api: Api, namespace: str, job: ElasticJob) -> list[EventSeen]:
     return sorted(page.items, key=lambda event: event.at)
 
 
-def as_json(found: Found) -> str:
+def as_json(found: FoundObjects) -> str:
     """Return everything that is known."""
     told = {
         "job": found.job.metadata.name,
@@ -106,7 +106,7 @@ def as_json(found: Found) -> str:
     return msgspec.json.format(msgspec.json.encode(told)).decode()
 
 
-def lines(found: Found) -> list[str]:
+def lines(found: FoundObjects) -> list[str]:
     """Return the screen of a job."""
     status = found.status
     head = [f"{found.job.metadata.namespace}/{found.job.metadata.name}: {status.phase or 'new'}"]
@@ -121,7 +121,7 @@ def lines(found: Found) -> list[str]:
     ]
 
 
-def _facts(found: Found) -> list[tuple[str, str]]:
+def _facts(found: FoundObjects) -> list[tuple[str, str]]:
     status, spec = found.status, found.job.spec
     low, high = spec.get("minReplicas"), spec.get("maxReplicas")
     bounds = f" (min {low}, max {high})" if low or high else ""
@@ -163,7 +163,7 @@ def _condition_line(one: Condition) -> str:
     return f"  {one.type:<{_LABEL_CHARS}}{one.status:<8}{said}{_ago(one.last_transition_time)}"
 
 
-def _pod_table(found: Found) -> list[str]:
+def _pod_table(found: FoundObjects) -> list[str]:
     if not found.pods:
         return ["  no pods"]
     ranks = {one.pod: one.rank for one in found.status.workers if one.rank is not None}

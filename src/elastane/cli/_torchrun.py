@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastane.cli._handler import argv_of, config_of, is_wanted
 from elastane.errors import ConfigurationError
-from elastane.functions.wish import Wish, as_text
+from elastane.functions.wish import RequestedOptions, as_text
 from elastane.options.backend import is_builtin
 from elastane.options.build import read_nnodes, read_nproc
 from elastane.options.option import Option
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises ChildFailedError where workers failed more often than is allowed.
     """
-    from elastane.elastic.launcher._called import Job
+    from elastane.elastic.launcher._called import CalledJob
     from elastane.elastic.launcher.api import launch_agent
 
     environ = environment.snapshot()
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         allowed = int(options.text("max_restarts"))
         name = os.fspath(args.training_script)
-        Job(wish, {}, environ, name, 0, options.text("role"), allowed).run()
+        CalledJob(wish, {}, environ, name, 0, options.text("role"), allowed).run()
 
 
 def _add(parser: argparse.ArgumentParser, option: Option, variable: str) -> None:
@@ -149,7 +149,7 @@ def _typed(option: Option, text: str) -> Any:
     return text
 
 
-def _wish(args: argparse.Namespace) -> Wish:
+def _wish(args: argparse.Namespace) -> RequestedOptions:
     """Return what a namespace asks for, of a parser of ours, of torch's, or made by hand.
 
     A value at its default was not asked for: a settings file may say more.
@@ -168,7 +168,7 @@ def _wish(args: argparse.Namespace) -> Wish:
     words = tuple(map(str, found.get("training_script_args") or ()))
     if not get_use_env(args):
         words = (f"--local-rank={LOCAL_RANK_MACRO}", *words)
-    return Wish(values, os.fspath(script), words)
+    return RequestedOptions(values, os.fspath(script), words)
 
 
 def _says(dest: str, value: Any) -> bool:

@@ -19,7 +19,7 @@ from elastane.cli import _checkpoint_view as view
 from elastane.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from elastane.storage import Found, Repository
+    from elastane.storage import FoundCheckpoint, Repository
 
 SOUND, UNSOUND = 0, 1
 
@@ -179,7 +179,7 @@ def _export(args: argparse.Namespace) -> int:
     return SOUND
 
 
-def _chosen(repository: Repository, which: list[str]) -> list[Found]:
+def _chosen(repository: Repository, which: list[str]) -> list[FoundCheckpoint]:
     """Return the checkpoints that are meant, newest first; CheckpointError where one is none."""
     published = repository.published()
     where = repository.storage.where
@@ -194,7 +194,7 @@ def _chosen(repository: Repository, which: list[str]) -> list[Found]:
     return [one for one in published if not which or any(_is_meant(one, word) for word in which)]
 
 
-def _is_meant(found: Found, word: str) -> bool:
+def _is_meant(found: FoundCheckpoint, word: str) -> bool:
     return not word or word == found.folder or word == str(found.key.step)
 
 

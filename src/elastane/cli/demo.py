@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from elastane.cli._demo_example import EXAMPLES, RESTART, Example
-from elastane.cli._demo_result import Comparison, Result
-from elastane.cli._demo_story import STORY, Plan, chaos
+from elastane.cli._demo_result import Comparison, DemoResult
+from elastane.cli._demo_story import STORY, DemoPlan, chaos
 from elastane.cli._demo_told import endings
 from elastane.errors import ConfigurationError, ElastaneError, ExitCode, UsageError
 
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the demo; return its exit code."""
     example, plan, seed = chosen(args)
     check_packages(example)
-    from elastane.cli._demo_cluster import Cluster
+    from elastane.cli._demo_cluster import DemoCluster
     from elastane.cli._demo_show import Show
     from elastane.observe.dashboard.terminal import face_for
     from elastane.process import environment
@@ -76,12 +76,12 @@ def main(args: argparse.Namespace) -> int:
         script = example.command(folder, fast=args.fast)
         if args.chaos:
             script = example.exact(folder, fast=args.fast, delays=True)
-        with Cluster(folder, script, environ) as cluster:
+        with DemoCluster(folder, script, environ) as cluster:
             show = Show(cluster, plan)
             with face_for(stream, "elastane demo") as face:
                 show.play(face.show, args.timeout)
             total_s = time.monotonic() - begun
-            result = Result(
+            result = DemoResult(
                 example=example,
                 learned=show.learned(),
                 steps=show.view.step,
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     return int(ExitCode.DONE if result.ok else ExitCode.WORKER_FAILED)
 
 
-def chosen(args: argparse.Namespace) -> tuple[Example, Plan, int]:
+def chosen(args: argparse.Namespace) -> tuple[Example, DemoPlan, int]:
     """Return what is trained, what is done to it, and the seed of that."""
     if args.restart and (args.chaos or args.example):
         raise UsageError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from elastane.cli import _kubernetes_render as rendering
 
 if TYPE_CHECKING:
-    from elastane.kubernetes.client import Access
+    from elastane.kubernetes.client import ClusterAccess
 
 NAMESPACE = "elastane-system"
 
@@ -41,7 +41,7 @@ def _configure_access(parser: argparse.ArgumentParser) -> None:
     add("--context", metavar="NAME", default="", help="of the kubeconfig (default: its current)")
 
 
-def _access(args: argparse.Namespace) -> Access:
+def _access(args: argparse.Namespace) -> ClusterAccess:
     from elastane.kubernetes.client import find_access
     from elastane.process import environment
 
@@ -84,7 +84,7 @@ def _operator(args: argparse.Namespace) -> int:
     from elastane.observe.logging import flush
 
     access = _access(args)
-    settings = operator.Settings(
+    settings = operator.OperatorSettings(
         namespace=args.namespace,
         lease_namespace=args.lease_namespace or access.namespace or "default",
         lease_name=args.lease_name or operator.LEASE_NAME,

@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the wanted output; 0 also where the reader of a pipe has enough."""
-    from elastane.observe.merge import Cursor, Follower, find_streams, merged
+    from elastane.observe.merge import Follower, LogCursor, find_streams, merged
 
     selection = _selection(args)
     folder = find_job(args.job, args.log_dir)
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     streams = find_streams(folder, selection)
     if not streams:
         raise _nothing_kept(folder)
-    cursors = [Cursor(stream) for stream in streams]
+    cursors = [LogCursor(stream) for stream in streams]
     _print(merged(cursors, by_time=args.merge_by_time, partial=True), timed=args.merge_by_time)
     return 0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastane.errors import ElastaneError, UsageError
+from elastane.options.parser import OptionValues, add_options, read
 from elastane.options.parser import RunParser as Parser
-from elastane.options.parser import Settings, add_options, read
 
 if TYPE_CHECKING:
     from elastane.options.parser import Options
@@ -82,7 +82,7 @@ def _tell(notes: Iterable[str]) -> None:
         print(f"elastane: {note}", file=sys.stderr)
 
 
-def _settings(named: str) -> Settings:
+def _settings(named: str) -> OptionValues:
     from elastane.options.settings import load
 
     return load(named, Path.cwd())

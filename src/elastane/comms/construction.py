@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import GroupName
 from elastane.comms import sockets
 from elastane.comms.meeting import Meeting
 from elastane.comms.sockets import Endpoint
-from elastane.comms.storeclient import StoreClient
+from elastane.comms.storeclient import GroupStoreClient
 
 # Between two cuts of a construction that was ended: connections come and go meanwhile.
 _CUT_AGAIN_S = 0.005
@@ -85,7 +85,7 @@ class Construction:
         self._ended = False
         self._over = threading.Event()
         # The store's connection, and those of the finished group.
-        self.client: StoreClient | None = None
+        self.client: GroupStoreClient | None = None
         self.server: Store | None = None
         self.inodes: set[int] = set()
 
@@ -149,7 +149,7 @@ class Construction:
             return HashStore()
         if wiring.serves:
             self.server = self._native_store(is_master=True)
-        client = StoreClient(wiring.master_addr, wiring.master_port, wiring.timeout_s)
+        client = GroupStoreClient(wiring.master_addr, wiring.master_port, wiring.timeout_s)
         self.client = client
         if self._ended:
             client.interrupt()

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastane.comms import ddp, tables
 from elastane.comms.group import WorldGroup
 from elastane.comms.pairing import Pairing
-from elastane.comms.works import Completed, Ledger, Together, Waited
+from elastane.comms.works import Completed, Together, Waited, WorkLog
 from elastane.errors import ConfigurationError, JobError, PeerLostError
 
 # Between two looks at a device.
@@ -68,7 +68,7 @@ class ElasticGroup(ProcessGroup):
         super().__init__(0, 1)  # type: ignore[call-arg]  # as torch has it for subclasses
         self._label = name
         self._world: WorldGroup | None = None
-        self._works = Ledger()
+        self._works = WorkLog()
         # By id, in the order in which they were made, which is the same on all members.
         self._ddps: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._registered = False

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store
 
-from elastane.comms.sockets import Entry, parse_entry
+from elastane.comms.sockets import SocketEntry, parse_entry
 from elastane.errors import ConfigurationError
 
 _PREFIX = "gloo/"
@@ -25,8 +25,8 @@ class Meeting(Store):
     def __init__(self, inner: Store) -> None:
         super().__init__()
         self._inner = inner
-        self.own: Entry | None = None
-        self.peers: list[Entry] = []
+        self.own: SocketEntry | None = None
+        self.peers: list[SocketEntry] = []
         self.ended = False
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -75,7 +75,7 @@ class Meeting(Store):
             raise RuntimeError("the world was ended while its process group was being built")
 
 
-def _entry(raw: bytes) -> Entry:
+def _entry(raw: bytes) -> SocketEntry:
     entry = parse_entry(raw)
     if entry is None:
         raise ConfigurationError(

@@ -35,7 +35,7 @@ def parcels(pieces: Iterable[Piece], parcel_bytes: int) -> Iterator[list[Piece]]
         yield small
 
 
-class Memory:
+class TensorMemory:
     """The bytes of `tensors`, each in a row; `finish` after they were written."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

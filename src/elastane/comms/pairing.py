@@ -2,9 +2,9 @@
 
 gloo and NCCL pair the collectives of a group by their order alone: a member that makes one more
 than the others has it paired with a later one of theirs, and the sums are wrong without an error.
-`Tally` counts what this member made. `Pairing` compares the tallies of all members at each commit,
-over connections that have no part in that order, and again when the survivors of a world that
-broke meet in the next one. Fails with MispairedError on all members, and as the group does.
+`CollectiveTally` counts what this member made. `Pairing` compares the tallies of all members at
+each commit, over connections that have no part in that order, and again when the survivors of a
+broken world meet in the next one. Fails with MispairedError on all members, and as the group does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ IN_BODY, UPDATED, ENDED = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class CollectiveRecord:
     """What one member did in one world since the commit before.
 
     `world`: a number for the world; 0 where there was none with other members. `commits`: how many
@@ -83,7 +83,7 @@ class Record:
         return int.from_bytes(hashlib.blake2b(packed, digest_size=_MARK_BYTES).digest(), "little")
 
     @classmethod
-    def unpacked(cls, numbers: Sequence[int]) -> Record:
+    def unpacked(cls, numbers: Sequence[int]) -> CollectiveRecord:
         """Return what `packed` gave."""
         world, step, commits, reached, digest, *made = numbers
         return cls(world, step, commits, reached, digest, tuple(made))
@@ -94,7 +94,7 @@ class Record:
         return ", ".join(parts) or "no collective"
 
 
-class Tally:
+class CollectiveTally:
     """The collectives of one member since its last commit; several threads may begin them."""
 
     def __init__(self) -> None:
@@ -114,9 +114,9 @@ class Tally:
         self._digest = (self._digest * _FACTOR + code + 1) & _MASK
         self._made[kind] += 1
 
-    def record(self, world: int, step: int, commits: int, reached: int) -> Record:
+    def record(self, world: int, step: int, commits: int, reached: int) -> CollectiveRecord:
         """Return what was counted."""
-        return Record(world, step, commits, reached, self._digest, tuple(self._made))
+        return CollectiveRecord(world, step, commits, reached, self._digest, tuple(self._made))
 
     def _code(self, name: str) -> tuple[int, int]:
         kind = next(kind for prefix, kind in _KIND_BY_NAME if name.startswith(prefix))
@@ -124,7 +124,7 @@ class Tally:
         return code
 
 
-def odd_pair(records: Sequence[Record]) -> tuple[int, int]:
+def odd_pair(records: Sequence[CollectiveRecord]) -> tuple[int, int]:
     """Return two ranks whose records differ: one of the most frequent record, and another. Pure."""
     ((usual, _),) = Counter(records).most_common(1)
     odd = next(rank for rank, record in enumerate(records) if record != usual)
@@ -132,7 +132,7 @@ def odd_pair(records: Sequence[Record]) -> tuple[int, int]:
     return first, second
 
 
-def odd_survivors(records: Sequence[Record]) -> tuple[int, int] | None:
+def odd_survivors(records: Sequence[CollectiveRecord]) -> tuple[int, int] | None:
     """Return two ranks of which one keeps an update that was not paired rightly. Pure.
 
     `records`: of the last world that each was in. Members may have been at different places of a
@@ -163,12 +163,12 @@ class Pairing:
 
     def __init__(self, group: ElasticGroup) -> None:
         self._group = group
-        self.tally = Tally()
+        self.tally = CollectiveTally()
         self._commits = 0
         self._step = 0
         self._reached = IN_BODY
         # Of the last world that broke, until it was compared.
-        self._left: Record | None = None
+        self._left: CollectiveRecord | None = None
 
     def left(self, fence: str, size: int, *, broke: bool) -> None:
         """Leave a world; keep what was done there if it broke, and begin to count anew."""
@@ -204,19 +204,19 @@ class Pairing:
 
         `updated`: this one keeps the update of a body that was cut short.
         """
-        mine = self._left or Record(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
+        mine = self._left or CollectiveRecord(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
         if updated and mine.reached == IN_BODY:
             mine = replace(mine, reached=UPDATED)
         said = torch.tensor(mine.packed(), dtype=torch.int64)
         heard = [torch.zeros_like(said) for _ in range(self._group.size())]
         dist.all_gather(heard, said, group=self._group)
-        records = [Record.unpacked(each.tolist()) for each in heard]
+        records = [CollectiveRecord.unpacked(each.tolist()) for each in heard]
         found = odd_survivors(records)
         if found is not None:
             raise _mispaired(records, found)
         self._left = None
 
-    def _insist(self, mine: Record) -> None:
+    def _insist(self, mine: CollectiveRecord) -> None:
         """Raise MispairedError on all members, where one has another record.
 
         A sum of one number is the quickest that gloo has: four workers on two busy cores took
@@ -229,10 +229,10 @@ class Pairing:
         said = torch.tensor(mine.packed())
         heard = torch.empty((self._group.size(), len(said)), dtype=torch.int64)
         self._group.aside(lambda aside: aside.allgather([[*heard]], [said]))
-        records = [Record.unpacked(each) for each in heard.tolist()]
+        records = [CollectiveRecord.unpacked(each) for each in heard.tolist()]
         raise _mispaired(records, odd_pair(records))
 
-    def _record(self, world: int) -> Record:
+    def _record(self, world: int) -> CollectiveRecord:
         return self.tally.record(world, self._step, self._commits, self._reached)
 
 
@@ -240,7 +240,7 @@ class MispairedError(JobError):
     """Members made different collectives: what they computed together is wrong."""
 
 
-def _mispaired(records: Sequence[Record], pair: tuple[int, int]) -> MispairedError:
+def _mispaired(records: Sequence[CollectiveRecord], pair: tuple[int, int]) -> MispairedError:
     rank, other = pair
     a, b = records[rank], records[other]
     if a.step != b.step and a.reached == b.reached == ENDED:

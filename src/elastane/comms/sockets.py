@@ -35,14 +35,14 @@ _TCP_INFO_BYTES = _TCP_BYTES_AT + _TCP_BYTES.size
 
 
 @dataclass(frozen=True)
-class Entry:
+class SocketEntry:
     """What one rank publishes: where it listens, and the number each peer's pair has there."""
 
     listener: Endpoint
     pairs: tuple[int, ...]
 
 
-def parse_entry(blob: bytes) -> Entry | None:
+def parse_entry(blob: bytes) -> SocketEntry | None:
     """Read what gloo puts into the store for one rank; None where it is of another layout."""
     try:
         (host_bytes,) = _LENGTH.unpack_from(blob, 0)
@@ -56,7 +56,7 @@ def parse_entry(blob: bytes) -> Entry | None:
         pairs = tuple(pair for (pair,) in _PAIR.iter_unpack(blob[len(blob) - rest :]))
     except struct.error:
         return None
-    return None if listener is None else Entry(listener, pairs)
+    return None if listener is None else SocketEntry(listener, pairs)
 
 
 def _sockaddr(raw: bytes) -> Endpoint | None:
@@ -171,7 +171,7 @@ def _passes(sock: socket.socket, belongs: Callable[[socket.socket], bool]) -> bo
         return False  # not connected: a listener, or an attempt that has not come through
 
 
-def knock(entry: Entry, timeout_s: float) -> None:
+def knock(entry: SocketEntry, timeout_s: float) -> None:
     """Come to one's own listener in every peer's name.
 
     A rank waits for the peers that connect to it, and for one that died there is no socket to

@@ -26,7 +26,7 @@ Piece: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class MemberStatus:
     """What one member says of itself: steps committed, and whether it holds their state.
 
     `torn`: it was receiving a state that did not come to its end, and holds half of each.
@@ -72,7 +72,7 @@ class Healing:
         return tuple(sorted(each.receiver for wave in self.waves for each in wave))
 
 
-def decide(standings: Sequence[Standing]) -> Healing | None:
+def decide(standings: Sequence[MemberStatus]) -> Healing | None:
     """Return who heals whom; `standings` in the order of ranks, the same on all members.
 
     None: nobody holds a state, and some have half of one; all are to begin anew.
@@ -154,7 +154,7 @@ def stripes(sizes: Sequence[int], same: Sequence[Sequence[bool]]) -> list[list[P
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StateVerdict:
     """What members' digests of the same step say: who differs from whom.
 
     `groups`: the ranks that agree with each other, the largest group first. `right` is that of
@@ -165,17 +165,17 @@ class Verdict:
     right: tuple[int, ...]
 
 
-def judge(digests: Sequence[bytes]) -> Verdict:
+def judge(digests: Sequence[bytes]) -> StateVerdict:
     """Return which replicas are to be believed; `digests` in the order of ranks."""
     assert digests, "a world has members"
     counted = Counter(digests).most_common()
     groups = [tuple(r for r, d in enumerate(digests) if d == digest) for digest, _ in counted]
     groups.sort(key=lambda ranks: (-len(ranks), ranks))
     is_majority = len(groups[0]) * 2 > len(digests)
-    return Verdict(tuple(groups), groups[0] if is_majority else ())
+    return StateVerdict(tuple(groups), groups[0] if is_majority else ())
 
 
-def correct(verdict: Verdict, machines: Sequence[int], committed: int) -> Healing:
+def correct(verdict: StateVerdict, machines: Sequence[int], committed: int) -> Healing:
     """Return how those who differ get the state of the majority."""
     assert verdict.right, "there is a majority"
     return Healing(committed, verdict.right, _waves(verdict.right, machines), fresh=False)

@@ -43,7 +43,7 @@ class _Query(IntEnum):
     PING = 13
 
 
-class StoreClient(Store):
+class GroupStoreClient(Store):
     """One connection to a TCPStore; `interrupt`, from any thread, ends whatever waits in it."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from elastane.comms.channel import Channel, decoded, unreadable
 from elastane.comms.digest import DIGEST_BYTES, PROBE_BYTES, fold, probe
-from elastane.comms.memory import Memory, parcels
+from elastane.comms.memory import TensorMemory, parcels
 from elastane.comms.state import Parts, build, flatten
 from elastane.comms.state_plan import Piece, stripes
 from elastane.errors import StateError
@@ -62,7 +62,7 @@ _FROM_TAKER: msgspec.msgpack.Decoder[_Ask | _Want] = msgspec.msgpack.Decoder(_As
 
 
 @dataclass(frozen=True)
-class Taken:
+class StateTaken:
     """What `take` found: the state, how many bytes came, and which tensors were not equal.
 
     Tensors that the receiver did not have are among the latter.
@@ -80,7 +80,7 @@ def give(channel: Channel, state: object) -> int:
     """
     parts = flatten(state)
     tree, tensors = parts.tree, parts.tensors
-    memory = Memory(tensors)
+    memory = TensorMemory(tensors)
     specs = [
         _Spec(name, _name(t.dtype), list(t.shape), t.device.type)
         for name, t in zip(parts.names, tensors, strict=True)
@@ -108,7 +108,7 @@ def take(
     *,
     room: Sequence[torch.Tensor] = (),
     when_writing: Callable[[], None] = lambda: None,
-) -> Taken:
+) -> StateTaken:
     """The state that all givers hold; each of them is in `give`.
 
     Tensors of `into` are filled in place where name, kind and shape are those that come; else one
@@ -119,7 +119,7 @@ def take(
     heard = [decoded(raw, _CATALOGUE) for raw in raws]
     mine = flatten(into) if into is not None else Parts(b"", [], [])
     tensors, known = _places(heard[0], mine, room)
-    memory = Memory(tensors)
+    memory = TensorMemory(tensors)
     equal = _equal(channels[0], heard[0], memory, known)
     wants = _wants(heard, memory, equal)
     if any(wants):
@@ -132,7 +132,7 @@ def take(
     for channel, digest in zip(channels, digests, strict=True):
         _compare(channel.hear(), digest.digest())
     memory.finish()
-    return Taken(
+    return StateTaken(
         build(heard[0].tree, tensors),
         sum(stop - start for pieces in wants for _, start, stop in pieces),
         [spec.name for number, spec in enumerate(heard[0].specs) if number not in equal],
@@ -140,7 +140,7 @@ def take(
 
 
 def _filled(
-    channel: Channel, memory: Memory, pieces: list[Piece], digest: hashlib.blake2b
+    channel: Channel, memory: TensorMemory, pieces: list[Piece], digest: hashlib.blake2b
 ) -> Iterator[None]:
     cut = list(parcels(pieces, channel.parcel_bytes))
     rooms = channel.take(map(memory.room, cut), lambda part: digest.update(fold(part)))
@@ -188,7 +188,7 @@ def _is_shape(shape: list[int]) -> bool:
     return all(size >= 0 for size in shape) and count <= _SIZE_MAX
 
 
-def _equal(channel: Channel, theirs: _Catalogue, memory: Memory, known: set[int]) -> set[int]:
+def _equal(channel: Channel, theirs: _Catalogue, memory: TensorMemory, known: set[int]) -> set[int]:
     """Which tensors the receiver has already, by number."""
     if len(theirs.probes) != len(theirs.specs) * PROBE_BYTES:
         raise unreadable(f"{len(theirs.probes)} bytes of probes of {len(theirs.specs)} tensors")
@@ -211,7 +211,7 @@ def _equal(channel: Channel, theirs: _Catalogue, memory: Memory, known: set[int]
     }
 
 
-def _wants(heard: Sequence[_Catalogue], memory: Memory, equal: set[int]) -> list[list[Piece]]:
+def _wants(heard: Sequence[_Catalogue], memory: TensorMemory, equal: set[int]) -> list[list[Piece]]:
     first = heard[0]
     sizes = [0 if number in equal else flat.numel() for number, flat in enumerate(memory.flat)]
     same = [
@@ -228,13 +228,13 @@ def _probe_of(catalogue: _Catalogue, number: int) -> bytes:
     return catalogue.probes[number * PROBE_BYTES : (number + 1) * PROBE_BYTES]
 
 
-def _numbers(asked: _Ask, memory: Memory) -> list[int]:
+def _numbers(asked: _Ask, memory: TensorMemory) -> list[int]:
     if any(not 0 <= number < len(memory.flat) for number in asked.tensors):
         raise unreadable(f"digests of {asked.tensors} of {len(memory.flat)} tensors")
     return asked.tensors
 
 
-def _checked(pieces: list[Piece], memory: Memory) -> list[Piece]:
+def _checked(pieces: list[Piece], memory: TensorMemory) -> list[Piece]:
     for number, start, stop in pieces:
         size = memory.flat[number].numel() if 0 <= number < len(memory.flat) else -1
         if not 0 <= start < stop <= size:

@@ -32,7 +32,7 @@ class Waited(Work):
     """
 
     def __init__(
-        self, work: Work, ledger: Ledger, tensors: list[torch.Tensor], *, sliced: bool
+        self, work: Work, ledger: WorkLog, tensors: list[torch.Tensor], *, sliced: bool
     ) -> None:
         super().__init__()
         self._work = work
@@ -203,7 +203,7 @@ class Waiter:
             self.over.set()
 
 
-class Ledger:
+class WorkLog:
     """The works that nobody has seen the end of, and the first failure; for any thread."""
 
     def __init__(self) -> None:

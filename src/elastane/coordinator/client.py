@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from elastane.errors import RendezvousError, RendezvousRefusedError
+from elastane.errors import MembershipError, RendezvousRefusedError
 from elastane.process.rpc import connect
 from elastane.process.tls import TlsConfig
 from elastane.protocol.messages import Query, Refused, Report
@@ -42,8 +42,8 @@ async def query(
             raise _no_answer(f"{host}:{port} answered with a {type(answer).__name__}")
 
 
-def _no_answer(what: str) -> RendezvousError:
-    return RendezvousError(
+def _no_answer(what: str) -> MembershipError:
+    return MembershipError(
         what,
         slug="status-unanswered",
         expected="a report of the job",

@@ -29,8 +29,8 @@ from elastane.errors import LeaseLostError, StoreError
 from elastane.process.endpoint import Endpoint
 from elastane.protocol.events import AuthorityChanged
 from elastane.protocol.limits import OUTCOME_KEPT_S, SAVE_PATIENCE_S, STORE_POLL_S, look_s
-from elastane.protocol.model import JobSpec, Record
-from elastane.stores.jobs import Filed, JobKeys, Seat
+from elastane.protocol.model import JobRecord, JobSpec
+from elastane.stores.jobs import Filed, JobKeys, LeaderRecord
 from elastane.stores.protocol import ConflictError, Lease
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Election:
         self._lease: Lease | None = None
         self._fenced_term = 0  # the term under which the record stands
         self._version = 0  # the record's
-        self._record: Record | None = None
+        self._record: JobRecord | None = None
         self._told_held = False
         self._renewing = asyncio.Lock()
         self._trouble = ""
@@ -76,7 +76,7 @@ class Election:
         lease = self._lease
         return lease is not None and lease.held() and lease.term == self._fenced_term
 
-    async def campaign(self) -> Record | None:
+    async def campaign(self) -> JobRecord | None:
         """Take the lease as soon as it is free, and return the job's record as of then.
 
         Looks each STORE_POLL_S, less often where many may, give or take a fifth by chance; bears a
@@ -116,7 +116,7 @@ class Election:
         async def once() -> None:
             for _ in range(_RACES_MAX):
                 await self._assure()
-                seat = Seat(term=self.term, node_id=self.node_id, endpoint=endpoint)
+                seat = LeaderRecord(term=self.term, node_id=self.node_id, endpoint=endpoint)
                 known, version = await self.keys.seated()
                 if known is not None and known.term > seat.term:
                     raise self._deposed(known.term)
@@ -129,7 +129,7 @@ class Election:
 
         await self._patiently(once)
 
-    async def save(self, record: Record) -> None:
+    async def save(self, record: JobRecord) -> None:
         """Make the job's record durable under this node's term.
 
         Bears a store that is away for as long as the patience: nobody else may decide meanwhile,
@@ -144,7 +144,7 @@ class Election:
 
         await self._patiently(once)
 
-    async def load(self) -> Record | None:
+    async def load(self) -> JobRecord | None:
         """Return the job's record, whoever wrote it."""
         return await self.keys.load()
 
@@ -212,7 +212,7 @@ class Election:
                 return
         raise self._deposed(lease.term)
 
-    async def _file(self, record: Record) -> None:
+    async def _file(self, record: JobRecord) -> None:
         content = msgspec.json.encode(Filed(term=self._fenced_term, record=record))
         kept_s = OUTCOME_KEPT_S if record.outcome is not None else None
         for _ in range(_RACES_MAX):

@@ -20,17 +20,17 @@ from elastane.errors import RendezvousRefusedError
 from elastane.kubernetes.store.settings import JOB_VARIABLE, POD_VARIABLE
 from elastane.process.rpc import Access, insist_on_room
 from elastane.protocol.log_events import EventKind, Note
-from elastane.protocol.model import JobSpec, Outcome, Record
+from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.stores.jobs import JobKeys
 
 if TYPE_CHECKING:
     from elastane.kubernetes.bridge.bridge import Attending
 
 _log = logging.getLogger("elastane.hosting")
-Save = Callable[[Record], Awaitable[None]]
+Save = Callable[[JobRecord], Awaitable[None]]
 
 
-async def save_nowhere(record: Record) -> None:
+async def save_nowhere(record: JobRecord) -> None:
     """Keep no record: the job has no store, and its agents hold what is known."""
 
 
@@ -52,7 +52,7 @@ def attending_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Attending 
 class Takeover:
     """What a coordinator finds where it begins: the record, and whose coordinator ended."""
 
-    record: Record | None = None
+    record: JobRecord | None = None
     previous_holder: str = ""
     store_backed: bool = False
 
@@ -79,7 +79,7 @@ class Hosting:
         """Return for how long the coordinator has had too few nodes after a loss of some."""
         return self._machine.short_of_nodes_s if self._machine is not None else 0.0
 
-    def check(self, record: Record | None) -> None:
+    def check(self, record: JobRecord | None) -> None:
         """Raise where this agent's job is not the recorded one: it must not decide for it."""
         if record is None:
             return

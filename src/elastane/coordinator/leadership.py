@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 
 from elastane.coordinator.election import Election
 from elastane.coordinator.host import Hosting, Takeover
-from elastane.errors import ConfigurationError, ElastaneError, RendezvousError, StoreError
+from elastane.errors import ConfigurationError, ElastaneError, MembershipError, StoreError
 from elastane.process.endpoint import Endpoint, is_mine, listen, local_addresses, resolve
 from elastane.protocol.events import AuthorityChanged
 from elastane.protocol.limits import CLOSE_S, GIVE_WAY_S
-from elastane.protocol.model import Record
+from elastane.protocol.model import JobRecord
 from elastane.stores.jobs import JobKeys
 from elastane.stores.protocol import Store
 
@@ -34,7 +34,7 @@ _STORE_RETRY_S = 0.5
 _SAY_AFTER_S = 3.0
 
 
-class Seat(Protocol):
+class Leadership(Protocol):
     """Finds the coordinator, and runs it where that is this agent's part."""
 
     async def locate(self, *, linked: bool = False) -> tuple[str, int]:
@@ -155,7 +155,7 @@ class StoreSeat:
         self._sought.set()
         endpoint = await self._election.locate()
         if endpoint is None:
-            raise RendezvousError(
+            raise MembershipError(
                 "no coordinator has been elected yet",
                 slug="no-coordinator",
                 where=f"job {self._election.keys.job}",
@@ -202,7 +202,7 @@ class StoreSeat:
             campaign.cancel()
             await asyncio.gather(campaign, return_exceptions=True)
 
-    async def _hold(self, record: Record | None) -> bool:
+    async def _hold(self, record: JobRecord | None) -> bool:
         """Serve under the lease; returns whether the job has ended."""
         self._hosting.check(record)
         before = await self._election.keys.seat()

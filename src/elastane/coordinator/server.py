@@ -19,7 +19,7 @@ from typing import Protocol
 from elastane.coordinator.clock import READ_S, SteadyClock
 from elastane.coordinator.turns import Peer, Turns
 from elastane.errors import LeaseLostError
-from elastane.process.rpc import Access, Door
+from elastane.process.rpc import Access, Listener
 from elastane.process.rpc.door import ServerLink
 from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
 from elastane.protocol.events import (
@@ -33,7 +33,7 @@ from elastane.protocol.events import (
 )
 from elastane.protocol.limits import REFUSAL_NOTES_INTERVAL_S, REFUSAL_NOTES_MAX
 from elastane.protocol.log_events import EventKind, Note
-from elastane.protocol.model import Outcome, Record
+from elastane.protocol.model import JobRecord, Outcome
 
 _log = logging.getLogger("elastane.coordinator")
 # Events between two turns of the event loop, which also runs the agent: about a millisecond.
@@ -66,13 +66,13 @@ class Coordinator:
         listener: socket.socket,
         *,
         access: Access,
-        save: Callable[[Record], Awaitable[None]],
+        save: Callable[[JobRecord], Awaitable[None]],
         tell: Callable[[Note], None],
     ) -> None:
         self._machine = machine
         self._save = save
         self._tell = tell
-        self._door = Door(listener, access, self)
+        self._door = Listener(listener, access, self)
         self._peers: dict[int, Peer] = {}
         self._number_of: dict[ServerLink, int] = {}
         self._closing: set[ServerLink] = set()

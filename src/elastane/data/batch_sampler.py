@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, tee
 
 from elastane.data.arrays import np
-from elastane.data.cursor import Cursor
-from elastane.data.ledger import Ledger, Share
+from elastane.data.cursor import DataPosition
+from elastane.data.ledger import Ledger, LedgerShare
 from elastane.data.permutation import Permutation
 
 __all__ = ["ElasticBatchSampler"]
@@ -23,7 +23,7 @@ _AHEAD_SAMPLES = 8_192
 _AHEAD_SHARES = 64
 
 
-class ElasticBatchSampler(Cursor):
+class ElasticBatchSampler(DataPosition):
     """Yields the indices of this rank's share of each step, from the committed place on.
 
     An iterator ends with the epoch; the place moves by `commit` alone. With `micro_batches` k a
@@ -54,7 +54,7 @@ class ElasticBatchSampler(Cursor):
         lists = self.lists(dealt, self.epoch)
         return lists if self.recall is None else self.recall.marked(lists, map(self.words, again))
 
-    def lists(self, shares: Iterator[Share], epoch: int) -> Iterator[list[int]]:
+    def lists(self, shares: Iterator[LedgerShare], epoch: int) -> Iterator[list[int]]:
         """Turn shares of one epoch into lists of indices."""
         order = Permutation(self.ledger.n, self.seed, epoch) if self.shuffle else None
         while ahead := self._ahead(shares):
@@ -68,7 +68,7 @@ class ElasticBatchSampler(Cursor):
                 begin = end
 
     @staticmethod
-    def _ahead(shares: Iterator[Share]) -> list[Share]:
+    def _ahead(shares: Iterator[LedgerShare]) -> list[LedgerShare]:
         """Take as many shares as are evaluated together; none at the end."""
         ahead = list(islice(shares, 1))
         if ahead:

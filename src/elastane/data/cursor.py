@@ -17,12 +17,12 @@ from itertools import islice
 from typing import Any, Self
 
 from elastane.data.checks import SEED_END, whole
-from elastane.data.ledger import Ledger, Place, Share, cut
+from elastane.data.ledger import CommittedPosition, Ledger, LedgerShare, cut
 from elastane.data.recall import Recall
 from elastane.data.streams import FOR_LOADER
 from elastane.errors import ConfigurationError
 
-__all__ = ["Cursor", "matching", "world_of_process"]
+__all__ = ["DataPosition", "matching", "world_of_process"]
 
 # Of the layout of state_dict(), and of the order that a seed means.
 _FORMAT = 1
@@ -56,7 +56,7 @@ def _refused(what: str, expected: str) -> ConfigurationError:
     )
 
 
-class Cursor:
+class DataPosition:
     """The place of one rank's copy; all copies are equal where all commit the same steps."""
 
     def __init__(self, ledger: Ledger, seed: int, shuffle: bool) -> None:
@@ -107,7 +107,7 @@ class Cursor:
         return self._world or world_of_process()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CommittedPosition:
         """The epoch, and how many samples of it are committed."""
         return self.ledger.place_before(self._next)
 
@@ -146,7 +146,7 @@ class Cursor:
             )
         self._next = max(self._next, step + 1)
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[LedgerShare]:
         """Give this rank's shares from the place to the end of its epoch.
 
         Place and world are those of the call, whatever happens while the iterator lives.
@@ -155,14 +155,14 @@ class Cursor:
             self._next, *self.world, self.micro_batches, self.virtual_shards
         )
 
-    def share(self, step: int | None = None, micro: int = 0) -> Share:
+    def share(self, step: int | None = None, micro: int = 0) -> LedgerShare:
         """Return this rank's share of a step (None: the next), as its world is now."""
         step = self._next if step is None else whole("step", step)
         micro = whole("micro", micro, 0, self.portions_per_step - 1)
         dealt = self.ledger.deal_epoch(step, *self.world, self.micro_batches, self.virtual_shards)
         return next(islice(dealt, micro, None))
 
-    def words(self, share: Share) -> tuple[int, ...]:
+    def words(self, share: LedgerShare) -> tuple[int, ...]:
         """Return where the random streams begin of a share's samples; nowhere for most."""
         if not self.virtual_shards:
             return ()
@@ -196,4 +196,4 @@ class Cursor:
         """
         matching(self.described(), state, type(self).__name__)
         epoch, samples = (whole(key, state.get(key)) for key in ("epoch", "samples"))
-        self._next = self.ledger.step_at(Place(epoch, samples))
+        self._next = self.ledger.step_at(CommittedPosition(epoch, samples))

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from elastane.data.checks import whole
-from elastane.data.cursor import Cursor
-from elastane.data.ledger import Share
+from elastane.data.cursor import DataPosition
+from elastane.data.ledger import LedgerShare
 from elastane.data.loaders import END, LoaderHandle, cursor_of
 from elastane.data.recall import Recall
 from elastane.errors import ConfigurationError
@@ -33,7 +33,7 @@ class Portion(NamedTuple):
     `share.weight`, which is 0 then.
     """
 
-    share: Share
+    share: LedgerShare
     batch: Any
 
     @property
@@ -61,11 +61,11 @@ class Feed(Iterator[Portion]):
     """
 
     def __init__(self, loader: Any) -> None:
-        self.cursor: Cursor = cursor_of(loader)
+        self.cursor: DataPosition = cursor_of(loader)
         self._recall = self.cursor.recall = Recall()
         self._handle = LoaderHandle(loader)
         self._batches: Iterator[Any] | None = None
-        self._shares: Iterator[Share] = iter(())
+        self._shares: Iterator[LedgerShare] = iter(())
         # Whether the loader's iterator was begun and has not failed since: else its workers, if
         # they outlive it, may be dead, or have answers on the way that belong to nothing.
         self._sound = True

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Lanes", "Run"]
+__all__ = ["LaneRun", "Lanes"]
 
 
-class Run(NamedTuple):
+class LaneRun(NamedTuple):
     """Samples of one shard, in a row: [start, stop) of shard number `shard`, read for a lane."""
 
     lane: int
@@ -43,7 +43,7 @@ class Lanes:
         """How many positions below this one are the lane's."""
         return (position - lane + self.lanes - 1) // self.lanes
 
-    def runs(self, batch: tuple[int, int], share: tuple[int, int]) -> Iterator[Run]:
+    def runs(self, batch: tuple[int, int], share: tuple[int, int]) -> Iterator[LaneRun]:
         """Give the runs that a share of a batch (both as positions) reads, in order.
 
         The share's positions count along the batch ordered by lane, so shares that partition
@@ -59,12 +59,12 @@ class Lanes:
                 yield from self._in_shards(lane, first + begin, first + stop)
             slot += end - first
 
-    def _in_shards(self, lane: int, first: int, end: int) -> Iterator[Run]:
+    def _in_shards(self, lane: int, first: int, end: int) -> Iterator[LaneRun]:
         here, stop = self._lane_begins[lane] + first, self._lane_begins[lane] + end
         at = bisect_right(self._begins, here) - 1
         while here < stop:
             begins, ends = self._begins[at : at + 2]
             until = min(stop, ends)
             if here < until:
-                yield Run(lane, self._order[at], here - begins, until - begins)
+                yield LaneRun(lane, self._order[at], here - begins, until - begins)
             here, at = until, at + 1

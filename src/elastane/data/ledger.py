@@ -18,17 +18,17 @@ from typing import NamedTuple
 from elastane.data.checks import N_MAX, ceil_div, whole
 from elastane.errors import ConfigurationError
 
-__all__ = ["Ledger", "Place", "Share", "cut"]
+__all__ = ["CommittedPosition", "Ledger", "LedgerShare", "cut"]
 
 
-class Place(NamedTuple):
+class CommittedPosition(NamedTuple):
     """Where a job is: so many samples of this epoch are committed, and all epochs before it."""
 
     epoch: int
     samples: int
 
 
-class Share(NamedTuple):
+class LedgerShare(NamedTuple):
     """What one rank has of one step, or of one micro-batch of it: positions [start, stop)."""
 
     step: int  # counted from the beginning of epoch 0, so it names the epoch too
@@ -120,12 +120,12 @@ class Ledger:
         start = step % self.steps_per_epoch * self.global_batch_size
         return start, min(self.n, start + self.global_batch_size)
 
-    def place_before(self, step: int) -> Place:
+    def place_before(self, step: int) -> CommittedPosition:
         """Return the place of a job that has committed all steps before this one."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        return Place(epoch, within * self.global_batch_size)
+        return CommittedPosition(epoch, within * self.global_batch_size)
 
-    def step_at(self, place: Place) -> int:
+    def step_at(self, place: CommittedPosition) -> int:
         """Return the step that comes next at a place; ConfigurationError for no place of ours."""
         within, rest = divmod(place.samples, self.global_batch_size)
         if rest or within >= self.steps_per_epoch:
@@ -139,7 +139,7 @@ class Ledger:
 
     def deal_epoch(
         self, step: int, rank: int, world_size: int, micro_batches: int = 1, shards: int = 0
-    ) -> Iterator[Share]:
+    ) -> Iterator[LedgerShare]:
         """Give this rank's shares from a step to the end of its epoch.
 
         With `shards`, those that `deal_shards` gives, and micro-batches do not count.
@@ -152,7 +152,7 @@ class Ledger:
 
     def deal(
         self, step: int, rank: int, world_size: int, micro_batches: int = 1
-    ) -> Iterator[Share]:
+    ) -> Iterator[LedgerShare]:
         """Give this rank's share of a step, cut into its micro-batches.
 
         A contiguous part of the step, as even as it goes; of each part the same again for the
@@ -162,9 +162,11 @@ class Ledger:
         first, end = cut(low, high, rank, world_size)
         for micro in range(micro_batches):
             start, stop = cut(first, end, micro, micro_batches)
-            yield Share(step, epoch, micro, micro_batches, start, stop, low, high, world_size)
+            yield LedgerShare(step, epoch, micro, micro_batches, start, stop, low, high, world_size)
 
-    def deal_shards(self, step: int, rank: int, world_size: int, shards: int) -> Iterator[Share]:
+    def deal_shards(
+        self, step: int, rank: int, world_size: int, shards: int
+    ) -> Iterator[LedgerShare]:
         """Give this rank's virtual shards of a step, each as its own micro-batch.
 
         The step is cut into `shards`, whatever the world is; a rank has as many of them, one after
@@ -175,4 +177,4 @@ class Ledger:
         for shard in range(first, end):
             start, stop = cut(low, high, shard, shards)
             place = shard - first, end - first
-            yield Share(step, epoch, *place, start, stop, low, high, shards, shard)
+            yield LedgerShare(step, epoch, *place, start, stop, low, high, shards, shard)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from elastane.data.cursor import Cursor
+from elastane.data.cursor import DataPosition
 from elastane.errors import ConfigurationError
 
 __all__ = ["END", "LoaderHandle", "cursor_of"]
@@ -25,19 +25,19 @@ END = object()
 _WORKER_END_S = 6.0
 
 
-def cursor_of(loader: Any) -> Cursor:
+def cursor_of(loader: Any) -> DataPosition:
     """Return the sampler or the shards of a loader; ConfigurationError for a loader of others."""
     sampler = getattr(loader, "batch_sampler", None)
     dataset = getattr(loader, "dataset", None)
     if not getattr(loader, "in_order", True):
         raise _refused("the loader has in_order=False", "batches in the order of the sampler")
-    if isinstance(sampler, Cursor):
+    if isinstance(sampler, DataPosition):
         length = len(dataset) if isinstance(dataset, Sized) else sampler.ledger.n
         if length < sampler.ledger.n:
             what = f"the dataset has {length} samples, and its sampler deals {sampler.ledger.n}"
             raise _refused(what, "a dataset that has all of them")
         return sampler
-    if isinstance(dataset, Cursor) and getattr(loader, "batch_size", None) is None:
+    if isinstance(dataset, DataPosition) and getattr(loader, "batch_size", None) is None:
         return dataset
     kinds = type(sampler).__name__, type(dataset).__name__
     what = "the loader has batch_sampler {}, dataset {}".format(*kinds)

@@ -75,10 +75,10 @@ class Recall:
             begin = next(words)
             if begin:
                 begin_streams(*begin)
-            yield Marked((self.key, number, begin), indices)
+            yield MarkedBatch((self.key, number, begin), indices)
 
 
-class Marked(list[int]):
+class MarkedBatch(list[int]):
     """Indices of a batch. In a worker to go through them ends where they are void."""
 
     def __init__(self, mark: _Mark, indices: list[int]) -> None:
@@ -107,6 +107,6 @@ def _received(mark: _Mark, indices: list[int]) -> list[int]:
     recall = _known.get(key)
     if recall is None:
         return indices
-    marked = Marked(mark, indices)
+    marked = MarkedBatch(mark, indices)
     marked._recall = recall
     return marked

@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from elastane.data.checks import whole
-from elastane.data.cursor import Cursor
-from elastane.data.lanes import Lanes, Run
-from elastane.data.ledger import Ledger, Share
+from elastane.data.cursor import DataPosition
+from elastane.data.lanes import LaneRun, Lanes
+from elastane.data.ledger import Ledger, LedgerShare
 from elastane.data.permutation import Permutation, mixed
 from elastane.data.recall import Recall
 from elastane.data.streams import begin_streams
@@ -36,7 +36,7 @@ _END = object()
 LANES = 16
 
 
-class ElasticShards(Cursor, IterableDataset[list[Any]]):
+class ElasticShards(DataPosition, IterableDataset[list[Any]]):
     """Yields lists of samples: this rank's share of each step, from the committed place on.
 
     For `DataLoader(shards, batch_size=None, collate_fn=default_collate)`, with workers or without;
@@ -100,7 +100,7 @@ class ElasticShards(Cursor, IterableDataset[list[Any]]):
         super().load_state_dict(state)
         self._publish()
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[LedgerShare]:
         """Give this rank's shares to the end of the epoch; an iteration begun now has the same."""
         self._publish()
         return super().shares()
@@ -132,7 +132,7 @@ class ElasticShards(Cursor, IterableDataset[list[Any]]):
         numbers = list(range(count)) if order is None else order.block(0, count).tolist()
         return Lanes(numbers, self._lengths, self.lanes)
 
-    def _lists(self, shares: Iterator[Share]) -> Iterator[list[Any]]:
+    def _lists(self, shares: Iterator[LedgerShare]) -> Iterator[list[Any]]:
         lanes = None
         readers = Readers(self._shards, self._lengths, self._open_shard, self.recall)
         for share in shares:
@@ -206,7 +206,7 @@ class Readers:
         # By lane: the shard's number, the number of the next sample, and the samples from there.
         self._open: dict[int, tuple[int, int, Iterator[Any]]] = {}
 
-    def read(self, run: Run) -> Iterator[Any]:
+    def read(self, run: LaneRun) -> Iterator[Any]:
         """Give the samples of a run; what lies between the lane's last run and this is skipped."""
         shard, at, samples = self._open.pop(run.lane, (-1, 0, iter(())))
         if shard != run.shard or at > run.start:

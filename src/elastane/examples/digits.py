@@ -45,7 +45,9 @@ def main() -> None:
     images, labels = load_digits(folder / "digits.npz")
     trainer = Trainer(options, images[:TRAIN_IMAGES], labels[:TRAIN_IMAGES])
     trainer.load(folder / "checkpoint.pt")
-    progress = Progress(Path(options.progress or folder / "progress.jsonl"), trainer.total_steps)
+    progress = DigitsProgress(
+        Path(options.progress or folder / "progress.jsonl"), trainer.total_steps
+    )
 
     while trainer.step < trainer.total_steps:
         epoch = trainer.epoch
@@ -228,7 +230,7 @@ def build_model() -> nn.Module:
     )
 
 
-class Progress:
+class DigitsProgress:
     """A file to which rank 0 appends a JSON line for each step."""
 
     def __init__(self, path: Path, total_steps: int) -> None:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastane
-from elastane.examples.telling import Progress
+from elastane.examples.telling import ToldProgress
 
 TEXT_BYTES, HELD_OUT_WINDOWS = 2_000_000, 256
 BYTES, WINDOW, WIDTH, HEADS, LAYERS, DROPOUT = 256, 64, 128, 4, 2, 0.1
@@ -45,7 +45,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(net.parameters(), LEARNING_RATE, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, options.steps))
         job.track(net=net, optimizer=optimizer, schedule=schedule)
-        progress = Progress(Path(options.dir) / "progress.jsonl", job, options.steps)
+        progress = ToldProgress(Path(options.dir) / "progress.jsonl", job, options.steps)
 
         for step, _ in job.steps(loader, until_step=options.steps):
             with step:

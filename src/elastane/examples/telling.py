@@ -13,7 +13,7 @@ from torch import nn
 import elastane
 
 
-class Progress:
+class ToldProgress:
     """Files to which rank 0 appends a JSON line for each step, and each worker one at the end."""
 
     def __init__(self, path: Path, job: elastane.Job, total_steps: int) -> None:

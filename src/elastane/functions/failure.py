@@ -9,22 +9,22 @@ from elastane.errors import (
     ConfigurationError,
     ElastaneError,
     ExitCode,
+    JobClosedError,
+    JoinTimeoutError,
+    MembershipError,
     NodeUnfitError,
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousTimeoutError,
     WorkerFailedError,
 )
-from elastane.observe.report import JobReport, ReportedFailure
+from elastane.observe.report import FinalReport, ReportedFailure
 from elastane.protocol.diagnosis import headline
 
 _BY_SLUG: dict[str, type[ElastaneError]] = {
-    "rdzv-timeout": RendezvousTimeoutError,
-    "rdzv-closed": RendezvousClosedError,
-    "job-closed": RendezvousClosedError,
+    "rdzv-timeout": JoinTimeoutError,
+    "rdzv-closed": JobClosedError,
+    "job-closed": JobClosedError,
 }
 _BY_CODE: dict[int, type[ElastaneError]] = {
-    ExitCode.TRY_AGAIN: RendezvousError,
+    ExitCode.TRY_AGAIN: MembershipError,
     ExitCode.CONFIGURATION: ConfigurationError,
     ExitCode.NODE_UNFIT: NodeUnfitError,
 }
@@ -33,7 +33,7 @@ _BY_CODE: dict[int, type[ElastaneError]] = {
 class FunctionFailedError(WorkerFailedError):
     """A function failed in a worker; `report` is the job's end, `trace` what the worker said."""
 
-    def __init__(self, what: str, *, report: JobReport, trace: str, **rest: Any) -> None:
+    def __init__(self, what: str, *, report: FinalReport, trace: str, **rest: Any) -> None:
         super().__init__(what, slug="worker-failed", **rest)
         self.report = report
         self.trace = trace
@@ -42,7 +42,7 @@ class FunctionFailedError(WorkerFailedError):
         return f"{super().__str__()}\n\n{self.trace}" if self.trace else super().__str__()
 
 
-def error_of(name: str, report: JobReport | None, code: int) -> ElastaneError:
+def error_of(name: str, report: FinalReport | None, code: int) -> ElastaneError:
     """Return the error of a call whose agent ended with `code`, which is not 0."""
     if report is None:
         return lost(name, code)
@@ -68,7 +68,7 @@ def lost(name: str, code: int) -> ElastaneError:
     )
 
 
-def _of_worker(name: str, report: JobReport, root: ReportedFailure) -> FunctionFailedError:
+def _of_worker(name: str, report: FinalReport, root: ReportedFailure) -> FunctionFailedError:
     trace = root.message.strip("\n")
     return FunctionFailedError(
         f"{name}() failed on rank {root.rank}: {headline(trace) or root.exit}",
@@ -80,12 +80,12 @@ def _of_worker(name: str, report: JobReport, root: ReportedFailure) -> FunctionF
     )
 
 
-def _advice(name: str, report: JobReport) -> str:
+def _advice(name: str, report: FinalReport) -> str:
     """Return the agent's advice in the words of a caller of functions."""
     advice = report.next_step.replace("--max-restarts N", "max_restarts=N")
     return advice.replace("the script", f"{name}()") or "start from that failure"
 
 
-def _place(report: JobReport) -> str:
+def _place(report: FinalReport) -> str:
     at = f", round {report.round}, attempt {report.attempt}" if report.round is not None else ""
     return f"job {report.job}{at}"

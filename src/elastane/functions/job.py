@@ -20,8 +20,8 @@ from typing import Any
 from elastane.functions.agent import CalledAgent, signal_of
 from elastane.functions.failure import lost
 from elastane.functions.payload import collect, no_room, write_files
-from elastane.functions.wish import FILE, OF_A_FUNCTION, REPORT, Wish
-from elastane.observe.report import JobReport, read_report, write_report
+from elastane.functions.wish import FILE, OF_A_FUNCTION, REPORT, RequestedOptions
+from elastane.observe.report import FinalReport, read_report, write_report
 from elastane.options.build import build
 from elastane.process import environment
 from elastane.process.files import process_start
@@ -42,12 +42,12 @@ class Ended:
     """How a job ended: the agent's exit code, its report, and by rank what was returned here."""
 
     code: int
-    report: JobReport | None
+    report: FinalReport | None
     values: dict[int, Any] = field(default_factory=dict)
 
 
 def run_function(
-    wish: Wish, files: Mapping[str, bytes], environ: Mapping[str, str], name: str
+    wish: RequestedOptions, files: Mapping[str, bytes], environ: Mapping[str, str], name: str
 ) -> Ended:
     """Run the packed function `files` as a job; blocks until it ends."""
     with _folder() as folder:
@@ -62,13 +62,13 @@ def run_function(
         return replace(ended, values=collect(folder, name, attempt))
 
 
-def run_command(wish: Wish, environ: Mapping[str, str]) -> Ended:
+def run_command(wish: RequestedOptions, environ: Mapping[str, str]) -> Ended:
     """Run what the wish names as a job; blocks until it ends."""
     with _folder() as folder:
         return _run(folder, wish, environ)
 
 
-def _run(folder: Path, wish: Wish, environ: Mapping[str, str]) -> Ended:
+def _run(folder: Path, wish: RequestedOptions, environ: Mapping[str, str]) -> Ended:
     environ = {key: value for key, value in environ.items() if key not in _NOT_HANDED_ON}
     config = build(wish.options(environ), environ)
     # Its own place: the file that was asked for may be an earlier job's, or another's of this time.
@@ -97,14 +97,14 @@ def _ended(folder: Path, environ: Mapping[str, str], timing: Timing) -> int:
     return code
 
 
-def _report(path: Path) -> JobReport | None:
+def _report(path: Path) -> FinalReport | None:
     try:
         return read_report(str(path))
     except (OSError, *UNREADABLE):
         return None
 
 
-def _hand_on(report: JobReport, path: str) -> None:
+def _hand_on(report: FinalReport, path: str) -> None:
     try:
         write_report(path, report)
     except OSError as error:

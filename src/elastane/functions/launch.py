@@ -15,9 +15,9 @@ from typing import Any
 
 from elastane.functions.failure import error_of
 from elastane.functions.job import run_function
-from elastane.functions.payload import Call, pack
-from elastane.functions.signals import Terminated, at_default, raised, unheard
-from elastane.functions.wish import Wish, as_text, named
+from elastane.functions.payload import FunctionCall, pack
+from elastane.functions.signals import SignalReceived, at_default, raised, unheard
+from elastane.functions.wish import RequestedOptions, as_text, named
 from elastane.process import environment
 from elastane.worker.call import MODULE
 
@@ -54,18 +54,18 @@ def launch(
         raise TypeError(f"elastane.launch(): {fn!r} is no function")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise TypeError(f"elastane.launch(): args = {args!r}: expected a tuple, as in (x,)")
-    call = Call(fn, tuple(args), dict(kwargs or {}))
+    call = FunctionCall(fn, tuple(args), dict(kwargs or {}))
     environ = environment.snapshot()
     values = as_text({"nproc_per_node": nproc, "nnodes": nnodes, **options})
-    wish = Wish(values, MODULE, ambient=_IN_A_WORKER not in environ)
+    wish = RequestedOptions(values, MODULE, ambient=_IN_A_WORKER not in environ)
     files, wish = pack(call), named(wish, call.name, environ)
     try:
         with (
-            raised(at_default(signal.SIGTERM, signal.SIGHUP), Terminated),
+            raised(at_default(signal.SIGTERM, signal.SIGHUP), SignalReceived),
             raised(unheard(signal.SIGINT), lambda _: KeyboardInterrupt()),
         ):
             ended = run_function(wish, files, environ, call.name)
-    except Terminated as end:
+    except SignalReceived as end:
         os.kill(os.getpid(), end.sigval)  # what it would have done by itself
         raise
     if ended.code != 0:

@@ -24,7 +24,7 @@ from elastane.worker.call import BEGUN, CALL, HEADER, VALUE, VALUES
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """What each worker calls. `macros`: `${local_rank}` in a str argument is the local rank."""
 
     fn: Callable[..., Any]
@@ -45,7 +45,7 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__qualname__)).rpartition("<locals>.")[2]
 
 
-def pack(call: Call) -> dict[str, bytes]:
+def pack(call: FunctionCall) -> dict[str, bytes]:
     """Return the files that a worker needs, by name; ConfigurationError for what has none."""
     try:
         content = by_value.dumps((call.fn, list(call.args), dict(call.kwargs)))
@@ -115,7 +115,9 @@ def load_value(content: bytes, name: str, rank: int) -> Any:
         ) from error
 
 
-def _cannot_send(call: Call, error: Exception, dumps: Callable[[Any], bytes]) -> ConfigurationError:
+def _cannot_send(
+    call: FunctionCall, error: Exception, dumps: Callable[[Any], bytes]
+) -> ConfigurationError:
     parts = {f"{call.name}() itself": call.fn}
     parts |= {f"argument {index} of {call.name}()": arg for index, arg in enumerate(call.args)}
     parts |= {f"argument {key} of {call.name}()": arg for key, arg in call.kwargs.items()}

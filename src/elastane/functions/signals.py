@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 
-class Terminated(BaseException):
+class SignalReceived(BaseException):
     """A signal came whose default is this program's end."""
 
     def __init__(self, sigval: signal.Signals) -> None:

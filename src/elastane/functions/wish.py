@@ -23,7 +23,7 @@ from elastane.errors import UsageError
 from elastane.options.nearest import nearest
 from elastane.options.option import Option
 from elastane.options.options import BY_DEST
-from elastane.options.parser import Options, Settings, read
+from elastane.options.parser import Options, OptionValues, read
 from elastane.options.settings import load
 
 FILE, REPORT = "wish.json", "report.json"
@@ -36,7 +36,7 @@ OF_A_FUNCTION = {"module": "1", "no_python": "0", "run_path": "0", "show_config"
 
 
 @dataclass(frozen=True)
-class Wish:
+class RequestedOptions:
     """Options by destination, as text, and what the workers run.
 
     `ambient`: variables (PET_*, ELASTANE_*) and the settings file say what the options do not.
@@ -54,7 +54,7 @@ class Wish:
         )
         named = self.values.get("config", "")
         if not self.ambient:
-            return read(namespace, {}, load(named, Path.cwd()) if named else Settings())
+            return read(namespace, {}, load(named, Path.cwd()) if named else OptionValues())
         named = named or environ.get("ELASTANE_CONFIG", "")
         return read(namespace, environ, load(named, Path.cwd()))
 
@@ -63,13 +63,13 @@ class Wish:
         return json.dumps(asdict(self)).encode()
 
 
-def read_wish(folder: Path) -> Wish:
+def read_wish(folder: Path) -> RequestedOptions:
     """Return the wish of a function's folder, which this program itself wrote."""
     found = json.loads((folder / FILE).read_bytes())
-    return Wish(**{**found, "script_args": tuple(found["script_args"])})
+    return RequestedOptions(**{**found, "script_args": tuple(found["script_args"])})
 
 
-def named(wish: Wish, function: str, environ: Mapping[str, str]) -> Wish:
+def named(wish: RequestedOptions, function: str, environ: Mapping[str, str]) -> RequestedOptions:
     """Return the wish with what a call of a function adds where nobody said otherwise.
 
     Workers for all devices of the node; for a job of one node, a place where it meets nobody; and a

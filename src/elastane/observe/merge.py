@@ -107,7 +107,7 @@ def find_streams(job_dir: Path, selection: Selection) -> list[StreamFile]:
     return sorted(found, key=lambda stream: stream.order)  # stable: what is earlier stays first
 
 
-class Cursor:
+class LogCursor:
     """A place in one log file; `read` goes on from where the last one ended."""
 
     def __init__(self, stream: StreamFile) -> None:
@@ -144,7 +144,7 @@ class Cursor:
             return b""
 
 
-def merged(cursors: Iterable[Cursor], *, by_time: bool, partial: bool) -> Iterator[LogLine]:
+def merged(cursors: Iterable[LogCursor], *, by_time: bool, partial: bool) -> Iterator[LogLine]:
     """Yield the lines of all files: by time, or one file after the other."""
     lines = [cursor.read(partial=partial) for cursor in cursors]
     if not by_time:
@@ -159,13 +159,13 @@ class Follower:
         self._job_dir = job_dir
         self._selection = selection
         self._by_time = by_time
-        self._cursors: dict[Path, Cursor] = {}
+        self._cursors: dict[Path, LogCursor] = {}
 
     def poll(self) -> Iterator[LogLine]:
         """Yield the whole lines that are new; the first time, all there are."""
         for stream in find_streams(self._job_dir, self._selection):
             if stream.path not in self._cursors:
-                self._cursors[stream.path] = Cursor(stream)
+                self._cursors[stream.path] = LogCursor(stream)
         return merged(self._cursors.values(), by_time=self._by_time, partial=False)
 
 

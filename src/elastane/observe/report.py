@@ -37,7 +37,7 @@ class ReportedFailure(msgspec.Struct, frozen=True, kw_only=True):
     log_file: str = ""
 
 
-class JobReport(msgspec.Struct, frozen=True, kw_only=True):
+class FinalReport(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a job as one agent was told it. `failures` are in the order of time, bounded.
 
     `root_cause` is one of them where workers failed. `consequences` counts the failures of the
@@ -62,13 +62,13 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 1
 
 
-def report_of(job: str, outcome: Outcome, exit_code: int, log_dir: str) -> JobReport:
+def report_of(job: str, outcome: Outcome, exit_code: int, log_dir: str) -> FinalReport:
     """Return the report of an outcome as of now."""
     now_ns = time.time_ns()
     cause = outcome.cause
     failures = [_reported(f.node_id, f.failure, now_ns) for f in outcome.failures]
     root = cause.failure if cause is not None else None
-    return JobReport(
+    return FinalReport(
         job=job,
         ok=outcome.ok,
         exit_code=exit_code,
@@ -87,17 +87,17 @@ def report_of(job: str, outcome: Outcome, exit_code: int, log_dir: str) -> JobRe
     )
 
 
-def write_report(path: str, report: JobReport) -> None:
+def write_report(path: str, report: FinalReport) -> None:
     """Write the report; raises OSError."""
     write_atomic(Path(path), msgspec.json.format(msgspec.json.encode(report)) + b"\n", mode=0o644)
 
 
-def read_report(path: str) -> JobReport:
+def read_report(path: str) -> FinalReport:
     """Return a report; raises OSError, or one of UNREADABLE for what is none."""
-    return msgspec.json.decode(Path(path).read_bytes(), type=JobReport)
+    return msgspec.json.decode(Path(path).read_bytes(), type=FinalReport)
 
 
-def write_launcher_error(path: str, report: JobReport) -> None:
+def write_launcher_error(path: str, report: FinalReport) -> None:
     """Write the launcher's own error file: its root cause's, with the exit code; raises OSError.
 
     As torchrun does where TORCHELASTIC_ERROR_FILE is set for the launcher itself.
@@ -108,7 +108,7 @@ def write_launcher_error(path: str, report: JobReport) -> None:
     write_content(path, with_error_code(content, root.exit_code) if root is not None else content)
 
 
-def _made(report: JobReport) -> dict[str, Any]:
+def _made(report: FinalReport) -> dict[str, Any]:
     root = report.root_cause
     time_ns = root.time_ns if root is not None else time.time_ns()
     extra = {

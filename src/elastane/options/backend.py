@@ -12,7 +12,7 @@ from pathlib import Path
 from elastane.errors import ConfigurationError, UsageError
 from elastane.kubernetes.store import settings as kubernetes
 from elastane.options.conf import Conf
-from elastane.options.config import Backend, Rendezvous
+from elastane.options.config import Backend, RendezvousConfig
 from elastane.options.parser import Options
 from elastane.process.endpoint import Endpoint, parse_endpoint
 from elastane.stores.etcd import settings as etcd
@@ -35,7 +35,7 @@ _STATIC_OPTIONS = {"node_rank", "master_addr", "master_port"}
 
 def resolve(
     options: Options, conf: Conf, nodes: tuple[int, int], environ: Mapping[str, str]
-) -> tuple[Rendezvous, list[str]]:
+) -> tuple[RendezvousConfig, list[str]]:
     """Return the rendezvous that is meant, without its secrets, and notes for the user."""
     _, max_nodes = nodes
     backend = _backend(options, max_nodes)
@@ -60,7 +60,7 @@ def resolve(
         )
     where = parse_endpoint(endpoint, default_port=PORT)
     _check_port(where, endpoint)
-    return Rendezvous("elastane", where.host, where.port, hosts=conf.is_host), notes
+    return RendezvousConfig("elastane", where.host, where.port, hosts=conf.is_host), notes
 
 
 def is_builtin(name: str) -> bool:
@@ -105,9 +105,9 @@ def _known(written: str) -> Backend:
     )
 
 
-def _standalone(options: Options, nodes: tuple[int, int]) -> tuple[Rendezvous, list[str]]:
+def _standalone(options: Options, nodes: tuple[int, int]) -> tuple[RendezvousConfig, list[str]]:
     notes = _check_alone(options, nodes)
-    return Rendezvous("standalone", "127.0.0.1", 0, hosts=True, alone=True), notes
+    return RendezvousConfig("standalone", "127.0.0.1", 0, hosts=True, alone=True), notes
 
 
 def _check_alone(options: Options, nodes: tuple[int, int]) -> list[str]:
@@ -125,12 +125,12 @@ def _check_alone(options: Options, nodes: tuple[int, int]) -> list[str]:
 
 def _etcd(
     options: Options, conf: Conf, nodes: tuple[int, int], backend: Backend
-) -> tuple[Rendezvous, list[str]]:
+) -> tuple[RendezvousConfig, list[str]]:
     """Servers that are there, or, with --standalone, one that the agent brings along."""
     if not options.flag("standalone"):
         endpoint = options.text("rdzv_endpoint")
         etcd.read_settings(endpoint, conf.store)
-        return Rendezvous(backend, store=endpoint, store_conf=conf.store), []
+        return RendezvousConfig(backend, store=endpoint, store_conf=conf.store), []
     if options.text("rdzv_endpoint"):
         raise ConfigurationError(
             f"--standalone with --rdzv-endpoint {options.text('rdzv_endpoint')}",
@@ -141,16 +141,16 @@ def _etcd(
     notes = _check_alone(options, nodes)
     notes += [f"--rdzv-conf {key} has no effect on an etcd of the job's own" for key in conf.store]
     # The server is of this job alone: it speaks v3, whatever was written.
-    return Rendezvous("etcd", sidecar=True, alone=True), notes
+    return RendezvousConfig("etcd", sidecar=True, alone=True), notes
 
 
-def _kubernetes(options: Options, conf: Conf, environ: Mapping[str, str]) -> Rendezvous:
+def _kubernetes(options: Options, conf: Conf, environ: Mapping[str, str]) -> RendezvousConfig:
     """A namespace that is there to be asked; who we are there is found out now."""
     endpoint = options.text("rdzv_endpoint")
     settings = kubernetes.read_settings(endpoint, conf.store, environ)
     namespace = settings.access().namespace
     kept = {key: value for key, value in conf.store.items() if key != "namespace"}
-    return Rendezvous("kubernetes", store=namespace, store_conf=kept)
+    return RendezvousConfig("kubernetes", store=namespace, store_conf=kept)
 
 
 def _check_store_keys(conf: Conf, backend: Backend) -> None:
@@ -167,7 +167,7 @@ def _check_store_keys(conf: Conf, backend: Backend) -> None:
             )
 
 
-def _file(options: Options) -> Rendezvous:
+def _file(options: Options) -> RendezvousConfig:
     folder = options.text("rdzv_endpoint")
     if not folder:
         raise ConfigurationError(
@@ -183,10 +183,10 @@ def _file(options: Options) -> Rendezvous:
             slug="endpoint-missing",
             expected="a folder that all nodes share, which may not exist yet",
         )
-    return Rendezvous("file", store=str(path))
+    return RendezvousConfig("file", store=str(path))
 
 
-def _static(options: Options, conf: Conf, nodes: tuple[int, int]) -> Rendezvous:
+def _static(options: Options, conf: Conf, nodes: tuple[int, int]) -> RendezvousConfig:
     min_nodes, max_nodes = nodes
     if min_nodes != max_nodes:
         raise ConfigurationError(
@@ -217,7 +217,7 @@ def _static(options: Options, conf: Conf, nodes: tuple[int, int]) -> Rendezvous:
         written += f":{options.whole('master_port')}"
     where = parse_endpoint(written, default_port=STATIC_PORT)
     _check_port(where, written)
-    return Rendezvous("static", where.host, where.port, hosts=rank == 0)
+    return RendezvousConfig("static", where.host, where.port, hosts=rank == 0)
 
 
 def _check_port(where: Endpoint, written: str) -> None:

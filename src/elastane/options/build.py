@@ -1,4 +1,4 @@
-"""Options and environment into one checked `LaunchConfig`.
+"""Options and environment into one checked `AgentConfig`.
 
 Everything that can be known to be wrong before a process is started is refused here, with what
 to write instead. It looks at the script's and the secrets' files; else it only computes.
@@ -14,7 +14,7 @@ from elastane.kubernetes.store import settings as kubernetes
 from elastane.options import backend, facts, identity
 from elastane.options.command import read_command, read_logs, read_signals
 from elastane.options.conf import Conf, read_conf, timing_of
-from elastane.options.config import LaunchConfig, NodeWish, Rendezvous
+from elastane.options.config import AgentConfig, NodeWish, RendezvousConfig
 from elastane.options.nearest import nearest
 from elastane.options.notes import notes_of
 from elastane.options.parser import Options
@@ -24,7 +24,7 @@ from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
 
 
-def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
+def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
     """Return the configuration; UsageError or ConfigurationError for what cannot work."""
     _check_monitor_interval(options)
     notes = notes_of(options, environ)
@@ -41,7 +41,7 @@ def build(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
     job, alone = identity.job_id(options, rendezvous, nodes)
     rendezvous = secured(replace(rendezvous, alone=alone), options, conf, environ)
     notes += [*conf.notes, *more, *_advice(rendezvous, node, environ), *watch_notes(environ)]
-    return LaunchConfig(
+    return AgentConfig(
         spec=JobSpec(
             job=job,
             min_nodes=nodes[0],
@@ -184,7 +184,7 @@ def _node(options: Options, conf: Conf, environ: Mapping[str, str]) -> NodeWish:
     )
 
 
-def _advice(rendezvous: Rendezvous, node: NodeWish, environ: Mapping[str, str]) -> list[str]:
+def _advice(rendezvous: RendezvousConfig, node: NodeWish, environ: Mapping[str, str]) -> list[str]:
     notes = []
     if node.local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
         notes.append(

@@ -21,8 +21,8 @@ from elastane.process.streams.files import default_base_dir
 from elastane.process.streams.plan import (
     NO_FILES,
     LogPlan,
-    Std,
     StdMap,
+    StreamChoice,
     parse_needles,
     parse_ranks,
     parse_std_map,
@@ -72,8 +72,8 @@ def read_logs(options: Options, environ: Mapping[str, str], local_world_size: in
         console_ranks=parse_ranks(options.text("local_ranks_filter")),
         prefix=prefix_template(environ),
         needles={
-            Std.OUT: parse_needles(options.text("duplicate_stdout_filters")),
-            Std.ERR: parse_needles(options.text("duplicate_stderr_filters")),
+            StreamChoice.OUT: parse_needles(options.text("duplicate_stdout_filters")),
+            StreamChoice.ERR: parse_needles(options.text("duplicate_stderr_filters")),
         },
     )
 

@@ -20,7 +20,7 @@ Backend = Literal["standalone", "elastane", "static", "file", "etcd", "etcd-v2",
 
 
 @dataclass(frozen=True)
-class Tls:
+class TlsFiles:
     """Files (PEM) for mutual TLS: this node's certificate and key, and the common authority."""
 
     cert: str
@@ -29,7 +29,7 @@ class Tls:
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class RendezvousConfig:
     """Where this agent finds its coordinator, and what it proves itself with.
 
     `hosts` is whether this node serves the coordinator; None where the address decides. `token`
@@ -49,7 +49,7 @@ class Rendezvous:
     alone: bool = False
     token: str = field(default="", repr=False)
     token_file: str = ""
-    tls: Tls | None = None
+    tls: TlsFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Supervision:
 
 
 @dataclass(frozen=True)
-class LaunchConfig:
+class AgentConfig:
     """One agent's whole configuration. `notes` are lines that the user should see once.
 
     `report_file` is where the end of the job is written, empty where nobody asked for that.
@@ -106,7 +106,7 @@ class LaunchConfig:
 
     spec: JobSpec
     node: NodeWish
-    rendezvous: Rendezvous
+    rendezvous: RendezvousConfig
     command: Command
     logs: LogPlan
     signals: tuple[str, ...]

@@ -17,7 +17,7 @@ from pathlib import PurePath
 
 from elastane.errors import ConfigurationError
 from elastane.kubernetes.store.settings import POD_VARIABLE
-from elastane.options.config import Rendezvous
+from elastane.options.config import RendezvousConfig
 from elastane.options.parser import Options
 from elastane.protocol.limits import NAME_CHARS_MAX
 
@@ -25,7 +25,9 @@ _STEM_CHARS_MAX = 40
 _UNSPECIFIED = ("", "none")
 
 
-def job_id(options: Options, rendezvous: Rendezvous, nodes: tuple[int, int]) -> tuple[str, bool]:
+def job_id(
+    options: Options, rendezvous: RendezvousConfig, nodes: tuple[int, int]
+) -> tuple[str, bool]:
     """Return the job's name, and whether no other machine is meant to join it."""
     named = options.text("rdzv_id")
     # As with torchrun, a machine by itself may be given any name; it uses one that can be used.
@@ -52,7 +54,7 @@ def new_incarnation(environ: Mapping[str, str]) -> str:
     return f"{pod}.{secrets.token_hex(8)}" if pod else secrets.token_hex(8)
 
 
-def fingerprint(options: Options, rendezvous: Rendezvous, nodes: tuple[int, int]) -> str:
+def fingerprint(options: Options, rendezvous: RendezvousConfig, nodes: tuple[int, int]) -> str:
     """Return ten hexadecimal digits that depend on what all nodes of a job are given alike."""
     kind = [name for name in ("module", "no_python", "run_path") if options.flag(name)]
     parts = [

@@ -18,7 +18,7 @@ from elastane.errors import ConfigurationError
 from elastane.options.nearest import nearest
 from elastane.options.parser import Options
 from elastane.process.streams.places import ChooseFiles, GroupFiles, WorkerFiles
-from elastane.process.streams.plan import Std, parse_ranks, parse_std_map
+from elastane.process.streams.plan import StreamChoice, parse_ranks, parse_std_map
 
 GROUP = "torchrun.logs_specs"
 
@@ -53,7 +53,10 @@ class _Specs:
                 local_rank: _files(dest, local_rank, _changes(env, changed[local_rank]))
                 for local_rank, env in envs.items()
             }
-            filtered = {Std.OUT: dest.filtered_stdout, Std.ERR: dest.filtered_stderr}
+            filtered = {
+                StreamChoice.OUT: dest.filtered_stdout,
+                StreamChoice.ERR: dest.filtered_stderr,
+            }
         except Exception as error:
             raise _failed(self.name, "does not say where output goes", error) from error
         return GroupFiles(workers, {std: path for std, path in filtered.items() if path})
@@ -61,9 +64,9 @@ class _Specs:
 
 def _files(dest: Any, local_rank: int, env: Mapping[str, str]) -> WorkerFiles:
     """Return one worker's files of torch's LogsDest; KeyError where it leaves the worker out."""
-    paths = {Std.OUT: dest.stdouts[local_rank], Std.ERR: dest.stderrs[local_rank]}
-    tees = Std.NONE
-    for std, teed in ((Std.OUT, dest.tee_stdouts), (Std.ERR, dest.tee_stderrs)):
+    paths = {StreamChoice.OUT: dest.stdouts[local_rank], StreamChoice.ERR: dest.stderrs[local_rank]}
+    tees = StreamChoice.NONE
+    for std, teed in ((StreamChoice.OUT, dest.tee_stdouts), (StreamChoice.ERR, dest.tee_stderrs)):
         if teed.get(local_rank) and paths[std] not in ("", os.devnull):
             tees |= std
     error_file = dest.error_files.get(local_rank, "")
@@ -79,7 +82,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
     }
 
 
-def _streams(options: Options, dest: str, local_world_size: int) -> dict[int, Std]:
+def _streams(options: Options, dest: str, local_world_size: int) -> dict[int, StreamChoice]:
     return parse_std_map(options.text(dest), local_world_size, option=f"--{dest}")
 
 

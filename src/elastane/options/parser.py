@@ -35,7 +35,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Settings:
+class OptionValues:
     """What a settings file says: values as a command line would have them, by destination."""
 
     path: str = ""
@@ -210,7 +210,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def read(
-    namespace: argparse.Namespace, environ: Mapping[str, str], settings: Settings | None = None
+    namespace: argparse.Namespace, environ: Mapping[str, str], settings: OptionValues | None = None
 ) -> Options:
     """Combine command line, variables, settings file and defaults, and check each value's kind.
 
@@ -218,7 +218,7 @@ def read(
     """
     values: dict[str, str] = {}
     origins: dict[str, Origin] = {}
-    settings = settings or Settings()
+    settings = settings or OptionValues()
     for option in TABLE:
         dest = option.dest
         if hasattr(namespace, dest):
@@ -243,7 +243,7 @@ def parse(
     argv: Sequence[str],
     environ: Mapping[str, str],
     prog: str = "elastane run",
-    settings: Settings | None = None,
+    settings: OptionValues | None = None,
 ) -> Options:
     """Read a command line of `elastane run` (without the verb) and the variables beside it."""
     parser = RunParser(prog=prog, allow_abbrev=False)

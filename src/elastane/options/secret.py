@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elastane.errors import ConfigurationError, UsageError
 from elastane.options.conf import Conf
-from elastane.options.config import Rendezvous, Tls
+from elastane.options.config import RendezvousConfig, TlsFiles
 from elastane.options.parser import Options
 
 # A secret is a line; a file that is larger was named by mistake.
@@ -23,8 +23,8 @@ _TOKENS_MAX = 2
 
 
 def secured(
-    rendezvous: Rendezvous, options: Options, conf: Conf, environ: Mapping[str, str]
-) -> Rendezvous:
+    rendezvous: RendezvousConfig, options: Options, conf: Conf, environ: Mapping[str, str]
+) -> RendezvousConfig:
     """Return `rendezvous` with its secret and TLS files."""
     path = options.text("token_file")
     if path and conf.token:
@@ -74,7 +74,7 @@ def _unreadable(path: str, reason: str) -> ConfigurationError:
     )
 
 
-def read_tls(files: tuple[str, str, str]) -> Tls | None:
+def read_tls(files: tuple[str, str, str]) -> TlsFiles | None:
     """Return certificate, key and authority, which are all given or none; they must be there."""
     if not any(files):
         return None
@@ -89,4 +89,4 @@ def read_tls(files: tuple[str, str, str]) -> Tls | None:
             raise ConfigurationError(
                 f"TLS file {path} is not there", slug="tls-files", expected="a PEM file"
             )
-    return Tls(*files)
+    return TlsFiles(*files)

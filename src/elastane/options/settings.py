@@ -18,7 +18,7 @@ from elastane.errors import ConfigurationError
 from elastane.options.nearest import nearest
 from elastane.options.option import Option
 from elastane.options.options import BY_DEST, TABLE
-from elastane.options.parser import Settings
+from elastane.options.parser import OptionValues
 from elastane.options.setting import as_text, bad_value
 from elastane.protocol.unreadable import UNREADABLE
 
@@ -29,7 +29,7 @@ TABLE_NAME = "run"
 SETTINGS_BYTES_MAX = 1 << 20
 
 
-def load(named: str, folder: Path) -> Settings:
+def load(named: str, folder: Path) -> OptionValues:
     """Return the settings of the file (or folder) `named`, else of the project around `folder`."""
     if named:
         path = Path(named).expanduser()
@@ -41,7 +41,7 @@ def load(named: str, folder: Path) -> Settings:
         if settings is not None:
             _check_owner(Path(settings.path))
             return settings
-    return Settings()
+    return OptionValues()
 
 
 def _places(folder: Path) -> list[Path]:
@@ -57,7 +57,7 @@ def _places(folder: Path) -> list[Path]:
     return [folder]
 
 
-def _of_folder(folder: Path) -> Settings | None:
+def _of_folder(folder: Path) -> OptionValues | None:
     for name in (NAME, PYPROJECT):
         path = folder / name
         if path.is_file():
@@ -68,7 +68,7 @@ def _of_folder(folder: Path) -> Settings | None:
     return None
 
 
-def _named_folder(folder: Path) -> Settings:
+def _named_folder(folder: Path) -> OptionValues:
     settings = _of_folder(folder)
     if settings is None:
         raise ConfigurationError(
@@ -128,7 +128,7 @@ def _check_owner(path: Path) -> None:
     )
 
 
-def _read(path: Path, document: Mapping[str, Any]) -> Settings:
+def _read(path: Path, document: Mapping[str, Any]) -> OptionValues:
     prefix = ""
     if path.name == PYPROJECT:
         prefix = "tool.elastane."
@@ -145,7 +145,7 @@ def _read(path: Path, document: Mapping[str, Any]) -> Settings:
         if option.dest in values:
             raise bad_value(path, key, value, f"{option.name} once")
         values[option.dest] = as_text(path, option, value)
-    return Settings(str(path), values)
+    return OptionValues(str(path), values)
 
 
 def _table(path: Path, name: str, value: Any) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ LINE_FD_VARIABLE = "ELASTANE_LINE_FD"
 PACKET_BYTES_MAX = 64 << 10
 
 
-class Place(msgspec.Struct, frozen=True, tag="place", kw_only=True):
+class AssignedPlace(msgspec.Struct, frozen=True, tag="place", kw_only=True):
     """To a worker: its place in a world, and where that world meets.
 
     `agent_store`: a server listens there already; else the worker of rank 0 is to. `env`: the
@@ -48,7 +48,7 @@ class Wait(msgspec.Struct, frozen=True, tag="wait", kw_only=True):
     local_rank: LocalRank
 
 
-class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
+class InterruptWorker(msgspec.Struct, frozen=True, tag="interrupt"):
     """To a worker: its world is no more; end the step, and wait for a place."""
 
     reason: Text
@@ -58,7 +58,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     """To a worker: the agent stops it. One that waits for a place has nothing to lose, and ends."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class StatusQuery(msgspec.Struct, frozen=True, tag="ask"):
     """To a worker: say what you are at."""
 
 
@@ -81,7 +81,7 @@ class Spare(msgspec.Struct, frozen=True, tag="spare"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """To a spare: it is to start as a worker; `Place` or `Wait` comes next.
+    """To a spare: it is to start as a worker; `AssignedPlace` or `Wait` comes next.
 
     With it come two descriptors, for its standard output and its standard error. `env` are the
     variables that change.
@@ -90,11 +90,11 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     env: dict[str, str]
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class SpareReady(msgspec.Struct, frozen=True, tag="ready"):
     """From a spare: it has come to `init()`, and waits there."""
 
 
-class Able(msgspec.Struct, frozen=True, tag="able"):
+class CanRecoverInPlace(msgspec.Struct, frozen=True, tag="able"):
     """From a worker: it can enter another world as it is.
 
     `sharding`: of the state that it holds; it says so anew in each world where that has changed.
@@ -103,11 +103,11 @@ class Able(msgspec.Struct, frozen=True, tag="able"):
     sharding: Sharding | None = None
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
+class WorkerFinished(msgspec.Struct, frozen=True, tag="finished"):
     """From a worker: all its steps are done; it enters no other world."""
 
 
-class Lost(msgspec.Struct, frozen=True, tag="lost"):
+class PeerLost(msgspec.Struct, frozen=True, tag="lost"):
     """From a worker: a peer was lost in the world of this fence."""
 
     fence: Fence
@@ -122,8 +122,8 @@ class Differed(msgspec.Struct, frozen=True, tag="differed"):
     reason: Text
 
 
-ToWorker = Place | Wait | Interrupt | End | Ask | Spare | Begin
-FromWorker = Able | Finished | Lost | Doing | Ready | Differed
+ToWorker = AssignedPlace | Wait | InterruptWorker | End | StatusQuery | Spare | Begin
+FromWorker = CanRecoverInPlace | WorkerFinished | PeerLost | Doing | SpareReady | Differed
 _encode = msgspec.json.Encoder().encode
 _to_worker = msgspec.json.Decoder(ToWorker).decode
 _from_worker = msgspec.json.Decoder(FromWorker).decode

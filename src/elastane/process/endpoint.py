@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.errors import ConfigurationError, RendezvousError, UsageError
+from elastane.errors import ConfigurationError, MembershipError, UsageError
 from elastane.process.offload import Offload
 from elastane.protocol.limits import RESOLVE_TIMEOUT_S
 
@@ -105,8 +105,8 @@ async def resolve(host: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[str,
         raise _unresolvable(host, getattr(error, "strerror", "") or str(error)) from error
 
 
-def _unresolvable(host: str, why: str) -> RendezvousError:
-    return RendezvousError(
+def _unresolvable(host: str, why: str) -> MembershipError:
+    return MembershipError(
         f"endpoint: host {host!r} does not resolve on this node: {why}",
         slug="endpoint-unresolvable",
         expected="a name that DNS or /etc/hosts of every node knows, or an address",

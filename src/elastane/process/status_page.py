@@ -58,11 +58,11 @@ class _Words:
         os.close(self.fd)
 
 
-class Page(_Words):
+class StatusPage(_Words):
     """The agent's side. `fd` goes to the worker, its number there in ELASTANE_PAGE_FD."""
 
     @classmethod
-    def create(cls) -> Page:
+    def create(cls) -> StatusPage:
         """Make a page of zeros; raises OSError."""
         fd = os.memfd_create("elastane-page", os.MFD_CLOEXEC)
         os.ftruncate(fd, PAGE_BYTES)

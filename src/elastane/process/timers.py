@@ -30,7 +30,7 @@ TIMERS_MAX = 10_000
 _READ_BYTES = 64 << 10
 
 
-class TimerRequest(msgspec.Struct, frozen=True):
+class WorkerTimer(msgspec.Struct, frozen=True):
     """One line of the pipe. `expiration_time` is in seconds since 1970; negative: taken back."""
 
     pid: int
@@ -40,12 +40,12 @@ class TimerRequest(msgspec.Struct, frozen=True):
     version: int = 1
 
 
-def parse_request(line: bytes) -> TimerRequest | None:
+def parse_request(line: bytes) -> WorkerTimer | None:
     """Return the request of a line, or None where it is none."""
     if len(line) > REQUEST_BYTES_MAX:
         return None  # A table full of such lines would hold hundreds of megabytes.
     try:
-        request = msgspec.json.decode(line, type=TimerRequest)
+        request = msgspec.json.decode(line, type=WorkerTimer)
     except UNREADABLE:
         return None
     return request if 0 < request.pid <= PID_MAX and request.signal <= 64 else None
@@ -55,7 +55,7 @@ class TimerTable:
     """The timers that are set, by process and scope."""
 
     def __init__(self) -> None:
-        self._set: dict[tuple[int, str], TimerRequest] = {}
+        self._set: dict[tuple[int, str], WorkerTimer] = {}
 
     def __len__(self) -> int:
         return len(self._set)
@@ -65,7 +65,7 @@ class TimerTable:
         """When the next timer expires, by the wall clock; None where none is set."""
         return min((t.expiration_time for t in self._set.values()), default=None)
 
-    def take(self, request: TimerRequest) -> bool:
+    def take(self, request: WorkerTimer) -> bool:
         """Set a timer or take one back; False where there are too many."""
         key = (request.pid, request.scope_id)
         if request.expiration_time < 0:
@@ -76,12 +76,12 @@ class TimerTable:
         self._set[key] = request
         return True
 
-    def expired(self, now_s: float) -> list[TimerRequest]:
+    def expired(self, now_s: float) -> list[WorkerTimer]:
         """Return one timer for each process that has any that expired, and forget that process.
 
         It is the first one with a signal to send; one that has none sends none, as in torch.
         """
-        chosen: dict[int, TimerRequest] = {}
+        chosen: dict[int, WorkerTimer] = {}
         for timer in self.late(now_s):
             known = chosen.get(timer.pid)
             if known is None or (known.signal <= 0 < timer.signal):
@@ -89,7 +89,7 @@ class TimerTable:
         self.forget(chosen)
         return list(chosen.values())
 
-    def late(self, now_s: float) -> list[TimerRequest]:
+    def late(self, now_s: float) -> list[WorkerTimer]:
         """Return the timers that have expired, the earliest first; they stay set."""
         found = [t for t in self._set.values() if t.expiration_time <= now_s]
         return sorted(found, key=lambda timer: timer.expiration_time)
@@ -128,7 +128,7 @@ class TimerPipe:
             self.path = f"/proc/{os.getpid()}/fd/{self._write_fd}"
         return self._read_fd
 
-    def read(self) -> list[TimerRequest]:
+    def read(self) -> list[WorkerTimer]:
         """Return the requests that have come."""
         try:
             data = self._rest + os.read(self._read_fd, _READ_BYTES)

@@ -13,7 +13,7 @@ import msgspec
 
 from elastane.protocol.log_events import Note
 from elastane.protocol.messages import ToAgent, ToCoordinator
-from elastane.protocol.model import Assignment, Fence, Outcome, Record
+from elastane.protocol.model import Assignment, Fence, JobRecord, Outcome
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class Persist(msgspec.Struct, frozen=True):
     that fails for want of authority, none of the later ones may be, and the coordinator ends.
     """
 
-    record: Record
+    record: JobRecord
 
 
 class Send(msgspec.Struct, frozen=True):

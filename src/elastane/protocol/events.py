@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elastane.protocol.messages import ToAgent, ToCoordinator
-from elastane.protocol.model import Failure, Fence, Offer
+from elastane.protocol.model import Failure, Fence, PortOffer
 from elastane.protocol.sharding import Sharding
 
 
@@ -73,7 +73,7 @@ class Linked(msgspec.Struct, frozen=True):
     lost on its way here, and their workers may wait there.
     """
 
-    offer: Offer | None = None
+    offer: PortOffer | None = None
 
 
 class Unlinked(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class Unlinked(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Told(msgspec.Struct, frozen=True):
+class WorkerTold(msgspec.Struct, frozen=True):
     """A message from the coordinator."""
 
     message: ToAgent
@@ -121,7 +121,7 @@ class GroupGone(msgspec.Struct, frozen=True):
     """No process of the group is left; and the offer for the next attempt."""
 
     fence: Fence
-    offer: Offer
+    offer: PortOffer
 
 
 class GroupAble(msgspec.Struct, frozen=True):
@@ -132,7 +132,7 @@ class GroupAble(msgspec.Struct, frozen=True):
 
     fence: Fence
     workers: tuple[int, ...]
-    offer: Offer
+    offer: PortOffer
     sharding: Sharding | None = None
 
 
@@ -177,7 +177,7 @@ class Signalled(msgspec.Struct, frozen=True):
 AgentEvent = (
     Linked
     | Unlinked
-    | Told
+    | WorkerTold
     | Warm
     | GroupStarted
     | WorkerSucceeded

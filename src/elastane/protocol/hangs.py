@@ -34,7 +34,7 @@ from elastane.protocol.limits import (
     HANG_WINDOW_S,
     REASON_CHARS_MAX,
 )
-from elastane.protocol.model import Waiting
+from elastane.protocol.model import WaitPoint
 
 
 class Activity(IntEnum):
@@ -85,7 +85,7 @@ class _Worker:
     asked_s: float | None = None
     answered: bool = True
     waits: bool = False
-    at: Waiting | None = None
+    at: WaitPoint | None = None
     traffic: int | None = None
     stopped_s: float | None = None
 
@@ -99,7 +99,7 @@ class Findings:
 
     hung: dict[int, str] = field(default_factory=dict)
     ask: list[int] = field(default_factory=list)
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[WaitPoint, ...] = ()
     stalled: bool = False
 
 
@@ -167,7 +167,7 @@ class HangWatch:
         *,
         waits: bool,
         held: bool = False,
-        at: Waiting | None = None,
+        at: WaitPoint | None = None,
         traffic: int | None = None,
     ) -> None:
         """Take in what a worker says of itself: whether it waits for others, or in a debugger.
@@ -278,7 +278,7 @@ class HangWatch:
         return self._now_s - worker.since_s >= limit_s
 
 
-def places_of(waiting: Iterable[Waiting]) -> str:
+def places_of(waiting: Iterable[WaitPoint]) -> str:
     """Say where workers wait, ranks at one place together."""
     places: dict[str, list[int]] = {}
     for each in sorted(waiting, key=lambda each: each.rank):

@@ -19,11 +19,11 @@ from elastane.protocol.model import (
     JobSpec,
     LocalRank,
     NodeSpec,
-    Offer,
     Outcome,
+    PortOffer,
     Seconds,
     Text,
-    Waiting,
+    WaitPoint,
 )
 from elastane.protocol.sharding import Sharding
 
@@ -67,7 +67,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
 
     spec: JobSpec
     node: NodeSpec
-    offer: Offer
+    offer: PortOffer
     holding: Holding | None = None
     ready: bool = True
     welcomed: bool = False
@@ -90,7 +90,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     fence: Fence | None = None
     progress: Count | None = None
     met: Count = 0
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[WaitPoint, ...] = ()
     all_wait: bool = False
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
     """
 
     workers: tuple[LocalRank, ...]
-    offer: Offer
+    offer: PortOffer
     fence: Fence | None = None
     sharding: Sharding | None = None
 
@@ -157,7 +157,7 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """
 
     fence: Fence
-    offer: Offer
+    offer: PortOffer
     unasked: bool = False
 
 

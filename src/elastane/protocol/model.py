@@ -93,7 +93,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     versions: Versions
 
 
-class Offer(msgspec.Struct, frozen=True):
+class PortOffer(msgspec.Struct, frozen=True):
     """Where a node would serve the process-group store of its next attempt, were it node rank 0.
 
     The port is held by the agent from before it is offered, and is new for each attempt.
@@ -176,7 +176,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 NO_RANK = -1
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class WaitPoint(msgspec.Struct, frozen=True):
     """Where a worker is that waits for others: a collective or a call, and the user's line."""
 
     rank: Count
@@ -245,7 +245,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     restarts_used: int = 0  # of the job's budget
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The durable state of a job; written before anything that depends on it is sent.
 
     `world` is the last world settled, whether or not it still runs. `outcome` is set once, at

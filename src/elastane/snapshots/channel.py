@@ -23,7 +23,7 @@ _PIECE_BYTES = 1 << 20
 _JOINED_BYTES_MAX = 64 << 10
 
 
-class Channel:
+class SnapshotChannel:
     """A connected stream socket. `ends` is a descriptor that becomes readable when the peer dies:
     its socket may live on in a process that it forked. `say_s` bounds the sending of a message."""
 

@@ -27,10 +27,10 @@ from elastane.protocol.limits import (
     KEEPER_SLOTS_S,
 )
 from elastane.snapshots import messages
-from elastane.snapshots.channel import Channel
-from elastane.snapshots.messages import HeldWords, Persist, Progress, Snapshot
+from elastane.snapshots.channel import SnapshotChannel
+from elastane.snapshots.messages import HeldWords, PersistRequest, Snapshot, WriteProgress
 from elastane.snapshots.startup import KEEPER_VARIABLE, start_own_keeper
-from elastane.snapshots.status_page import Page
+from elastane.snapshots.status_page import SnapshotStatusPage
 from elastane.storage.checkpoints import Key
 
 # Between two looks at what one waits for: the first, and the longest.
@@ -44,7 +44,7 @@ class KeeperSilentError(TimeoutError):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldSnapshot:
     """A whole snapshot, to be read from its pieces by preadv and then released.
 
     `pieces` are (first, end, descriptor): the bytes from `first` to `end` of the image are the
@@ -70,7 +70,7 @@ class _Stands(NamedTuple):
 
     number: int
     fence: tuple[int, int]
-    progress: Progress
+    progress: WriteProgress
 
 
 class Keeper:
@@ -78,12 +78,12 @@ class Keeper:
 
     `id` is the keeper's: who sees the same shares its memory. `survives`: it outlives this process
     for as long as an agent does. `door` is where it takes copies from other nodes' keepers, as
-    `Welcome` has it. A question waits `patience_s` for its answer at the most, once for each
-    silence: then it raises KeeperSilentError, and so do further ones, at once, until the answer
+    `SnapshotWelcome` has it. A question waits `patience_s` for its answer, once for each silence:
+    then it raises KeeperSilentError, and so do further ones, at once, until the answer
     has come. After KEEPER_ANSWER_S the connection is given up.
     """
 
-    def __init__(self, channel: Channel, patience_s: float = KEEPER_ANSWER_S) -> None:
+    def __init__(self, channel: SnapshotChannel, patience_s: float = KEEPER_ANSWER_S) -> None:
         self._channel, self._patience_s = channel, patience_s
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -92,7 +92,7 @@ class Keeper:
         self._owed = 0  # answers that were not waited for, or not for long enough
         self._silent_s: float | None = None  # since when the first of them is waited for
         self._spare: int | None = None  # the slot that came with the last `keep`'s
-        self._page: Page | None = None
+        self._page: SnapshotStatusPage | None = None
         self._stands: _Stands | None = None
         self.id = self.door = ""
         self.survives = False
@@ -110,18 +110,18 @@ class Keeper:
         """
         path = "" if own else environment.get(KEEPER_VARIABLE)
         end = connected(path) if path else start_own_keeper(environment.snapshot())
-        keeper = cls(Channel(end, say_s=KEEPER_SAY_S), patience_s)
+        keeper = cls(SnapshotChannel(end, say_s=KEEPER_SAY_S), patience_s)
         try:
             hello = messages.Hello(messages.VERSION, group)
             with keeper._lock:
                 answer, pages = keeper._exchange(hello, KEEPER_ANSWER_S)
-            welcome = _as(answer, messages.Welcome)
+            welcome = _as(answer, messages.SnapshotWelcome)
             if welcome.version != messages.VERSION:
                 raise ConnectionError(
                     f"the keeper of snapshots speaks version {welcome.version}, this worker"
                     f" {messages.VERSION}: agent and worker are of two installations of elastane"
                 )
-            keeper._page = Page(*pages)
+            keeper._page = SnapshotStatusPage(*pages)
         except BaseException:
             keeper.close()
             raise
@@ -146,7 +146,7 @@ class Keeper:
         request = messages.Slots(count, slot_bytes)
         with self._lock:
             # Memory may take long, so a keeper that does not answer at all is found before.
-            self._asked_now(messages.Ask())
+            self._asked_now(messages.WriteStatusQuery())
             answer, descriptors = self._exchange(request, KEEPER_SLOTS_S)
             self._slots, self._spare = _as(answer, messages.HasSlots).slots, None
         return descriptors
@@ -164,7 +164,7 @@ class Keeper:
         pause_s = _PAUSE_S
         while True:
             overdue = time.monotonic() >= until_s
-            slot = self._ask(messages.Grant(overdue, together), messages.Granted).slot
+            slot = self._ask(messages.SlotGrant(overdue, together), messages.Granted).slot
             if slot is not None:
                 return self._slots.index(slot)
             if overdue:
@@ -172,13 +172,15 @@ class Keeper:
             time.sleep(max(0.0, min(pause_s, until_s - time.monotonic())))
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
-    def layout(self, digest: str, files: Mapping[str, bytes], gasp: Persist | None = None) -> None:
+    def layout(
+        self, digest: str, files: Mapping[str, bytes], gasp: PersistRequest | None = None
+    ) -> None:
         """Give what snapshots refer to by this digest, before the first that does.
 
         `gasp`: what is to be written of such a snapshot when nobody is left to ask for it; given
         again, it replaces the one before.
         """
-        self._ask(messages.Layout(digest, dict(files), gasp), messages.Done)
+        self._ask(messages.LayoutFiles(digest, dict(files), gasp), messages.Done)
 
     def keep(self, slot: int, snapshot: Snapshot, *, heard: bool = False) -> None:
         """Say what the granted slot now holds; returns once that is said, or `heard`.
@@ -196,7 +198,7 @@ class Keeper:
                 with contextlib.suppress(KeeperSilentError):
                     self._settle()
 
-    def progress(self, fence: tuple[int, int] = (0, 0)) -> Progress:
+    def progress(self, fence: tuple[int, int] = (0, 0)) -> WriteProgress:
         """Return how the writing stands: what the keeper says of it in memory, or answers.
 
         `fence` is the round and attempt of the worker: what an older one writes is then waited for
@@ -214,10 +216,10 @@ class Keeper:
             self._stands = known
             return known.progress
 
-    def wait(self, key: Key, timeout_s: float) -> Progress:
+    def wait(self, key: Key, timeout_s: float) -> WriteProgress:
         """Return once `key`, or a newer one, is durable, or its writing has failed.
 
-        `Progress.failure_of(key)` tells which. TimeoutError after `timeout_s`.
+        `WriteProgress.failure_of(key)` tells which. TimeoutError after `timeout_s`.
         """
         until_s = time.monotonic() + timeout_s
         pause_s = _PAUSE_S
@@ -232,7 +234,7 @@ class Keeper:
             time.sleep(max(0.0, min(pause_s, until_s - time.monotonic())))
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldSnapshot]:
         """Return the whole snapshots, newest first; each stays as it is until it is released.
 
         The newest was checked against its digest, and is not there where it does not pass.
@@ -242,14 +244,14 @@ class Keeper:
         found, rest = [], iter(descriptors)
         for words in _as(answer, messages.Given).held:
             pieces = [(piece.first, piece.end, next(rest)) for piece in words.pieces]
-            found.append(Held(words, tuple(pieces)))
+            found.append(HeldSnapshot(words, tuple(pieces)))
         return found
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HeldSnapshot) -> None:
         """Let go of a snapshot; its descriptors are closed here."""
         for _, _, descriptor in held.pieces:
             os.close(descriptor)
-        self._tell(messages.Release(held.key, held.words.nonce))
+        self._tell(messages.ReleaseSnapshot(held.key, held.words.nonce))
 
     def went_on(self, key: Key, place: str, why: str = "") -> None:
         """Say from where the workers of this node go on, and why, for the event log."""
@@ -291,7 +293,7 @@ class Keeper:
     def _asked(self, fence: tuple[int, int]) -> _Stands:
         """Ask how it stands; the lock is held."""
         number = self._number()  # Before the answer, which may be newer.
-        answer = self._asked_now(messages.Ask(fence))
+        answer = self._asked_now(messages.WriteStatusQuery(fence))
         return _Stands(number, fence, _as(answer, messages.Stands).progress)
 
     def _read(self, number: int, fence: tuple[int, int]) -> _Stands | None:
@@ -351,7 +353,7 @@ class Keeper:
             frame = self._channel.receive(KEEPER_ANSWER_BYTES_MAX, timeout_s)
             answer = messages.answer_of(frame)
             descriptors = self._channel.receive_descriptors(_beside(answer))
-        if isinstance(answer, messages.Refused):
+        if isinstance(answer, messages.SnapshotRefused):
             raise (
                 OSError(answer.errno, answer.reason) if answer.errno else ValueError(answer.reason)
             )
@@ -377,7 +379,7 @@ class Keeper:
 
 def _beside(answer: messages.Answer) -> int:
     match answer:
-        case messages.Welcome(version=messages.VERSION):
+        case messages.SnapshotWelcome(version=messages.VERSION):
             return 1
         case messages.HasSlots(slots=slots):
             return len(slots)

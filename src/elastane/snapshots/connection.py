@@ -45,7 +45,7 @@ _WHY = {
 }
 
 
-class Line(Generic[T]):
+class PeerConnection(Generic[T]):
     """A proven connection; what comes in frames is a `T`."""
 
     def __init__(self, end: socket.socket, codec: FrameCodec[T, object]) -> None:
@@ -115,7 +115,7 @@ class Line(Generic[T]):
         return bytes(data)
 
 
-def dial(door: str, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> Line[T]:
+def dial(door: str, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> PeerConnection[T]:
     """Connect to the port of another snapshot server."""
     host, _, port = door.rpartition(":")
     end = socket.create_connection((host.strip("[]"), int(port)), KEEPER_DIAL_S)
@@ -126,13 +126,15 @@ def dial(door: str, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> L
         if config is not None:
             end = tls.client_context(config).wrap_socket(end)
         _shake(end, handshake, until_s)
-        return Line(end, handshake.codec_of(decoder))
+        return PeerConnection(end, handshake.codec_of(decoder))
     except BaseException:
         end.close()
         raise
 
 
-def answer(end: socket.socket, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> Line[T]:
+def answer(
+    end: socket.socket, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]
+) -> PeerConnection[T]:
     """Have a caller prove that it knows the secret; `end` is closed where it does not."""
     first, *others = about.secrets
     handshake = ServerHandshake(about.job, first, os.urandom(NONCE_BYTES), tuple(others))
@@ -142,7 +144,7 @@ def answer(end: socket.socket, about: Neighbours, decoder: msgspec.msgpack.Decod
         if config is not None:
             end = tls.server_context(config).wrap_socket(end, server_side=True)
         _shake(end, handshake, until_s)
-        return Line(end, handshake.codec_of(decoder))
+        return PeerConnection(end, handshake.codec_of(decoder))
     except BaseException:
         end.close()
         raise

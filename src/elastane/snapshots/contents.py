@@ -12,7 +12,14 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from elastane.protocol.limits import KEEPER_LAYOUTS_MAX
-from elastane.snapshots.messages import HeldPiece, HeldWords, Layout, Persist, Range, Snapshot
+from elastane.snapshots.messages import (
+    HeldPiece,
+    HeldWords,
+    LayoutFiles,
+    PersistRequest,
+    Range,
+    Snapshot,
+)
 from elastane.storage.checkpoints import Key
 
 
@@ -20,14 +27,14 @@ class Layouts:
     """What was given by digest: kept while a snapshot refers to it, and the last few anyway."""
 
     def __init__(self) -> None:
-        self._by_digest: OrderedDict[str, Layout] = OrderedDict()
+        self._by_digest: OrderedDict[str, LayoutFiles] = OrderedDict()
 
-    def add(self, layout: Layout) -> None:
+    def add(self, layout: LayoutFiles) -> None:
         """Take one in; given again, it is as new."""
         self._by_digest[layout.digest] = layout
         self._by_digest.move_to_end(layout.digest)
 
-    def get(self, digest: str) -> Layout | None:
+    def get(self, digest: str) -> LayoutFiles | None:
         """Return one; None where none was given, or none is needed."""
         return self._by_digest.get(digest)
 
@@ -108,7 +115,7 @@ class Contents:
             gasp=self.gasp(layouts),
         )
 
-    def persist(self) -> Persist:
+    def persist(self) -> PersistRequest:
         """Return what all workers wish together: the ranges of each of them."""
         wishes = [piece.persist for _, piece in sorted(self.pieces.items())]
         return joined([wish for wish in wishes if wish is not None])
@@ -124,7 +131,7 @@ class Contents:
                 return False
         return True
 
-    def gasp(self, layouts: Layouts) -> Persist | None:
+    def gasp(self, layouts: Layouts) -> PersistRequest | None:
         """Return what is to be written where nobody is left to ask; None: nobody has said so, or
         these pieces are not enough for it.
 
@@ -169,7 +176,7 @@ def packed_streams(streams: Mapping[int, bytes]) -> bytes:
     return msgspec.msgpack.encode([each for _, each in sorted(streams.items())])
 
 
-def joined(wishes: list[Persist]) -> Persist:
+def joined(wishes: list[PersistRequest]) -> PersistRequest:
     """Return one wish with the ranges of all; ValueError where they contradict each other."""
     first = wishes[0]
     ranges: dict[Range, None] = {}
@@ -183,11 +190,11 @@ def joined(wishes: list[Persist]) -> Persist:
     return msgspec.structs.replace(first, ranges=tuple(ranges))
 
 
-def check_where(persist: Persist) -> None:
+def check_where(persist: PersistRequest) -> None:
     """Raise ValueError for a place that only the worker could find."""
     if "://" not in persist.where and not persist.where.startswith("/"):
         raise ValueError(f"{persist.where!r} is no absolute path: a keeper has a folder of its own")
 
 
-def _files_of(layout: Layout | None) -> Mapping[str, bytes]:
+def _files_of(layout: LayoutFiles | None) -> Mapping[str, bytes]:
     return layout.files if layout is not None else {}

@@ -33,7 +33,7 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     saves: Count = 1
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class PersistFailed(msgspec.Struct, frozen=True, tag="failed"):
     """A snapshot was to become durable and did not; `place` is "" where none was said."""
 
     key: Key
@@ -42,7 +42,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     slug: Text
 
 
-class Restored(msgspec.Struct, frozen=True, tag="restored"):
+class RestoredEvent(msgspec.Struct, frozen=True, tag="restored"):
     """The workers of this node go on from there: "memory", or a place. `why`, where it is known."""
 
     key: Key
@@ -50,7 +50,7 @@ class Restored(msgspec.Struct, frozen=True, tag="restored"):
     why: _Words = ""
 
 
-News = Saved | Failed | Restored
+News = Saved | PersistFailed | RestoredEvent
 NEWS: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 
 

@@ -25,20 +25,22 @@ from elastane.protocol.limits import (
     UNPROVEN_PATIENCE_S,
 )
 from elastane.snapshots.background import step_back
-from elastane.snapshots.peers import TO_RECEIVER, Neighbours, Offer
+from elastane.snapshots.peers import TO_RECEIVER, Neighbours, ReplicaOffer
 
 if TYPE_CHECKING:
-    from elastane.snapshots.connection import Line
+    from elastane.snapshots.connection import PeerConnection
     from elastane.snapshots.peers import ToReceiver
 
 _log = logging.getLogger("elastane.snapshots")
 _PAUSE_S = 0.05
 
 
-class Door:
+class SnapshotListener:
     """Gives each offer of a proven caller to `take`. `about` may be changed while it is open."""
 
-    def __init__(self, about: Neighbours, take: Callable[[Offer, Line[ToReceiver]], None]) -> None:
+    def __init__(
+        self, about: Neighbours, take: Callable[[ReplicaOffer, PeerConnection[ToReceiver]], None]
+    ) -> None:
         self.about = about
         self._take = take
         self._proven = threading.Semaphore(KEEPER_CALLERS_MAX)
@@ -114,13 +116,13 @@ class Door:
             end.close()
             self._forget(known)
 
-    def _hear(self, line: Line[ToReceiver]) -> None:
+    def _hear(self, line: PeerConnection[ToReceiver]) -> None:
         """Take in what a proven caller has, if not too many do so already."""
         if not self._proven.acquire(blocking=False):
             raise ConnectionError(f"{KEEPER_CALLERS_MAX} other copies are arriving")
         try:
             offer = line.hear()
-            if not isinstance(offer, Offer):
+            if not isinstance(offer, ReplicaOffer):
                 raise ConnectionError("it offered nothing")
             self._take(offer, line)
         finally:

@@ -25,7 +25,7 @@ from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.events import Reporter
 from elastane.snapshots.logging import Saying
 from elastane.snapshots.peers import FROM_AGENT, Neighbours
-from elastane.snapshots.server import Service
+from elastane.snapshots.server import SnapshotServer
 from elastane.snapshots.startup import CONTROL_FD, LISTENER_FD, NODE, OWN_FD
 
 _DESCRIPTORS_MAX = 1 << 20
@@ -48,7 +48,7 @@ class Process:
         self._waker.setblocking(False)
         self._is_owned = control is not None
         self._reporter = Reporter(control)
-        self._service = Service(self._wake, self._reporter.tell, survives=self._is_owned)
+        self._service = SnapshotServer(self._wake, self._reporter.tell, survives=self._is_owned)
 
     def run(self, own: socket.socket | None = None) -> None:
         """Serve, and return when there is nothing left to do, or no time."""

@@ -43,7 +43,7 @@ Door = Annotated[str, msgspec.Meta(max_length=300)]
 Group = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class Persist(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PersistRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The wish to have a snapshot written to storage, and this keeper's share in that.
 
     `where` is absolute, or a URL. `ranges` are (file, first, end): a range of the image, and the
@@ -100,11 +100,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     streams: bytes = b""
     replicated: bool = True
     together: Annotated[str, msgspec.Meta(max_length=32)] = ""
-    persist: Persist | None = None
+    persist: PersistRequest | None = None
     replica: Replica | None = None
 
 
-class Failed(msgspec.Struct, frozen=True):
+class SaveFailed(msgspec.Struct, frozen=True):
     """A snapshot that was to become durable and did not."""
 
     key: Key
@@ -112,7 +112,7 @@ class Failed(msgspec.Struct, frozen=True):
     slug: str
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class WriteProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How a keeper's writing stands.
 
     `writing` is under way, `waiting` comes next. `published` is the newest that this keeper knows
@@ -124,7 +124,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     writing: Key | None = None
     waiting: Key | None = None
     published: Key | None = None
-    failures: Annotated[tuple[Failed, ...], msgspec.Meta(max_length=KEEPER_FAILURES_MAX)] = ()
+    failures: Annotated[tuple[SaveFailed, ...], msgspec.Meta(max_length=KEEPER_FAILURES_MAX)] = ()
     last_write_s: float = 0.0
     last_write_bytes: int = 0
     copying: bool = False
@@ -136,11 +136,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return self.writing is not None or self.waiting is not None
 
     @property
-    def failed(self) -> Failed | None:
+    def failed(self) -> SaveFailed | None:
         """Return the last that failed."""
         return self.failures[-1] if self.failures else None
 
-    def failure_of(self, key: Key) -> Failed | None:
+    def failure_of(self, key: Key) -> SaveFailed | None:
         """Return how the writing of `key` failed, if it did and nothing as new is durable."""
         if self.published is not None and self.published >= key:
             return None
@@ -172,7 +172,7 @@ class HeldWords(msgspec.Struct, frozen=True, kw_only=True):
     files: Files
     streams: dict[int, bytes]
     pieces: tuple[HeldPiece, ...]
-    gasp: Persist | None = None
+    gasp: PersistRequest | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -189,7 +189,7 @@ class Slots(msgspec.Struct, frozen=True, tag="slots"):
     slot_bytes: Size
 
 
-class Grant(msgspec.Struct, frozen=True, tag="grant"):
+class SlotGrant(msgspec.Struct, frozen=True, tag="grant"):
     """Which slot is to be filled next? `overdue`: others' pieces were waited for long enough.
 
     `together` is that of the `Snapshot` that will be in it.
@@ -199,12 +199,12 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     together: Annotated[str, msgspec.Meta(max_length=32)] = ""
 
 
-class Layout(msgspec.Struct, frozen=True, tag="layout", forbid_unknown_fields=True):
+class LayoutFiles(msgspec.Struct, frozen=True, tag="layout", forbid_unknown_fields=True):
     """Files that snapshots refer to by `digest`, and what a last gasp of those writes."""
 
     digest: Label
     files: Files
-    gasp: Persist | None = None
+    gasp: PersistRequest | None = None
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
@@ -214,7 +214,7 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
     snapshot: Snapshot
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class WriteStatusQuery(msgspec.Struct, frozen=True, tag="ask"):
     """How does the writing stand? `fence` is the round and attempt of who asks."""
 
     fence: tuple[Count, Count] = (0, 0)
@@ -224,7 +224,7 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     """Give me all whole snapshots, and leave them alone."""
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class ReleaseSnapshot(msgspec.Struct, frozen=True, tag="release"):
     """I have read this one."""
 
     key: Key
@@ -239,7 +239,7 @@ class WentOn(msgspec.Struct, frozen=True, tag="went-on"):
     why: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+class SnapshotWelcome(msgspec.Struct, frozen=True, tag="welcome"):
     """To `Hello`: who keeps, and whether it outlives the worker.
 
     Beside it comes the page of memory that says what `Stands` would (`snapshots.status_page`).
@@ -260,7 +260,7 @@ class HasSlots(msgspec.Struct, frozen=True, tag="slots"):
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """To `Grant`, and to `Keep`: the slot to fill next; None: there is none yet."""
+    """To `SlotGrant`, and to `Keep`: the slot to fill next; None: there is none yet."""
 
     slot: SlotNumber | None
 
@@ -270,9 +270,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Stands(msgspec.Struct, frozen=True, tag="stands"):
-    """To `Ask`."""
+    """To `WriteStatusQuery`."""
 
-    progress: Progress
+    progress: WriteProgress
 
 
 class Given(msgspec.Struct, frozen=True, tag="given"):
@@ -281,15 +281,25 @@ class Given(msgspec.Struct, frozen=True, tag="given"):
     held: tuple[HeldWords, ...]
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class SnapshotRefused(msgspec.Struct, frozen=True, tag="refused"):
     """To anything: it was not done. `errno` is the world's fault, 0: the request's own."""
 
     errno: int
     reason: str
 
 
-Request = Hello | Slots | Grant | Layout | Keep | Ask | Read | Release | WentOn
-Answer = Welcome | HasSlots | Granted | Done | Stands | Given | Refused
+Request = (
+    Hello
+    | Slots
+    | SlotGrant
+    | LayoutFiles
+    | Keep
+    | WriteStatusQuery
+    | Read
+    | ReleaseSnapshot
+    | WentOn
+)
+Answer = SnapshotWelcome | HasSlots | Granted | Done | Stands | Given | SnapshotRefused
 encode = msgspec.msgpack.Encoder().encode
 _request = msgspec.msgpack.Decoder(Request).decode
 _answer = msgspec.msgpack.Decoder(Answer).decode

@@ -19,7 +19,7 @@ _Several = msgspec.Meta(max_length=LOCAL_WORLD_SIZE_MAX)
 _SECRETS_MAX = 2
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
+class ReplicaOffer(msgspec.Struct, frozen=True, tag="offer"):
     """A node's part of a snapshot, of the keeper `origin`, for the workers of `group`.
 
     What follows is `words_bytes` of packed HeldWords, and the pieces, of these sizes. `safe` is the
@@ -35,18 +35,18 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     sizes: Annotated[tuple[Size, ...], _Several]
 
 
-class Proof(msgspec.Struct, frozen=True, tag="proof"):
+class PeerProof(msgspec.Struct, frozen=True, tag="proof"):
     """The digests of what was sent: of the words, and of each piece."""
 
     digests: Annotated[tuple[str, ...], msgspec.Meta(max_length=LOCAL_WORLD_SIZE_MAX + 1)]
 
 
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """To `Offer`: there is room, send it."""
+class ReplicaTaken(msgspec.Struct, frozen=True, tag="taken"):
+    """To `ReplicaOffer`: there is room, send it."""
 
 
-class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """To `Proof`: it is here, as it was sent."""
+class ReplicaStored(msgspec.Struct, frozen=True, tag="stored"):
+    """To `PeerProof`: it is here, as it was sent."""
 
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
@@ -72,13 +72,13 @@ class Neighbours(msgspec.Struct, frozen=True, tag="neighbours"):
         return f"Neighbours({self.job!r}, ...)"
 
 
-class Leave(msgspec.Struct, frozen=True, tag="leave"):
+class AgentLeave(msgspec.Struct, frozen=True, tag="leave"):
     """An agent's last word to its keeper."""
 
 
-ToReceiver = Offer | Proof
-ToSender = Taken | Stored | Declined
-FromAgent = Neighbours | Leave
+ToReceiver = ReplicaOffer | PeerProof
+ToSender = ReplicaTaken | ReplicaStored | Declined
+FromAgent = Neighbours | AgentLeave
 TO_RECEIVER: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
 TO_SENDER: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)

@@ -18,19 +18,27 @@ from typing import TYPE_CHECKING
 
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.messages import HeldWords
-from elastane.snapshots.peers import WORDS, Declined, Offer, Proof, Stored, Taken, ToReceiver
+from elastane.snapshots.peers import (
+    WORDS,
+    Declined,
+    PeerProof,
+    ReplicaOffer,
+    ReplicaStored,
+    ReplicaTaken,
+    ToReceiver,
+)
 from elastane.snapshots.rules.replicas import Copy, Incoming
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.shared_memory import make_slot
 
 if TYPE_CHECKING:
-    from elastane.snapshots.connection import Line
+    from elastane.snapshots.connection import PeerConnection
 
 _log = logging.getLogger("elastane.snapshots")
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReplicaPiece:
     """One piece of a copy: its memory, and how much of it."""
 
     slot: int
@@ -40,7 +48,7 @@ class Piece:
 @dataclass
 class _Held:
     words: HeldWords
-    pieces: list[Piece]
+    pieces: list[ReplicaPiece]
     is_given: bool = False  # somebody may be reading it: its memory is not used again
 
 
@@ -51,7 +59,7 @@ class Neighbour:
         self._lock = threading.Lock()
         self._books = Incoming()
         self._copies: dict[Copy, _Held] = {}
-        self._spare: list[Piece] = []
+        self._spare: list[ReplicaPiece] = []
         self._told = ""
 
     def given(self, only: Name | None = None) -> list[tuple[HeldWords, list[int]]]:
@@ -84,7 +92,7 @@ class Neighbour:
             self._settle()
             self._let_go()
 
-    def take(self, offer: Offer, line: Line[ToReceiver]) -> None:
+    def take(self, offer: ReplicaOffer, line: PeerConnection[ToReceiver]) -> None:
         """Take in a copy, if it is wanted; OSError where it does not come."""
         copy = Copy(offer.origin, Name(offer.key, offer.nonce))
         with self._lock:
@@ -93,7 +101,7 @@ class Neighbour:
         if reason:
             line.say(Declined(reason))
             return
-        pieces: list[Piece] = []
+        pieces: list[ReplicaPiece] = []
         try:
             self._make_room(offer.sizes, pieces)
             self._arrive(copy, offer, line, pieces)
@@ -107,12 +115,16 @@ class Neighbour:
             line.say(Declined(str(error)))
         else:
             self._told = ""
-            line.say(Stored())
+            line.say(ReplicaStored())
 
     def _arrive(
-        self, copy: Copy, offer: Offer, line: Line[ToReceiver], pieces: list[Piece]
+        self,
+        copy: Copy,
+        offer: ReplicaOffer,
+        line: PeerConnection[ToReceiver],
+        pieces: list[ReplicaPiece],
     ) -> None:
-        line.say(Taken())
+        line.say(ReplicaTaken())
         packed = bytearray(offer.words_bytes)
         digests = [line.take_into(memoryview(packed))]
         for piece in pieces:
@@ -124,7 +136,7 @@ class Neighbour:
                 raise ConnectionError("another copy took its place")
             self._copies[copy] = _Held(words, pieces)
 
-    def _make_room(self, sizes: Sequence[int], pieces: list[Piece]) -> None:
+    def _make_room(self, sizes: Sequence[int], pieces: list[ReplicaPiece]) -> None:
         """Find memory for pieces of these sizes: that of copies that went, else new."""
         with self._lock:
             spare = self._spare
@@ -132,12 +144,12 @@ class Neighbour:
                 fits = next((one for one in spare if one.size_bytes == size), None)
                 if fits is not None:
                     spare.remove(fits)
-                pieces.append(fits or Piece(-1, size))
+                pieces.append(fits or ReplicaPiece(-1, size))
             self._let_go()
         for number, piece in enumerate(pieces):
             if piece.slot < 0:
                 try:
-                    pieces[number] = Piece(make_slot(piece.size_bytes), piece.size_bytes)
+                    pieces[number] = ReplicaPiece(make_slot(piece.size_bytes), piece.size_bytes)
                 except OSError as error:
                     raise MemoryError(error.strerror or str(error)) from error
 
@@ -162,8 +174,10 @@ class Neighbour:
             _log.warning("%s [%s]", text, slug)
 
 
-def _words(packed: bytearray, offer: Offer, proof: ToReceiver, digests: Sequence[str]) -> HeldWords:
-    if not isinstance(proof, Proof) or list(proof.digests) != list(digests):
+def _words(
+    packed: bytearray, offer: ReplicaOffer, proof: ToReceiver, digests: Sequence[str]
+) -> HeldWords:
+    if not isinstance(proof, PeerProof) or list(proof.digests) != list(digests):
         raise ConnectionError("a copy did not arrive as it was sent")
     try:
         words = WORDS.decode(packed)
@@ -176,7 +190,7 @@ def _words(packed: bytearray, offer: Offer, proof: ToReceiver, digests: Sequence
 
 
 @contextlib.contextmanager
-def _filled(piece: Piece) -> Iterator[memoryview]:
+def _filled(piece: ReplicaPiece) -> Iterator[memoryview]:
     """Map a piece, to be filled."""
     if not piece.size_bytes:
         yield memoryview(b"")
@@ -194,7 +208,7 @@ def _to_read(slot: int) -> int:
     return os.open(f"/proc/self/fd/{slot}", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _close(pieces: Sequence[Piece]) -> None:
+def _close(pieces: Sequence[ReplicaPiece]) -> None:
     for piece in pieces:
         if piece.slot >= 0:
             os.close(piece.slot)

@@ -15,14 +15,22 @@ from typing import TYPE_CHECKING
 from elastane.errors import ElastaneError
 from elastane.snapshots.background import step_back
 from elastane.snapshots.messages import HeldWords, Replica, encode
-from elastane.snapshots.peers import TO_SENDER, Declined, Neighbours, Offer, Proof, Stored, Taken
+from elastane.snapshots.peers import (
+    TO_SENDER,
+    Declined,
+    Neighbours,
+    PeerProof,
+    ReplicaOffer,
+    ReplicaStored,
+    ReplicaTaken,
+)
 from elastane.snapshots.rules.replicas import Outgoing
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.shared_memory import close_all, viewed
 from elastane.snapshots.writing import Source
 
 if TYPE_CHECKING:
-    from elastane.snapshots.connection import Line
+    from elastane.snapshots.connection import PeerConnection
     from elastane.snapshots.peers import ToSender
 
 _log = logging.getLogger("elastane.snapshots")
@@ -113,9 +121,9 @@ class Courier:
         self._tell(errand, reason)
         self._ended(errand.name, not reason)
 
-    def _pass(self, errand: Errand, line: Line[ToSender]) -> None:
+    def _pass(self, errand: Errand, line: PeerConnection[ToSender]) -> None:
         words = encode(errand.words)
-        offer = Offer(
+        offer = ReplicaOffer(
             origin=self._origin,
             group=errand.replica.group,
             key=errand.name.key,
@@ -125,15 +133,15 @@ class Courier:
             sizes=tuple(source.end - source.first for source in errand.sources),
         )
         line.say(offer)
-        _insist(line.hear(), Taken)
+        _insist(line.hear(), ReplicaTaken)
         digests = [line.put(memoryview(words))]
         for source in errand.sources:
             with viewed(source.slot, source.end - source.first) as view:
                 digests.append(line.put(view))
         if errand.known is not None and list(errand.known) != digests[1:]:
             raise ConnectionError("the snapshot changed in memory after it was kept")
-        line.say(Proof(tuple(digests)))
-        _insist(line.hear(), Stored)
+        line.say(PeerProof(tuple(digests)))
+        _insist(line.hear(), ReplicaStored)
 
     def _tell(self, errand: Errand, reason: str) -> None:
         if reason and reason != self._told:
@@ -143,7 +151,7 @@ class Courier:
         self._told = reason
 
 
-def _insist(said: ToSender, kind: type[Taken] | type[Stored]) -> None:
+def _insist(said: ToSender, kind: type[ReplicaTaken] | type[ReplicaStored]) -> None:
     if isinstance(said, Declined):
         raise ConnectionError(f"it does not take it: {said.reason}")
     if not isinstance(said, kind):

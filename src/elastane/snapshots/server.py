@@ -25,22 +25,22 @@ from elastane.protocol.limits import (
     KEEPER_STALL_S,
 )
 from elastane.snapshots import messages
-from elastane.snapshots.channel import Channel
-from elastane.snapshots.events import News, Restored
-from elastane.snapshots.listener import Door
-from elastane.snapshots.peers import Neighbours, Offer, ToReceiver
+from elastane.snapshots.channel import SnapshotChannel
+from elastane.snapshots.events import News, RestoredEvent
+from elastane.snapshots.listener import SnapshotListener
+from elastane.snapshots.peers import Neighbours, ReplicaOffer, ToReceiver
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.store import Shelf
 
 if TYPE_CHECKING:
-    from elastane.snapshots.connection import Line
+    from elastane.snapshots.connection import PeerConnection
 
 _log = logging.getLogger("elastane.snapshots")
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: see SO_PEERCRED of unix(7)
 _Answer = tuple[messages.Answer, Sequence[int]]
 
 
-class Service:
+class SnapshotServer:
     """Answers workers, each from the shelf of its group. `wake`: something has ended."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Service:
         self._shelves: dict[str, Shelf] = {}
         self._here: set[int] = set()
         self._numbered = 0
-        self._door: Door | None = None
+        self._door: SnapshotListener | None = None
         self._at = ""  # where the door is
 
     def meet(self, about: Neighbours) -> None:
@@ -60,7 +60,7 @@ class Service:
         if self._door is not None:
             self._door.about = about
             return
-        door = Door(about, self._take_copy)
+        door = SnapshotListener(about, self._take_copy)
         try:
             self._at = door.open()
         except OSError as error:
@@ -75,7 +75,7 @@ class Service:
     def _neighbours(self) -> Neighbours | None:
         return self._door.about if self._door is not None else None
 
-    def _take_copy(self, offer: Offer, line: Line[ToReceiver]) -> None:
+    def _take_copy(self, offer: ReplicaOffer, line: PeerConnection[ToReceiver]) -> None:
         self._shelf(offer.group).neighbour.take(offer, line)
 
     @property
@@ -113,7 +113,7 @@ class Service:
 
     def _serve(self, number: int, end: socket.socket, pid: int) -> None:
         ends = _watch(pid)
-        channel = Channel(end, ends)
+        channel = SnapshotChannel(end, ends)
         shelf = None
         try:
             shelf = self._welcomed(number, channel)
@@ -145,7 +145,7 @@ class Service:
             with contextlib.suppress(OSError):  # Who asks for it is told then.
                 shelf.check_ahead()
 
-    def _welcomed(self, number: int, channel: Channel) -> Shelf:
+    def _welcomed(self, number: int, channel: SnapshotChannel) -> Shelf:
         """Hear a worker's first words, and let it in."""
         hello = messages.request_of(channel.receive(KEEPER_HELLO_BYTES_MAX, KEEPER_STALL_S))
         if not isinstance(hello, messages.Hello):
@@ -153,7 +153,7 @@ class Service:
         shelf = self._shelf(hello.group)
         shelf.came(number)
         try:
-            answer = messages.Welcome(messages.VERSION, self.id, self._survives, self._at)
+            answer = messages.SnapshotWelcome(messages.VERSION, self.id, self._survives, self._at)
             page = shelf.standing.page.descriptor()
             try:
                 channel.send(messages.encode(answer), [page])
@@ -186,9 +186,9 @@ def _answer(shelf: Shelf, number: int, request: messages.Request) -> _Answer:
     try:
         return _done(shelf, number, request)
     except ValueError as error:
-        return messages.Refused(0, str(error)), ()
+        return messages.SnapshotRefused(0, str(error)), ()
     except OSError as error:
-        return messages.Refused(error.errno or 0, error.strerror or str(error)), ()
+        return messages.SnapshotRefused(error.errno or 0, error.strerror or str(error)), ()
 
 
 def _done(shelf: Shelf, number: int, request: messages.Request) -> _Answer:
@@ -198,11 +198,11 @@ def _done(shelf: Shelf, number: int, request: messages.Request) -> _Answer:
         case messages.Keep(slot=slot, snapshot=snapshot):
             shelf.keep(number, slot, snapshot)
             answer = messages.Granted(shelf.grant(number, spare=True))
-        case messages.Grant(overdue=overdue, together=together):
+        case messages.SlotGrant(overdue=overdue, together=together):
             answer = messages.Granted(shelf.grant(number, overdue=overdue, together=together))
-        case messages.Ask(fence=fence):
+        case messages.WriteStatusQuery(fence=fence):
             answer = messages.Stands(shelf.progress(fence))
-        case messages.Layout():
+        case messages.LayoutFiles():
             shelf.layout(request)
         case messages.Slots():
             slots, descriptors = shelf.slots(number, request)
@@ -210,10 +210,10 @@ def _done(shelf: Shelf, number: int, request: messages.Request) -> _Answer:
         case messages.Read():
             held, descriptors = shelf.read(number)
             answer = messages.Given(tuple(held))
-        case messages.Release(key=key, nonce=nonce):
+        case messages.ReleaseSnapshot(key=key, nonce=nonce):
             shelf.release(number, Name(key, nonce))
         case messages.WentOn(key=key, place=place, why=why):
-            shelf.tell(Restored(key, place, why))
+            shelf.tell(RestoredEvent(key, place, why))
         case messages.Hello():
             raise ValueError("it has said hello before")
     return answer, descriptors

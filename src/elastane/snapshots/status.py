@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from elastane.snapshots.messages import Progress, Stands, encode
+from elastane.snapshots.messages import Stands, WriteProgress, encode
 from elastane.snapshots.replicator import Courier
 from elastane.snapshots.rules.snapshots import Snapshots
 from elastane.snapshots.status_page import OwnPage
 from elastane.snapshots.writer import Scribe
 
 
-class Standing:
+class ServerStatus:
     """One shelf's, under whose lock it is asked; `page` says what `Stands` would."""
 
     def __init__(self, books: Snapshots, scribe: Scribe, courier: Courier) -> None:
         self._books, self._scribe, self._courier = books, scribe, courier
         self.page = OwnPage()
-        self._last: Progress | None = None
+        self._last: WriteProgress | None = None
         self.look()
 
-    def now(self) -> Progress:
+    def now(self) -> WriteProgress:
         """Return how it stands."""
-        return Progress(
+        return WriteProgress(
             writing=self._books.writing.key if self._books.writing else None,
             waiting=self._books.waiting.key if self._books.waiting else None,
             published=self._books.published,

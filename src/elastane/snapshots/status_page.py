@@ -40,11 +40,11 @@ class OwnPage:
             _HEAD.pack_into(self._memory, 0, self._number, size, _checksum(self._number, words))
 
     def descriptor(self) -> int:
-        """Return a new descriptor, for a `Page`."""
+        """Return a new descriptor, for a `SnapshotStatusPage`."""
         return os.dup(self._page)
 
 
-class Page:
+class SnapshotStatusPage:
     """The page as another process sees it; the descriptor is closed here."""
 
     def __init__(self, descriptor: int) -> None:

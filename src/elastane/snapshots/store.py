@@ -21,7 +21,14 @@ from elastane.snapshots.background import Background
 from elastane.snapshots.contents import Contents, Layouts, check_where, merged
 from elastane.snapshots.digests import Digests, taken
 from elastane.snapshots.events import News
-from elastane.snapshots.messages import HeldWords, Layout, Progress, Replica, Slots, Snapshot
+from elastane.snapshots.messages import (
+    HeldWords,
+    LayoutFiles,
+    Replica,
+    Slots,
+    Snapshot,
+    WriteProgress,
+)
 from elastane.snapshots.peers import Neighbours
 from elastane.snapshots.replica_store import Neighbour
 from elastane.snapshots.replicator import Courier, Errand
@@ -30,16 +37,16 @@ from elastane.snapshots.rules.snapshots import (
     Effect,
     Forget,
     Name,
-    Piece,
+    SnapshotPiece,
     Snapshots,
     Superseded,
     Whole,
     Write,
 )
 from elastane.snapshots.shared_memory import close_all, duplicates, make_slots
-from elastane.snapshots.status import Standing
-from elastane.snapshots.writer import Heard, Patience, Scribe, is_others
-from elastane.snapshots.writing import Failure, Order, Source, last_gasp, with_copies
+from elastane.snapshots.status import ServerStatus
+from elastane.snapshots.writer import Heard, Scribe, WriteThrottle, is_others
+from elastane.snapshots.writing import Source, WriteFailure, WriteOrder, last_gasp, with_copies
 from elastane.storage.checkpoints import Key
 
 _log = logging.getLogger("elastane.snapshots")
@@ -74,7 +81,7 @@ class Shelf:
         self._scribe = Scribe(Heard(self._durable, self._written, tell))
         self.neighbour = Neighbour()
         self._courier = Courier(origin, neighbours, self._copied)
-        self.standing = Standing(self._books, self._scribe, self._courier)
+        self.standing = ServerStatus(self._books, self._scribe, self._courier)
         self._alone_since_s = time.monotonic()
         self._is_missed = self._is_leaving = False
         self._seen = (0, 0)  # the latest round and attempt of the workers
@@ -145,7 +152,7 @@ class Shelf:
         self._let_go()
         return slot
 
-    def layout(self, layout: Layout) -> None:
+    def layout(self, layout: LayoutFiles) -> None:
         """Take in what snapshots will refer to."""
         if layout.gasp is not None:
             check_where(layout.gasp)
@@ -162,14 +169,14 @@ class Shelf:
             if slot not in self._memory or piece.end - piece.first > self._memory[slot][1]:
                 raise ValueError(f"slot {slot} does not hold {piece.end - piece.first} bytes")
             wanted = piece.persist is not None
-            told = Piece(name, piece.local, piece.locals, wanted, piece.together)
+            told = SnapshotPiece(name, piece.local, piece.locals, wanted, piece.together)
             effects = self._books.keep(worker, slot, told)
             contents.pieces[piece.local], self._contents[name] = piece, contents
             self._seen = max(self._seen, name.key.fence[1:])
             self._carry_out(effects)
         self._let_go()
 
-    def progress(self, fence: tuple[int, int] = (0, 0)) -> Progress:
+    def progress(self, fence: tuple[int, int] = (0, 0)) -> WriteProgress:
         """Return how the writing stands, to a worker of this round and attempt."""
         with self._lock:
             self._seen = max(self._seen, fence)
@@ -247,7 +254,7 @@ class Shelf:
                     left.extend(self._begin(name, gasp=gasp))
                 case Superseded(name):
                     reason = "storage was busy with an older one, and a newer one took its place"
-                    self._scribe.fail(name.key, Failure(reason, slug="checkpoint-busy"))
+                    self._scribe.fail(name.key, WriteFailure(reason, slug="checkpoint-busy"))
                 case Forget(name):
                     del self._contents[name]
                     self._digests.forget(name)
@@ -265,18 +272,18 @@ class Shelf:
                 self._scribe.begin(order, gasp=gasp, known=self._digests.of(name))
                 return []
         except (ValueError, OSError, RuntimeError) as error:
-            self._scribe.fail(name.key, Failure(str(error), slug="checkpoint-write"))
+            self._scribe.fail(name.key, WriteFailure(str(error), slug="checkpoint-write"))
             close_all(order.slots if order is not None else ())
         return self._books.written(name)
 
-    def _order(self, name: Name, *, gasp: bool) -> Order | None:
+    def _order(self, name: Name, *, gasp: bool) -> WriteOrder | None:
         """Return what is to be written; None where nobody has said where to."""
         contents = self._contents[name]
         persist = contents.gasp(self._layouts) if gasp else contents.persist()
         if persist is None:
             return None
-        patience = Patience(self._scribe.stopping, functools.partial(self._hurries, name))
-        order = Order(
+        patience = WriteThrottle(self._scribe.stopping, functools.partial(self._hurries, name))
+        order = WriteOrder(
             name=name,
             persist=last_gasp(persist, KEEPER_HURRY_S) if gasp else persist,
             sources=self._sources(name),
@@ -303,7 +310,7 @@ class Shelf:
             self._books.durable(key)
             self.standing.look()
 
-    def _written(self, order: Order, failure: Failure | None) -> None:
+    def _written(self, order: WriteOrder, failure: WriteFailure | None) -> None:
         """A writing has ended; in the thread that wrote."""
         if failure is not None and failure.slug == "snapshot-changed":
             self._spoil(order.name)

@@ -18,9 +18,9 @@ from elastane.protocol.limits import KEEPER_FAILURES_MAX, KEEPER_HURRY_S
 from elastane.snapshots import events
 from elastane.snapshots.background import digests_of, step_back
 from elastane.snapshots.events import News
-from elastane.snapshots.messages import Failed
+from elastane.snapshots.messages import SaveFailed
 from elastane.snapshots.shared_memory import close_all
-from elastane.snapshots.writing import Failure, Order, Writer, Written
+from elastane.snapshots.writing import WriteFailure, WriteOrder, Writer, Written
 from elastane.storage.checkpoints import Key
 
 _log = logging.getLogger("elastane.snapshots")
@@ -35,7 +35,7 @@ class Heard:
     """
 
     durable: Callable[[Key], None]
-    ended: Callable[[Order, Failure | None], None]
+    ended: Callable[[WriteOrder, WriteFailure | None], None]
     news: Callable[[News], None]
 
 
@@ -48,16 +48,16 @@ class Scribe:
         self._heard = heard
         self._writer = Writer()
         self._lock = threading.Lock()
-        self._failures: deque[Failed] = deque(maxlen=KEEPER_FAILURES_MAX)
+        self._failures: deque[SaveFailed] = deque(maxlen=KEEPER_FAILURES_MAX)
         self._told = ""
 
     @property
-    def failures(self) -> tuple[Failed, ...]:
+    def failures(self) -> tuple[SaveFailed, ...]:
         """Return the last failures, the newest last."""
         with self._lock:
             return tuple(self._failures)
 
-    def begin(self, order: Order, *, gasp: bool, known: tuple[str, ...] | None) -> None:
+    def begin(self, order: WriteOrder, *, gasp: bool, known: tuple[str, ...] | None) -> None:
         """Write in a thread of its own; `known` is the digest. Raises RuntimeError if none is left.
 
         The descriptors of its sources are closed when it has ended.
@@ -67,40 +67,44 @@ class Scribe:
         )
         work.start()
 
-    def fail(self, key: Key, failure: Failure, where: str = "") -> None:
+    def fail(self, key: Key, failure: WriteFailure, where: str = "") -> None:
         """Remember a failure, and say it, if it is another one than the last."""
         with self._lock:
-            self._failures.append(Failed(key, failure.reason, failure.slug))
+            self._failures.append(SaveFailed(key, failure.reason, failure.slug))
             is_new, self._told = failure.reason != self._told, failure.reason
         if is_new:  # A full disk fails each save.
             line = "the snapshot of step %d is not written to storage: %s [%s]"
             _log.error(line, key.step, failure.reason, failure.slug)
-            self._heard.news(events.Failed(key, where, failure.reason[:4096], failure.slug))
+            self._heard.news(events.PersistFailed(key, where, failure.reason[:4096], failure.slug))
 
-    def _write(self, order: Order, gasp: bool, known: tuple[str, ...] | None) -> None:
+    def _write(self, order: WriteOrder, gasp: bool, known: tuple[str, ...] | None) -> None:
         step_back()
         began_s = time.monotonic()
         failure = None
         try:
             if gasp and known is not None and digests_of(order.sources, lambda: True) != known:
-                raise Failure("it changed in memory after it was kept", slug="snapshot-changed")
+                raise WriteFailure(
+                    "it changed in memory after it was kept", slug="snapshot-changed"
+                )
             written = self._writer.gasp(order) if gasp else self._writer.write(order)
             self._heard.durable(order.name.key)
             self.last, self._told = (time.monotonic() - began_s, written.size_bytes), ""
             self._tell_saved(order, written)
             self._writer.prune(order.persist)
-        except Failure as error:
+        except WriteFailure as error:
             failure = error
         except Exception as error:
             _log.exception("a snapshot could not be written, for a fault of the keeper's own")
-            failure = Failure(f"a fault of the keeper's own: {error!r}", slug="checkpoint-write")
+            failure = WriteFailure(
+                f"a fault of the keeper's own: {error!r}", slug="checkpoint-write"
+            )
         finally:
             close_all(order.slots)
         if failure is not None:
             self.fail(order.name.key, failure, order.persist.where)
         self._heard.ended(order, failure)
 
-    def _tell_saved(self, order: Order, written: Written) -> None:
+    def _tell_saved(self, order: WriteOrder, written: Written) -> None:
         """Tell of a checkpoint, once: by who wrote its first part."""
         if 0 in written.parts:
             (seconds, size_bytes), persist = self.last, order.persist
@@ -108,12 +112,12 @@ class Scribe:
             self._heard.news(saved)
 
 
-def is_others(failure: Failure | None) -> bool:
+def is_others(failure: WriteFailure | None) -> bool:
     """Whether a writing failed for want of the others' parts alone."""
     return failure is not None and failure.slug == _INCOMPLETE
 
 
-class Patience:
+class WriteThrottle:
     """How long the other writers of one save are waited for, where there is reason to hurry."""
 
     def __init__(self, stopping: threading.Event, has_reason: Callable[[], bool]) -> None:

@@ -2,8 +2,8 @@
 
 Owns the order of what must be durable before what, and the last gasp, which nobody asked for and
 which other keepers may be about to make as well. Runs in a thread of its own, which a storage that
-hangs may hold for ever. How it fails: `Failure`, in words and with the slug of its page; whatever
-was written of a save that failed is removed where that is still possible.
+hangs may hold for ever. How it fails: `WriteFailure`, in words and with the slug of its page;
+whatever was written of a save that failed is removed where that is still possible.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import msgspec
 from elastane.errors import CheckpointError, ElastaneError, FencedError
 from elastane.protocol.limits import KEEPER_CLAIM_POLL_S, KEEPER_CLAIM_S
 from elastane.snapshots.contents import Given, packed_streams
-from elastane.snapshots.messages import LAST_GASP, STREAMS_FILE, Persist
+from elastane.snapshots.messages import LAST_GASP, STREAMS_FILE, PersistRequest
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.shared_memory import close_all, viewed
 from elastane.storage.checkpoints import (
     About,
+    CheckpointPart,
     FileRecord,
-    Part,
     folder_name,
     parse_folder,
     part_name,
@@ -43,7 +43,7 @@ CLAIM = "claim"
 _NONCE_CHARS = 8
 
 
-class Failure(Exception):
+class WriteFailure(Exception):
     """Why a snapshot did not become durable."""
 
     def __init__(self, reason: str, slug: str) -> None:
@@ -61,7 +61,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Order:
+class WriteOrder:
     """What is to be written. `stop` is asked now and then; true gives the writing up.
 
     `hurry` is asked while other writers are waited for; true ends the wait. Then this one writes
@@ -70,14 +70,14 @@ class Order:
     """
 
     name: Name
-    persist: Persist
+    persist: PersistRequest
     sources: tuple[Source, ...]
     files: Mapping[str, bytes]
     streams: bytes
     stop: Callable[[], bool]
     hurry: Callable[[], bool]
     is_past: Callable[[], bool]
-    others: tuple[Order, ...] = ()
+    others: tuple[WriteOrder, ...] = ()
 
     @property
     def slots(self) -> list[int]:
@@ -98,7 +98,7 @@ class Writer:
     def __init__(self) -> None:
         self._repositories: dict[str, Repository] = {}
 
-    def write(self, order: Order) -> Written:
+    def write(self, order: WriteOrder) -> Written:
         """Write and publish what somebody asked for."""
         with _told():
             try:
@@ -108,7 +108,7 @@ class Writer:
                 self._repository(order.persist.where).check_fence(order.name.key)
                 raise
 
-    def gasp(self, order: Order) -> Written:
+    def gasp(self, order: WriteOrder) -> Written:
         """Write and publish what is newest here, unless something as new is there.
 
         Where one keeper writes all, the keepers of all nodes may be about to: the first to claim
@@ -129,7 +129,7 @@ class Writer:
                 folder = folder_name(order.name.key, nonce)
             return self._publish(order, folder, nonce)
 
-    def prune(self, persist: Persist) -> None:
+    def prune(self, persist: PersistRequest) -> None:
         """Remove what is older than what is to be kept; a fault here costs room alone."""
         if not persist.keep or persist.part:
             return
@@ -138,7 +138,7 @@ class Writer:
         except (OSError, ElastaneError) as error:
             _log.warning("old checkpoints in %s stay: %s", persist.where, error)
 
-    def _publish(self, order: Order, folder: str, nonce: str) -> Written:
+    def _publish(self, order: WriteOrder, folder: str, nonce: str) -> Written:
         repository, persist = self._repository(order.persist.where), order.persist
         own = f"{folder}/{_record_of(persist)}"
         try:
@@ -175,7 +175,7 @@ class Writer:
         size_bytes = sum(file.size_bytes for each in parts for file in each.files)
         return Written(size_bytes, tuple(each.part for each in parts))
 
-    def _stand_in(self, order: Order, folder: str, nonce: str) -> Iterator[Part]:
+    def _stand_in(self, order: WriteOrder, folder: str, nonce: str) -> Iterator[CheckpointPart]:
         """Write what has not come of the parts that this keeper has copies of."""
         repository = self._repository(order.persist.where)
         for other in order.others:
@@ -189,7 +189,7 @@ class Writer:
             else:
                 yield part
 
-    def _part(self, order: Order, folder: str, nonce: str) -> Part:
+    def _part(self, order: WriteOrder, folder: str, nonce: str) -> CheckpointPart:
         """Write the files of a part; returns its record."""
         files, persist = [*self._written(order, folder)], order.persist
         about = About(
@@ -200,9 +200,9 @@ class Writer:
             reason=persist.reason,
         )
         key = order.name.key
-        return Part(persist.part, persist.parts, tuple(files), key, nonce, about)
+        return CheckpointPart(persist.part, persist.parts, tuple(files), key, nonce, about)
 
-    def _written(self, order: Order, folder: str) -> Iterator[FileRecord]:
+    def _written(self, order: WriteOrder, folder: str) -> Iterator[FileRecord]:
         storage = self._repository(order.persist.where).storage
         with contextlib.ExitStack() as stack:
             views = [
@@ -217,7 +217,7 @@ class Writer:
         for name, content in sorted(order.files.items()) if order.persist.small else ():
             yield storage.write(f"{folder}/{name}", [content], order.stop)
 
-    def _is_there(self, order: Order) -> bool:
+    def _is_there(self, order: WriteOrder) -> bool:
         """Whether something as new as this is published."""
         from elastane.storage import publishing
 
@@ -228,11 +228,11 @@ class Writer:
                 return True
         return False
 
-    def _claimed(self, order: Order, folder: str) -> bool:
+    def _claimed(self, order: WriteOrder, folder: str) -> bool:
         storage = self._repository(order.persist.where).storage
         return storage.create(f"{folder}/{CLAIM}", b"a last gasp\n")
 
-    def _came(self, order: Order) -> bool:
+    def _came(self, order: WriteOrder) -> bool:
         """Wait for another keeper's last gasp, a bounded time."""
         until_s = time.monotonic() + KEEPER_CLAIM_S
         while time.monotonic() < until_s and not order.stop():
@@ -251,7 +251,7 @@ class Writer:
         return self._repositories[where]
 
 
-def _record_of(persist: Persist) -> str:
+def _record_of(persist: PersistRequest) -> str:
     return part_name(persist.part, persist.parts)
 
 
@@ -266,13 +266,13 @@ def _is_gone(repository: Repository, record: str) -> bool:
     return False
 
 
-def last_gasp(persist: Persist, wait_s: float) -> Persist:
+def last_gasp(persist: PersistRequest, wait_s: float) -> PersistRequest:
     """Return the same wish, as nobody's but the keeper's, who waits for others this long."""
     wait_s = min(wait_s, persist.wait_s)
     return msgspec.structs.replace(persist, reason=LAST_GASP, wait_s=wait_s)
 
 
-def with_copies(order: Order, copies: Sequence[Given]) -> Order:
+def with_copies(order: WriteOrder, copies: Sequence[Given]) -> WriteOrder:
     """Return a last gasp that stands in for lost nodes, of whose parts these are copies."""
     others = []
     for words, descriptors in copies:
@@ -303,7 +303,9 @@ def _regions(
             yield view[at - source.first : until - source.first]
             at = until
     if at < end:
-        raise Failure(f"bytes {at} to {end} of it are in no worker's slot", slug="checkpoint-write")
+        raise WriteFailure(
+            f"bytes {at} to {end} of it are in no worker's slot", slug="checkpoint-write"
+        )
 
 
 @contextlib.contextmanager
@@ -312,7 +314,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except ElastaneError as error:
-        raise Failure(error.what, error.slug) from error
+        raise WriteFailure(error.what, error.slug) from error
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
-        raise Failure(f"{named}{error.strerror or error}", slug="checkpoint-write") from error
+        raise WriteFailure(f"{named}{error.strerror or error}", slug="checkpoint-write") from error

@@ -2,6 +2,14 @@
 
 from elastane.storage.places import open_storage
 from elastane.storage.protocol import Progress, Stop, Storage
-from elastane.storage.repository import Choice, Found, Repository
+from elastane.storage.repository import FoundCheckpoint, Repository, RestorePoint
 
-__all__ = ["Choice", "Found", "Progress", "Repository", "Stop", "Storage", "open_storage"]
+__all__ = [
+    "FoundCheckpoint",
+    "Progress",
+    "Repository",
+    "RestorePoint",
+    "Stop",
+    "Storage",
+    "open_storage",
+]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 
 
-class _Buffer(ctypes.Structure):
+class _BufferView(ctypes.Structure):
     """Py_buffer, of the stable ABI."""
 
     _fields_ = (
@@ -32,7 +32,7 @@ _SIMPLE = 0  # PyBUF_SIMPLE: contiguous bytes
 
 def address_of(view: memoryview) -> int:
     """Return the address of a contiguous view's first byte."""
-    buffer = _Buffer()
+    buffer = _BufferView()
     ctypes.pythonapi.PyObject_GetBuffer(
         ctypes.py_object(view), ctypes.byref(buffer), ctypes.c_int(_SIMPLE)
     )

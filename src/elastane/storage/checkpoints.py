@@ -82,7 +82,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: Text
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckpointPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one writer of a save vouches for: its files are durable.
 
     That of part 0 also says what the manifest says `about`, so that whoever publishes a save
@@ -146,11 +146,11 @@ def chunks_of(size_bytes: int) -> int:
     return -(-size_bytes // CHUNK_BYTES)
 
 
-def fault(record: Manifest | Part, folder: str) -> str:
+def fault(record: Manifest | CheckpointPart, folder: str) -> str:
     """Return why a record that is of its type cannot be meant for `folder`; "" where it can."""
     if parse_folder(folder) != (record.key, record.nonce):
         return f"it is of {folder_name(record.key, record.nonce)}, and lies in another folder"
-    if isinstance(record, Part) and record.part >= record.parts:
+    if isinstance(record, CheckpointPart) and record.part >= record.parts:
         return f"it is part {record.part} of only {record.parts}"
     names = [file.name for file in record.files]
     if len(set(names)) != len(names) or MANIFEST in names:

@@ -21,10 +21,10 @@ from elastane.protocol.limits import CHECKPOINT_POLL_MAX_S, CHECKPOINT_POLL_S
 from elastane.storage.checkpoints import (
     FORMAT,
     MANIFEST,
+    CheckpointPart,
     Fence,
     Key,
     Manifest,
-    Part,
     fault,
     parse_folder,
     part_name,
@@ -72,7 +72,7 @@ def check_fence(storage: Storage, key: Key) -> None:
         raise _fenced(storage.where, key, newest.fence)
 
 
-def add_part(storage: Storage, folder: str, part: Part) -> None:
+def add_part(storage: Storage, folder: str, part: CheckpointPart) -> None:
     """Vouch for the files of one writer, all of which are durable."""
     if reason := fault(part, folder):
         raise ValueError(f"part {part.part} of {folder}: {reason}")
@@ -90,7 +90,7 @@ class Publication:
         self._storage = storage
         self._folder = folder
         self._missing = list(range(parts))
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, CheckpointPart] = {}
         self._contents: dict[int, bytes] = {}
         self._count = parts
         self._torn = ""
@@ -138,7 +138,7 @@ class Publication:
         name = part_name(number, self._count)
         try:
             content = read_bounded(self._storage, f"{self._folder}/{name}")
-            part = decode(content, Part, self._folder)
+            part = decode(content, CheckpointPart, self._folder)
         except FileNotFoundError:
             return False
         except RecordError as error:

@@ -16,12 +16,12 @@ import msgspec
 
 from elastane.protocol.limits import CHECKPOINT_RECORD_BYTES_MAX
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.storage.checkpoints import FORMAT, Manifest, Part, fault
+from elastane.storage.checkpoints import FORMAT, CheckpointPart, Manifest, fault
 from elastane.storage.digest import digest_of
 from elastane.storage.protocol import Storage
 
 _ENVELOPE = re.compile(rb'\{"digest":"(?P<digest>[0-9a-f]{32})","body":(?P<body>\{.*\})\}', re.S)
-R = TypeVar("R", Manifest, Part)
+R = TypeVar("R", Manifest, CheckpointPart)
 
 
 class RecordError(Exception):
@@ -36,7 +36,7 @@ class _Head(msgspec.Struct):
     format: int
 
 
-def encode(record: Manifest | Part) -> bytes:
+def encode(record: Manifest | CheckpointPart) -> bytes:
     """Return a record's bytes."""
     body = msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=1)
     return b'{"digest":"%s","body":%s}' % (digest_of([body]).encode(), body)

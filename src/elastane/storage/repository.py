@@ -19,11 +19,11 @@ import msgspec
 from elastane.errors import CheckpointError
 from elastane.protocol.limits import CHECKPOINT_LITTER_S
 from elastane.storage import publishing, retention
-from elastane.storage.checkpoints import MANIFEST, Key, Manifest, Part, parse_folder
+from elastane.storage.checkpoints import MANIFEST, CheckpointPart, Key, Manifest, parse_folder
 from elastane.storage.protocol import Progress, Stop, Storage, never
 from elastane.storage.reading import Inspection, told, wrong_size
 from elastane.storage.records import NewerFormatError, RecordError, read_record
-from elastane.storage.retention import Removal, Seen
+from elastane.storage.retention import Removal, SeenCheckpoint
 
 _log = logging.getLogger(__name__)
 _NAMED_MAX = 8
@@ -31,7 +31,7 @@ _NAMED_MAX = 8
 _LOOKS_MAX = 100
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundCheckpoint(msgspec.Struct, frozen=True):
     """A published checkpoint. `reason` says why it is not valid, as far as was looked."""
 
     folder: str
@@ -42,11 +42,11 @@ class Found(msgspec.Struct, frozen=True):
     newer: bool = False  # of a later format: not for this elastane to judge
 
 
-class Choice(msgspec.Struct, frozen=True):
+class RestorePoint(msgspec.Struct, frozen=True):
     """The newest valid checkpoint, and the newer ones that were passed over, with reasons."""
 
-    found: Found | None
-    skipped: tuple[Found, ...] = ()
+    found: FoundCheckpoint | None
+    skipped: tuple[FoundCheckpoint, ...] = ()
 
 
 class Repository:
@@ -56,7 +56,7 @@ class Repository:
         self.storage = storage
         self._verified: set[str] = set()
 
-    def add_part(self, folder: str, part: Part) -> None:
+    def add_part(self, folder: str, part: CheckpointPart) -> None:
         """Vouch for one writer's files, all of which must be durable."""
         publishing.add_part(self.storage, folder, part)
 
@@ -88,7 +88,7 @@ class Repository:
         """Return the greatest key of what is published, sound or not."""
         return publishing.newest_key(self.storage)
 
-    def published(self) -> list[Found]:
+    def published(self) -> list[FoundCheckpoint]:
         """Return all checkpoints, newest first, judged by their records and their files' sizes."""
         for _ in range(_LOOKS_MAX):
             names = set(self.storage.folders())
@@ -108,7 +108,7 @@ class Repository:
 
     def verify(
         self,
-        found: Found,
+        found: FoundCheckpoint,
         progress: Progress | None = None,
         *,
         stop: Stop = never,
@@ -139,7 +139,7 @@ class Repository:
         full: bool = True,
         progress: Progress | None = None,
         stop: Stop = never,
-    ) -> Choice:
+    ) -> RestorePoint:
         """Return the newest checkpoint that is valid, and why those newer than it are not.
 
         Without `full`, "valid" is by records and sizes, and whoever reads the files compares their
@@ -180,30 +180,30 @@ class Repository:
 
     def _look(
         self,
-        published: list[Found],
+        published: list[FoundCheckpoint],
         strict: bool,
         full: bool,
         how: tuple[Progress | None, Stop],
-    ) -> tuple[Choice, bool]:
+    ) -> tuple[RestorePoint, bool]:
         """Return the choice, and whether one that was to be judged has been removed meanwhile."""
-        skipped: list[Found] = []
+        skipped: list[FoundCheckpoint] = []
         progress, stop = how
         for found in published:
             reason = self.verify(found, progress, stop=stop) if full else found.reason
             if not reason:
-                return Choice(found, tuple(skipped)), False
+                return RestorePoint(found, tuple(skipped)), False
             if not publishing.is_published(self.storage, found.folder):
-                return Choice(None), True
+                return RestorePoint(None), True
             skipped.append(msgspec.structs.replace(found, reason=reason))
             if strict:
                 break
-        return Choice(None, tuple(skipped)), False
+        return RestorePoint(None, tuple(skipped)), False
 
-    def _found(self, folder: str) -> Found | None:
+    def _found(self, folder: str) -> FoundCheckpoint | None:
         """Return a folder's checkpoint; None where it is not published, or not any more."""
         parsed = parse_folder(folder)
         assert parsed is not None, folder
-        found = Found(folder, *parsed)
+        found = FoundCheckpoint(folder, *parsed)
         try:
             manifest = read_record(self.storage, folder, MANIFEST, Manifest)
             reason = wrong_size(self.storage, folder, manifest.files)
@@ -216,7 +216,7 @@ class Repository:
             return msgspec.structs.replace(found, reason=told(MANIFEST, error))
         return msgspec.structs.replace(found, manifest=manifest, reason=reason)
 
-    def _seen(self, *, trusted: bool) -> list[Seen]:
+    def _seen(self, *, trusted: bool) -> list[SeenCheckpoint]:
         published = {found.folder: found for found in self.published()}
         seen = []
         pending = [name for name in self.storage.folders() if name not in published]
@@ -226,20 +226,20 @@ class Repository:
                 "newer" if found.newer else "unsound" if found.reason else "sound"
             )
             verified = trusted or found.folder in self._verified
-            seen.append(Seen(found.folder, state, verified and state == "sound"))
+            seen.append(SeenCheckpoint(found.folder, state, verified and state == "sound"))
         for name in pending:
             with contextlib.suppress(FileNotFoundError):
                 silent_s = now_s - self.storage.changed_s(name)
                 if not publishing.is_published(self.storage, name):
-                    seen.append(Seen(name, "pending", silent_s=silent_s))
+                    seen.append(SeenCheckpoint(name, "pending", silent_s=silent_s))
         return seen
 
-    def _doubtful(self, seen: list[Seen], keep: int) -> Seen | None:
+    def _doubtful(self, seen: list[SeenCheckpoint], keep: int) -> SeenCheckpoint | None:
         """Return the newest that stays, where none of those that stay was read yet."""
         staying = retention.kept(seen, keep)
         return None if any(one.verified for one in staying) else staying[0]
 
-    def _judged(self, seen: list[Seen], doubtful: Seen) -> list[Seen]:
+    def _judged(self, seen: list[SeenCheckpoint], doubtful: SeenCheckpoint) -> list[SeenCheckpoint]:
         found = self._found(doubtful.folder)
         sound = found is not None and not self.verify(found, fresh=True)
         judged = msgspec.structs.replace(
@@ -260,7 +260,9 @@ class Repository:
         return True
 
 
-def invalid(where: str, skipped: Sequence[Found], *, strict: bool = False) -> CheckpointError:
+def invalid(
+    where: str, skipped: Sequence[FoundCheckpoint], *, strict: bool = False
+) -> CheckpointError:
     """Return the error for checkpoints none of which can be restored."""
     if strict:
         what = f"checkpoint {skipped[0].folder} is not valid: {skipped[0].reason}"

@@ -1,7 +1,7 @@
 """Which checkpoints may go: pure, so that "never the last valid one" is a fact of this file.
 
 Knows nothing of how a checkpoint was judged; whoever removes what `to_remove` says has first read,
-byte by byte, one of those that stay (`Seen.verified`). It cannot fail.
+byte by byte, one of those that stay (`SeenCheckpoint.verified`). It cannot fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastane.storage.checkpoints import Fence, Key, parse_folder
 State = Literal["sound", "unsound", "newer", "pending"]
 
 
-class Seen(msgspec.Struct, frozen=True):
+class SeenCheckpoint(msgspec.Struct, frozen=True):
     """One folder of a place, as it was seen. `silent_s` says since when nothing was written."""
 
     folder: str
@@ -41,14 +41,16 @@ class Removal(msgspec.Struct, frozen=True):
     why: str
 
 
-def kept(seen: Sequence[Seen], keep: int) -> list[Seen]:
+def kept(seen: Sequence[SeenCheckpoint], keep: int) -> list[SeenCheckpoint]:
     """Return those that stay for being among the newest, newest first."""
     assert keep >= 1, keep
     sound = [one for one in seen if one.state == "sound"]
     return sorted(sound, key=lambda one: one.order, reverse=True)[:keep]
 
 
-def surplus(seen: Sequence[Seen], keep: int, protect: Collection[str] = ()) -> list[Removal]:
+def surplus(
+    seen: Sequence[SeenCheckpoint], keep: int, protect: Collection[str] = ()
+) -> list[Removal]:
     """Return what of the published ones may go once one of those that stay was verified.
 
     Unsound ones go when as many sound ones as are to be kept are newer; till then somebody may
@@ -67,7 +69,9 @@ def surplus(seen: Sequence[Seen], keep: int, protect: Collection[str] = ()) -> l
     return [Removal(one.folder, why[one.state]) for one in _oldest_first(going)]
 
 
-def litter(seen: Sequence[Seen], litter_s: float, protect: Collection[str] = ()) -> list[Removal]:
+def litter(
+    seen: Sequence[SeenCheckpoint], litter_s: float, protect: Collection[str] = ()
+) -> list[Removal]:
     """Return the saves that will never end: of a round that is over, or silent for long."""
     newest = _newest_fence(seen)
     removals = []
@@ -84,7 +88,7 @@ def litter(seen: Sequence[Seen], litter_s: float, protect: Collection[str] = ())
 
 
 def to_remove(
-    seen: Sequence[Seen], keep: int, protect: Collection[str] = (), *, litter_s: float
+    seen: Sequence[SeenCheckpoint], keep: int, protect: Collection[str] = (), *, litter_s: float
 ) -> list[Removal]:
     """Return what may be removed now.
 
@@ -97,10 +101,10 @@ def to_remove(
     return going
 
 
-def _newest_fence(seen: Sequence[Seen]) -> Fence | None:
+def _newest_fence(seen: Sequence[SeenCheckpoint]) -> Fence | None:
     published = [one.order[0].fence for one in seen if one.state != "pending"]
     return max(published, default=None)
 
 
-def _oldest_first(seen: Sequence[Seen]) -> list[Seen]:
+def _oldest_first(seen: Sequence[SeenCheckpoint]) -> list[SeenCheckpoint]:
     return sorted(seen, key=lambda one: one.order)

@@ -38,10 +38,10 @@ from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
 from elastane.stores.errors import folder_changed, hangs, trouble
 from elastane.stores.pages import (
+    FolderPage,
     Hooks,
-    Page,
+    PageReading,
     Pages,
-    Reading,
     Root,
 )
 from elastane.stores.protocol import (
@@ -91,7 +91,7 @@ class FileStore:
         self._poll_s = poll_s
         self.on_step = on_step
         self._offload = Offload()
-        self._identity: Page | None = None
+        self._identity: FolderPage | None = None
         self._sightings: dict[str, _Sighting] = {}
         self._skipped: set[Path] = set()
         self._running = threading.local()  # of the operation that a thread runs: until when it may
@@ -165,7 +165,7 @@ class FileStore:
         """
         return Pages(_below(key) / "@lease", self._root, self._hooks())
 
-    def _replace(self, key: str, expected_version: int, kind: str, value: bytes) -> Page:
+    def _replace(self, key: str, expected_version: int, kind: str, value: bytes) -> FolderPage:
         pages = self.entries(key)
         while True:
             reading = pages.latest()
@@ -196,7 +196,7 @@ class FileStore:
             return None
         return Holder(page.value.partition(b"\n")[2], page.number)
 
-    def _is_silent(self, key: str, terms: Pages, page: Page) -> bool:
+    def _is_silent(self, key: str, terms: Pages, page: FolderPage) -> bool:
         """Rule 3: whether `page`'s heartbeat has stood still for its holder's ttl."""
         begun = self.clock()
         content = _read_beat(terms, page)
@@ -258,7 +258,7 @@ class FileLease(HeldLease):
         self._lost = True
         await self._store.run(self._release)
 
-    def take(self, terms: Pages, reading: Reading) -> bool:
+    def take(self, terms: Pages, reading: PageReading) -> bool:
         """Try to link the term after `reading`; blocks."""
         begun = self._store.clock()
         page = terms.append(reading, "held", self._payload)
@@ -289,11 +289,11 @@ class FileLease(HeldLease):
         if reading.page is not None and reading.page.number == self.term:
             terms.append(reading, "free", b"")
 
-    def _deposed(self, reading: Reading) -> LeaseLostError:
+    def _deposed(self, reading: PageReading) -> LeaseLostError:
         found = f"term {reading.page.number}" if reading.page else "no term at all"
         return self.deposed(found, f"folder {self._store.folder}")
 
-    def _beat(self, terms: Pages, page: Page) -> None:
+    def _beat(self, terms: Pages, page: FolderPage) -> None:
         self._beats += 1
         self._store.on_step("beat")
         terms.write_beside(_beat_name(page), f"{self._beats:0{_BEAT_BYTES}d}".encode())
@@ -303,11 +303,11 @@ def _below(key: str) -> Path:
     return Path(*check_key(key).split("/"))
 
 
-def _beat_name(page: Page) -> str:
+def _beat_name(page: FolderPage) -> str:
     return f"beat.{page.number:018d}"
 
 
-def _read_beat(terms: Pages, page: Page) -> bytes:
+def _read_beat(terms: Pages, page: FolderPage) -> bytes:
     """Return the heartbeat's content; whatever it is, only whether it changes is looked at."""
     try:
         return terms.read_beside(_beat_name(page), 4 * _BEAT_BYTES)
@@ -317,6 +317,6 @@ def _read_beat(terms: Pages, page: Page) -> bytes:
         return b"?"
 
 
-def _entry(reading: Reading) -> Entry | None:
+def _entry(reading: PageReading) -> Entry | None:
     page = reading.page
     return Entry(page.value, page.number) if page is not None and page.kind == "value" else None

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 import msgspec
 
-from elastane.errors import ConfigurationError, RendezvousClosedError
+from elastane.errors import ConfigurationError, JobClosedError
 from elastane.process.endpoint import Endpoint
 from elastane.process.files import safe_name
-from elastane.protocol.model import Record
+from elastane.protocol.model import JobRecord
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.protocol import ConflictError, Entry, Store
 
@@ -36,7 +36,7 @@ def new_token() -> str:
     return secrets.token_hex(_TOKEN_BYTES)
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Where the coordinator of a term listens."""
 
     term: int
@@ -48,7 +48,7 @@ class Filed(msgspec.Struct, frozen=True, kw_only=True):
     """The record as it is stored. `term` is its writer's; None: the job has no record yet."""
 
     term: int
-    record: Record | None
+    record: JobRecord | None
 
 
 class JobNames:
@@ -72,7 +72,7 @@ class JobKeys(JobNames):
         # A token that was given to the agent is not in the store, which may not even be asked.
         self._has_token = False
 
-    async def load(self) -> Record | None:
+    async def load(self) -> JobRecord | None:
         """Return the job's record, or None where it has none."""
         filed, _ = await self.filed()
         return filed.record if filed else None
@@ -91,7 +91,7 @@ class JobKeys(JobNames):
         record = await self.load()
         outcome = record.outcome if record else None
         if outcome is not None:
-            raise RendezvousClosedError(
+            raise JobClosedError(
                 f"closed: job {self.job} has ended: {outcome.reason}",
                 slug="rdzv-closed",
                 expected="a --rdzv-id that no job has used in this store",
@@ -114,15 +114,17 @@ class JobKeys(JobNames):
             return entry.value.decode()
         raise AssertionError("a token that appears and disappears for ever")
 
-    async def seat(self) -> Seat | None:
+    async def seat(self) -> LeaderRecord | None:
         """Return where the latest coordinator said that it listens; it may be dead by now."""
         seat, _ = await self.seated()
         return seat
 
-    async def seated(self) -> tuple[Seat | None, int]:
+    async def seated(self) -> tuple[LeaderRecord | None, int]:
         """Return the seat, and the version that a write must expect."""
         entry = await self.store.get(self.coordinator)
-        return (_decode(entry, Seat, self.coordinator), entry.version) if entry else (None, 0)
+        return (
+            (_decode(entry, LeaderRecord, self.coordinator), entry.version) if entry else (None, 0)
+        )
 
     async def locate(self) -> Endpoint | None:
         """Return the latest coordinator's address, None while there is none.

@@ -70,7 +70,7 @@ class MemoryBackend:
 
 
 @dataclass
-class Faults:
+class StoreFaults:
     """What is wrong between one client and the backend."""
 
     unreachable: bool = False
@@ -81,9 +81,9 @@ class Faults:
 class MemoryStore:
     """One client; `faults` may be changed at any time."""
 
-    def __init__(self, backend: MemoryBackend, faults: Faults | None = None) -> None:
+    def __init__(self, backend: MemoryBackend, faults: StoreFaults | None = None) -> None:
         self.backend = backend
-        self.faults = faults or Faults()
+        self.faults = faults or StoreFaults()
 
     async def get(self, key: str) -> Entry | None:
         """See Store.get."""

@@ -50,7 +50,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ROOT_UID = 0
 
 
-class Page(msgspec.Struct, frozen=True, kw_only=True):
+class FolderPage(msgspec.Struct, frozen=True, kw_only=True):
     """One page. `nonce` tells writers apart, `before` is the nonce of the page it follows."""
 
     number: int
@@ -66,10 +66,10 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
         return f"{head} {_digest(head, self.value)}\n".encode() + self.value
 
 
-class Reading(msgspec.Struct, frozen=True):
+class PageReading(msgspec.Struct, frozen=True):
     """What a folder holds: the page that counts, and the highest number that is in use."""
 
-    page: Page | None
+    page: FolderPage | None
     top: int
 
 
@@ -187,21 +187,21 @@ class Pages:
         self._below, self._root = below, root
         self._hooks, self._whole = hooks, whole
 
-    def latest(self) -> Reading:
+    def latest(self) -> PageReading:
         """Return the page that counts."""
         for _ in range(_RESCANS_MAX):
             numbers = sorted(self._numbers(), reverse=True)
             with contextlib.suppress(FileNotFoundError):  # pruned since the listing: list again
                 for number in numbers:
                     if (page := self.read(number)) is not None:
-                        return Reading(page, numbers[0])
-                return Reading(None, numbers[0] if numbers else 0)
+                        return PageReading(page, numbers[0])
+                return PageReading(None, numbers[0] if numbers else 0)
         raise StoreError(
             f"file store: {self.path} changed {_RESCANS_MAX} times during a read",
             slug="store-busy",
         )
 
-    def read(self, number: int) -> Page | None:
+    def read(self, number: int) -> FolderPage | None:
         """Return a page, None where its file is not one. Raises FileNotFoundError."""
         name = _name(number)
         try:
@@ -229,10 +229,10 @@ class Pages:
             finally:
                 os.close(descriptor)
 
-    def append(self, base: Reading, kind: str, value: bytes) -> Page | None:
+    def append(self, base: PageReading, kind: str, value: bytes) -> FolderPage | None:
         """Write the page after `base` durably; None where somebody else did."""
         before = base.page.nonce if base.page else "-"
-        page = Page(
+        page = FolderPage(
             number=base.top + 1, kind=kind, nonce=secrets.token_hex(8), before=before, value=value
         )
         temp = f"tmp.{page.number:018d}.{page.nonce}"
@@ -254,7 +254,7 @@ class Pages:
         self._hooks.on_step("durable")
         return page
 
-    def tidy(self, page: Page, keep: int = _PAGES_KEPT) -> None:
+    def tidy(self, page: FolderPage, keep: int = _PAGES_KEPT) -> None:
         """Remove what `page` has made obsolete.
 
         A temporary file for this number or a lower one belongs to a writer that is dead, or
@@ -286,7 +286,7 @@ class Pages:
             os.close(descriptor)
         self._hooks.on_step("synced")
 
-    def _link(self, at: int, temp: str, page: Page) -> bool:
+    def _link(self, at: int, temp: str, page: FolderPage) -> bool:
         try:
             name = _name(page.number)
             os.link(temp, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
@@ -298,7 +298,7 @@ class Pages:
             return False
         return True
 
-    def _took_effect(self, page: Page) -> bool:
+    def _took_effect(self, page: FolderPage) -> bool:
         if max(self._numbers(), default=0) <= page.number:
             return True
         with contextlib.suppress(FileNotFoundError):
@@ -361,7 +361,7 @@ def _digest(head: str, value: bytes) -> str:
     return hashlib.sha256(head.encode() + b"\n" + value).hexdigest()
 
 
-def _decode(content: bytes, number: int) -> Page:
+def _decode(content: bytes, number: int) -> FolderPage:
     """Return the page in `content`; raise ValueError that says what is wrong with it."""
     line, newline, value = content.partition(b"\n")
     fields = line[:_HEADER_BYTES_MAX].decode("ascii", "replace").split(" ")
@@ -374,7 +374,7 @@ def _decode(content: bytes, number: int) -> Page:
         raise ValueError(f"truncated: {len(value)} of {length} bytes")
     if digest != _digest(" ".join(fields[:-1]), value):
         raise ValueError("its checksum does not match")
-    return Page(number=number, kind=kind, nonce=nonce, before=before, value=value)
+    return FolderPage(number=number, kind=kind, nonce=nonce, before=before, value=value)
 
 
 def read_plain(

@@ -83,7 +83,7 @@ class _Document(msgspec.Struct, tag="elastane-register-1"):
 
 
 @dataclass(frozen=True)
-class _Sighting:
+class _RegisterSighting:
     beat: str
     seen_s: float
 
@@ -107,7 +107,7 @@ class RegisterStore:
         self._poll_s = poll_s
         self._offload = Offload()
         self._turn = threading.Lock()
-        self._sightings: dict[str, _Sighting] = {}
+        self._sightings: dict[str, _RegisterSighting] = {}
 
     async def get(self, key: str) -> Entry | None:
         """See Store.get."""
@@ -227,7 +227,7 @@ class RegisterStore:
             return True
         seen = self._sightings.get(key)
         if seen is None or seen.beat != found.beat:
-            self._sightings[key] = _Sighting(found.beat, self.clock())
+            self._sightings[key] = _RegisterSighting(found.beat, self.clock())
             return False
         return begun_s - seen.seen_s >= found.ttl_s
 

@@ -12,10 +12,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastane.testing.cluster import ClusterError, LocalCluster, LocalNode, World
+    from elastane.testing.cluster import ClusterError, ClusterWorld, LocalCluster, LocalNode
     from elastane.testing.plans import Fault, FaultPlan
 
-__all__ = ["ClusterError", "Fault", "FaultPlan", "LocalCluster", "LocalNode", "World"]
+__all__ = ["ClusterError", "ClusterWorld", "Fault", "FaultPlan", "LocalCluster", "LocalNode"]
 _PLANS = ("Fault", "FaultPlan")
 
 

@@ -57,7 +57,7 @@ class ClusterError(ElastaneError):
 
 
 @dataclass(frozen=True)
-class World:
+class ClusterWorld:
     """The newest world: its fence, the ids of its nodes in the order of rank, and its workers.
 
     `pids` are those of each node, by local rank; a node is missing there until it has started its
@@ -236,7 +236,7 @@ class LocalCluster:
         """Where the logs and the event logs of the job are."""
         return Path(self._given.get("log_dir", self.folder / "logs"))
 
-    def world(self) -> World | None:
+    def world(self) -> ClusterWorld | None:
         """Return the newest world; None before the first."""
         settled: LoggedEvent | None = None
         pids: dict[tuple[str, int | None, int | None], tuple[int, ...]] = {}
@@ -252,7 +252,7 @@ class LocalCluster:
         nodes = tuple(str(settled.data.get("members", "")).split())
         at = settled.round, settled.attempt
         here = {node: pids[(node, *at)] for node in nodes if (node, *at) in pids}
-        return World(*at, nodes, here)
+        return ClusterWorld(*at, nodes, here)
 
     def wait(
         self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S
@@ -265,13 +265,13 @@ class LocalCluster:
             time.sleep(_POLL_S)
 
     def wait_world(
-        self, nodes: int, *, after: World | None = None, deadline_s: float = DEADLINE_S
-    ) -> World:
+        self, nodes: int, *, after: ClusterWorld | None = None, deadline_s: float = DEADLINE_S
+    ) -> ClusterWorld:
         """Return the newest world once it has so many nodes, all with workers.
 
         `after`: and is newer than that one.
         """
-        found: list[World] = []
+        found: list[ClusterWorld] = []
 
         def there() -> bool:
             world = self.world()

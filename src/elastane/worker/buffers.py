@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 
-class Standing(NamedTuple):
+class BufferStatus(NamedTuple):
     """One buffer: the tensor, and the module and the name under which it stands."""
 
     module: torch.nn.Module
@@ -30,14 +30,14 @@ class Standing(NamedTuple):
         self.module._buffers[self.name] = self.tensor
 
 
-def standing(modules: Iterable[torch.nn.Module]) -> list[Standing]:
+def standing(modules: Iterable[torch.nn.Module]) -> list[BufferStatus]:
     """All buffers of the modules and of those in them; one that stands in two places comes twice.
 
     To be called at each step: four times as quick as `Module.modules()` (torch 2.13).
     """
     seen: set[int] = set()
     waiting: list[torch.nn.Module | None] = [*modules]
-    found: list[Standing] = []
+    found: list[BufferStatus] = []
     while waiting:
         module = waiting.pop()
         if module is None or id(module) in seen:
@@ -46,5 +46,5 @@ def standing(modules: Iterable[torch.nn.Module]) -> list[Standing]:
         waiting.extend(module._modules.values())
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                found.append(Standing(module, name, buffer))
+                found.append(BufferStatus(module, name, buffer))
     return found

@@ -19,19 +19,19 @@ from collections.abc import Callable
 from elastane.errors import ExitCode, JobError
 from elastane.process import control_socket
 from elastane.process.control_socket import (
-    Able,
-    Ask,
+    AssignedPlace,
+    CanRecoverInPlace,
     Differed,
     Doing,
     End,
-    Finished,
     FromWorker,
-    Interrupt,
-    Lost,
-    Place,
-    Ready,
+    InterruptWorker,
+    PeerLost,
     Spare,
+    SpareReady,
+    StatusQuery,
     Wait,
+    WorkerFinished,
 )
 from elastane.protocol.model import Fence
 from elastane.protocol.sharding import Sharding
@@ -49,7 +49,7 @@ class AgentLine:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._news = threading.Condition()
-        self._place: Place | None = None
+        self._place: AssignedPlace | None = None
         self._interrupted = ""
         self._waits = self._ends = False
         self._closed = False
@@ -76,7 +76,7 @@ class AgentLine:
         _lines.append(line)
         return line
 
-    def first(self) -> Place | Wait:
+    def first(self) -> AssignedPlace | Wait:
         """Return the place that this worker starts with, or that it has none yet."""
         self._socket.settimeout(_FIRST_S)
         try:
@@ -88,7 +88,7 @@ class AgentLine:
             raise _no_agent(str(error) or "it said nothing") from error
         finally:
             self._socket.settimeout(None)
-        if not isinstance(word, Place | Wait):
+        if not isinstance(word, AssignedPlace | Wait):
             raise _no_agent("it spoke of a world before there was one")
         return word
 
@@ -106,7 +106,7 @@ class AgentLine:
         """Whether the world in hand has ended, or there is a place in another."""
         return bool(self._interrupted) or self._place is not None or self._closed
 
-    def next_place(self) -> Place:
+    def next_place(self) -> AssignedPlace:
         """Wait for a place in another world, as long as it takes."""
         with self._news:
             self._waits = True
@@ -120,15 +120,15 @@ class AgentLine:
 
     def able(self, sharding: Sharding | None) -> None:
         """Say that this worker can enter another world as it is."""
-        self._say(Able(sharding))
+        self._say(CanRecoverInPlace(sharding))
 
     def finished(self) -> None:
         """Say that all steps are done."""
-        self._say(Finished())
+        self._say(WorkerFinished())
 
     def lost(self, fence: Fence, reason: str) -> None:
         """Say that a peer was lost in the world of `fence`."""
-        self._say(Lost(fence, reason[:1000]))
+        self._say(PeerLost(fence, reason[:1000]))
 
     def differed(self, rank: int, steps: int, reason: str) -> None:
         """Say that this worker's replica was another one than most hold, after so many steps."""
@@ -149,7 +149,7 @@ class AgentLine:
 
     def _wait_to_begin(self) -> None:
         """As a spare: wait for as long as it takes, then become the worker that one is to be."""
-        self._say(Ready())
+        self._say(SpareReady())
         self._socket.settimeout(None)
         begin, stdout, stderr = control_socket.receive_begin(self._socket)
         self._socket.settimeout(_FIRST_S)
@@ -171,13 +171,13 @@ class AgentLine:
                 word = control_socket.to_worker(packet) if packet else None
             except (OSError, ValueError):
                 word = None
-            if isinstance(word, Ask):
+            if isinstance(word, StatusQuery):
                 self._say(self._doing())
                 continue
             with self._news:
-                if isinstance(word, Place):
+                if isinstance(word, AssignedPlace):
                     self._place = word
-                elif isinstance(word, Interrupt):
+                elif isinstance(word, InterruptWorker):
                     self._place, self._interrupted = None, word.reason or "interrupted"
                 elif isinstance(word, End):
                     self._ends = True

@@ -22,7 +22,7 @@ from elastane.checkpoint.registered import Tracked
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import WorldGroup
 from elastane.data.checks import SEED_END, whole
-from elastane.data.cursor import Cursor
+from elastane.data.cursor import DataPosition
 from elastane.data.feed import Portion
 from elastane.data.permutation import mixed
 from elastane.data.streams import FOR_BUILD, FOR_SHARD, begin_streams
@@ -75,7 +75,7 @@ class Deterministic(Mode):
             torch.backends.cudnn.benchmark = benchmark
             self._former = None
 
-    def open(self, cursor: Cursor, accumulate: int) -> None:
+    def open(self, cursor: DataPosition, accumulate: int) -> None:
         """Deal in shards from now on; JobError for what could not be the same everywhere."""
         batch, cut = cursor.ledger.global_batch_size, self.shards * accumulate
         if batch < cut:

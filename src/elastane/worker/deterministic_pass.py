@@ -20,7 +20,7 @@ import torch.distributed as dist
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.mean import Mean
 from elastane.errors import JobError
-from elastane.worker.buffers import Standing
+from elastane.worker.buffers import BufferStatus
 
 # What tensors that go in one vector have in common.
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
@@ -49,15 +49,15 @@ class Pass:
         means: Means,
         shards: int,
         parameters: Iterable[torch.nn.Parameter],
-        buffers: Iterable[Standing],
+        buffers: Iterable[BufferStatus],
     ) -> None:
         self._group, self._means, self._shards = group, means, shards
         self._parameters = [each for each in parameters if each.requires_grad]
         self._before = [each.grad for each in self._parameters]
-        places: dict[int, list[Standing]] = {}
+        places: dict[int, list[BufferStatus]] = {}
         for each in buffers:
             places.setdefault(id(each.tensor), []).append(each)
-        self._buffers = [_Buffer(standing) for standing in places.values()]
+        self._buffers = [_PassBuffer(standing) for standing in places.values()]
         self._kinds = _by_kind(self._parameters) or {(torch.float32, torch.device("cpu")): []}
         self._vectors: list[_Vector] = []
         for kind, tensors in self._kinds.items():
@@ -119,7 +119,7 @@ class Pass:
         if into:
             torch._foreach_copy_(into, values)
 
-    def _finish_real(self, buffers: list[_Buffer]) -> None:
+    def _finish_real(self, buffers: list[_PassBuffer]) -> None:
         for kind, each in _by_kind([buffer.live for buffer in buffers]).items():
             chosen = [b for b in buffers if (b.live.dtype, b.live.device) == kind]
             vector = self._vector("buffers", kind, each)
@@ -128,7 +128,7 @@ class Pass:
             for buffer, mean in zip(chosen, vector.finish(self._group), strict=True):
                 buffer.live.add_(mean)
 
-    def _finish_whole(self, buffers: list[_Buffer]) -> None:
+    def _finish_whole(self, buffers: list[_PassBuffer]) -> None:
         for buffer in buffers:
             made = buffer.live if buffer.first is None else buffer.first
             told = made.to(torch.int64, copy=True)
@@ -185,13 +185,13 @@ class _Vector:
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
-class _Buffer:
+class _PassBuffer:
     """A buffer as it was when the pass began, and what each shard did to it.
 
     One tensor, in one place or several; a shard may have put another one there.
     """
 
-    def __init__(self, places: list[Standing]) -> None:
+    def __init__(self, places: list[BufferStatus]) -> None:
         self._places = places
         self.live = live = places[0].tensor
         self.is_real = live.is_floating_point() or live.is_complex()
@@ -232,7 +232,7 @@ class _Buffer:
             self.live.copy_(self._before)
 
 
-def _changed(place: Standing) -> JobError:
+def _changed(place: BufferStatus) -> JobError:
     return JobError(
         f"the buffer {place.name} of a {type(place.module).__name__} has another shape or dtype"
         " than before the step",

@@ -33,7 +33,7 @@ _IDENTITY = ("shards", "seed", "data")
 
 
 @dataclass(frozen=True)
-class Line:
+class DigestLine:
     """The job's state after a step: a digest for each tracked object, by its name."""
 
     step: int
@@ -48,7 +48,7 @@ class Recorded:
     path: str
     job: str
     settings: Mapping[str, Any]
-    lines: Mapping[int, Line]
+    lines: Mapping[int, DigestLine]
 
 
 class Trail:
@@ -214,7 +214,7 @@ def read_trail(where: str | Path) -> Recorded:
         raise _unreadable(path, "is no trail: its first line is not a trail's")
     if header["format"] != FORMAT:
         raise _unreadable(path, f"has format {header['format']}, and this version reads {FORMAT}")
-    lines: dict[int, Line] = {}
+    lines: dict[int, DigestLine] = {}
     for number, piece in enumerate(pieces[1:-1], 2):
         line = _line(piece)
         if line is None:
@@ -232,12 +232,12 @@ def _header(raw: bytes) -> dict[str, Any] | None:
     return {"format": None, "job": "", **found}
 
 
-def _line(raw: bytes) -> Line | None:
+def _line(raw: bytes) -> DigestLine | None:
     found = _mapping(raw)
     step, world_size, digests = (found.get(key) for key in ("step", "world", "digests"))
     if type(step) is not int or type(world_size) is not int or not isinstance(digests, dict):
         return None
-    return Line(step, world_size, digests)
+    return DigestLine(step, world_size, digests)
 
 
 def _mapping(raw: bytes) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from elastane.checkpoint.registered import Tracked
 from elastane.comms import near, transfer
 from elastane.comms.channel import Channel, GroupChannel
 from elastane.comms.elastic import ElasticGroup
-from elastane.comms.state_plan import Handover, Healing, Standing, decide
+from elastane.comms.state_plan import Handover, Healing, MemberStatus, decide
 from elastane.errors import JobError
 from elastane.worker.room import room_for
 from elastane.worker.undo import Undo
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from elastane.worker.shards import Shards
 
 
-class Progress(Protocol):
+class MemberProgress(Protocol):
     """How far a member is, with what a state needs besides what is tracked."""
 
     @property
@@ -97,14 +97,14 @@ class Health:
         self.cut_short = is_cut
         return True
 
-    def compare(self, progress: Progress) -> None:
+    def compare(self, progress: MemberProgress) -> None:
         """Bring all members of the world to one state: that of who is furthest."""
         if self.shards is not None:
             self.shards.compare(progress)
             return
         said = [progress.next_step, self.holds, self.torn, near.machine(), self.cut_short]
         heard = gathered(self._group, said)
-        healing = decide([Standing(n, bool(h), bool(t), m, bool(c)) for n, h, t, m, c in heard])
+        healing = decide([MemberStatus(n, bool(h), bool(t), m, bool(c)) for n, h, t, m, c in heard])
         if healing is None:
             raise JobError(
                 "no worker of this world holds the state of the job",
@@ -123,7 +123,7 @@ class Health:
         self.whole()
         self._room = []
 
-    def _take(self, handover: Handover, progress: Progress) -> None:
+    def _take(self, handover: Handover, progress: MemberProgress) -> None:
         found = take(
             *(self._group, handover, {"tracked": self.tracked.state()}),
             room=self._room,
@@ -142,7 +142,7 @@ class Health:
         """From now on, this member holds a state."""
         self.holds, self.torn, self.cut_short = True, False, False
 
-    def _state(self, progress: Progress) -> dict[str, Any]:
+    def _state(self, progress: MemberProgress) -> dict[str, Any]:
         return {"tracked": self.tracked.state(), "data": progress.state_dict()}
 
 
@@ -170,7 +170,7 @@ def give(group: ElasticGroup, handover: Handover, state: object) -> None:
         channel.close()
 
 
-def take(group: ElasticGroup, handover: Handover, into: object, **more: Any) -> transfer.Taken:
+def take(group: ElasticGroup, handover: Handover, into: object, **more: Any) -> transfer.StateTaken:
     """Be the receiver of a handover; `more` is for `transfer.take`."""
     channels: list[Channel] = []
     try:

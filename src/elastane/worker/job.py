@@ -33,7 +33,7 @@ from elastane.worker.deterministic import Deterministic
 from elastane.worker.digest_log import Trail, trail_of
 from elastane.worker.mode import Mode
 from elastane.worker.replicas import Replicas
-from elastane.worker.retry import Before, Call, Calls, Progress, given_up
+from elastane.worker.retry import Before, Calls, RetriedCall, RetryProgress, given_up
 from elastane.worker.saved import SavedJob
 from elastane.worker.step import Step, Updates, refuse_partitioned
 from elastane.worker.undo import Undo
@@ -236,7 +236,7 @@ class Job:
                 self._world.finished()
         return cast(T, call.value)
 
-    def _is_run(self, call: Call, function: Callable[[], Any]) -> bool:
+    def _is_run(self, call: RetriedCall, function: Callable[[], Any]) -> bool:
         """Run the function of a call; False where a peer was lost and it is to run again."""
         try:
             call.ran, call.value = False, function()
@@ -251,7 +251,7 @@ class Job:
         self.process_group.pairing.passed()
         return True
 
-    def _is_over_in_the_next(self, call: Call) -> bool:
+    def _is_over_in_the_next(self, call: RetriedCall) -> bool:
         """Enter the next world from within a call; whether another member has completed it."""
         while True:
             self._enter_next()
@@ -440,7 +440,7 @@ class Job:
             self.process_group.pairing.meet(updated=self._health.cut_short)
             alike.make_alike(self.process_group, self.committed if self._health.holds else -1)
             self._calls.meet()
-            self._health.compare(Progress(self._open_feed.cursor, self._calls))
+            self._health.compare(RetryProgress(self._open_feed.cursor, self._calls))
         except MispairedError:
             raise
         except (ElastaneError, RuntimeError) as error:

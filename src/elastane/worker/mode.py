@@ -14,7 +14,7 @@ import torch
 
 from elastane.checkpoint.registered import Tracked
 from elastane.comms.elastic import ElasticGroup
-from elastane.data.cursor import Cursor
+from elastane.data.cursor import DataPosition
 from elastane.data.feed import Portion
 
 
@@ -34,7 +34,7 @@ class Mode:
     def close(self) -> None:
         """Leave nothing in this process."""
 
-    def open(self, cursor: Cursor, accumulate: int) -> None:
+    def open(self, cursor: DataPosition, accumulate: int) -> None:
         """Deal steps from here on, in so many micro-batches."""
         cursor.accumulate(accumulate)
 

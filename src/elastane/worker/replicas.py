@@ -18,7 +18,7 @@ from elastane.checkpoint.registered import Tracked
 from elastane.comms import near
 from elastane.comms.digest import state_digest
 from elastane.comms.elastic import ElasticGroup
-from elastane.comms.state_plan import Verdict, correct, judge
+from elastane.comms.state_plan import StateVerdict, correct, judge
 from elastane.errors import JobError
 from elastane.worker.healing import Health, gathered, give, of_member, take
 
@@ -91,7 +91,7 @@ def _node() -> str:
     return os.environ.get("ELASTANE_NODE") or socket.gethostname()
 
 
-def _undecided(verdict: Verdict, committed: int) -> JobError:
+def _undecided(verdict: StateVerdict, committed: int) -> JobError:
     groups = "; ".join(_ranks(group) for group in verdict.groups)
     return JobError(
         f"replicas differ after {committed} steps, and no more than half of them agree: {groups}",

@@ -26,7 +26,7 @@ import torch
 from elastane.checkpoint.registered import Tracked
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.state import flatten
-from elastane.data.cursor import Cursor
+from elastane.data.cursor import DataPosition
 from elastane.errors import ConfigurationError, JobError, StateError
 from elastane.worker.healing import gathered
 from elastane.worker.undo import Undo
@@ -60,7 +60,7 @@ class Before:
 
 
 @dataclass
-class Call:
+class RetriedCall:
     """A call in hand. `ran`: the function has run to its end in this world, and gave `value`.
 
     `before` is what the function may have changed. `is_over`: all members have run it.
@@ -83,7 +83,7 @@ class Calls:
 
     def __init__(self, group: ElasticGroup) -> None:
         self._group = group
-        self.call: Call | None = None
+        self.call: RetriedCall | None = None
         self._where: Literal["nowhere", "step", "behind", "between"] = "nowhere"
         self._loops = 0
         self._number = 0  # of calls behind this step, or since the last loop ended
@@ -105,7 +105,7 @@ class Calls:
         self._where, self._number = "between", 0
         self._loops += 1
 
-    def begin(self, name: str, steps: int) -> Call:
+    def begin(self, name: str, steps: int) -> RetriedCall:
         """Begin a call; JobError at a place where none can be."""
         if self.call is not None:
             raise _misplaced(f"job.retry({name}) inside of another job.retry()")
@@ -120,7 +120,7 @@ class Calls:
             else (_BEHIND_A_STEP, steps, self._number)
         )
         self._number += 1
-        call = Call(place)
+        call = RetriedCall(place)
         if between and place <= self._completed:
             call.is_over, call.value = True, self._value_of(name, place)
             return call
@@ -131,7 +131,7 @@ class Calls:
         """End the call in hand, however it ended."""
         self.call = None
 
-    def complete(self, call: Call) -> None:
+    def complete(self, call: RetriedCall) -> None:
         """All members have run the function of this call to its end."""
         assert call.ran, "a barrier was passed that this member had not reached"
         call.is_over, self._done = True, call.place
@@ -182,10 +182,10 @@ class Calls:
         return self._values[_key(place)]
 
 
-class Progress:
+class RetryProgress:
     """How far a member is: its place in the data and its calls, as one state."""
 
-    def __init__(self, cursor: Cursor, calls: Calls) -> None:
+    def __init__(self, cursor: DataPosition, calls: Calls) -> None:
         self._cursor, self._calls = cursor, calls
 
     @property

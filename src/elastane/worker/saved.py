@@ -14,7 +14,7 @@ import torch
 from elastane.checkpoint.members import Alone, Members, OfGroup
 from elastane.checkpoint.registered import Tracked
 from elastane.checkpoint.state_source import insist_on_names
-from elastane.data.cursor import Cursor
+from elastane.data.cursor import DataPosition
 from elastane.errors import PeerLostError
 from elastane.worker import sharding
 from elastane.worker.healing import Health
@@ -32,7 +32,7 @@ class SavedJob:
 
     def __init__(self, worlds: Worlds, tracked: Tracked, health: Health) -> None:
         self._worlds, self._tracked, self._health = worlds, tracked, health
-        self._cursor: Cursor | None = None
+        self._cursor: DataPosition | None = None
         self._place: dict[str, Any] = {}  # of a state that was restored before there is a cursor
         self._settles: list[Callable[[], None]] = []
         self._checkpointer: Checkpointer | None = None
@@ -47,7 +47,7 @@ class SavedJob:
         """What has brought back the tracked objects, or found that there was nothing; or ""."""
         return "checkpointer.restore(job)" if self._checkpointer is not None else ""
 
-    def opened(self, cursor: Cursor) -> None:
+    def opened(self, cursor: DataPosition) -> None:
         """Take the job's place in the data from now on, and go to where it was restored."""
         self._cursor = cursor
         if self._place:

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastane.comms.state_plan import Handover, Standing, decide
+from elastane.comms.state_plan import Handover, MemberStatus, decide
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ShardClaim:
     """What one member says of itself: steps committed, and whether it holds its shard then.
 
     `torn`: what it has instead is no beginning either, since half of it was overwritten, or since
     it came later. `ready`: it holds its whole reduction of the step that comes
-    next. `machine`: as in `Standing`.
+    next. `machine`: as in `MemberStatus`.
     """
 
     committed: int
@@ -31,7 +31,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShardPlan:
     """How all members come to `committed` steps, by rank.
 
     `leader` gives to those who are `advancing` what does not follow from their own shard, then they
@@ -45,7 +45,7 @@ class Plan:
     lost: tuple[int, ...]
 
 
-def plan(claims: Sequence[Claim], shards: int) -> Plan:
+def plan(claims: Sequence[ShardClaim], shards: int) -> ShardPlan:
     """Return how a world comes to one state; `claims` by rank, the same on all members.
 
     `shards`: how many the state has. Where the world is of no whole replicas, nobody may hold one.
@@ -71,12 +71,14 @@ def plan(claims: Sequence[Claim], shards: int) -> Plan:
             continue
         handovers += _within(ranks, givers, claims)
     leader = right[0] if right else 0
-    return Plan(committed, leader, tuple(advancing), tuple(handovers), tuple(lost))
+    return ShardPlan(committed, leader, tuple(advancing), tuple(handovers), tuple(lost))
 
 
-def _within(ranks: list[int], givers: set[int], claims: Sequence[Claim]) -> list[Handover]:
+def _within(ranks: list[int], givers: set[int], claims: Sequence[ShardClaim]) -> list[Handover]:
     """Return the handovers among the members that hold the same shard."""
-    healing = decide([Standing(0, rank in givers, machine=claims[rank].machine) for rank in ranks])
+    healing = decide(
+        [MemberStatus(0, rank in givers, machine=claims[rank].machine) for rank in ranks]
+    )
     assert healing is not None and not healing.fresh, "somebody gives"
     return [
         Handover(ranks[each.receiver], tuple(ranks[giver] for giver in each.givers), each.near)

@@ -23,8 +23,8 @@ from elastane.comms.mesh import MeshGroups
 from elastane.comms.state_plan import Handover
 from elastane.errors import JobError
 from elastane.worker import healing
-from elastane.worker.healing import Progress
-from elastane.worker.shard_plan import Claim, Plan, plan
+from elastane.worker.healing import MemberProgress
+from elastane.worker.shard_plan import ShardClaim, ShardPlan, plan
 from elastane.worker.undo import Undo
 
 
@@ -80,7 +80,7 @@ class Shards:
                 self._health.half_written()  # The update itself failed, anywhere in it.
             self.forget()
 
-    def compare(self, progress: Progress) -> None:
+    def compare(self, progress: MemberProgress) -> None:
         """Bring all members of a world to one state."""
         reset(self._tracked)
         found = plan(self._claims(progress), self._mesh.shards)
@@ -105,17 +105,17 @@ class Shards:
         self._group.check()
         self._health.whole()
 
-    def _claims(self, progress: Progress) -> list[Claim]:
+    def _claims(self, progress: MemberProgress) -> list[ShardClaim]:
         health = self._health
         torn = not health.holds and (health.torn or self._came_later)
         said = [progress.next_step, health.holds, torn, self._ready, self._mesh.seat]
         heard = healing.gathered(self._group, [*said, near.machine()])
         return [
-            Claim(n, bool(holds), bool(torn), bool(ready), self._mesh.shard_of(seat), machine)
+            ShardClaim(n, bool(holds), bool(torn), bool(ready), self._mesh.shard_of(seat), machine)
             for n, holds, torn, ready, seat, machine in heard
         ]
 
-    def _advance(self, found: Plan, progress: Progress) -> None:
+    def _advance(self, found: ShardPlan, progress: MemberProgress) -> None:
         """Have those make the update who are ready for one that others have made."""
         rank = self._group.rank()
         for each in found.advancing:
@@ -140,7 +140,7 @@ class Shards:
             parameter.grad = None
         self.forget()
 
-    def _small(self, progress: Progress) -> dict[str, Any]:
+    def _small(self, progress: MemberProgress) -> dict[str, Any]:
         """What the rest of a body may have changed, the same on all members."""
         tracked = self._tracked
         settings = [
@@ -150,7 +150,7 @@ class Shards:
         others = [thing.state_dict() for thing in tracked.others]
         return {"settings": settings, "others": others, "data": progress.state_dict()}
 
-    def _take(self, handover: Handover, progress: Progress) -> None:
+    def _take(self, handover: Handover, progress: MemberProgress) -> None:
         for parameter in self._tracked.parameters():
             parameter.grad = None  # Else nothing can be prepared.
         self._tracked.prepare()
@@ -164,10 +164,10 @@ class Shards:
         progress.load_state_dict(found.state["data"])
         self._health.whole()
 
-    def _state(self, progress: Progress) -> dict[str, Any]:
+    def _state(self, progress: MemberProgress) -> dict[str, Any]:
         return {"tracked": local(self._tracked.state()), "data": progress.state_dict()}
 
-    def _lost(self, found: Plan) -> JobError:
+    def _lost(self, found: ShardPlan) -> JobError:
         numbers = ", ".join(map(str, found.lost))
         return JobError(
             f"all workers that held shard {numbers} are lost",

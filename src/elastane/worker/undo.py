@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from elastane.checkpoint.registered import RandomStreams, Tracked, load_exactly
-from elastane.worker.buffers import Standing, standing
+from elastane.worker.buffers import BufferStatus, standing
 
 # A GradScaler sets them for the time of a fused optimizer's step. If that raises they stay, and the
 # next step would divide by the product of both scales.
@@ -250,7 +250,7 @@ class _Buffers:
     """All buffers of some modules: where each stands, and what it held."""
 
     def __init__(self) -> None:
-        self._standing: list[Standing] = []
+        self._standing: list[BufferStatus] = []
         self._kept: list[torch.Tensor] = []
 
     @torch.no_grad()

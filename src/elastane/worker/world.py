@@ -22,7 +22,7 @@ from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import ALONE, Wiring, WorldGroup
 from elastane.comms.mesh import NO_SEAT, MeshGroups, is_whole, seated
 from elastane.errors import ElastaneError, JobError, PeerLostError
-from elastane.process.control_socket import Doing, Place, Wait
+from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import WorkerPage
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Fence
@@ -42,7 +42,7 @@ class Worlds:
     def __init__(self, line: AgentLine | None) -> None:
         self.group = ElasticGroup()
         # None: a world of one without an agent, or no place yet.
-        self.place: Place | None = None
+        self.place: AssignedPlace | None = None
         # Whether this worker has no place in a world yet.
         self.waits = False
         # The number of this worker on its node, the same in every world.
@@ -76,7 +76,7 @@ class Worlds:
             self.local_rank = word.local_rank
             self.waits = self.came_later = isinstance(word, Wait)
             self._line.begin(self._end_world, self._doing)
-            if isinstance(word, Place):
+            if isinstance(word, AssignedPlace):
                 self._take(word)
         if self.waits and wait_for_place:
             self._wait_for_place()
@@ -289,7 +289,7 @@ class Worlds:
             self._whole.close()
             self._whole = None
 
-    def _take(self, place: Place) -> None:
+    def _take(self, place: AssignedPlace) -> None:
         """Hold this place, and have the environment say so."""
         self.place, self.waits = place, False
         os.environ.update(place.env)
@@ -324,7 +324,7 @@ class Worlds:
                 slug="job-place",
             )
 
-    def _build(self, place: Place | None) -> None:
+    def _build(self, place: AssignedPlace | None) -> None:
         self._building = ()
         self._meet(self.group, self._wiring(place) if place is not None else ALONE)
 
@@ -395,7 +395,7 @@ class Worlds:
             traffic=self.group.traffic,
         )
 
-    def _wiring(self, place: Place) -> Wiring:
+    def _wiring(self, place: AssignedPlace) -> Wiring:
         return Wiring(
             rank=place.rank,
             world_size=place.world_size,

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 
 from elastane.storage import Repository, open_storage
-from elastane.storage.checkpoints import About, Key, Part, folder_name
+from elastane.storage.checkpoints import About, CheckpointPart, Key, folder_name
 
 ABOUT = About("kills", 1, 0.0, {}, "step")
 DATA = os.urandom(1_500_000)
@@ -31,7 +31,7 @@ def save(repository, step):
         write(f"{folder}/__0_0.distcp", [DATA, b"%d" % step]),
         write(f"{folder}/state.msgpack", [b"%d" % step]),
     )
-    repository.add_part(folder, Part(0, 1, records, key, nonce, ABOUT))
+    repository.add_part(folder, CheckpointPart(0, 1, records, key, nonce, ABOUT))
     repository.publish_when_whole(folder, 1, wait_s=60)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from elastane.coordinator.election import Election
 from elastane.errors import StoreError
 from elastane.protocol.limits import Timing
-from elastane.protocol.model import JobSpec, Record
+from elastane.protocol.model import JobRecord, JobSpec
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import JobKeys
 
@@ -73,10 +73,10 @@ async def save(folder: Path, job: str, step: str) -> None:
     election = elect(FileStore(folder, on_step=at(step, signal.SIGSTOP)), job, timing)
     await election.campaign()
     spec = JobSpec(job=job, min_nodes=1, max_nodes=2, max_restarts=3)
-    await election.save(Record(spec=spec, restarts_used=1))
+    await election.save(JobRecord(spec=spec, restarts_used=1))
     armed.set()
     try:
-        await election.save(Record(spec=spec, restarts_used=99))
+        await election.save(JobRecord(spec=spec, restarts_used=99))
     except StoreError as error:
         say(f"{type(error).__name__} {error.slug} held={election.held()}")
     else:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from elastane.checkpoint.capture import Captured
-from elastane.checkpoint.plan import Order
-from elastane.checkpoint.save_schedule import Pace
+from elastane.checkpoint.plan import SaveOrder
+from elastane.checkpoint.save_schedule import SaveInterval
 from elastane.checkpoint.saving import Saver
 from elastane.errors import CheckpointError
-from elastane.snapshots.messages import Progress
+from elastane.snapshots.messages import WriteProgress
 from elastane.snapshots.writing import _is_gone
 from elastane.storage import Repository, open_storage
 from elastane.storage.checkpoints import Key
@@ -26,7 +26,7 @@ class Idle:
     writing = None
 
     def progress(self, fence):
-        return Progress(writing=self.writing)
+        return WriteProgress(writing=self.writing)
 
 
 class Two:
@@ -50,10 +50,10 @@ def test_ranks_that_save_different_steps_are_told_so(other):
     saver = Saver(Two(other), Idle(), "/nowhere", Known())
     captured = Captured({"x": torch.ones(2)})
     if other == 7:
-        assert len(saver.agree(captured, Order(7, "asked", 3, ""), 1)) == 2
+        assert len(saver.agree(captured, SaveOrder(7, "asked", 3, ""), 1)) == 2
         return
     with pytest.raises(CheckpointError, match="different steps: 7, 8, by rank"):
-        saver.agree(captured, Order(7, "asked", 3, ""), 1)
+        saver.agree(captured, SaveOrder(7, "asked", 3, ""), 1)
 
 
 def test_a_save_that_another_writer_has_given_up_is_seen_to_be_gone(tmp_path):
@@ -70,11 +70,11 @@ def test_storage_rests_that_saves_outpace_but_not_from_what_was_asked_for(surviv
     keeper, now_s = Idle(), [100.0]
     keeper.survives = survives
     saver, captured = Saver(Two(7), keeper, "/nowhere", Known()), Captured({"x": torch.ones(2)})
-    saver._pace = Pace(lambda: now_s[0])
+    saver._pace = SaveInterval(lambda: now_s[0])
     saver._pace.begun(saver._world.fence)
 
     def busy(reason):
-        return bool(saver.agree(captured, Order(7, reason, 3, ""), 1)[0].busy)
+        return bool(saver.agree(captured, SaveOrder(7, reason, 3, ""), 1)[0].busy)
 
     assert not busy("step")
     keeper.writing = Key(0, 3, 1, 6)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from elastane.checkpoint.choosing import Inventory, Part, Save, choose, first_of_each_place
+from elastane.checkpoint.choosing import Inventory, Save, StatePart, choose, first_of_each_place
 from elastane.checkpoint.inventory import without
 from elastane.storage.checkpoints import Key
 
@@ -30,7 +30,7 @@ def test_a_last_gasp_of_what_is_in_memory_still_is_no_newer():
     kept, gasp = save(5, nonce="00000001"), save(5, nonce="ffffffff")
     choice = choose([Inventory("k", "p", held=(kept,), stored=(gasp,))])
     assert (choice.save, choice.memory) == (kept, True)
-    part = Part(kept, 4, ((0, 4),))
+    part = StatePart(kept, 4, ((0, 4),))
     assert choose([Inventory("k", "p", parts=(part,), stored=(gasp,))]).memory
 
 
@@ -46,19 +46,21 @@ def test_who_has_it_gives_it_to_those_who_have_not():
 
 def test_parts_of_sharded_state_count_where_the_keepers_have_the_whole_together():
     a, b = save(5), save(6)
-    one = Inventory("k1", "p", parts=(Part(b, 10, ((0, 6),)),), stored=(a,))
-    rest = Inventory("k2", "p", parts=(Part(b, 10, ((6, 10),)),))
+    one = Inventory("k1", "p", parts=(StatePart(b, 10, ((0, 6),)),), stored=(a,))
+    rest = Inventory("k2", "p", parts=(StatePart(b, 10, ((6, 10),)),))
     choice = choose([one, rest])
     assert (choice.save, choice.memory, choice.lacking) == (b, True, ())
     assert choice.spans == (((0, 6),), ((6, 10),))
-    for others in ([], [Inventory("k2", "p", parts=(Part(b, 10, ((7, 10),)),))]):
+    for others in ([], [Inventory("k2", "p", parts=(StatePart(b, 10, ((7, 10),)),))]):
         assert choose([one, *others, Inventory("k3", "p")]).save == a, "bytes 6 to 7 are lost"
 
 
 def test_a_copy_of_a_lost_nodes_part_makes_the_state_whole_for_who_has_nothing():
     a, b = save(5), save(6)
-    first = Inventory("k1", "p", parts=(Part(b, 9, ((0, 3),)), Part(a, 9, ((0, 3),))))
-    second = Inventory("k2", "p", parts=(Part(b, 9, ((6, 9),)), Part(a, 9, ((3, 6), (6, 9)))))
+    first = Inventory("k1", "p", parts=(StatePart(b, 9, ((0, 3),)), StatePart(a, 9, ((0, 3),))))
+    second = Inventory(
+        "k2", "p", parts=(StatePart(b, 9, ((6, 9),)), StatePart(a, 9, ((3, 6), (6, 9))))
+    )
     choice = choose([first, Inventory("new", "p"), second])
     assert (choice.save, choice.givers, choice.lacking) == (a, (0, 2), (1,))
     assert choice.spans == (((0, 3),), (), ((3, 6), (6, 9)))

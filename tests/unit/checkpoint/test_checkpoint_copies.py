@@ -7,11 +7,11 @@ import pytest
 from elastane.checkpoint.doors import door_of, without_copies
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out
 from elastane.checkpoint.saving import Agreed, Saver
-from elastane.checkpoint.shares import Standing, ring, shares
+from elastane.checkpoint.shares import RankStatus, ring, shares
 
 
 def standing(keeper, door=True):
-    return Standing(keeper, True, "p", f"{keeper}:1" if door else "", f"group of {keeper}")
+    return RankStatus(keeper, True, "p", f"{keeper}:1" if door else "", f"group of {keeper}")
 
 
 def sharded(ranks):

@@ -8,7 +8,7 @@ import torch
 
 from elastane.checkpoint import layout as laying
 from elastane.checkpoint.layout import Chunk, Layout, Tensor, dtype_of, lay_out, overlap
-from elastane.checkpoint.shares import Standing, shares
+from elastane.checkpoint.shares import RankStatus, shares
 from elastane.errors import CheckpointError
 
 
@@ -91,12 +91,12 @@ def test_the_slots_of_a_node_and_the_files_of_a_place_hold_the_whole_image(seed)
     nodes = rng.randint(1, 5)
     survives = rng.random() < 0.7
     members = [
-        Standing(f"k{node}", survives, f"p{rng.randint(0, 1) if seed % 3 == 0 else 0}")
+        RankStatus(f"k{node}", survives, f"p{rng.randint(0, 1) if seed % 3 == 0 else 0}")
         for node in range(nodes)
         for _ in range(rng.randint(1, 4))
     ]
     one_place = {m.keeper: m.place for m in members}
-    members = [Standing(m.keeper, survives, one_place[m.keeper]) for m in members]
+    members = [RankStatus(m.keeper, survives, one_place[m.keeper]) for m in members]
     rng.shuffle(members)
     layout = lay_out(tensors, [chunks] * len(members))
     found = shares(layout, members)

@@ -14,7 +14,7 @@ from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.copy_on_write import Lender
 from elastane.checkpoint.layout import PAGE_BYTES, lay_out
 from elastane.checkpoint.reading import Pieces
-from elastane.checkpoint.shares import Share
+from elastane.checkpoint.shares import SaveShare
 from elastane.checkpoint.slots import Slot
 from elastane.process import kernel
 
@@ -43,7 +43,7 @@ class Image:
         for first, end in itertools.pairwise(cuts):
             fd = os.memfd_create("elastane-test-slot")
             os.ftruncate(fd, end - first)
-            slot = Slot(os.dup(fd), self.layout, Share(0, 1, first, end, 0, 1, (), ()))
+            slot = Slot(os.dup(fd), self.layout, SaveShare(0, 1, first, end, 0, 1, (), ()))
             within = self.layout.within(first, end)
             for place, piece in zip(slot.places, within, strict=True):
                 box = tuple(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastane.checkpoint.members import OfGroup
-from elastane.checkpoint.patience import Patience
+from elastane.checkpoint.patience import PeerTimeout
 
 SAID = "this rank has waited"
 
@@ -33,7 +33,7 @@ def until(condition) -> None:
 
 
 def test_a_rank_that_waits_alone_is_told_once_each_time(group, caplog, monkeypatch):
-    patience, looks = Patience(0.02), 0
+    patience, looks = PeerTimeout(0.02), 0
     members = OfGroup(group, patience)
 
     def nobody_comes(*_: object, **__: object) -> None:
@@ -56,7 +56,7 @@ def test_a_rank_that_waits_alone_is_told_once_each_time(group, caplog, monkeypat
 
 
 def test_texts_are_long_to_make_and_nobody_is_told_of_waits_for_them(group, monkeypatch):
-    class Never(Patience):
+    class Never(PeerTimeout):
         def __enter__(self) -> None:
             raise AssertionError("it is watched")
 

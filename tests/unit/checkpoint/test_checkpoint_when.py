@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from elastane.checkpoint.save_schedule import Cadence, Pace
+from elastane.checkpoint.save_schedule import Cadence, SaveInterval
 
 
 class Clock:
@@ -105,20 +105,20 @@ def given(pace, clock, writes_s, saves_s):
 
 def test_storage_that_saves_outpace_rests_fifteen_times_as_long_as_it_was_seen_to_write():
     clock = Clock()
-    pace = Pace(clock)
+    pace = SaveInterval(clock)
     saves_s = [100 + 0.25 * number for number in range(160)]
     assert given(pace, clock, 0.4, saves_s) == saves_s[::16]
 
 
 def test_storage_that_is_slow_rests_some_seconds_and_no_more():
     clock = Clock()
-    pace = Pace(clock)
+    pace = SaveInterval(clock)
     assert given(pace, clock, 30.0, range(100, 200)) == [100, 139, 178]
 
 
 def test_the_first_save_of_a_world_goes_to_storage_once_that_is_free():
     clock = Clock()
-    pace = Pace(clock)
+    pace = SaveInterval(clock)
     pace.begun((1, 0))
     clock.now_s = 100.5
     assert pace.rests((1, 0), busy=True)
@@ -134,6 +134,6 @@ def test_the_first_save_of_a_world_goes_to_storage_once_that_is_free():
 
 def test_storage_that_takes_each_save_is_given_each():
     clock = Clock()
-    pace = Pace(clock)
+    pace = SaveInterval(clock)
     assert given(pace, clock, 0.9, range(100, 120)) == [*range(100, 120)]
     assert given(pace, clock, 400.0, range(300, 3000, 300)) == [*range(300, 3000, 600)]

@@ -8,15 +8,15 @@ from elastane.comms.pairing import (
     IN_BODY,
     KINDS,
     UPDATED,
-    Record,
-    Tally,
+    CollectiveRecord,
+    CollectiveTally,
     odd_pair,
     odd_survivors,
 )
 
 
 def tally_of(*names, count=8):
-    tally = Tally()
+    tally = CollectiveTally()
     for name in names:
         tally.note(name, [torch.zeros(count)])
     return tally
@@ -31,7 +31,7 @@ def test_a_tally_says_how_many_of_which_kind():
     assert said.described() == "2 all-reduces, 1 broadcast, 1 all-gather, 1 reduce-scatter"
     assert record("gather", "scatter").described() == "2 other collectives"
     assert record().described() == "no collective"
-    assert Record.unpacked(said.packed()) == said
+    assert CollectiveRecord.unpacked(said.packed()) == said
     assert all(-(2**63) <= number < 2**63 for number in said.packed())
 
 
@@ -79,7 +79,7 @@ AT_COMMIT = record("allreduce", reached=ENDED)
 def test_survivors_of_a_broken_world_are_compared_as_far_as_that_is_certain(other, found):
     assert odd_survivors([AT_COMMIT, other]) == found
     assert odd_survivors([other, AT_COMMIT]) == found
-    came_later = Record(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
+    came_later = CollectiveRecord(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
     assert odd_survivors([came_later, other]) is None
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 from torch.distributed import Work
 
-from elastane.comms.works import Ledger, Waited
+from elastane.comms.works import Waited, WorkLog
 
 
 class Step(Work):
@@ -36,7 +36,7 @@ def end_of(ledger, threads):
 
 
 def test_a_hundred_waits_take_one_thread_which_ends_with_the_world():
-    ledger, before = Ledger(), waiters()
+    ledger, before = WorkLog(), waiters()
     for _ in range(100):
         assert Waited(Step(), ledger, [], sliced=False).wait()
     own = [thread for thread in waiters() if thread not in before]
@@ -45,7 +45,7 @@ def test_a_hundred_waits_take_one_thread_which_ends_with_the_world():
 
 
 def test_waits_at_once_take_a_thread_each():
-    ledger, before = Ledger(), waiters()
+    ledger, before = WorkLog(), waiters()
     works = [Step(over=False) for _ in range(3)]
     callers = [
         threading.Thread(target=Waited(work, ledger, [], sliced=False).wait) for work in works
@@ -62,7 +62,7 @@ def test_waits_at_once_take_a_thread_each():
 
 
 def test_what_failed_is_told_once_and_the_next_wait_is_well():
-    ledger, before = Ledger(), waiters()
+    ledger, before = WorkLog(), waiters()
     with pytest.raises(RuntimeError, match="connection closed"):
         Waited(Step("connection closed"), ledger, [], sliced=False).wait()
     assert str(ledger.failure) == "connection closed"
@@ -71,7 +71,7 @@ def test_what_failed_is_told_once_and_the_next_wait_is_well():
 
 
 def test_a_wait_that_never_ends_is_given_up_with_its_world_and_its_thread_is_not_used_again():
-    ledger, before = Ledger(), waiters()
+    ledger, before = WorkLog(), waiters()
     stuck = Step(over=False)
     threading.Timer(0.05, ledger.released.set).start()
     with pytest.raises(RuntimeError, match="the world was ended"):
@@ -94,7 +94,7 @@ class Pending(Step):
 
 @pytest.mark.parametrize("sliced", [True, False])
 def test_a_work_that_may_have_ended_unseen_is_in_flight_and_not_waited_for(sliced):
-    ledger, work = Ledger(), Pending(over=False)
+    ledger, work = WorkLog(), Pending(over=False)
     waited = Waited(work, ledger, [], sliced=sliced)
     ledger.add(waited)
     assert ledger.in_flight

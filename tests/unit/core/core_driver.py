@@ -20,7 +20,7 @@ from elastane.protocol.messages import (
     Stopped,
     Succeeded,
 )
-from elastane.protocol.model import Failure, JobSpec, NodeSpec, Offer, Versions
+from elastane.protocol.model import Failure, JobSpec, NodeSpec, PortOffer, Versions
 
 VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
 
@@ -80,7 +80,7 @@ class Driver:
         join = Join(
             spec=spec,
             node=node_spec(node_id, incarnation, **more),
-            offer=Offer(7000 + self.numbers, True),
+            offer=PortOffer(7000 + self.numbers, True),
             holding=holding,
             **own,
         )
@@ -125,7 +125,7 @@ class Driver:
 
     def stops(self, *node_ids):
         for node_id in node_ids:
-            self.says(node_id, Stopped(self.assigned[node_id].fence, Offer(9000, True)))
+            self.says(node_id, Stopped(self.assigned[node_id].fence, PortOffer(9000, True)))
 
     def succeeds(self, *node_ids):
         for node_id in node_ids:

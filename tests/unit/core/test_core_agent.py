@@ -23,10 +23,10 @@ from elastane.protocol.events import (
     Linked,
     Signalled,
     Tick,
-    Told,
     Unlinked,
     WorkerFailed,
     WorkerSucceeded,
+    WorkerTold,
 )
 from elastane.protocol.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, STANDSTILL_LIMIT_S
 from elastane.protocol.messages import (
@@ -47,7 +47,7 @@ from elastane.protocol.messages import (
     Succeeded,
     Welcome,
 )
-from elastane.protocol.model import Assignment, Failure, Fence, Offer, Outcome
+from elastane.protocol.model import Assignment, Failure, Fence, Outcome, PortOffer
 
 FENCE = Fence(3, 1)
 
@@ -64,7 +64,7 @@ class Agent:
     def __init__(self, *, self_fencing=True, linked=True):
         self.now_s = 0.0
         self.core = AgentCore(
-            job_spec(), node_spec("a"), Offer(1, True), 0.0, self_fencing=self_fencing
+            job_spec(), node_spec("a"), PortOffer(1, True), 0.0, self_fencing=self_fencing
         )
         if linked:
             self.does(Linked())
@@ -74,7 +74,7 @@ class Agent:
         return self.effects
 
     def told(self, message):
-        return self.does(Told(message))
+        return self.does(WorkerTold(message))
 
     def running(self):
         self.told(Assign(assignment()))
@@ -136,7 +136,7 @@ def test_workers_that_were_all_able_recover_in_place_though_they_have_finished_s
 ):
     agent = Agent().running()
     for workers in (able, ()):
-        agent.does(GroupAble(FENCE, workers, Offer(2, True)))
+        agent.does(GroupAble(FENCE, workers, PortOffer(2, True)))
     agent.does(Unlinked("gone"))
     agent.does(Linked())
     held = agent.sent(Join)[-1].holding
@@ -156,7 +156,7 @@ def test_failed_workers_are_not_kept_for_a_coordinator_that_never_comes():
     agent.does(failed())
     agent.passes(601.0)
     assert agent.effect(StopGroup)
-    agent.does(GroupGone(FENCE, Offer(6, True)))
+    agent.does(GroupGone(FENCE, PortOffer(6, True)))
     assert agent.effect(Exit).code == 75
 
 
@@ -210,7 +210,7 @@ def test_workers_that_the_warden_killed_while_this_agent_stood_still_did_not_fai
     killed = Failure(local_rank=0, rank=0, pid=1, exit_code=-9)
     agent.does(WorkerFailed(FENCE, killed, agent.now_s - 1.0))
     assert agent.effect(StopGroup) and not agent.sent(Failed)
-    agent.does(GroupGone(FENCE, Offer(6, True)))
+    agent.does(GroupGone(FENCE, PortOffer(6, True)))
     assert agent.sent(Stopped)[0].unasked
 
 
@@ -264,18 +264,18 @@ def test_an_assignment_that_waited_in_a_buffer_is_not_started():
     assert agent.effect(Decline).fence == FENCE
     # Others may wait at the port that was on offer: only another one is told.
     assert not agent.sent(Stopped)
-    agent.does(GroupGone(FENCE, Offer(6, True)))
-    assert agent.sent(Stopped) == [Stopped(FENCE, Offer(6, True))]
+    agent.does(GroupGone(FENCE, PortOffer(6, True)))
+    assert agent.sent(Stopped) == [Stopped(FENCE, PortOffer(6, True))]
 
 
 def test_a_session_offers_a_port_that_nobody_knows_yet_beside_workers_too():
     agent = Agent(linked=False)
-    agent.does(Linked(Offer(7, True)))
-    assert agent.sent(Join)[0].offer == Offer(7, True)
+    agent.does(Linked(PortOffer(7, True)))
+    assert agent.sent(Join)[0].offer == PortOffer(7, True)
     agent.told(Assign(assignment()))
     agent.does(Unlinked("EOF"))
-    agent.does(Linked(Offer(8, True)))
-    assert agent.sent(Join)[0].offer == Offer(8, True)
+    agent.does(Linked(PortOffer(8, True)))
+    assert agent.sent(Join)[0].offer == PortOffer(8, True)
 
 
 def test_a_welcome_alone_proves_no_authority():
@@ -310,7 +310,7 @@ def test_a_stop_is_answered_when_nothing_is_left():
     assert agent.effect(StopGroup) and not agent.sent(Stopped)
     agent.does(failed())
     assert not agent.sent(Failed)  # It died of being stopped.
-    agent.does(GroupGone(FENCE, Offer(6, True)))
+    agent.does(GroupGone(FENCE, PortOffer(6, True)))
     assert agent.sent(Stopped)[0].offer.port == 6
     assert not agent.sent(Stopped)[0].unasked
 
@@ -321,7 +321,7 @@ def test_one_that_stopped_by_itself_says_so_though_it_is_told_to_meanwhile():
     agent.does(Signalled("SIGTERM"))
     agent.does(Linked())
     agent.told(Stop(fence=FENCE, grace_s=0.5, reason="a peer failed"))
-    agent.does(GroupGone(FENCE, Offer(6, True)))
+    agent.does(GroupGone(FENCE, PortOffer(6, True)))
     assert agent.sent(Stopped)[0].unasked
 
 
@@ -387,7 +387,7 @@ def test_a_signal_asks_to_leave_and_a_second_one_hurries():
     assert agent.sent(Leave) and agent.effect(StopGroup) is None
     agent.does(Signalled("SIGTERM"))
     assert agent.effect(StopGroup).grace_s == 0.0
-    agent.does(GroupGone(FENCE, Offer(6, True)))
+    agent.does(GroupGone(FENCE, PortOffer(6, True)))
     assert agent.effect(Exit).code == 143
 
 
@@ -410,7 +410,7 @@ def test_one_that_is_to_leave_does_not_wait_for_a_coordinator_that_is_no_more(ho
     assert agent.core.group.phase == "running"
     agent.passes(3.0, answer=False)
     assert agent.effect(StopGroup).grace_s > 0.0
-    agent.does(GroupGone(FENCE, Offer(6, True)))
+    agent.does(GroupGone(FENCE, PortOffer(6, True)))
     assert agent.effect(Exit).code == 143
 
 
@@ -428,7 +428,7 @@ def test_it_ends_as_the_job_ended():
     agent = Agent().running()
     outcome = Outcome(ok=False, reason="all restarts are used", exit_code=1)
     agent.told(Close(outcome))
-    agent.does(GroupGone(FENCE, Offer(6, True)))
+    agent.does(GroupGone(FENCE, PortOffer(6, True)))
     assert agent.effect(Exit).code == 1 and agent.effect(Exit).outcome == outcome
 
 

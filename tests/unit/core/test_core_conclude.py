@@ -5,7 +5,7 @@ from core_driver import job_spec
 
 from elastane.protocol.effects import Persist, Send
 from elastane.protocol.messages import Assign, Close, Conclude
-from elastane.protocol.model import Record
+from elastane.protocol.model import JobRecord
 
 
 def close(ok=False, reason="its restarts are used up"):
@@ -72,5 +72,5 @@ def test_who_is_no_member_yet_may_close_it_too_and_no_world_is_formed(driver):
     job.says("a", close())
     job.join("b")
     assert not job.got("a", Assign)
-    assert isinstance(job.persisted[-1], Record)
+    assert isinstance(job.persisted[-1], JobRecord)
     assert job.persisted[-1].outcome is not None

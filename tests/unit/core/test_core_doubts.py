@@ -7,7 +7,7 @@ from test_core_stateholders import unheard
 from elastane.protocol.effects import Persist, Send
 from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.messages import Prepare, Release, Stopped
-from elastane.protocol.model import Fence, Offer
+from elastane.protocol.model import Fence, PortOffer
 
 JOIN_S = 40.0
 assert JOIN_S < FENCE_WAIT_S
@@ -92,7 +92,7 @@ def test_the_record_says_so_before_the_last_node_is_released():
     job.join("a")
     job.leaves("a")
     job.drains("a")
-    effects = job.says("a", Stopped(job.assigned["a"].fence, Offer(9000, True)))
+    effects = job.says("a", Stopped(job.assigned["a"].fence, PortOffer(9000, True)))
     order = [type(e.message) if isinstance(e, Send) else type(e) for e in effects]
     assert order.index(Persist) < order.index(Release)
     assert job.persisted[-1].over

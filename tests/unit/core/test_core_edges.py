@@ -16,7 +16,7 @@ from elastane.protocol.events import Signalled, Unlinked, Warm
 from elastane.protocol.limits import FAILURES_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Drained, Failed, Ready, Report, Succeeded
-from elastane.protocol.model import Assignment, Failure, Fence, Member, Outcome, Record, World
+from elastane.protocol.model import Assignment, Failure, Fence, JobRecord, Member, Outcome, World
 from elastane.protocol.wire import NONCE_BYTES, ServerHandshake, SessionKeys, codec_for_agent
 
 SPEC = job_spec(1, 4)
@@ -116,8 +116,8 @@ def test_broken_ranks_are_named(changed, says):
     ],
 )
 def test_a_record_that_goes_back_is_named(before, after, says):
-    previous = Record(spec=SPEC, **before) if before is not None else None
-    found = invariants.broken_record(previous, Record(spec=SPEC, **after))
+    previous = JobRecord(spec=SPEC, **before) if before is not None else None
+    found = invariants.broken_record(previous, JobRecord(spec=SPEC, **after))
     assert says in found and bool(found) == bool(says)
 
 
@@ -184,7 +184,7 @@ def test_what_an_old_fence_says_changes_nothing(pair):
 
 
 def test_a_record_without_a_world_begins_as_if_there_were_none():
-    one = Driver(job_spec(1, 1), record=Record(spec=job_spec(1, 1)))
+    one = Driver(job_spec(1, 1), record=JobRecord(spec=job_spec(1, 1)))
     one.join("a")
     assert one.fence == {"round": 1, "attempt": 0}
 

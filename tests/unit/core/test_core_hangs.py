@@ -20,7 +20,7 @@ from elastane.protocol.limits import (
     HANG_WINDOW_S,
     REASON_CHARS_MAX,
 )
-from elastane.protocol.model import Waiting
+from elastane.protocol.model import WaitPoint
 
 BODY, LOADING, BETWEEN = Activity.BODY, Activity.LOADING, Activity.BETWEEN
 MARGIN_S = 2 * HANG_LOOK_S
@@ -52,7 +52,7 @@ class Node:
             for number in findings.ask:
                 if number not in self.silent:
                     waits, held = number in self.waits, number in self.held
-                    at, traffic = Waiting(number, "a collective"), self.traffic.get(number)
+                    at, traffic = WaitPoint(number, "a collective"), self.traffic.get(number)
                     self.watch.answered(number, waits=waits, held=held, at=at, traffic=traffic)
             found = dict.fromkeys(findings.hung, self.now_s - begin_s)
             self.hung.update(findings.hung)
@@ -217,7 +217,7 @@ def test_a_stall_is_found_whatever_workers_are_at_and_however_new_they_are(activ
     assert node.stalled_s is None and node.waiting == ()
     node.passes(2 * MARGIN_S)
     assert node.stalled_s is not None
-    assert node.waiting == (Waiting(1, "a collective"), Waiting(2, "a collective"))
+    assert node.waiting == (WaitPoint(1, "a collective"), WaitPoint(2, "a collective"))
 
 
 def test_earlier_waits_do_not_delay_the_end_of_a_stall():
@@ -254,9 +254,9 @@ def test_where_bytes_cannot_be_counted_a_stall_is_shown_before_it_is_believed():
 
 def test_ranks_that_wait_at_one_place_are_named_together():
     at = {0: "all_reduce", 1: "all_reduce", 2: "_sync_buffers", 3: "all_reduce", 4: "all_reduce"}
-    said = places_of(Waiting(rank, where) for rank, where in at.items())
+    said = places_of(WaitPoint(rank, where) for rank, where in at.items())
     assert said == "ranks 0-1, 3-4 in all_reduce, rank 2 in _sync_buffers"
-    assert len(places_of(Waiting(n, f"{n} " * 50) for n in range(1000))) == REASON_CHARS_MAX
+    assert len(places_of(WaitPoint(n, f"{n} " * 50) for n in range(1000))) == REASON_CHARS_MAX
     assert places_of([]) == "none of them says where"
 
 

@@ -3,12 +3,12 @@
 import pytest
 from core_driver import Driver
 
-from elastane.coordinator.rules.pace import Pace
+from elastane.coordinator.rules.pace import StepPace
 from elastane.protocol.messages import Heartbeat
 
 
 def test_the_rate_is_that_of_the_latest_counts():
-    pace = Pace()
+    pace = StepPace()
     assert pace.steps_per_s(0.0) is None
     for second in range(100):
         pace.note(float(second), 5 * second)
@@ -16,7 +16,7 @@ def test_the_rate_is_that_of_the_latest_counts():
 
 
 def test_a_count_that_begins_again_has_no_rate_of_the_one_before():
-    pace = Pace()
+    pace = StepPace()
     for second, steps in enumerate((10, 20, 3)):
         pace.note(float(second), steps)
     assert pace.steps_per_s(2.0) is None
@@ -27,7 +27,7 @@ def test_a_count_that_begins_again_has_no_rate_of_the_one_before():
 
 
 def test_a_node_that_stands_still_slows_down():
-    pace = Pace()
+    pace = StepPace()
     for second in range(3):
         pace.note(float(second), second)
     assert pace.steps_per_s(2.5) == 1.0

@@ -8,18 +8,18 @@ from elastane.comms.state_plan import (
     GIVERS_MAX,
     STRIPE_BYTES_MIN,
     Handover,
-    Standing,
+    MemberStatus,
     correct,
     decide,
     judge,
     stripes,
 )
 
-J, T = Standing(0, False), Standing(7, False, torn=True)
+J, T = MemberStatus(0, False), MemberStatus(7, False, torn=True)
 
 
 def H(committed):  # noqa: N802 - a holder
-    return Standing(committed, True)
+    return MemberStatus(committed, True)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_where_nobody_holds_a_state_and_some_have_half_of_one_there_is_none(stan
 
 
 def on(machine, holds):
-    return Standing(3 * holds, holds, machine=machine)
+    return MemberStatus(3 * holds, holds, machine=machine)
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ from elastane.protocol.messages import (
     Stop,
     Stopped,
 )
-from elastane.protocol.model import Failure, Fence, Offer, Waiting
+from elastane.protocol.model import Failure, Fence, PortOffer, WaitPoint
 
 
 def able(job, *node_ids, workers=(0, 1), **more):
     for node_id in node_ids:
         fence = job.assigned[node_id].fence if node_id in job.assigned else None
-        offer = Offer(8000, True)
+        offer = PortOffer(8000, True)
         job.says(node_id, Able(workers=workers, offer=offer, fence=fence, **more))
 
 
@@ -324,7 +324,7 @@ def beats(job, *node_ids, progress=7, all_wait=True):
     for node_id in node_ids:
         fence = job.assigned[node_id].fence
         waiting = (
-            (Waiting(ord(node_id) - ord("a"), f"all_reduce of {node_id}"),) if all_wait else ()
+            (WaitPoint(ord(node_id) - ord("a"), f"all_reduce of {node_id}"),) if all_wait else ()
         )
         beat = Heartbeat(fence=fence, progress=progress, waiting=waiting, all_wait=all_wait)
         job.says(node_id, beat)
@@ -352,7 +352,7 @@ def test_where_each_rank_waits_is_told_once_before_their_world_is_left():
     for _ in range(3):
         for node_id, rank, at in (("a", 0, "all_reduce"), ("b", 1, "_sync_buffers")):
             fence = job.assigned[node_id].fence
-            job.says(node_id, Heartbeat(fence=fence, waiting=(Waiting(rank, at),)))
+            job.says(node_id, Heartbeat(fence=fence, waiting=(WaitPoint(rank, at),)))
     [told] = [note for note in job.notes if note.kind is EventKind.STALL]
     assert told.reason == f"no progress for 10 s: {where}"
     assert kinds(job, "b") == []
@@ -404,7 +404,7 @@ def test_who_waits_for_a_place_in_a_world_of_which_nobody_comes_back_starts_anew
     assert Stop not in kinds(after, "c")
     after.passes(0.5, alive="c")
     assert kinds(after, "c")[-1] is Stop
-    after.says("c", Stopped(beside.fence, Offer(9000, True)))
+    after.says("c", Stopped(beside.fence, PortOffer(9000, True)))
     after.passes(5.0, alive="c")
     assert after.assigned["c"].nodes == 1 and not after.assigned["c"].in_place
 

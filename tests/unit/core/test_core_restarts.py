@@ -16,7 +16,7 @@ from elastane.protocol.diagnosis import (
 )
 from elastane.protocol.limits import SAME_CRASHES_MAX, Timing
 from elastane.protocol.messages import Close, Drain, DrainTarget, Failed, Stop, Stopped
-from elastane.protocol.model import NO_RANK, Failure, Fence, Offer
+from elastane.protocol.model import NO_RANK, Failure, Fence, PortOffer
 
 
 def failure(rank, message="", exit_code=1, age_s=0.0, local_rank=0):
@@ -332,7 +332,7 @@ def test_a_node_that_had_stopped_by_itself_is_why_the_others_failed(pair, unaske
     """Its word came late: till then nobody knew what those who lost it had died of."""
     pair.fails("b", "RuntimeError: Connection reset by peer")
     assert pair.phase == "stopping"
-    pair.says("a", Stopped(pair.assigned["a"].fence, Offer(9000, True), unasked))
+    pair.says("a", Stopped(pair.assigned["a"].fence, PortOffer(9000, True), unasked))
     pair.stops("b")
     pair.passes(3.0, alive="ab")
     assert pair.persisted[-1].restarts_used == (0 if unasked else 1)

@@ -5,7 +5,7 @@ from core_driver import job_spec
 
 from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.messages import Assign, Drain, Release, Stop
-from elastane.protocol.model import Fence, Record
+from elastane.protocol.model import Fence, JobRecord
 
 
 def test_a_fixed_size_job_starts_when_all_are_here_and_not_before(driver):
@@ -321,6 +321,6 @@ def test_an_ended_job_tells_its_agents_under_a_new_coordinator(pair, driver):
 
 def test_a_record_of_a_world_is_all_a_successor_needs(pair):
     record = record_of(pair)
-    assert isinstance(record, Record)
+    assert isinstance(record, JobRecord)
     assert [member.node_id for member in record.world.members] == ["a", "b"]
     assert record.versions is not None and record.outcome is None

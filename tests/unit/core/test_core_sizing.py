@@ -7,7 +7,7 @@ from core_driver import Driver, job_spec
 from elastane.protocol.events import Resized
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Able, Drain, Refused, Stop
-from elastane.protocol.model import Fence, Offer
+from elastane.protocol.model import Fence, PortOffer
 
 
 def resize(job, minimum, maximum):
@@ -140,7 +140,7 @@ def in_place_of(count):
     for name in names:
         job.join(name)
     for name in names:
-        job.says(name, Able(workers=(0, 1), offer=Offer(8000, True), fence=Fence(1, 0)))
+        job.says(name, Able(workers=(0, 1), offer=PortOffer(8000, True), fence=Fence(1, 0)))
     return job
 
 

@@ -19,7 +19,7 @@ from elastane.protocol.messages import (
     Stop,
     Stopped,
 )
-from elastane.protocol.model import Failure, Fence, Offer
+from elastane.protocol.model import Failure, Fence, PortOffer
 
 
 def steps(job, *node_ids, progress=5, met=None):
@@ -119,7 +119,7 @@ def test_the_certain_end_of_one_that_held_the_state_ends_all_worlds_that_it_was_
     if how == "killed":
         dies(job, "a", local_rank=0)
     elif how == "stopped":
-        job.says("a", Stopped(job.assigned["a"].fence, Offer(9000, True)))
+        job.says("a", Stopped(job.assigned["a"].fence, PortOffer(9000, True)))
     else:
         job.breaks("a")
         job.passes(0.2, alive="b")

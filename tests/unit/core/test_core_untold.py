@@ -6,7 +6,7 @@ from test_core_regroup import able, dies, in_place, kinds
 from test_core_stateholders import steps
 
 from elastane.protocol.messages import Failed, Holding, Stop, Stopped
-from elastane.protocol.model import Failure, Fence, Offer
+from elastane.protocol.model import Failure, Fence, PortOffer
 
 
 def test_what_ends_before_its_agent_heard_of_its_world_is_not_forgotten():
@@ -39,6 +39,6 @@ def test_a_node_that_stopped_its_workers_before_it_heard_of_their_world_has_none
     after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="x")
     after.join("a", holding=Holding(assignment=first["a"], state="running", able=(0, 1)))
     assert after.machine._state.nodes["a"].workers == (0, 1)
-    after.says("a", Stopped(Fence(1, 0), Offer(9000, True)))
+    after.says("a", Stopped(Fence(1, 0), PortOffer(9000, True)))
     node = after.machine._state.nodes["a"]
     assert node.fence is None and not node.workers and not node.able

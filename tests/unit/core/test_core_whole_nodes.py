@@ -7,7 +7,7 @@ from test_core_regroup import able, dies, in_place, kinds, regrouped
 from elastane.protocol.events import GroupAble, Linked, Unlinked
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Able, Assign, Drain, Interrupt, Join, Lost, Prepare, Stop
-from elastane.protocol.model import Fence, Offer
+from elastane.protocol.model import Fence, PortOffer
 from elastane.protocol.sharding import Sharding
 
 WHOLE, SOLE = Sharding(), Sharding(sole=True)
@@ -76,9 +76,9 @@ def test_another_coordinator_learns_it_from_the_agents():
 
 def test_an_agent_says_it_and_brings_it_along():
     agent = Agent().running()
-    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True), sharding=WHOLE))
+    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), sharding=WHOLE))
     assert agent.sent(Able)[0].sharding == WHOLE
-    agent.does(GroupAble(FENCE, (0,), Offer(7200, True)))
+    agent.does(GroupAble(FENCE, (0,), PortOffer(7200, True)))
     assert agent.sent(Able)[0].sharding == WHOLE
     agent.does(Unlinked("EOF"))
     agent.does(Linked())
@@ -162,10 +162,10 @@ def test_another_coordinator_learns_who_held_what_nobody_else_does():
 
 def test_an_agent_says_anew_whether_its_workers_hold_what_nobody_else_does():
     agent = Agent().running()
-    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True), SOLE))
+    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), SOLE))
     assert agent.sent(Able)[0].sharding.sole
     agent.does(Unlinked("EOF"))
     agent.does(Linked())
     assert agent.sent(Join)[0].holding.sharding.sole
-    agent.does(GroupAble(FENCE, (0, 1), Offer(7200, True), WHOLE))
+    agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), WHOLE))
     assert not agent.sent(Able)[0].sharding.sole

@@ -19,9 +19,9 @@ from elastane.protocol.events import (
     Linked,
     Signalled,
     Tick,
-    Told,
     Unlinked,
     Warm,
+    WorkerTold,
 )
 from elastane.protocol.limits import (
     ISOLATION_GRACE_S,
@@ -45,7 +45,7 @@ from elastane.protocol.messages import (
     ToAgent,
     Welcome,
 )
-from elastane.protocol.model import JobSpec, NodeSpec, Offer, Outcome, Waiting
+from elastane.protocol.model import JobSpec, NodeSpec, Outcome, PortOffer, WaitPoint
 
 
 class AgentCore:
@@ -56,7 +56,7 @@ class AgentCore:
     """
 
     def __init__(
-        self, spec: JobSpec, node: NodeSpec, offer: Offer, now_s: float, *, self_fencing: bool
+        self, spec: JobSpec, node: NodeSpec, offer: PortOffer, now_s: float, *, self_fencing: bool
     ) -> None:
         self.spec, self.node = spec, node
         self.self_fencing = self_fencing
@@ -66,7 +66,7 @@ class AgentCore:
         self.progress: int | None = None
         self.met = 0
         self.slept_s = 0.0  # for how long this host was suspended: no time of its monotonic clock
-        self.waiting: tuple[Waiting, ...] = ()
+        self.waiting: tuple[WaitPoint, ...] = ()
         self.all_wait = False
         self._now_s = now_s
         self.welcomed = False
@@ -88,7 +88,7 @@ class AgentCore:
                 self._link(offer)
             case Unlinked(reason=reason):
                 self._unlink(reason)
-            case Told(message=message):
+            case WorkerTold(message=message):
                 self._told(message)
             case Warm():
                 self._warm()
@@ -111,7 +111,7 @@ class AgentCore:
         return self._workers.group
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> PortOffer:
         """Where the next process-group store would be."""
         return self._workers.offer
 
@@ -140,7 +140,7 @@ class AgentCore:
         """Whether there is a session with a coordinator."""
         return self.contact.linked
 
-    def _link(self, offer: Offer | None) -> None:
+    def _link(self, offer: PortOffer | None) -> None:
         seen = self._workers.seen
         if offer is not None:
             self._workers.offer = offer

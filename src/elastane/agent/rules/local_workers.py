@@ -49,7 +49,7 @@ from elastane.protocol.messages import (
     Stopped,
     Succeeded,
 )
-from elastane.protocol.model import Assignment, Failure, Fence, NodeSpec, Offer
+from elastane.protocol.model import Assignment, Failure, Fence, NodeSpec, PortOffer
 
 ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget
 
@@ -57,7 +57,7 @@ ToGroup = Assign | Interrupt | Prepare | Stop | Drain | DrainTarget
 class LocalWorkers:
     """Decides for one local worker group at a time; `now_s` is set before each call."""
 
-    def __init__(self, node: NodeSpec, offer: Offer, contact: Contact, outbox: Outbox) -> None:
+    def __init__(self, node: NodeSpec, offer: PortOffer, contact: Contact, outbox: Outbox) -> None:
         self.node, self.offer = node, offer
         self.group: Group | None = None
         self.seen: Assignment | None = None
@@ -299,7 +299,7 @@ class LocalWorkers:
         data = {"rank": event.rank, "local_rank": event.local_rank, "steps": event.steps}
         self._tell(EventKind.REPLICA_DIFFERED, event.reason, **data)
 
-    def _gone(self, fence: Fence, offer: Offer) -> None:
+    def _gone(self, fence: Fence, offer: PortOffer) -> None:
         self.offer, unasked = offer, False
         if self.group is not None:
             unasked = self.group.unasked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastane.coordinator.rules import fencing, liveness, phases, registration, reports
-from elastane.coordinator.rules.state import Contest, Node, Phase, State
+from elastane.coordinator.rules.state import Contest, KnownNode, Phase, State
 from elastane.protocol.effects import Hangup, Send
 from elastane.protocol.events import Received
 from elastane.protocol.limits import CONTEST_S, NAME_CHARS_MAX, ROUND_MAX
@@ -86,7 +86,7 @@ def _contest(state: State, event: Received) -> None:
     state.contests[node_id] = Contest(join=event, began_s=state.now_s)
 
 
-def _duplicate(event: Received, old: Node | None) -> Refused:
+def _duplicate(event: Received, old: KnownNode | None) -> Refused:
     assert isinstance(event.message, Join)
     node_id = event.message.node.node_id
     holder = f" at {old.peer_host}" if old else ""
@@ -246,7 +246,7 @@ def _admit(state: State, event: Received) -> None:
     assert isinstance(event.message, Join)
     join = event.message
     state.arrivals_seen += 1
-    node = Node(
+    node = KnownNode(
         session=event.session,
         spec=join.node,
         offer=join.offer,
@@ -279,7 +279,7 @@ def _admit(state: State, event: Received) -> None:
     _welcome(state, node)
 
 
-def _admit_again(state: State, event: Received, node: Node) -> None:
+def _admit_again(state: State, event: Received, node: KnownNode) -> None:
     """The same agent over a new connection: nothing is lost, and nothing restarts."""
     assert isinstance(event.message, Join)
     join = event.message
@@ -323,5 +323,5 @@ def _learn(state: State, join: Join) -> None:
         state.intact = False  # One of its nodes has no workers of it.
 
 
-def _welcome(state: State, node: Node) -> None:
+def _welcome(state: State, node: KnownNode) -> None:
     state.send(node, Welcome(phase=state.phase.value, reason=state.phase_reason))

@@ -11,7 +11,7 @@ import msgspec
 from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S, SAME_CRASHES_MAX, Timing
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class BudgetVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What the budget says to one more failure."""
 
     restart: bool
@@ -38,7 +38,7 @@ class RestartBudget(msgspec.Struct, kw_only=True):
     crash: Crash | None = None
     crashes: int = 0
 
-    def charge(self, lived_s: float, timing: Timing, crash: Crash | None = None) -> Verdict:
+    def charge(self, lived_s: float, timing: Timing, crash: Crash | None = None) -> BudgetVerdict:
         """Use one restart for an attempt that failed after `lived_s` seconds.
 
         It was a quick failure if that is less than `crash_loop_s`. Counts nothing when the
@@ -50,18 +50,18 @@ class RestartBudget(msgspec.Struct, kw_only=True):
         self._count_crash(crash if lived_s < timing.same_crash_s else None)
         if self.used >= self.allowed:
             reason = self._exhausted(timing.crash_loop_s)
-            return Verdict(restart=False, delay_s=0.0, reason=reason)
+            return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
         if self.crash is not None and self.crashes >= SAME_CRASHES_MAX:
             reason = (
                 f"{self.crashes} attempts in a row failed before their first step with the same"
                 f" error at the same place ({self.crash.site}), so no other one is started;"
                 " --rdzv-conf same_crash=0 restarts all the same"
             )
-            return Verdict(restart=False, delay_s=0.0, reason=reason)
+            return BudgetVerdict(restart=False, delay_s=0.0, reason=reason)
         self.used += 1
         delay_s = self._delay_s()
         pause = f", after a pause of {delay_s:g} s against a crash loop" if delay_s else ""
-        return Verdict(
+        return BudgetVerdict(
             restart=True, delay_s=delay_s, reason=f"restart {self.used} of {self.allowed}{pause}"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.coordinator.rules.budget import Crash, Verdict
+from elastane.coordinator.rules.budget import BudgetVerdict, Crash
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.state import Phase, State
 from elastane.coordinator.rules.words import named
@@ -54,7 +54,7 @@ def verdict_pending(state: State, incident: Incident) -> bool:
     return pending
 
 
-def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART) -> Verdict:
+def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART) -> BudgetVerdict:
     """Let the budget pay for an incident, if it can; tell the log, and what caused it.
 
     `kind`: REPLACEMENT where other workers go on, and only the lost ones are followed by others.

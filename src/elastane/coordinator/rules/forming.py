@@ -12,13 +12,13 @@ from collections.abc import Collection
 from elastane.coordinator.rules import ending, invariants, replica_slices, state_holders
 from elastane.coordinator.rules.ranks import (
     Candidate,
-    Place,
+    WorldAssignment,
     assignments,
     choose,
     next_fence,
     world_of,
 )
-from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.coordinator.rules.words import named
 from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.log_events import EventKind
@@ -156,7 +156,7 @@ def put_in_force(
     assert not fault, fault
     members = [state.nodes[member.node_id] for member in world.members]
     reason = f"{len(members)} nodes, {world.world_size} workers: {why}"
-    place = Place(
+    place = WorldAssignment(
         master_addr=master_addr(state, members[0]),
         offer=members[0].offer,
         restarts_used=state.budget.used,
@@ -199,7 +199,7 @@ def _is_loopback(host: str) -> bool:
     return host in ("", "localhost", "::1") or host.startswith(("127.", "::ffff:127."))
 
 
-def master_addr(state: State, first: Node) -> str:
+def master_addr(state: State, first: KnownNode) -> str:
     """Return the address under which all members reach the node of rank 0.
 
     The user's --local-addr; else the address its connection comes from. Where that is a

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from elastane.protocol.model import Assignment, JobSpec, Record, World
+from elastane.protocol.model import Assignment, JobRecord, JobSpec, World
 from elastane.protocol.sharding import bounds
 
 
@@ -68,7 +68,7 @@ def broken_ranks(world: World, given: Sequence[Assignment]) -> str:
     return ""
 
 
-def broken_record(previous: Record | None, record: Record) -> str:
+def broken_record(previous: JobRecord | None, record: JobRecord) -> str:
     """The durable record never goes back, and charges no more restarts than are allowed."""
     if record.restarts_used > record.spec.max_restarts:
         return f"{record.restarts_used} restarts were used of {record.spec.max_restarts} allowed"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elastane.coordinator.rules import state_holders
 from elastane.coordinator.rules.incident import Incident
-from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.protocol.effects import Hangup
 from elastane.protocol.events import Broken
 from elastane.protocol.limits import REJOIN_GRACE_S
@@ -45,13 +45,13 @@ def look(state: State) -> None:
         state.wait_until(state.presence_s)
 
 
-def _deadline(state: State, node: Node) -> float:
+def _deadline(state: State, node: KnownNode) -> float:
     if node.session is None:
         return node.broken_s + REJOIN_GRACE_S
     return node.heard_s + state.spec.timing.silence_s
 
 
-def _verdict(state: State, node: Node) -> str:
+def _verdict(state: State, node: KnownNode) -> str:
     if state.now_s < _deadline(state, node):
         return ""
     if node.session is None:
@@ -59,7 +59,7 @@ def _verdict(state: State, node: Node) -> str:
     return f"silent for {state.now_s - node.heard_s:.1f} s"
 
 
-def depart(state: State, node: Node, why: str) -> None:
+def depart(state: State, node: KnownNode, why: str) -> None:
     """Count `node` out. Where it was a member of the world in force, that is an incident."""
     if node.session is not None:
         state.out.append(Hangup(node.session, f"counted as departed: {why}"))

@@ -33,7 +33,7 @@ from elastane.protocol.events import (
 )
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import AgentPresence, Join, Query, Report
-from elastane.protocol.model import JobSpec, Record
+from elastane.protocol.model import JobRecord, JobSpec
 
 # A chain of phases in one call is at most recovering to stopping to forming to running; more is
 # a rule that contradicts another.
@@ -52,7 +52,7 @@ class Rendezvous:
         self,
         spec: JobSpec,
         now_s: float,
-        record: Record | None = None,
+        record: JobRecord | None = None,
         *,
         store_backed: bool = False,
         previous_holder: str = "",

@@ -10,7 +10,7 @@ _SAMPLES_MAX = 32
 
 
 @dataclass(slots=True)
-class Pace:
+class StepPace:
     """The latest step counts of one node, each with the time at which it was first heard."""
 
     _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES_MAX))

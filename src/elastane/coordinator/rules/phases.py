@@ -28,7 +28,7 @@ from elastane.coordinator.rules import (
 )
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.ranks import member_of
-from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.coordinator.rules.words import named
 from elastane.protocol.effects import Finished
 from elastane.protocol.limits import (
@@ -40,10 +40,10 @@ from elastane.protocol.limits import (
 )
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Drain, DrainTarget, Release
-from elastane.protocol.model import Fence, Record, World
+from elastane.protocol.model import Fence, JobRecord, World
 
 
-def recover(state: State, record: Record) -> None:
+def recover(state: State, record: JobRecord) -> None:
     """Take up a job from its durable record, in a new coordinator."""
     state.versions, state.world, state.outcome = record.versions, record.world, record.outcome
     state.resized = record.resized
@@ -120,7 +120,7 @@ def _await_holder(state: State, deadline_s: float) -> float:
     return min(deadline_s, state.holder_due_s)
 
 
-def _last_world(state: State) -> tuple[list[str], list[Node]]:
+def _last_world(state: State) -> tuple[list[str], list[KnownNode]]:
     """Return the ids that the last world had (unknown ones made up), and who of them is here."""
     if state.world is not None:
         ids = [m.node_id for m in state.world.members]
@@ -132,7 +132,7 @@ def _last_world(state: State) -> tuple[list[str], list[Node]]:
     return ids, nodes
 
 
-def _adopt_claim(state: State, present: list[Node]) -> None:
+def _adopt_claim(state: State, present: list[KnownNode]) -> None:
     assert state.claim is not None, "recovering needs a record or a claim"
     fence = state.claim.fence
     members = [member_of(n.spec, () if n.has_all_places else n.workers) for n in present]
@@ -145,7 +145,7 @@ def _adopt_claim(state: State, present: list[Node]) -> None:
         state.hold_up(Fence(fence.round, fence.attempt + 1))
 
 
-def _resume(state: State, present: list[Node]) -> bool:
+def _resume(state: State, present: list[KnownNode]) -> bool:
     state.claim, state.running_s = None, state.now_s
     state.in_place, state.uneven = recovery.is_in_place(state), replica_slices.is_uneven(state)
     state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
@@ -207,7 +207,7 @@ def _drain_world(state: State, reason: str) -> bool:
     return True
 
 
-def ask_to_drain(state: State, node: Node) -> None:
+def ask_to_drain(state: State, node: KnownNode) -> None:
     """Send what `node` has to know of the drain in hand; again, to one that comes back in it."""
     assert state.world is not None
     fence, timeout_s = state.world.fence, state.spec.timing.drain_timeout_s

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastane.protocol.model import Assignment, Fence, Member, NodeSpec, Offer, World
+from elastane.protocol.model import Assignment, Fence, Member, NodeSpec, PortOffer, World
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,18 +84,18 @@ def next_fence(previous: World | None, specs: Sequence[NodeSpec], floor: Fence |
     return Fence(floor.round + 1 if floor else 1, 0)
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class WorldAssignment(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of an assignment that are the same for all nodes of a world."""
 
     master_addr: str
-    offer: Offer
+    offer: PortOffer
     restarts_used: int
     max_restarts: int
     reason: str
     in_place: bool = False
 
 
-def assignments(world: World, place: Place) -> list[Assignment]:
+def assignments(world: World, place: WorldAssignment) -> list[Assignment]:
     """Return each member's assignment, in the order of node rank."""
     role_sizes: dict[str, int] = {}
     for member in world.members:

@@ -20,7 +20,7 @@ from elastane.coordinator.rules import (
 )
 from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.ranks import member_of
-from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.protocol.hangs import places_of
 from elastane.protocol.limits import HANG_STALL_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
@@ -34,7 +34,7 @@ _IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 class Contingent:
     """The workers of one node that could be in the next world, survivors first."""
 
-    node: Node
+    node: KnownNode
     survivors: tuple[int, ...]
     joiners: tuple[int, ...]
 
@@ -44,7 +44,7 @@ class Contingent:
         return self.survivors + self.joiners
 
 
-def able(state: State, node: Node, workers: tuple[int, ...]) -> None:
+def able(state: State, node: KnownNode, workers: tuple[int, ...]) -> None:
     """Take note which workers of `node` can enter another world."""
     known = {i for i in workers if i < node.spec.local_world_size}
     if known - node.able and state.in_place:
@@ -65,7 +65,7 @@ def is_in_place(state: State) -> bool:
     return not state.unable and any(node.able or node.in_place for node in state.nodes.values())
 
 
-def lost_peer(state: State, node: Node, fence: Fence, reason: str) -> None:
+def lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -> None:
     """A worker lost a peer; most often somebody tells in a moment what became of that one."""
     if fence == node.fence and state.is_member(node) and state.lost_s is None:
         state.lost_s, state.lost_reason = state.now_s, f"a worker of node {node.id} {reason}"
@@ -162,7 +162,7 @@ def may_return(state: State) -> bool:
     )
 
 
-def _finished(node: Node) -> set[int]:
+def _finished(node: KnownNode) -> set[int]:
     return set() if node.parting else {*node.workers} - node.able - node.lost
 
 
@@ -179,7 +179,7 @@ def part_with(state: State) -> None:
 
 
 def paid_for(
-    state: State, node: Node, failures: tuple[Failure, ...], renewed: set[int]
+    state: State, node: KnownNode, failures: tuple[Failure, ...], renewed: set[int]
 ) -> tuple[Failure, ...]:
     """Take note of failures that were charged before; return the others."""
     paid = tuple(f for f in failures if f.local_rank in renewed or node.is_known(f))
@@ -194,7 +194,7 @@ def paid_for(
     return tuple(f for f in failures if f not in paid)
 
 
-def heard(state: State, node: Node) -> None:
+def heard(state: State, node: KnownNode) -> None:
     """End a world that makes no step for what another coordinator saw, and paid for."""
     if state.phase not in _IN_FORCE or not state.is_member(node):
         return

@@ -7,13 +7,13 @@ no world that is in force are stopped.
 from __future__ import annotations
 
 from elastane.coordinator.rules import recovery, replica_slices, reports, state_holders
-from elastane.coordinator.rules.state import Claim, Node, Phase, State
+from elastane.coordinator.rules.state import KnownNode, Phase, State, UnrecordedWorld
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Holding, Interrupt
 from elastane.protocol.model import Assignment, Fence, Member
 
 
-def take(state: State, node: Node, holding: Holding | None) -> None:
+def take(state: State, node: KnownNode, holding: Holding | None) -> None:
     """Record what workers an agent brings along, and have them stopped where they are stale."""
     node.fence, ends = holding.assignment.fence if holding else None, node.ends
     node.forget_workers()
@@ -23,7 +23,9 @@ def take(state: State, node: Node, holding: Holding | None) -> None:
         state_holders.in_sight(state, node)
 
 
-def _take_workers(state: State, node: Node, holding: Holding | None, ends: dict[int, int]) -> None:
+def _take_workers(
+    state: State, node: KnownNode, holding: Holding | None, ends: dict[int, int]
+) -> None:
     if holding is None:
         return
     assignment = holding.assignment
@@ -70,14 +72,14 @@ def _take_workers(state: State, node: Node, holding: Holding | None, ends: dict[
     _bring(state, node, holding)
 
 
-def _interrupt_again(state: State, node: Node, holding: Holding) -> None:
+def _interrupt_again(state: State, node: KnownNode, holding: Holding) -> None:
     """Where its world has ended and it was told in vain: its workers may still make steps."""
     if state.phase is Phase.REGROUPING and state.incident is not None and not holding.halted:
         fence, reason = holding.assignment.fence, state.incident.reason
         state.send(node, Interrupt(fence=fence, reason=reason))
 
 
-def untold(state: State, node: Node, holding: Holding | None) -> Member | None:
+def untold(state: State, node: KnownNode, holding: Holding | None) -> Member | None:
     """Return the place that able workers have in the world in force, and have not heard of.
 
     They are of a world before it; this one makes no step without them, so nothing is lost yet.
@@ -92,7 +94,7 @@ def untold(state: State, node: Node, holding: Holding | None) -> Member | None:
     return member if known and member.workers else None
 
 
-def _is_kept(state: State, node: Node, holding: Holding) -> bool:
+def _is_kept(state: State, node: KnownNode, holding: Holding) -> bool:
     """Whether the workers gave their places up to the world in force, and may have to stand in."""
     in_force = state.phase not in (Phase.FORMING, Phase.STOPPING)
     if not in_force or state.world is None or node.id not in state.kept:
@@ -101,7 +103,7 @@ def _is_kept(state: State, node: Node, holding: Holding) -> bool:
     return older and bool(holding.able) and holding.state != "stopping"
 
 
-def _bring(state: State, node: Node, holding: Holding) -> None:
+def _bring(state: State, node: KnownNode, holding: Holding) -> None:
     """Take in failures; those whose successors were paid for cost nothing again."""
     node.halted = holding.halted
     state.refile(node)
@@ -109,7 +111,7 @@ def _bring(state: State, node: Node, holding: Holding) -> None:
     reports.failed(state, node, failures)
 
 
-def _take_waiting(state: State, node: Node, fence: Fence) -> None:
+def _take_waiting(state: State, node: KnownNode, fence: Fence) -> None:
     """Workers that wait for a place keep doing so where there will be one."""
     if state.phase in (Phase.FORMING, Phase.STOPPING):
         node.waiting = False
@@ -117,7 +119,7 @@ def _take_waiting(state: State, node: Node, fence: Fence) -> None:
         _stop(state, node, fence)
 
 
-def _in_world(state: State, node: Node, assignment: Assignment) -> bool:
+def _in_world(state: State, node: KnownNode, assignment: Assignment) -> bool:
     """Whether the world in force has this very agent in that place."""
     rank = assignment.node_rank
     if state.world is None:
@@ -138,14 +140,14 @@ def _world_of(assignment: Assignment) -> tuple[int, str, int]:
     return (assignment.nodes, assignment.master_addr, assignment.master_port)
 
 
-def _claim(state: State, node: Node, holding: Holding) -> None:
+def _claim(state: State, node: KnownNode, holding: Holding) -> None:
     """Rebuild the last world from what its agents hold, where there is no record of it."""
     assignment = holding.assignment
     claim = state.claim
     if claim is None or assignment.fence > claim.fence:
         for node_id in claim.seats.values() if claim is not None else ():
             _turn_out(state, node_id)
-        claim = Claim(
+        claim = UnrecordedWorld(
             fence=assignment.fence, size=assignment.nodes, of=_world_of(assignment), seats={}
         )
         state.claim = claim
@@ -166,5 +168,5 @@ def _turn_out(state: State, node_id: str) -> None:
         _stop(state, node, node.fence)
 
 
-def _stop(state: State, node: Node, fence: Fence) -> None:
+def _stop(state: State, node: KnownNode, fence: Fence) -> None:
     state.stop(node, fence, f"{fence} is no longer in force")

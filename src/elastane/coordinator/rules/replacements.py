@@ -9,20 +9,20 @@ import msgspec
 
 from elastane.coordinator.rules import ending
 from elastane.coordinator.rules.incident import Incident
-from elastane.coordinator.rules.state import Node, State
+from elastane.coordinator.rules.state import KnownNode, State
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Prepare
 from elastane.protocol.model import NO_RANK, Assignment, Failure, World
 
 
-def follow(state: State, node: Node) -> None:
+def follow(state: State, node: KnownNode) -> None:
     """Have workers that were paid for followed by others, unless they are."""
     is_due = state.in_place and state.exhausted is None and node.lost - node.prepared
     if is_due and state.world is not None:
         _succeed(state, state.world, node, 0.0)
 
 
-def joiner_failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
+def joiner_failed(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """Workers without a place ended: others follow them, as long as the budget pays for it."""
     node.lose(failures)
     state.refile(node)
@@ -54,14 +54,14 @@ def replace_lost(state: State, incident: Incident, delay_s: float) -> None:
             _succeed(state, state.world, node, delay_s)
 
 
-def _succeed(state: State, world: World, node: Node, delay_s: float) -> None:
+def _succeed(state: State, world: World, node: KnownNode, delay_s: float) -> None:
     """Have the workers of this node that were lost followed by others."""
     node.prepared |= node.lost
     given = beside(state, world, node)
     state.send(node, Prepare(assignment=given, delay_s=delay_s, successors=True))
 
 
-def beside(state: State, world: World, node: Node) -> Assignment:
+def beside(state: State, world: World, node: KnownNode) -> Assignment:
     """Return what workers are told that have no place yet: ranks of nobody, after all others."""
     base = world.world_size + node.order * node.spec.local_world_size
     return Assignment(

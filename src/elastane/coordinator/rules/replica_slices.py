@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.protocol.sharding import NO_PART, bounds, replicas
 
 if TYPE_CHECKING:
     from elastane.coordinator.rules.recovery import Contingent
 
 
-def heard(state: State, node: Node) -> None:
+def heard(state: State, node: KnownNode) -> None:
     """Take note of how many nodes a replica is."""
     # While all begin anew, what comes late is said of the mesh before.
     if node.sharding is not None and state.phase is not Phase.FORMING:
@@ -49,7 +49,7 @@ def most_nodes(state: State) -> int:
     return bounds(state.spec.min_nodes, state.spec.max_nodes, state.span)[1]
 
 
-def are_all(state: State, nodes: Sequence[Node]) -> bool:
+def are_all(state: State, nodes: Sequence[KnownNode]) -> bool:
     """Whether these hold, together, all parts of the state; who said nothing yet may hold any."""
     span = state.span
     if span == 1 or any(_part(node) == NO_PART for node in nodes):
@@ -104,14 +104,14 @@ def is_uneven(state: State) -> bool:
     return len(inside) < len(members)
 
 
-def has_level(state: State, node: Node) -> bool:
+def has_level(state: State, node: KnownNode) -> bool:
     """Whether this member says of the world in force that it makes no steps, and all are level."""
     fence = state.world.fence if state.world is not None else None
     level = node.sharding.level if node.sharding is not None else None
     return level is not None and level == fence and state.is_member(node)
 
 
-def useless(state: State) -> list[Node]:
+def useless(state: State) -> list[KnownNode]:
     """Return whose parts are in the way: begun anew, they make more whole replicas.
 
     Of those without a place; and of all, where the next world lacks nodes and they are level.
@@ -126,7 +126,7 @@ def useless(state: State) -> list[Node]:
     first = 0 if waits else len(inside)
     held = [_part(node) for node in inside + spares]
     held += [NO_PART] * (len(beside) - len(spares))
-    span, most, found = state.span, most_nodes(state), list[Node]()
+    span, most, found = state.span, most_nodes(state), list[KnownNode]()
     now = replicas(held, span, most)
     could = replicas(held[:first] + [NO_PART] * (len(held) - first), span, most)
     for i, node in reversed([*enumerate(inside + spares)][first:]):
@@ -136,5 +136,5 @@ def useless(state: State) -> list[Node]:
     return found
 
 
-def _part(node: Node) -> int:
+def _part(node: KnownNode) -> int:
     return node.sharding.part if node.sharding is not None else NO_PART

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastane.coordinator.rules import ending, liveness, recovery, replacements, state_holders
-from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.protocol.diagnosis import end_text, exit_text, is_lost_peer, worker_text
 from elastane.protocol.effects import Send
 from elastane.protocol.limits import REASON_CHARS_MAX
@@ -59,7 +59,7 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
     return True
 
 
-def _beat(state: State, node: Node, message: Heartbeat) -> bool:
+def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     """Take in how far its workers are; return whether a rule is to look at that."""
     node.progress = message.progress
     node.pace.note(state.now_s, message.progress)
@@ -74,7 +74,7 @@ def _beat(state: State, node: Node, message: Heartbeat) -> bool:
     return True
 
 
-def _is_of(node: Node, fence: Fence) -> bool:
+def _is_of(node: KnownNode, fence: Fence) -> bool:
     """Whether what an agent says of `fence` is of the workers that it has now.
 
     Of a world that it has not heard of, it says what became of them under the one before.
@@ -83,14 +83,14 @@ def _is_of(node: Node, fence: Fence) -> bool:
     return fence == node.fence or (node.untold and older)
 
 
-def _drained(node: Node, message: Marked | Drained) -> None:
+def _drained(node: KnownNode, message: Marked | Drained) -> None:
     if isinstance(message, Marked):
         node.marked, node.calls = True, message.calls
     else:
         node.drained = True
 
 
-def _in_place(state: State, node: Node, message: Able | Lost) -> None:
+def _in_place(state: State, node: KnownNode, message: Able | Lost) -> None:
     if isinstance(message, Lost):
         recovery.lost_peer(state, node, message.fence, message.reason)
         return
@@ -111,7 +111,7 @@ def _at_the_door(state: State, session: int, message: ToCoordinator) -> None:
             contest.said[type(message)] = message
 
 
-def _wish(state: State, node: Node, message: Leave | Conclude) -> None:
+def _wish(state: State, node: KnownNode, message: Leave | Conclude) -> None:
     """Take note of what an agent wants for itself, or for the job."""
     reason = message.reason[:REASON_CHARS_MAX]
     if isinstance(message, Conclude):
@@ -121,7 +121,7 @@ def _wish(state: State, node: Node, message: Leave | Conclude) -> None:
     state.tell(EventKind.NODE_LEAVING, reason, node.id)
 
 
-def _ready(state: State, node: Node) -> None:
+def _ready(state: State, node: KnownNode) -> None:
     node.ready = True
     if state.phase is not Phase.FORMING:
         # The last call counts from the join; a running job takes in those who are warm.
@@ -129,7 +129,7 @@ def _ready(state: State, node: Node) -> None:
     state.tell(EventKind.NODE_READY, "its workers can start quickly", node.id)
 
 
-def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
+def failed(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """Put `failures` of `node` on the coordinator's time line."""
     if state.phase in (Phase.RECOVERING, Phase.FORMING):
         failures = tuple(f for f in failures if not node.is_known(f))
@@ -159,7 +159,7 @@ def failed(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
         node.lose(failures)
 
 
-def _of_places(state: State, node: Node, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+def _of_places(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     """Return the failures of workers that have a place; the others are those of joiners."""
     failures = tuple(f for f in failures if not node.is_known(f))
     places = () if node.waiting else set(node.workers) - node.lost
@@ -170,7 +170,7 @@ def _of_places(state: State, node: Node, failures: tuple[Failure, ...]) -> tuple
     return inside
 
 
-def _failed_in_drain(state: State, node: Node, failures: tuple[Failure, ...]) -> None:
+def _failed_in_drain(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """End the drain where others would wait for this worker; it is never charged.
 
     Peers that have checkpointed and gone are no fault, nor is what a SIGTERM led to.
@@ -195,7 +195,7 @@ def stopped_before(state: State) -> None:
         liveness.fault(state, why).departed.append(node.id)
 
 
-def _stopped(state: State, node: Node, message: Stopped) -> None:
+def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
     if not _is_of(node, message.fence):
         return
     if state.is_member(node):

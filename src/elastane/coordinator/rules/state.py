@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from elastane.coordinator.rules.budget import RestartBudget
 from elastane.coordinator.rules.incident import Incident
-from elastane.coordinator.rules.pace import Pace
+from elastane.coordinator.rules.pace import StepPace
 from elastane.protocol.effects import Persist, RendezvousEffect, Send, Tell
 from elastane.protocol.events import Received
 from elastane.protocol.log_events import EventKind, Note
@@ -22,13 +22,13 @@ from elastane.protocol.model import (
     Cause,
     Failure,
     Fence,
+    JobRecord,
     JobSpec,
     NodeSpec,
-    Offer,
     Outcome,
-    Record,
+    PortOffer,
     Versions,
-    Waiting,
+    WaitPoint,
     World,
 )
 from elastane.protocol.sharding import Sharding
@@ -48,12 +48,12 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Node:
+class KnownNode:
     """One agent as the coordinator knows it."""
 
     session: int | None  # None: broken, and its grace to come back is running
     spec: NodeSpec
-    offer: Offer
+    offer: PortOffer
     peer_host: str
     local_host: str
     order: int
@@ -81,8 +81,8 @@ class Node:
     failures: tuple[Failure, ...] = ()  # brought along while a new coordinator recovers
     leaving: str = ""
     progress: int | None = None
-    pace: Pace = field(default_factory=Pace)
-    waits_at: tuple[Waiting, ...] = ()  # where all its workers in the world wait for others
+    pace: StepPace = field(default_factory=StepPace)
+    waits_at: tuple[WaitPoint, ...] = ()  # where all its workers in the world wait for others
     all_wait: bool = False  # they do so for too long
     marked: bool = False
     calls: int | None = None
@@ -143,7 +143,7 @@ class Contest:
 
 
 @dataclass(slots=True, kw_only=True)
-class Claim:
+class UnrecordedWorld:
     """What agents hold of a world of which this coordinator has no record."""
 
     fence: Fence
@@ -182,7 +182,7 @@ class State:
     outcome: Outcome | None = None
     conclusion: Outcome | None = None  # that an agent asked for; in force once it is `outcome`
     authority: bool = True
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, KnownNode] = field(default_factory=dict)
     by_session: dict[int, str] = field(default_factory=dict)
     contests: dict[str, Contest] = field(default_factory=dict)
     # Of nodes that departed: their agents, and the ends of workers that they had told.
@@ -224,7 +224,7 @@ class State:
     incident: Incident | None = None
     last_incident: str = ""
     cause: Cause | None = None
-    claim: Claim | None = None
+    claim: UnrecordedWorld | None = None
     aimed: bool = False
     asked: bool = False  # by another coordinator, perhaps
     target: int | None = None
@@ -244,12 +244,12 @@ class State:
         if self.wake_s is None or deadline_s < self.wake_s:
             self.wake_s = deadline_s
 
-    def send(self, node: Node, message: ToAgent) -> None:
+    def send(self, node: KnownNode, message: ToAgent) -> None:
         """Send to `node`; where its session is broken, its next Join settles what it missed."""
         if node.session is not None:
             self.out.append(Send(node.session, message))
 
-    def stop(self, node: Node, fence: Fence, reason: str) -> None:
+    def stop(self, node: KnownNode, fence: Fence, reason: str) -> None:
         """Have the workers of `fence` stopped on `node`."""
         grace_s = self.spec.timing.shutdown_timeout_s
         self.send(node, Stop(fence=fence, grace_s=grace_s, reason=reason))
@@ -266,9 +266,9 @@ class State:
         """Make the record durable before whatever this call sends next."""
         self.out.append(Persist(self.record()))
 
-    def record(self) -> Record:
+    def record(self) -> JobRecord:
         """Return the durable part of this state."""
-        return Record(
+        return JobRecord(
             spec=self.spec,
             versions=self.versions,
             world=self.world,
@@ -289,7 +289,7 @@ class State:
         """Begin `phase`."""
         self.phase, self.phase_reason, self.phase_s = phase, reason, self.now_s
 
-    def refile(self, node: Node) -> None:
+    def refile(self, node: KnownNode) -> None:
         """Bring the sets in line with the facts of `node`."""
         present = node.session is not None
         has_workers = node.fence is not None
@@ -322,7 +322,7 @@ class State:
             else:
                 members.discard(node.id)
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: KnownNode) -> None:
         """Remove `node` from everything but the world, which is history."""
         self.nodes.pop(node.id, None)
         if node.ends:
@@ -373,12 +373,12 @@ class State:
             self.places = frozenset(m.node_id for m in self.world.members) if self.world else ()
         return node_id in self.places
 
-    def is_member(self, node: Node) -> bool:
+    def is_member(self, node: KnownNode) -> bool:
         """Whether `node` has workers of the world in force."""
         here = self.world is not None and node.fence == self.world.fence
         return here and not (node.stray or node.waiting)
 
-    def members(self) -> list[Node]:
+    def members(self) -> list[KnownNode]:
         """Return the nodes that have workers of the world in force."""
         nodes = [self.nodes[i] for i in sorted(self.holding)]
         return [node for node in nodes if self.is_member(node)]

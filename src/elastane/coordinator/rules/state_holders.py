@@ -14,13 +14,13 @@ stopped, anybody does: no older one stands.
 
 from __future__ import annotations
 
-from elastane.coordinator.rules.state import Node, State
+from elastane.coordinator.rules.state import KnownNode, State
 from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.messages import Heartbeat
 from elastane.protocol.model import World
 
 
-def heard(state: State, node: Node, message: Heartbeat) -> bool:
+def heard(state: State, node: KnownNode, message: Heartbeat) -> bool:
     """Take note that workers of `node` hold the state; return whether that is news.
 
     They do where they met in the world in force, or in that before it: of all others that might
@@ -54,7 +54,7 @@ def accounted(state: State) -> None:
     state.unseen = {}
 
 
-def ended(state: State, node: Node, workers: set[int]) -> None:
+def ended(state: State, node: KnownNode, workers: set[int]) -> None:
     """Workers of `node` have certainly ended; with one that held the state, all older worlds."""
     if state.is_member(node) and (node.holds & workers or not _follows(state)):
         accounted(state)
@@ -98,7 +98,7 @@ def all_released(state: State) -> None:
         state.persist()
 
 
-def in_sight(state: State, node: Node) -> None:
+def in_sight(state: State, node: KnownNode) -> None:
     """Its workers are known again: they are gone, or this coordinator leads them."""
     state.unseen.pop(node.id, None)
 
@@ -150,12 +150,12 @@ def left_out(state: State, before: World, after: World) -> None:
     state.kept_is_recorded = bool(state.kept)
 
 
-def keeps(state: State, node: Node) -> bool:
+def keeps(state: State, node: KnownNode) -> bool:
     """Whether `node` has no place, and holds the state that the world in force began with."""
     return node.id in state.kept and node.waiting and bool(node.able) and not node.stray
 
 
-def witnesses(state: State, node: Node) -> bool:
+def witnesses(state: State, node: KnownNode) -> bool:
     """Whether no world but that in force can make a step without a worker of this node."""
     return bool(node.holds.intersection(node.survivors) if _follows(state) else node.survivors)
 

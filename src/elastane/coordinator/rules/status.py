@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastane.coordinator.rules.state import Node, Phase, State
+from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.protocol.effects import Send
 from elastane.protocol.messages import AgentPresence, NodeStatus, Report
 
@@ -59,7 +59,7 @@ def report(state: State) -> Report:
     )
 
 
-def _node(state: State, node: Node, ranks: dict[str, int]) -> NodeStatus:
+def _node(state: State, node: KnownNode, ranks: dict[str, int]) -> NodeStatus:
     member = state.is_member(node)
     return NodeStatus(
         node_id=node.id,
@@ -73,7 +73,7 @@ def _node(state: State, node: Node, ranks: dict[str, int]) -> NodeStatus:
     )
 
 
-def _state_of(node: Node, member: bool) -> str:
+def _state_of(node: KnownNode, member: bool) -> str:
     if node.session is None:
         return "away"
     if node.leaving:

@@ -19,9 +19,9 @@ from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFai
 from elastane.elastic.rendezvous._errors import raise_as_api
 from elastane.functions.failure import error_of
 from elastane.functions.job import Ended, run_command, run_function
-from elastane.functions.payload import Call, pack
-from elastane.functions.wish import Wish, as_text
-from elastane.observe.report import JobReport, ReportedFailure
+from elastane.functions.payload import FunctionCall, pack
+from elastane.functions.wish import RequestedOptions, as_text
+from elastane.observe.report import FinalReport, ReportedFailure
 from elastane.options.backend import is_builtin
 from elastane.process import environment
 from elastane.protocol.diagnosis import headline
@@ -39,7 +39,7 @@ _NS = 1_000_000_000
 class JobFailedError(ChildFailedError):
     """The failures of a job, of all its nodes, with the root cause that its coordinator found."""
 
-    def __init__(self, name: str, failures: dict[int, ProcessFailure], report: JobReport) -> None:
+    def __init__(self, name: str, failures: dict[int, ProcessFailure], report: FinalReport) -> None:
         self.report = report
         self._root = report.root_cause.rank if report.root_cause else next(iter(failures))
         super().__init__(name, failures)
@@ -50,10 +50,10 @@ class JobFailedError(ChildFailedError):
 
 
 @dataclass(frozen=True)
-class Job:
+class CalledJob:
     """A job that is ready to run; without files it is a command's."""
 
-    wish: Wish
+    wish: RequestedOptions
     files: Mapping[str, bytes]
     environ: Mapping[str, str]
     name: str
@@ -86,7 +86,7 @@ class Job:
 
 def job_of(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any], name: str
-) -> Job | None:
+) -> CalledJob | None:
     """Return the job of a configuration; None where its agent has to run in this process.
 
     That is so for handlers and LogsSpecs of the caller's, and for arguments that only a child of
@@ -100,16 +100,18 @@ def job_of(
     values = _values(config)
     alone = config.nproc_per_node if config.max_nodes == 1 else 0
     if isinstance(entrypoint, str):
-        wish = Wish({**values, "no_python": "1"}, entrypoint, tuple(map(str, args)), ambient=False)
-        return Job(wish, {}, environ, name, alone, config.role, config.max_restarts)
+        wish = RequestedOptions(
+            {**values, "no_python": "1"}, entrypoint, tuple(map(str, args)), ambient=False
+        )
+        return CalledJob(wish, {}, environ, name, alone, config.role, config.max_restarts)
     try:
-        files = pack(Call(entrypoint, tuple(args), macros=True))
+        files = pack(FunctionCall(entrypoint, tuple(args), macros=True))
     except errors.ConfigurationError as error:
         if config.start_method == "fork" or isinstance(error.__cause__, RuntimeError):
             return None
         raise
-    wish = Wish(values, MODULE, ambient=False)
-    return Job(wish, files, environ, name, alone, config.role, config.max_restarts)
+    wish = RequestedOptions(values, MODULE, ambient=False)
+    return CalledJob(wish, files, environ, name, alone, config.role, config.max_restarts)
 
 
 def _is_ours(config: LaunchConfig) -> bool:
@@ -176,12 +178,12 @@ def _raise(name: str, ended: Ended) -> None:
     if report is not None and (report.failures or report.root_cause):
         raise JobFailedError(name, _failures(report), report)
     error = error_of(name, report, ended.code)
-    if isinstance(error, errors.RendezvousError | errors.StoreError):
+    if isinstance(error, errors.MembershipError | errors.StoreError):
         raise_as_api(error)
     raise error
 
 
-def _failures(report: JobReport) -> dict[int, ProcessFailure]:
+def _failures(report: FinalReport) -> dict[int, ProcessFailure]:
     """Return each rank's last failure; of the root cause's rank, that."""
     found = {failure.rank: failure for failure in report.failures}
     if report.root_cause is not None:

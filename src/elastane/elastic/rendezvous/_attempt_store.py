@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from elastane.agent.membership import Place
+from elastane.agent.membership import MemberPlace
 
 _PREFIX = "elastane.agents"
 # What torch's agents write: anything below the first, and the second once all workers succeeded.
@@ -43,7 +43,7 @@ class AgentStore(PrefixStore):
         self.has_succeeded = self.has_succeeded or key.startswith(_BARRIER_KEYS)
 
 
-def open_attempt_store(place: Place, timeout: timedelta) -> Store:
+def open_attempt_store(place: MemberPlace, timeout: timedelta) -> Store:
     """Serve the attempt's store on node rank 0, and meet it there from any other node.
 
     Raises RuntimeError (torch's DistError) where its server went away meanwhile.
@@ -68,7 +68,7 @@ def open_attempt_store(place: Place, timeout: timedelta) -> Store:
     )
 
 
-def agents_part(store: Store, given: Store | None, run_id: str, place: Place) -> AgentStore:
+def agents_part(store: Store, given: Store | None, run_id: str, place: MemberPlace) -> AgentStore:
     """Return the agents' view: of the attempt's store, or of one that the user gave for them."""
     if given is None:
         return AgentStore(_PREFIX, store)

@@ -44,7 +44,7 @@ _handlers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Wish:
+class RendezvousOptions:
     """What a handler is to take part in, of whatever spelling it was read."""
 
     run_id: str
@@ -55,7 +55,9 @@ class Wish:
     close_grace_s: float = _CLOSE_GRACE_S
 
 
-def membership_over(wish: Wish, open_store: Callable[[], Store], token: str = "") -> Membership:
+def membership_over(
+    wish: RendezvousOptions, open_store: Callable[[], Store], token: str = ""
+) -> Membership:
     """Return a membership whose coordinator is elected in a store."""
     return _membership(_member_config(wish, open_store=open_store, token=token or _token()))
 
@@ -75,7 +77,7 @@ def membership_of(params: RendezvousParameters) -> Membership:
         )
     close_grace_s = float(params.get_as_int("close_timeout") or _CLOSE_GRACE_S)
     conf = read_conf(",".join(f"{key}={value}" for key, value in config.items()))
-    wish = Wish(
+    wish = RendezvousOptions(
         params.run_id,
         params.min_nodes,
         params.max_nodes,
@@ -127,7 +129,7 @@ def _membership(config: MemberConfig, conf: Conf | None = None) -> Membership:
 
 
 def _member_config(
-    wish: Wish,
+    wish: RendezvousOptions,
     *,
     endpoint: Endpoint = STANDALONE,
     open_store: Callable[[], Store] | None = None,

@@ -23,9 +23,9 @@ def raise_as_api(error: errors.ElastaneError) -> NoReturn:
 
 def kind_of(error: errors.ElastaneError) -> type[api.RendezvousError]:
     """Return the api's class for `error`."""
-    if isinstance(error, errors.RendezvousTimeoutError):
+    if isinstance(error, errors.JoinTimeoutError):
         return api.RendezvousTimeoutError
-    if isinstance(error, errors.RendezvousClosedError) or error.slug == "job-closed":
+    if isinstance(error, errors.JobClosedError) or error.slug == "job-closed":
         return api.RendezvousClosedError
     if isinstance(error, errors.StoreError) or error.slug in _CONNECTION_SLUGS:
         return api.RendezvousConnectionError

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from elastane.agent.membership import Membership, Place
+from elastane.agent.membership import MemberPlace, Membership
 from elastane.elastic.rendezvous._attempt_store import (
     AgentStore,
     agents_part,
     open_attempt_store,
 )
-from elastane.elastic.rendezvous._configure import Wish, membership_of, membership_over
+from elastane.elastic.rendezvous._configure import RendezvousOptions, membership_of, membership_over
 from elastane.elastic.rendezvous._errors import raise_as_api
 from elastane.elastic.rendezvous._settings import RendezvousSettings, RendezvousTimeout
 from elastane.elastic.rendezvous.api import (
@@ -114,7 +114,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             keep_alive_max_attempt,
         )
         settings.check()
-        wish = Wish(
+        wish = RendezvousOptions(
             run_id,
             min_nodes,
             max_nodes,
@@ -230,7 +230,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         finally:
             self._served = self._agents = None
 
-    def _join(self) -> Place:
+    def _join(self) -> MemberPlace:
         known = self._membership.outcome is not None
         try:
             place = self._membership.join()
@@ -247,7 +247,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             ) from error
         raise_as_api(error)
 
-    def _info_of(self, place: Place) -> RendezvousInfo:
+    def _info_of(self, place: MemberPlace) -> RendezvousInfo:
         timeout = timedelta(seconds=_STORE_TIMEOUT_S)
         store = self._served = open_attempt_store(place, timeout)
         agents = agents_part(store, self._given_store, self._settings.run_id, place)

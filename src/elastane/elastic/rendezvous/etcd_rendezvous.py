@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from elastane.elastic.rendezvous._configure import Wish, etcd_client, membership_over
+from elastane.elastic.rendezvous._configure import RendezvousOptions, etcd_client, membership_over
 from elastane.elastic.rendezvous._store_client import EtcdClient
 from elastane.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 from elastane.elastic.rendezvous.dynamic_rendezvous import (
@@ -71,7 +71,7 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
 
     def __init__(self, rdzv_impl: EtcdRendezvous, local_addr: str | None) -> None:
         settings, client, prefix = rdzv_impl.settings, rdzv_impl.client, rdzv_impl.prefix
-        wish = Wish(
+        wish = RendezvousOptions(
             settings.run_id,
             settings.min_nodes,
             settings.max_nodes,

@@ -48,10 +48,10 @@ def _matches_machine_hostname(host: str) -> bool:
     """Whether `host` is this machine, by any of its addresses."""
     import asyncio
 
-    from elastane.errors import RendezvousError
+    from elastane.errors import MembershipError
     from elastane.process.endpoint import is_mine, resolve
 
     try:
         return host == "localhost" or is_mine(asyncio.run(resolve(host)))
-    except RendezvousError:
+    except MembershipError:
         return False

@@ -152,7 +152,7 @@ class FileTimerServer:
     def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
         """Set, or release, what was asked for."""
         for each in timer_requests:
-            timer = timers.TimerRequest(
+            timer = timers.WorkerTimer(
                 each.worker_pid, each.scope_id, each.expiration_time, int(each.signal)
             )
             self._table.take(timer)
@@ -224,5 +224,5 @@ class FileTimerServer:
         return True
 
 
-def _request(timer: timers.TimerRequest) -> FileTimerRequest:
+def _request(timer: timers.WorkerTimer) -> FileTimerRequest:
     return FileTimerRequest(timer.pid, timer.scope_id, timer.expiration_time, timer.signal)

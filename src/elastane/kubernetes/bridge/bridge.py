@@ -41,7 +41,7 @@ PACE_MIN_S = 2.0
 DEPARTED_MAX = 64
 
 
-class Owned(Protocol):
+class OwnedCoordinator(Protocol):
     """A coordinator, as far as its job's owner has a say."""
 
     def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
@@ -68,7 +68,7 @@ class Attending:
         self._letters = letters
         self._trouble: dict[str, str] = {}
 
-    async def run(self, coordinator: Owned, known: Known, begun: asyncio.Event) -> None:
+    async def run(self, coordinator: OwnedCoordinator, known: Known, begun: asyncio.Event) -> None:
         """Serve both directions until cancelled; sets `begun` once the directive is known.
 
         It is set as well where that cannot be found out within FIRST_LOOK_S: then the store is
@@ -84,7 +84,7 @@ class Attending:
             late.cancel()
             begun.set()
 
-    async def _obey(self, coordinator: Owned, begun: asyncio.Event) -> None:
+    async def _obey(self, coordinator: OwnedCoordinator, begun: asyncio.Event) -> None:
         """Hand each directive on."""
         last: Directive | None = None
         while True:

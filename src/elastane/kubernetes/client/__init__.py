@@ -7,8 +7,8 @@ connection is first made. Objects are whatever msgspec type the caller reads: on
 anything.
 """
 
-from elastane.kubernetes.client.api import Api, Deletion, Page
-from elastane.kubernetes.client.credentials import Access, find_access
+from elastane.kubernetes.client.api import Api, Deletion, ListPage
+from elastane.kubernetes.client.credentials import ClusterAccess, find_access
 from elastane.kubernetes.client.errors import (
     ApiAnswerError,
     ApiBusyError,
@@ -22,10 +22,9 @@ from elastane.kubernetes.client.errors import (
     ApiUnreachableError,
 )
 from elastane.kubernetes.client.resource import Resource, Selector
-from elastane.kubernetes.client.watching import Seen
+from elastane.kubernetes.client.watching import SeenObject
 
 __all__ = [
-    "Access",
     "Api",
     "ApiAnswerError",
     "ApiBusyError",
@@ -37,10 +36,11 @@ __all__ = [
     "ApiNotFoundError",
     "ApiUnauthorizedError",
     "ApiUnreachableError",
+    "ClusterAccess",
     "Deletion",
-    "Page",
+    "ListPage",
     "Resource",
-    "Seen",
+    "SeenObject",
     "Selector",
     "find_access",
 ]

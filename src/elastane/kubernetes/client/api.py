@@ -14,12 +14,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from elastane.kubernetes.client.credentials import Access
+from elastane.kubernetes.client.credentials import ClusterAccess
 from elastane.kubernetes.client.decode import decoded, pages
 from elastane.kubernetes.client.errors import ApiNotFoundError
 from elastane.kubernetes.client.resource import EVERYTHING, Resource, Selector
 from elastane.kubernetes.client.transport import PAGE_BYTES_MAX, Request, Transport
-from elastane.kubernetes.client.watching import WATCH_S, Seen, follow
+from elastane.kubernetes.client.watching import WATCH_S, SeenObject, follow
 
 T = TypeVar("T")
 PAGE_ITEMS = 500  # kubectl's
@@ -32,7 +32,7 @@ _MERGE_PATCH = "application/merge-patch+json"
 _STRICT = {"fieldValidation": "Strict"}
 
 
-class Page(msgspec.Struct, Generic[T], frozen=True):
+class ListPage(msgspec.Struct, Generic[T], frozen=True):
     """A part of a list, or the whole; a watch from `version` on misses nothing after the list."""
 
     items: tuple[T, ...]
@@ -69,7 +69,7 @@ class Api:
     """
 
     def __init__(
-        self, access: Access, *, timeout_s: float = TIMEOUT_S, connections_max: int = 32
+        self, access: ClusterAccess, *, timeout_s: float = TIMEOUT_S, connections_max: int = 32
     ) -> None:
         self.access = access
         self._http = Transport(access, timeout_s=timeout_s, connections_max=connections_max)
@@ -99,7 +99,7 @@ class Api:
         namespace: str,
         kind: type[T],
         selector: Selector = EVERYTHING,
-    ) -> AsyncGenerator[Page[T], None]:
+    ) -> AsyncGenerator[ListPage[T], None]:
         """Give the list in pages of 500, all as of one version; ApiGoneError if that got too old.
 
         With "" as the namespace: of all namespaces. A page is read whole before it is given, so
@@ -115,7 +115,7 @@ class Api:
             )
             content = await self._http.ask(request)
             found = pages(content, kind, request.told, self.access.where)
-            yield Page(tuple(found.items or ()), found.metadata.resourceVersion)
+            yield ListPage(tuple(found.items or ()), found.metadata.resourceVersion)
             going_on = found.metadata.going_on
             if not going_on:
                 return
@@ -126,14 +126,14 @@ class Api:
         namespace: str,
         kind: type[T],
         selector: Selector = EVERYTHING,
-    ) -> Page[T]:
+    ) -> ListPage[T]:
         """Return the whole list."""
         items: list[T] = []
         version = ""
         async for page in self.pages(resource, namespace, kind, selector):
             items += page.items
             version = page.version
-        return Page(tuple(items), version)
+        return ListPage(tuple(items), version)
 
     async def create(
         self, resource: Resource, namespace: str, manifest: Mapping[str, Any], kind: type[T]
@@ -202,7 +202,7 @@ class Api:
         from_version: str,
         selector: Selector = EVERYTHING,
         watch_s: float = WATCH_S,
-    ) -> AsyncGenerator[Seen[T], None]:
+    ) -> AsyncGenerator[SeenObject[T], None]:
         """Give what happens after `from_version`, without end; see watching.follow.
 
         To be closed (`aclose`) by the task that iterates: it holds a connection.

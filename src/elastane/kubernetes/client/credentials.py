@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from elastane.errors import ConfigurationError
-from elastane.kubernetes.client.identity import Identity, Proof, ServiceToken
+from elastane.kubernetes.client.identity import ClientProof, Identity, ServiceToken
 
 if TYPE_CHECKING:
     import ssl
@@ -32,7 +32,7 @@ class Tls(msgspec.Struct, frozen=True, kw_only=True):
     server_name: str = ""
 
 
-class Access:
+class ClusterAccess:
     """One server and one identity. `where` tells a person which; `namespace` is the default one."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Access:
         self.tls = tls or Tls()
         self.proxy = ""
 
-    async def proof(self) -> Proof:
+    async def proof(self) -> ClientProof:
         """Return who we are, read anew where that has changed."""
         return await self.identity.proof()
 
@@ -57,7 +57,7 @@ class Access:
         """Return what the connection is told beside the address."""
         return {"sni_hostname": self.tls.server_name} if self.tls.server_name else {}
 
-    def context(self, proof: Proof) -> ssl.SSLContext | bool:
+    def context(self, proof: ClientProof) -> ssl.SSLContext | bool:
         """Return the TLS of a new connection; ConfigurationError for unusable certificates."""
         from elastane.kubernetes.client.identity import load_certificate
 
@@ -91,7 +91,7 @@ def find_access(
     context: str = "",
     namespace: str = "",
     service_account: Path = SERVICE_ACCOUNT,
-) -> Access:
+) -> ClusterAccess:
     """Find the server: `kubeconfig` or `context` where given, else as kubectl in a pod would.
 
     `namespace` goes before that of the context or the service account. Reads small files.
@@ -119,7 +119,7 @@ def find_access(
     return access
 
 
-def in_cluster(environ: Mapping[str, str], folder: Path = SERVICE_ACCOUNT) -> Access:
+def in_cluster(environ: Mapping[str, str], folder: Path = SERVICE_ACCOUNT) -> ClusterAccess:
     """Return the access of a pod's service account; ConfigurationError where it has none."""
     host = environ.get("KUBERNETES_SERVICE_HOST", "")
     port = environ.get("KUBERNETES_SERVICE_PORT_HTTPS") or environ.get("KUBERNETES_SERVICE_PORT")
@@ -137,7 +137,7 @@ def in_cluster(environ: Mapping[str, str], folder: Path = SERVICE_ACCOUNT) -> Ac
     except OSError:
         namespace = ""
     address = f"[{host}]" if ":" in host else host
-    return Access(
+    return ClusterAccess(
         f"https://{address}:{port or 443}",
         ServiceToken(token),
         namespace=namespace or "default",

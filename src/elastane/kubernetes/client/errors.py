@@ -114,7 +114,7 @@ class ApiUnreachableError(ApiError):
     sent: bool = False
 
 
-class Cause(msgspec.Struct):
+class StatusCause(msgspec.Struct):
     """One of the details of a failure."""
 
     reason: str = ""
@@ -123,7 +123,7 @@ class Cause(msgspec.Struct):
 class Details(msgspec.Struct):
     """More on a failure, for programs."""
 
-    causes: list[Cause] | None = None
+    causes: list[StatusCause] | None = None
 
 
 class Status(msgspec.Struct):

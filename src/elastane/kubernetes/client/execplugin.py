@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import msgspec
 
 from elastane.errors import ConfigurationError
-from elastane.kubernetes.client.identity import Proof, SingleFlight, header_safe
+from elastane.kubernetes.client.identity import ClientProof, SingleFlight, header_safe
 from elastane.process.offload import Offload
 from elastane.process.process import spawning
 from elastane.protocol.unreadable import UNREADABLE
@@ -36,7 +36,7 @@ class Credential(msgspec.Struct):
     expirationTimestamp: datetime.datetime | None = None  # noqa: N815 the plugin's
 
 
-class Answer(msgspec.Struct):
+class PluginAnswer(msgspec.Struct):
     """What a plugin prints."""
 
     status: Credential
@@ -58,12 +58,12 @@ class PluginIdentity:
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
-        self._proof: Proof | None = None
+        self._proof: ClientProof | None = None
         self._until_s = 0.0
         self._offload = Offload(threads_max=1)
         self._flight = SingleFlight()
 
-    async def proof(self) -> Proof:
+    async def proof(self) -> ClientProof:
         """See Identity.proof."""
         # Its expiry is a wall time, and so is what it is compared with.
         if self._proof is not None and time.time() < self._until_s:
@@ -75,13 +75,13 @@ class PluginIdentity:
         self._proof = None
         return True
 
-    async def _make(self) -> Proof:
+    async def _make(self) -> ClientProof:
         with spawning():  # its exit is awaited here, and not reaped as an orphan's
             made, self._until_s = await self._offload.run(self._run, PLUGIN_TIMEOUT_S + 5.0)
         self._proof = made
         return made
 
-    def _run(self) -> tuple[Proof, float]:
+    def _run(self) -> tuple[ClientProof, float]:
         spec: dict[str, object] = {"interactive": False}
         if self._plugin.cluster is not None:
             spec["cluster"] = self._plugin.cluster
@@ -101,7 +101,7 @@ class PluginIdentity:
             words = done.stderr[-500:].decode(errors="replace").strip()
             raise self._failed(f"ended with {done.returncode}: {words}")
         try:
-            return _proof(msgspec.json.decode(done.stdout, type=Answer).status)
+            return _proof(msgspec.json.decode(done.stdout, type=PluginAnswer).status)
         except UNREADABLE as error:
             raise self._failed(f"printed no ExecCredential: {error}") from error
 
@@ -114,10 +114,10 @@ class PluginIdentity:
         )
 
 
-def _proof(given: Credential) -> tuple[Proof, float]:
+def _proof(given: Credential) -> tuple[ClientProof, float]:
     if not given.token and not given.clientCertificateData:
         raise ValueError("neither a token nor a certificate")
     expires = given.expirationTimestamp
     bearer = f"Bearer {header_safe(given.token)}" if given.token else ""
-    proof = Proof(bearer, given.clientCertificateData, given.clientKeyData)
+    proof = ClientProof(bearer, given.clientCertificateData, given.clientKeyData)
     return proof, expires.timestamp() - EARLY_S if expires else float("inf")

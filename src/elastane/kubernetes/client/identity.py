@@ -30,7 +30,7 @@ READ_TIMEOUT_S = 2.0
 FILE_BYTES_MAX = 1 << 20
 
 
-class Proof(msgspec.Struct, frozen=True):
+class ClientProof(msgspec.Struct, frozen=True):
     """What a request shows: the Authorization header, and a client certificate (PEM texts)."""
 
     authorization: str = ""
@@ -44,7 +44,7 @@ class Proof(msgspec.Struct, frozen=True):
 class Identity(Protocol):
     """Somebody whom the server knows."""
 
-    async def proof(self) -> Proof:
+    async def proof(self) -> ClientProof:
         """Return what to show now."""
         ...
 
@@ -57,9 +57,9 @@ class SingleFlight:
     """Makes a proof once for all who want one now, and to its end whoever gives up waiting."""
 
     def __init__(self) -> None:
-        self._making: asyncio.Task[Proof] | None = None
+        self._making: asyncio.Task[ClientProof] | None = None
 
-    async def proof(self, make: Callable[[], Coroutine[Any, Any, Proof]]) -> Proof:
+    async def proof(self, make: Callable[[], Coroutine[Any, Any, ClientProof]]) -> ClientProof:
         """Return what `make()` returns, or what the one that is under way does."""
         if self._making is None or self._making.done():
             self._making = asyncio.create_task(make())
@@ -71,10 +71,10 @@ class SingleFlight:
 class Anybody:
     """An identity that never changes: one of the kubeconfig itself, or none at all."""
 
-    def __init__(self, proof: Proof | None = None) -> None:
-        self._proof = proof or Proof()
+    def __init__(self, proof: ClientProof | None = None) -> None:
+        self._proof = proof or ClientProof()
 
-    async def proof(self) -> Proof:
+    async def proof(self) -> ClientProof:
         """See Identity.proof."""
         return self._proof
 
@@ -86,16 +86,16 @@ class Anybody:
 class FileIdentity:
     """An identity of files, each read again when it changes; the rest of it is `fixed`."""
 
-    def __init__(self, paths: dict[str, Path], fixed: Proof | None = None) -> None:
+    def __init__(self, paths: dict[str, Path], fixed: ClientProof | None = None) -> None:
         """`paths` has some of token, certificate and key."""
         self._paths = paths
-        self._proof = fixed or Proof()
+        self._proof = fixed or ClientProof()
         self._looked_s = -LOOK_S
         self._seen: dict[str, tuple[int, int]] = {}
         self._offload = Offload(threads_max=1)
         self._flight = SingleFlight()
 
-    async def proof(self) -> Proof:
+    async def proof(self) -> ClientProof:
         """See Identity.proof."""
         if time.monotonic() - self._looked_s < LOOK_S:
             return self._proof
@@ -107,7 +107,7 @@ class FileIdentity:
         self._seen = dict.fromkeys(self._seen, (0, 0))
         return True
 
-    async def _look(self) -> Proof:
+    async def _look(self) -> ClientProof:
         now_s = time.monotonic()
         try:
             self._proof = await self._offload.run(self._read, READ_TIMEOUT_S)
@@ -117,7 +117,7 @@ class FileIdentity:
         self._looked_s = now_s
         return self._proof
 
-    def _read(self) -> Proof:
+    def _read(self) -> ClientProof:
         changed: dict[str, str] = {}
         for part, path in self._paths.items():
             found = path.stat()
@@ -155,7 +155,7 @@ def header_safe(token: str) -> str:
     return token
 
 
-def load_certificate(context: ssl.SSLContext, proof: Proof) -> None:
+def load_certificate(context: ssl.SSLContext, proof: ClientProof) -> None:
     """Show the proof's certificate on this context's connections; the key touches no disk."""
     descriptor = os.memfd_create("elastane-certificate", os.MFD_CLOEXEC)
     try:

@@ -15,14 +15,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from elastane.errors import ConfigurationError
-from elastane.kubernetes.client.credentials import Access, Tls
+from elastane.kubernetes.client.credentials import ClusterAccess, Tls
 from elastane.kubernetes.client.execplugin import Plugin, PluginIdentity
-from elastane.kubernetes.client.identity import Anybody, FileIdentity, Identity, Proof, header_safe
+from elastane.kubernetes.client.identity import (
+    Anybody,
+    ClientProof,
+    FileIdentity,
+    Identity,
+    header_safe,
+)
 
 FILE_BYTES_MAX = 16 << 20
 
 
-def read_kubeconfig(paths: str, environ: Mapping[str, str], context: str = "") -> Access:
+def read_kubeconfig(paths: str, environ: Mapping[str, str], context: str = "") -> ClusterAccess:
     """Return the access of a context (`context`, else the current one) of files joined by ':'."""
     files = [Path(part).expanduser() for part in paths.split(":") if part]
     found = [_File(path, _load(path)) for path in files if path.exists() or len(files) == 1]
@@ -48,7 +54,7 @@ def read_kubeconfig(paths: str, environ: Mapping[str, str], context: str = "") -
     server = _text(cluster.content, "server").rstrip("/")
     if not _is_url(server):
         raise _wrong(str(cluster.path), f"server {server!r}", "https://HOST:PORT")
-    access = Access(
+    access = ClusterAccess(
         server,
         _identity(user, cluster, environ) if user else Anybody(),
         namespace=_text(meant.content, "namespace") or "default",
@@ -146,7 +152,7 @@ def _identity(user: _File, cluster: _File, environ: Mapping[str, str]) -> Identi
     elif name:
         pair = f"{name}:{_text(user.content, 'password')}"
         authorization = "Basic " + base64.b64encode(pair.encode()).decode()
-    fixed = Proof(authorization, user.pem("client-certificate"), user.pem("client-key"))
+    fixed = ClientProof(authorization, user.pem("client-certificate"), user.pem("client-key"))
     paths = {}
     for part, field, inline in (
         ("token", "tokenFile", fixed.authorization),

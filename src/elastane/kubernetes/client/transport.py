@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from elastane.errors import ConfigurationError
-from elastane.kubernetes.client.credentials import Access
+from elastane.kubernetes.client.credentials import ClusterAccess
 from elastane.kubernetes.client.errors import (
     ApiError,
     ApiUnreachableError,
@@ -33,7 +33,7 @@ from elastane.kubernetes.client.errors import (
 if TYPE_CHECKING:
     import httpx
 
-    from elastane.kubernetes.client.identity import Proof
+    from elastane.kubernetes.client.identity import ClientProof
 
 # etcd takes objects of 1.5 MiB at most, and managed fields come on top.
 ANSWER_BYTES_MAX = 4 << 20
@@ -59,7 +59,7 @@ class Request(msgspec.Struct, frozen=True):
 class Transport:
     """Connections to the server that `access` names. Opens nothing before the first request."""
 
-    def __init__(self, access: Access, *, timeout_s: float, connections_max: int) -> None:
+    def __init__(self, access: ClusterAccess, *, timeout_s: float, connections_max: int) -> None:
         self.access = access
         self._timeout_s = timeout_s
         self._connections_max = connections_max
@@ -167,7 +167,7 @@ class Transport:
         except (httpx.HTTPError, httpx.StreamError, ssl.SSLError) as error:
             raise self._unreachable(request, error, sent=request.method != "GET") from error
 
-    async def _connected(self, proof: Proof) -> _Pool:
+    async def _connected(self, proof: ClientProof) -> _Pool:
         """Return the connections to use: others than before where the certificates changed."""
         pool, shown = self._pool, (proof.certificate, proof.key)
         if pool is None or pool.stale or pool.shown != shown:
@@ -177,7 +177,7 @@ class Transport:
             pool = self._pool
         return pool
 
-    def _client(self, proof: Proof) -> httpx.AsyncClient:
+    def _client(self, proof: ClientProof) -> httpx.AsyncClient:
         try:
             import httpx
         except ImportError:

@@ -33,7 +33,7 @@ PAUSE_MAX_S = 5.0
 Change = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 
 
-class Seen(msgspec.Struct, Generic[T], frozen=True):
+class SeenObject(msgspec.Struct, Generic[T], frozen=True):
     """One event. `object` is None for a BOOKMARK, which only says how far the watch is.
 
     There is one at the beginning of each watch, too: the server answers.
@@ -51,7 +51,7 @@ class _Line(msgspec.Struct):
 
 async def follow(
     http: Transport, request: Request, kind: type[T], from_version: str, watch_s: float
-) -> AsyncGenerator[Seen[T], None]:
+) -> AsyncGenerator[SeenObject[T], None]:
     """Give every event after `from_version`, over as many watches as it takes."""
     version, pause_s = from_version, PAUSE_S
     while True:
@@ -67,7 +67,7 @@ async def follow(
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         async with http.stream(began, silence_s=watch_s + SILENCE_MARGIN_S) as lines:
-            yield Seen("BOOKMARK", None, version)
+            yield SeenObject("BOOKMARK", None, version)
             async for line in lines:
                 if line.strip():
                     seen = _seen(line, kind, began.told, http.access.where)
@@ -79,7 +79,7 @@ async def follow(
             await asyncio.sleep(pause_s)
 
 
-def _seen(line: bytes, kind: type[T], told: str, where: str) -> Seen[T]:
+def _seen(line: bytes, kind: type[T], told: str, where: str) -> SeenObject[T]:
     event = decoded(line, _Line, told, where)
     if event.type == "ERROR":
         status = decoded(event.object, Status, told, where)
@@ -88,5 +88,5 @@ def _seen(line: bytes, kind: type[T], told: str, where: str) -> Seen[T]:
         raise refusal(told, status.code, status, where=where)
     version = decoded(event.object, Versioned, told, where).metadata.resourceVersion
     if event.type == "BOOKMARK":
-        return Seen(event.type, None, version)
-    return Seen(event.type, decoded(event.object, kind, told, where), version)
+        return SeenObject(event.type, None, version)
+    return SeenObject(event.type, decoded(event.object, kind, told, where), version)

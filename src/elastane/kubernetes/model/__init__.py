@@ -15,17 +15,17 @@ from elastane.kubernetes.model.actions import (
     DeletePod,
     FreeSeat,
     PatchObject,
-    Told,
+    ReportedEvent,
 )
 from elastane.kubernetes.model.meta import Meta, Owner, as_time, since_epoch
 from elastane.kubernetes.model.seen import (
     ElasticJob,
-    NodeState,
     Observed,
-    Owned,
+    OwnedObjects,
     Pod,
     Refusal,
-    Service,
+    SeenNode,
+    SeenService,
 )
 from elastane.kubernetes.model.spec import ElasticJobSpec
 from elastane.kubernetes.model.status import (
@@ -51,15 +51,15 @@ __all__ = [
     "FreeSeat",
     "JobStatus",
     "Meta",
-    "NodeState",
     "Observed",
-    "Owned",
+    "OwnedObjects",
     "Owner",
     "PatchObject",
     "Pod",
     "Refusal",
-    "Service",
-    "Told",
+    "ReportedEvent",
+    "SeenNode",
+    "SeenService",
     "as_time",
     "as_wire",
     "merge_patch",

@@ -105,7 +105,7 @@ Action = (
 )
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class ReportedEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An Event on the ElasticJob; published once for each (reason, message), and counted.
 
     `count`: how often it has happened so far, where it is about something that lasts; a decision
@@ -134,5 +134,5 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     status: JobStatus
     actions: tuple[Action, ...] = ()
     status_first: bool = True
-    events: tuple[Told, ...] = ()
+    events: tuple[ReportedEvent, ...] = ()
     again_in_s: float | None = None

@@ -19,7 +19,7 @@ class _Read(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
     """Base of what is decoded from the API server."""
 
 
-class Waiting(_Read, frozen=True, kw_only=True):
+class ContainerWaiting(_Read, frozen=True, kw_only=True):
     """A container that does not run yet, and why."""
 
     reason: str = ""
@@ -32,7 +32,7 @@ class Running(_Read, frozen=True, kw_only=True):
     started_at: str | None = None
 
 
-class Terminated(_Read, frozen=True, kw_only=True):
+class ContainerEnd(_Read, frozen=True, kw_only=True):
     """A container that has ended."""
 
     exit_code: int = 0
@@ -46,9 +46,9 @@ class Terminated(_Read, frozen=True, kw_only=True):
 class ContainerState(_Read, frozen=True, kw_only=True):
     """One of the three, or none: nothing is known."""
 
-    waiting: Waiting | None = None
+    waiting: ContainerWaiting | None = None
     running: Running | None = None
-    terminated: Terminated | None = None
+    terminated: ContainerEnd | None = None
 
 
 class ContainerStatus(_Read, frozen=True, kw_only=True):
@@ -97,13 +97,13 @@ class Pod(_Read, frozen=True, kw_only=True):
     status: PodStatus = PodStatus()
 
 
-class Service(_Read, frozen=True, kw_only=True):
+class SeenService(_Read, frozen=True, kw_only=True):
     """A Service; that it is there is all that counts."""
 
     metadata: Meta = Meta()
 
 
-class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+class SeenNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node that pods of the job are on, as the shell sums it up.
 
     `ready` is that the node's Ready condition is True. `unreachable_since_s`: since when, in
@@ -119,7 +119,7 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     cordoned: bool = False
 
 
-class Owned(msgspec.Struct, frozen=True, kw_only=True):
+class OwnedObjects(msgspec.Struct, frozen=True, kw_only=True):
     """Another object that belongs to the job: ServiceAccount, Role, RoleBinding, ConfigMap.
 
     `data` is that of a ConfigMap. To be found, they carry the job's labels.
@@ -171,8 +171,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     job: ElasticJob
     pods: tuple[Pod, ...] = ()
     gone: tuple[Pod, ...] = ()
-    services: tuple[Service, ...] = ()
-    objects: tuple[Owned, ...] = ()
-    nodes: Mapping[str, NodeState] = {}
+    services: tuple[SeenService, ...] = ()
+    objects: tuple[OwnedObjects, ...] = ()
+    nodes: Mapping[str, SeenNode] = {}
     report: JobReport | None = None
     refused: tuple[Refusal, ...] = ()

@@ -90,7 +90,7 @@ class NodeQuarantine(msgspec.Struct, frozen=True, kw_only=True, rename="camel", 
     ] = 3
 
 
-class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class WorkersSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     """The workers: how many pods are wanted, when they are made again, and what they are."""
 
     replicas: Annotated[
@@ -114,7 +114,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
 class ReplicaSpecs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the job consists of."""
 
-    Worker: WorkerSpec
+    Worker: WorkersSpec
 
 
 class ElasticJobSpec(RunPolicy, frozen=True, kw_only=True):

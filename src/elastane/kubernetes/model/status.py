@@ -53,7 +53,7 @@ class WorkerStatus(_Told, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-class Trouble(_Told, frozen=True, kw_only=True):
+class PodTrouble(_Told, frozen=True, kw_only=True):
     """An index whose pod ended early: how often in a row, and when the next may be made.
 
     `waiting`: its replacement does not run yet.
@@ -90,7 +90,7 @@ class Crashes(_Told, frozen=True, kw_only=True):
     time: _Time = None
 
 
-class Incident(_Told, frozen=True, kw_only=True):
+class IncidentStatus(_Told, frozen=True, kw_only=True):
     """The last incident or failure, and its cause."""
 
     cause: str
@@ -136,14 +136,14 @@ class JobStatus(_Told, frozen=True, kw_only=True):
     steps_per_second: float | None = None
     last_progress_time: _Time = None
     crashes: Crashes | None = None
-    last_incident: Incident | None = None
-    last_failure: Incident | None = None
+    last_incident: IncidentStatus | None = None
+    last_failure: IncidentStatus | None = None
     workers: tuple[WorkerStatus, ...] = ()
     workers_omitted: int = 0
     counted: tuple[str, ...] = ()
     fenced: tuple[str, ...] = ()
     in_place: tuple[InPlace, ...] = ()
-    troubles: tuple[Trouble, ...] = ()
+    troubles: tuple[PodTrouble, ...] = ()
     nodes: tuple[NodeTrouble, ...] = ()
 
     def condition(self, kind: str) -> Condition | None:

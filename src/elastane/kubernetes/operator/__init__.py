@@ -11,6 +11,6 @@ may run at once.
 """
 
 from elastane.kubernetes.operator.logs import set_up_logs
-from elastane.kubernetes.operator.running import LEASE_NAME, Settings, identity, run
+from elastane.kubernetes.operator.running import LEASE_NAME, OperatorSettings, identity, run
 
-__all__ = ["LEASE_NAME", "Settings", "identity", "run", "set_up_logs"]
+__all__ = ["LEASE_NAME", "OperatorSettings", "identity", "run", "set_up_logs"]

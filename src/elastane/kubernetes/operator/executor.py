@@ -43,9 +43,9 @@ from elastane.kubernetes.model import (
     merge_patch,
 )
 from elastane.kubernetes.operator.bounds import BATCH_FACTOR, BATCH_FIRST, WRITES_IN_FLIGHT_MAX
-from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, Held, type_of
+from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, OwnedKind, type_of
 from elastane.kubernetes.operator.metrics import Metrics
-from elastane.kubernetes.operator.view import View
+from elastane.kubernetes.operator.view import ClusterView
 from elastane.kubernetes.reconcile.injection import TOKEN_KEY
 from elastane.kubernetes.store.lease import LeasePlace, free_of
 from elastane.stores.jobs import new_token
@@ -72,7 +72,9 @@ class StatusRefusedError(Exception):
 class Doer:
     """Does what decisions say. `may_act` is asked before each write."""
 
-    def __init__(self, api: Api, view: View, metrics: Metrics, may_act: Callable[[], bool]) -> None:
+    def __init__(
+        self, api: Api, view: ClusterView, metrics: Metrics, may_act: Callable[[], bool]
+    ) -> None:
         self._api = api
         self._view = view
         self._metrics = metrics
@@ -179,7 +181,7 @@ class Doer:
         manifest = action.manifest | {"data": {TOKEN_KEY: token}}
         try:
             await self._write(
-                "CreateSecret", lambda: self._api.create(SECRETS, namespace, manifest, Held)
+                "CreateSecret", lambda: self._api.create(SECRETS, namespace, manifest, OwnedKind)
             )
         except ApiConflictError as error:
             if not error.exists:

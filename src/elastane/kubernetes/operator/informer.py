@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T", bound=HasMeta)
 
 
-class Line:
+class WatchStream:
     """The connection to the API server, as all informers together see it: lost, or back."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Informer(Generic[T]):
         self._namespace = namespace if resource.namespaced else ""
         self._kind = kind
         self._cache = cache
-        self.line = Line()
+        self.line = WatchStream()
         # Told of each list that is read anew, and of each failure.
         self.count: Callable[[str], None] = lambda _: None
         self._version = ""

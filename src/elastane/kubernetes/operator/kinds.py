@@ -15,7 +15,7 @@ from elastane.kubernetes.client.resource import (
     SERVICE_ACCOUNTS,
     SERVICES,
 )
-from elastane.kubernetes.model import ElasticJob, Meta, NodeState, Pod, Service, since_epoch
+from elastane.kubernetes.model import ElasticJob, Meta, Pod, SeenNode, SeenService, since_epoch
 from elastane.kubernetes.model.names import GROUP, KIND, PLURAL, POD_SELECTOR, VERSION
 
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
@@ -26,7 +26,7 @@ RESOURCES = (JOBS, PODS, SERVICES, *OWNED, NODES)
 BY_KIND = {one.kind: one for one in RESOURCES}
 
 
-class Held(msgspec.Struct, frozen=True):
+class OwnedKind(msgspec.Struct, frozen=True):
     """An object of a kind of OWNED; `data` is a ConfigMap's."""
 
     metadata: Meta = Meta()
@@ -41,31 +41,31 @@ class NodeCondition(msgspec.Struct, frozen=True, rename="camel"):
     last_transition_time: str | None = None
 
 
-class NodeSpec(msgspec.Struct, frozen=True):
+class KubernetesNodeSpec(msgspec.Struct, frozen=True):
     """Of a node's spec: whether it takes new pods."""
 
     unschedulable: bool = False
 
 
-class NodeStatus(msgspec.Struct, frozen=True):
+class KubernetesNodeStatus(msgspec.Struct, frozen=True):
     """Of a node's status: how it is."""
 
     conditions: tuple[NodeCondition, ...] = ()
 
 
-class Node(msgspec.Struct, frozen=True):
+class KubernetesNode(msgspec.Struct, frozen=True):
     """A node."""
 
     metadata: Meta = Meta()
-    spec: NodeSpec = NodeSpec()
-    status: NodeStatus = NodeStatus()
+    spec: KubernetesNodeSpec = KubernetesNodeSpec()
+    status: KubernetesNodeStatus = KubernetesNodeStatus()
 
 
-def node_state(node: Node) -> NodeState:
+def node_state(node: KubernetesNode) -> SeenNode:
     """Return what a decision is to know of a node."""
     found = next((one for one in node.status.conditions if one.type == "Ready"), NodeCondition())
     since_s = since_epoch(found.last_transition_time) if found.status == "Unknown" else None
-    return NodeState(
+    return SeenNode(
         name=node.metadata.name,
         # A node that has just registered has no condition yet, and nothing against it.
         ready=found.status in ("True", ""),
@@ -74,9 +74,14 @@ def node_state(node: Node) -> NodeState:
     )
 
 
-_TYPES: dict[str, Any] = {JOBS.kind: ElasticJob, "Pod": Pod, "Service": Service, "Node": Node}
+_TYPES: dict[str, Any] = {
+    JOBS.kind: ElasticJob,
+    "Pod": Pod,
+    "Service": SeenService,
+    "Node": KubernetesNode,
+}
 
 
 def type_of(kind: str) -> Any:
     """Return the type that objects of a kind are read as."""
-    return _TYPES.get(kind, Held)
+    return _TYPES.get(kind, OwnedKind)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 
 from elastane.kubernetes.client import Api
 from elastane.kubernetes.client.resource import NODES
-from elastane.kubernetes.model import NodeState
+from elastane.kubernetes.model import SeenNode
 from elastane.kubernetes.operator.bounds import NODE_LOOK_S, NODES_ABSENT_MAX
 from elastane.kubernetes.operator.cache import Cache
-from elastane.kubernetes.operator.kinds import Node, node_state
+from elastane.kubernetes.operator.kinds import KubernetesNode, node_state
 
 
 class Nodes:
@@ -25,11 +25,11 @@ class Nodes:
 
     def __init__(self, changed: Callable[[str], None]) -> None:
         self._tell = changed
-        self.cache: Cache[Node] = Cache(self._changed)
+        self.cache: Cache[KubernetesNode] = Cache(self._changed)
         # When each node in doubt was last looked at; whether it was there.
         self._looked: dict[str, tuple[float, bool]] = {}
 
-    def states(self, names: Iterable[str]) -> dict[str, NodeState]:
+    def states(self, names: Iterable[str]) -> dict[str, SeenNode]:
         """Return the states of those nodes of which enough is known."""
         if not self.cache.synced:
             return {}
@@ -39,7 +39,7 @@ class Nodes:
             if node is not None:
                 found[name] = node_state(node)
             elif self._looked.get(name, (0.0, True))[1] is False:
-                found[name] = NodeState(name=name, exists=False)
+                found[name] = SeenNode(name=name, exists=False)
         return found
 
     def in_doubt(self, names: Iterable[str]) -> list[str]:
@@ -51,7 +51,7 @@ class Nodes:
     async def look(self, api: Api, names: Iterable[str]) -> None:
         """Ask the API server about nodes."""
         for name in names:
-            node = await api.find(NODES, "", name, Node)
+            node = await api.find(NODES, "", name, KubernetesNode)
             if node is not None:
                 self.cache.wrote(node)
             elif (before := self.cache.get(f"/{name}")) is not None:
@@ -70,7 +70,7 @@ class Nodes:
         is_new = node is None and was_there
         return is_new or time.monotonic() - looked_s > NODE_LOOK_S
 
-    def _changed(self, before: Node | None, after: Node | None) -> None:
+    def _changed(self, before: KubernetesNode | None, after: KubernetesNode | None) -> None:
         if before is not None and after is not None and node_state(before) == node_state(after):
             return  # a kubelet tells of its node every few minutes, mostly nothing new
         one = after if after is not None else before

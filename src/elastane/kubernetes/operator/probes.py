@@ -16,7 +16,7 @@ from elastane.kubernetes.operator.metrics import CONTENT_TYPE, Metrics, labels
 from elastane.process.health import Answer
 
 if TYPE_CHECKING:
-    from elastane.kubernetes.operator.session import Session
+    from elastane.kubernetes.operator.session import OperatorSession
 
 _COUNTERS = {
     "elastane_reconciles_total": "Decisions about jobs, by what became of them.",
@@ -64,12 +64,12 @@ class Probes:
         self,
         metrics: Metrics,
         ready: Callable[[], list[str]],
-        session: Callable[[], Session | None],
+        session: Callable[[], OperatorSession | None],
     ) -> None:
         self._metrics = metrics
         self._ready = ready
         self._session = session
-        gauges: dict[str, tuple[str, Callable[[Session], dict[str, float]]]] = {
+        gauges: dict[str, tuple[str, Callable[[OperatorSession], dict[str, float]]]] = {
             "elastane_jobs": ("ElasticJobs, by phase.", _jobs),
             "elastane_pods": ("Pods of ElasticJobs, by phase.", _pods),
             "elastane_queue_depth": ("Jobs that wait for a worker.", _depth),
@@ -102,7 +102,7 @@ class Probes:
         return Answer(404, b"/healthz, /readyz or /metrics\n")
 
     def _of_session(
-        self, read: Callable[[Session], dict[str, float]]
+        self, read: Callable[[OperatorSession], dict[str, float]]
     ) -> Callable[[], dict[str, float]]:
         def value() -> dict[str, float]:
             session = self._session()
@@ -111,23 +111,23 @@ class Probes:
         return value
 
 
-def _jobs(session: Session) -> dict[str, float]:
+def _jobs(session: OperatorSession) -> dict[str, float]:
     return _by_phase(_phase(job.status) for job in session.view.jobs)
 
 
-def _pods(session: Session) -> dict[str, float]:
+def _pods(session: OperatorSession) -> dict[str, float]:
     return _by_phase(pod.status.phase for pod in session.view.pods)
 
 
-def _depth(session: Session) -> dict[str, float]:
+def _depth(session: OperatorSession) -> dict[str, float]:
     return {"": float(len(session.queue))}
 
 
-def _busy(session: Session) -> dict[str, float]:
+def _busy(session: OperatorSession) -> dict[str, float]:
     return {"": float(session.queue.working)}
 
 
-def _of_each_job(field: str, session: Session) -> dict[str, float]:
+def _of_each_job(field: str, session: OperatorSession) -> dict[str, float]:
     """Return a figure of each job that has one, by the labels of the job."""
     made = {}
     for job in session.view.jobs:

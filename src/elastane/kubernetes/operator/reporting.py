@@ -20,7 +20,7 @@ import msgspec
 
 from elastane.kubernetes.client import Api, ApiConflictError, ApiError, ApiNotFoundError
 from elastane.kubernetes.client.resource import EVENTS
-from elastane.kubernetes.model import Told
+from elastane.kubernetes.model import ReportedEvent
 from elastane.kubernetes.operator.bounds import (
     EVENT_COUNT_S,
     EVENT_KEPT_S,
@@ -37,7 +37,7 @@ COMPONENT = "elastane-operator"
 _JOB_CHARS_MAX = 200  # of a job's name in an event's, which has 253
 
 
-class About(msgspec.Struct, frozen=True):
+class EventSubject(msgspec.Struct, frozen=True):
     """The object that events are about."""
 
     api_version: str
@@ -55,7 +55,7 @@ class EventCount(msgspec.Struct):
 
 @dataclass
 class _Entry:
-    about: About
+    about: EventSubject
     type: str
     reason: str
     message: str
@@ -86,7 +86,7 @@ class Recorder:
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._queue = KeyedQueue()
 
-    def tell(self, about: About, told: Told) -> None:
+    def tell(self, about: EventSubject, told: ReportedEvent) -> None:
         """Publish an event, or count it where it is there; see Told for its count."""
         message = told.message[:EVENT_MESSAGE_CHARS_MAX]
         key = _key(about, told.type, told.reason, message)
@@ -195,7 +195,7 @@ class Recorder:
         }
 
 
-def _key(about: About, kind: str, reason: str, message: str) -> str:
+def _key(about: EventSubject, kind: str, reason: str, message: str) -> str:
     text = "\0".join((about.uid, kind, reason, message))
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest()
     return f"{about.namespace}/{about.name[:_JOB_CHARS_MAX].rstrip('.-')}.{digest}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError
-from elastane.kubernetes.client import Access, Api
+from elastane.kubernetes.client import Api, ClusterAccess
 from elastane.kubernetes.operator.bounds import (
     END_S,
     EVENTS_FLUSH_S,
@@ -28,7 +28,7 @@ from elastane.kubernetes.operator.bounds import (
 from elastane.kubernetes.operator.elector import Elector
 from elastane.kubernetes.operator.probes import Probes, make_metrics
 from elastane.kubernetes.operator.reporting import Recorder
-from elastane.kubernetes.operator.session import Decide, Session
+from elastane.kubernetes.operator.session import Decide, OperatorSession
 from elastane.kubernetes.reconcile import reconcile
 from elastane.kubernetes.store.lease import LeasePlace
 from elastane.process import environment
@@ -49,7 +49,7 @@ def identity() -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
+class OperatorSettings:
     """What an operator is told: which namespace it keeps ("": all), and where its lease is."""
 
     namespace: str = ""
@@ -63,11 +63,13 @@ class Settings:
 class Operator:
     """One operator over one API server. `stop` ends it gracefully."""
 
-    def __init__(self, access: Access, settings: Settings, decide: Decide = reconcile) -> None:
+    def __init__(
+        self, access: ClusterAccess, settings: OperatorSettings, decide: Decide = reconcile
+    ) -> None:
         self.settings = settings
         self._decide = decide
         self.metrics = make_metrics()
-        self.session: Session | None = None
+        self.session: OperatorSession | None = None
         self._stop = asyncio.Event()
         self._api = Api(access, connections_max=_CONNECTIONS_MAX)
         # Renewals must not wait behind other requests.
@@ -115,7 +117,7 @@ class Operator:
             await self._election_api.close()
 
     async def _lead(self) -> None:
-        session = Session(
+        session = OperatorSession(
             self._api,
             self.settings.namespace,
             self.metrics,
@@ -196,7 +198,7 @@ def _first(group: BaseExceptionGroup[Any]) -> BaseException:
     return _first(one) if isinstance(one, BaseExceptionGroup) else one
 
 
-async def run(access: Access, settings: Settings) -> None:
+async def run(access: ClusterAccess, settings: OperatorSettings) -> None:
     """Be an operator until SIGTERM or SIGINT; LeaseLostError where another took over."""
     # Caches of many small objects in no cycles: looking for cycles in them, again and again while
     # they are filled, took half of the CPU time of a start (20,000 pods, 2026-11-21).

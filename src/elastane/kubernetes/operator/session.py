@@ -17,22 +17,22 @@ from typing import Any
 
 from elastane.errors import LeaseLostError
 from elastane.kubernetes.client import Api, ApiError, ApiForbiddenError, Resource
-from elastane.kubernetes.model import Decision, ElasticJob, Observed, Told
+from elastane.kubernetes.model import Decision, ElasticJob, Observed, ReportedEvent
 from elastane.kubernetes.operator.bounds import RESYNC_S, WORKERS
 from elastane.kubernetes.operator.executor import Doer, StaleError, StatusRefusedError
-from elastane.kubernetes.operator.informer import Informer, Line
+from elastane.kubernetes.operator.informer import Informer, WatchStream
 from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, OURS, RESOURCES, type_of
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
-from elastane.kubernetes.operator.reporting import About, Recorder
-from elastane.kubernetes.operator.view import View
+from elastane.kubernetes.operator.reporting import EventSubject, Recorder
+from elastane.kubernetes.operator.view import ClusterView
 
 _log = logging.getLogger(__name__)
 _NODES = BY_KIND["Node"]
 Decide = Callable[[Observed, float], Decision]
 
 
-class Session:
+class OperatorSession:
     """From the lists to the last write. `may_act` says whether the lease is held.
 
     `decide` is `reconcile`: what was seen and the time since 1970, and what is to be done.
@@ -48,13 +48,13 @@ class Session:
         decide: Decide,
     ) -> None:
         self.queue = KeyedQueue()
-        self.view = View(self.queue.add, self.queue.add_in)
+        self.view = ClusterView(self.queue.add, self.queue.add_in)
         self._api = api
         self._decide = decide
         self._metrics = metrics
         self._recorder = recorder
         self._doer = Doer(api, self.view, metrics, may_act)
-        self._line = Line()
+        self._line = WatchStream()
         self._informers = [self._informer(api, namespace, resource) for resource in RESOURCES]
         self._stopping = False
         self.synced = asyncio.Event()
@@ -148,7 +148,7 @@ class Session:
         self._count("refused")
         self.queue.succeeded(key)
         _log.warning("job %s: %s", key, error)
-        told = Told(type="Warning", reason="StatusRefused", message=error.message)
+        told = ReportedEvent(type="Warning", reason="StatusRefused", message=error.message)
         self._recorder.tell(_about(job), told)
 
     def _failed(self, key: str, job: ElasticJob, error: ApiError | StatusRefusedError) -> None:
@@ -161,7 +161,7 @@ class Session:
             if error.namespace_ends:  # and the job with it
                 _log.info("job %s: its namespace is being deleted: nothing can be created", key)
                 return
-            told = Told(type="Warning", reason="Forbidden", message=error.message)
+            told = ReportedEvent(type="Warning", reason="Forbidden", message=error.message)
             self._recorder.tell(_about(job), told)
         _log.warning("job %s: %s (again in %.1f s)", key, error, wait_s)
 
@@ -177,6 +177,6 @@ class Session:
             await asyncio.sleep(RESYNC_S)
 
 
-def _about(job: ElasticJob) -> About:
+def _about(job: ElasticJob) -> EventSubject:
     meta = job.metadata
-    return About(JOBS.api_version, JOBS.kind, meta.namespace, meta.name, meta.uid)
+    return EventSubject(JOBS.api_version, JOBS.kind, meta.namespace, meta.name, meta.uid)

@@ -23,16 +23,16 @@ from elastane.kubernetes.model import (
     ElasticJob,
     Meta,
     Observed,
-    Owned,
+    OwnedObjects,
     Pod,
     Refusal,
-    Service,
+    SeenService,
 )
 from elastane.kubernetes.model.names import LABEL_JOB
 from elastane.kubernetes.model.spec import REPLICAS_MAX
 from elastane.kubernetes.operator.bounds import PROGRESS_S
 from elastane.kubernetes.operator.cache import Cache, HasMeta, Index, key_of
-from elastane.kubernetes.operator.kinds import OWNED, Held
+from elastane.kubernetes.operator.kinds import OWNED, OwnedKind
 from elastane.kubernetes.operator.nodes import Nodes
 from elastane.protocol.unreadable import UNREADABLE
 
@@ -49,7 +49,7 @@ def job_key(one: HasMeta) -> str:
     return f"{one.metadata.namespace}/{job}" if job else ""
 
 
-class View:
+class ClusterView:
     """The caches, and what they say of one job.
 
     `concerns(key)` is told of each change, `later(key, delay_s)` of one that can wait.
@@ -66,9 +66,9 @@ class View:
         self._gone: dict[str, dict[str, Pod]] = {}
         self.jobs: Cache[ElasticJob] = Cache(self._job_changed)
         self.pods: Cache[Pod] = Cache(self._changed("Pod"), self._pod_deleted)
-        self.services: Cache[Service] = Cache(self._changed("Service"))
-        config_maps: Cache[Held] = Cache(self._config_changed)
-        self.owned: dict[str, Cache[Held]] = {
+        self.services: Cache[SeenService] = Cache(self._changed("Service"))
+        config_maps: Cache[OwnedKind] = Cache(self._config_changed)
+        self.owned: dict[str, Cache[OwnedKind]] = {
             one.kind: config_maps if one is CONFIGMAPS else Cache(self._changed(one.kind))
             for one in OWNED
         }
@@ -83,7 +83,7 @@ class View:
         self._pods_of = self.pods.index(job_key)
         self._pods_on = self.pods.index(lambda pod: pod.spec.node_name)
         self._services_of = self.services.index(job_key)
-        self._owned_of: dict[str, Index[Held]] = {
+        self._owned_of: dict[str, Index[OwnedKind]] = {
             kind: cache.index(job_key) for kind, cache in self.owned.items()
         }
 
@@ -137,9 +137,9 @@ class View:
         """Return the keys of all jobs."""
         return [key_of(job.metadata) for job in self.jobs]
 
-    def _objects(self, key: str) -> tuple[Owned, ...]:
+    def _objects(self, key: str) -> tuple[OwnedObjects, ...]:
         return tuple(
-            Owned(kind=kind, metadata=one.metadata, data=one.data or {})
+            OwnedObjects(kind=kind, metadata=one.metadata, data=one.data or {})
             for kind, index in self._owned_of.items()
             for one in index[key]
         )
@@ -192,7 +192,7 @@ class View:
 
         return changed
 
-    def _config_changed(self, before: Held | None, after: Held | None) -> None:
+    def _config_changed(self, before: OwnedKind | None, after: OwnedKind | None) -> None:
         """Let what is only progress of a job wait: of a thousand jobs it comes all the time."""
         if before is not None and after is not None and (key := job_key(after)):
             reports = _read_report(before), _read_report(after)
@@ -217,7 +217,7 @@ def _nodes_of(pods: tuple[Pod, ...]) -> set[str]:
     return {pod.spec.node_name for pod in pods if pod.spec.node_name}
 
 
-def _read_report(one: Held) -> JobReport | None:
+def _read_report(one: OwnedKind) -> JobReport | None:
     try:
         return msgspec.json.decode((one.data or {}).get(REPORT_KEY, ""), type=JobReport)
     except UNREADABLE:

@@ -22,7 +22,7 @@ from elastane.kubernetes.model import (
     read_status,
 )
 from elastane.kubernetes.reconcile.bounds import LOOK_AGAIN_S
-from elastane.kubernetes.reconcile.context import Draft, Verdict
+from elastane.kubernetes.reconcile.context import Draft, JobVerdict
 from elastane.kubernetes.reconcile.ending import (
     begin_anew,
     clean_up,
@@ -37,7 +37,7 @@ from elastane.kubernetes.reconcile.objects import keep_directive
 from elastane.kubernetes.reconcile.pods import judge
 from elastane.kubernetes.reconcile.reporting import status_of
 from elastane.kubernetes.reconcile.running import finish, live, pause
-from elastane.kubernetes.reconcile.settings import Settings, read
+from elastane.kubernetes.reconcile.settings import JobSettings, read
 from elastane.kubernetes.reconcile.slots import wanted_slots
 from elastane.kubernetes.reconcile.waiting import hold_refused
 
@@ -81,7 +81,7 @@ def _leave(seen: Observed, before: JobStatus) -> Decision:
     return Decision(status=before, actions=actions)
 
 
-def _sort(draft: Draft, settings: Settings) -> None:
+def _sort(draft: Draft, settings: JobSettings) -> None:
     for pod in draft.seen.pods:
         judged = judge(pod, draft.job, settings)
         if judged is None:
@@ -97,7 +97,7 @@ def _sort(draft: Draft, settings: Settings) -> None:
     draft.pods.sort(key=lambda pod: (pod.index, pod.name))
 
 
-def _decided(draft: Draft) -> Verdict | None:
+def _decided(draft: Draft) -> JobVerdict | None:
     """Apply the rules; return the verdict of a job that has ended, now or before."""
     ended = has_ended(draft.before)
     fence(draft, counting=not ended)
@@ -128,11 +128,11 @@ def _active_since(draft: Draft) -> str:
     return draft.start_time or as_time(draft.now_s)
 
 
-def _standing(before: JobStatus) -> Verdict:
+def _standing(before: JobStatus) -> JobVerdict:
     kind = "Failed" if before.is_("Failed") else "Succeeded"
     condition = before.condition(kind)
     assert condition is not None
-    return Verdict(
+    return JobVerdict(
         kind="Failed" if kind == "Failed" else "Succeeded",
         reason=condition.reason,
         message=condition.message,

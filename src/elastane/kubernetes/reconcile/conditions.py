@@ -21,8 +21,8 @@ from __future__ import annotations
 import msgspec
 
 from elastane.kubernetes.model import Condition, as_time
-from elastane.kubernetes.reconcile.context import Draft, Verdict
-from elastane.kubernetes.reconcile.progress import Progress, stalled_since
+from elastane.kubernetes.reconcile.context import Draft, JobVerdict
+from elastane.kubernetes.reconcile.progress import JobProgress, stalled_since
 
 _ORDER = (
     "Created",
@@ -40,7 +40,7 @@ _QUIET = ("Created", "CrashLooping")
 _WARNINGS = ("Degraded", "Restarting", "Stalled", "Failed")
 
 
-class Tally(msgspec.Struct, frozen=True, kw_only=True):
+class PodTally(msgspec.Struct, frozen=True, kw_only=True):
     """How many pods run, and of what there is to tell."""
 
     running: int
@@ -52,11 +52,11 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
         return self.running < least
 
 
-def tally(draft: Draft) -> Tally:
+def tally(draft: Draft) -> PodTally:
     """Count the pods."""
     staying = [pod for pod in draft.own if pod.lives and not pod.is_leaving]
     slots = set(draft.slots)
-    return Tally(
+    return PodTally(
         running=sum(pod.state == "running" for pod in staying),
         living=len(staying),
         restarting=tuple(
@@ -66,7 +66,7 @@ def tally(draft: Draft) -> Tally:
 
 
 def conditions_of(
-    draft: Draft, verdict: Verdict | None, count: Tally, progress: Progress
+    draft: Draft, verdict: JobVerdict | None, count: PodTally, progress: JobProgress
 ) -> dict[str, Condition]:
     """Return what is to be said, by type; conditions that do not apply are absent."""
     name = draft.job.name
@@ -97,7 +97,7 @@ def conditions_of(
     return made
 
 
-def _without_progress(draft: Draft, progress: Progress) -> dict[str, Condition]:
+def _without_progress(draft: Draft, progress: JobProgress) -> dict[str, Condition]:
     """Return what is to be said of a job whose step does not rise."""
     made = {}
     if progress.is_crashing:
@@ -116,7 +116,7 @@ def _without_progress(draft: Draft, progress: Progress) -> dict[str, Condition]:
     return made
 
 
-def _running(draft: Draft, count: Tally) -> Condition:
+def _running(draft: Draft, count: PodTally) -> Condition:
     least, wanted = draft.settings.min, draft.settings.desired
     if not count.is_short(least):
         return _true("Running", "ElasticJobRunning", f"ElasticJob {draft.job.name} is running.")
@@ -126,7 +126,7 @@ def _running(draft: Draft, count: Tally) -> Condition:
     return _false("Running", "PodsPending", text)
 
 
-def _degraded(draft: Draft, count: Tally) -> Condition | None:
+def _degraded(draft: Draft, count: PodTally) -> Condition | None:
     least, wanted = draft.settings.min, draft.settings.desired
     has_run = draft.first_start_time is not None
     is_short = count.is_short(least) and has_run

@@ -15,17 +15,17 @@ from elastane.kubernetes.model import (
     DeletePod,
     JobStatus,
     Meta,
-    NodeState,
     Observed,
     Refusal,
-    Told,
+    ReportedEvent,
+    SeenNode,
 )
 from elastane.kubernetes.reconcile.bounds import EVENTS_MAX
 from elastane.kubernetes.reconcile.pods import Judged
-from elastane.kubernetes.reconcile.settings import Settings
+from elastane.kubernetes.reconcile.settings import JobSettings
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class JobVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """How the job ends."""
 
     kind: Literal["Succeeded", "Failed"]
@@ -41,7 +41,9 @@ class Draft:
     Counters begin as the status has them; `restarts` are those that the operator counts itself.
     """
 
-    def __init__(self, seen: Observed, before: JobStatus, settings: Settings, now_s: float) -> None:
+    def __init__(
+        self, seen: Observed, before: JobStatus, settings: JobSettings, now_s: float
+    ) -> None:
         self.seen = seen
         self.before = before
         self.settings = settings
@@ -50,9 +52,9 @@ class Draft:
         self.others: list[Judged] = []
         self.gone: list[Judged] = []
         self.actions: list[Action] = []
-        self.events: list[Told] = []
+        self.events: list[ReportedEvent] = []
         self.wakes_s: list[float] = []
-        self.verdict: Verdict | None = None
+        self.verdict: JobVerdict | None = None
         self.restarts = before.restarts - before.worker_restarts
         self.failures = before.failures
         self.disruptions = before.disruptions
@@ -94,7 +96,7 @@ class Draft:
         count: int | None = None,
     ) -> None:
         """Have the shell publish an Event, of which there are at most EVENTS_MAX; see Told."""
-        told = Told(type=kind, reason=reason, message=message, count=count)
+        told = ReportedEvent(type=kind, reason=reason, message=message, count=count)
         if told not in self.events and len(self.events) < EVENTS_MAX:
             self.events.append(told)
 
@@ -112,7 +114,7 @@ class Draft:
     def end(self, kind: Literal["Succeeded", "Failed"], reason: str, message: str) -> None:
         """End the job; the first verdict stands."""
         if self.verdict is None:
-            self.verdict = Verdict(kind=kind, reason=reason, message=message)
+            self.verdict = JobVerdict(kind=kind, reason=reason, message=message)
 
     def refusal(self, kind: str, name: str) -> Refusal | None:
         """Return what the API server said to the last try to create something."""
@@ -120,6 +122,6 @@ class Draft:
         found = (no for no in self.seen.refused if (no.deed, no.kind, no.name) == what)
         return next(found, None)
 
-    def node(self, name: str) -> NodeState:
+    def node(self, name: str) -> SeenNode:
         """Return what is known of a node."""
-        return self.seen.nodes.get(name) or NodeState(name=name)
+        return self.seen.nodes.get(name) or SeenNode(name=name)

@@ -20,7 +20,7 @@ from typing import Any
 
 from elastane.kubernetes.model import Meta
 from elastane.kubernetes.model.names import pod_name
-from elastane.kubernetes.reconcile.settings import Settings
+from elastane.kubernetes.reconcile.settings import JobSettings
 from elastane.kubernetes.store.names import token_of
 
 C10D_PORT = 29400
@@ -30,7 +30,7 @@ TOKEN_KEY = "value"
 _NAMES_ID = re.compile(r"--rdzv[_-]id(?:=(.*)|$)", re.DOTALL)
 
 
-def rdzv_id(job: Meta, settings: Settings) -> str:
+def rdzv_id(job: Meta, settings: JobSettings) -> str:
     """Return the rendezvous id of a job: the user's, where the arguments name one."""
     given = settings.arguments
     for place, word in enumerate(given):
@@ -45,7 +45,7 @@ def _own_id(job: Meta) -> str:
     return f"{job.name}-{job.uid[:UID_CHARS]}"
 
 
-def backend(job: Meta, settings: Settings) -> str:
+def backend(job: Meta, settings: JobSettings) -> str:
     """Return the rendezvous backend; see the table above."""
     spec = settings.spec
     if spec.rdzv_backend:
@@ -56,7 +56,7 @@ def backend(job: Meta, settings: Settings) -> str:
     return "kubernetes" if spec.launcher == "elastane" else "c10d"
 
 
-def _endpoint(job: Meta, settings: Settings) -> str:
+def _endpoint(job: Meta, settings: JobSettings) -> str:
     if settings.spec.rdzv_endpoint:
         return settings.spec.rdzv_endpoint
     if backend(job, settings) == "kubernetes":
@@ -64,7 +64,7 @@ def _endpoint(job: Meta, settings: Settings) -> str:
     return f"{pod_name(job.name, 0)}.{job.name}:{C10D_PORT}"
 
 
-def arguments(job: Meta, settings: Settings) -> list[str]:
+def arguments(job: Meta, settings: JobSettings) -> list[str]:
     """Return what comes before the user's own arguments."""
     made = [
         f"--rdzv_backend={backend(job, settings)}",
@@ -78,7 +78,7 @@ def arguments(job: Meta, settings: Settings) -> list[str]:
     return made
 
 
-def variables(job: Meta, settings: Settings) -> list[dict[str, Any]]:
+def variables(job: Meta, settings: JobSettings) -> list[dict[str, Any]]:
     """Return the environment that an agent of elastane finds itself by, and what torchrun needs.
 
     Without the last one a pod that joins a running c10d job of torch 2.4 to 2.13 ends that job
@@ -102,14 +102,14 @@ def _field(name: str, path: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def needs_access(job: Meta, settings: Settings) -> bool:
+def needs_access(job: Meta, settings: JobSettings) -> bool:
     """Whether the pods talk to the API server, and with a service account of ours."""
     given = settings.template["spec"]
     named = given.get("serviceAccountName") or given.get("serviceAccount")
     return backend(job, settings) == "kubernetes" and not named
 
 
-def named_pods(job: Meta, settings: Settings) -> set[int] | None:
+def named_pods(job: Meta, settings: JobSettings) -> set[int] | None:
     """Return the indices of pods that the manifest names by host; None: of all.
 
     For these there is a Service each, as the original made one for every pod.

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.kubernetes.model import Condition, Decision, JobStatus, Observed, Told, as_time
+from elastane.kubernetes.model import (
+    Condition,
+    Decision,
+    JobStatus,
+    Observed,
+    ReportedEvent,
+    as_time,
+)
 from elastane.kubernetes.model.names import selector
 from elastane.kubernetes.reconcile.bounds import WRONGS_TOLD_MAX
 from elastane.kubernetes.reconcile.conditions import last_is, merged
@@ -44,7 +51,7 @@ def refuse(seen: Observed, before: JobStatus, wrong: tuple[Wrong, ...], now_s: f
     )
     if before.condition(kind) == status.condition(kind):
         return Decision(status=before)
-    told = Told(type="Warning", reason=wrong[0].reason, message=text)
+    told = ReportedEvent(type="Warning", reason=wrong[0].reason, message=text)
     return Decision(status=status, events=(told,))
 
 

@@ -15,7 +15,7 @@ import msgspec
 from elastane.errors import ExitCode
 from elastane.kubernetes.model import FreeSeat, as_time, since_epoch
 from elastane.kubernetes.model.spec import RuleAction
-from elastane.kubernetes.model.status import Incident, InPlace, NodeTrouble, Trouble
+from elastane.kubernetes.model.status import IncidentStatus, InPlace, NodeTrouble, PodTrouble
 from elastane.kubernetes.reconcile.bounds import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
@@ -27,9 +27,9 @@ from elastane.kubernetes.reconcile.bounds import (
 )
 from elastane.kubernetes.reconcile.context import Draft
 from elastane.kubernetes.reconcile.injection import backend, rdzv_id
-from elastane.kubernetes.reconcile.pods import Ending, Judged, ending_text
+from elastane.kubernetes.reconcile.pods import Judged, PodEnd, ending_text
 from elastane.kubernetes.reconcile.rules import documented, ruled
-from elastane.kubernetes.reconcile.settings import Settings
+from elastane.kubernetes.reconcile.settings import JobSettings
 from elastane.kubernetes.store.names import lease_of
 
 
@@ -61,7 +61,7 @@ def _count_success(draft: Draft, pod: Judged) -> None:
         draft.tell("Normal", "WorkerSucceeded", f"{pod.name} succeeded: no pod is made any more")
 
 
-def _count_failure(draft: Draft, pod: Judged, ending: Ending) -> None:
+def _count_failure(draft: Draft, pod: Judged, ending: PodEnd) -> None:
     action = action_of(ending, draft.settings)
     if action == "Fail" and _may_lack_rendezvous(draft, ending):
         action = "Ignore"
@@ -77,7 +77,7 @@ def _count_failure(draft: Draft, pod: Judged, ending: Ending) -> None:
         draft.tell("Warning", f"Pod{ending.cause}", f"{pod.name} on {pod.node}: {ending.text}")
     else:
         text = f"{pod.name} on {pod.node}: {ending.text}"
-        draft.last_failure = Incident(cause=text, time=as_time(draft.now_s))
+        draft.last_failure = IncidentStatus(cause=text, time=as_time(draft.now_s))
     if ending.cause in ("App", "OOM") and action != "Ignore":
         draft.failures += 1
         charge_node(draft, pod.node, unfit=ending.code == ExitCode.NODE_UNFIT)
@@ -98,7 +98,7 @@ def _free_seat(draft: Draft, known: set[str]) -> None:
         draft.act(FreeSeat(lease=lease_of(rdzv_id(draft.job, draft.settings)), pods=dead))
 
 
-def action_of(ending: Ending, settings: Settings) -> RuleAction:
+def action_of(ending: PodEnd, settings: JobSettings) -> RuleAction:
     """Return what a pod's failure means: a new pod, counted or not, or the end of the job."""
     if ending.cause not in ("App", "OOM"):
         return "Ignore"
@@ -112,7 +112,7 @@ def action_of(ending: Ending, settings: Settings) -> RuleAction:
     return "Fail" if settings.policy == "Never" else "Retry"
 
 
-def _may_lack_rendezvous(draft: Draft, ending: Ending) -> bool:
+def _may_lack_rendezvous(draft: Draft, ending: PodEnd) -> bool:
     """Whether a pod may have failed since the rendezvous that the user named is not up yet.
 
     Only by exit code 1, which says nothing, and where no rule of the user's says what it means.
@@ -150,13 +150,13 @@ def _count_in_place(draft: Draft, pod: Judged) -> None:
     if pod.crash is not None and pod.crash.exit_code != 0:
         said = ending_text(pod.crash)
         cause = f"{pod.name} on {pod.node}: {said}"
-        draft.last_failure = Incident(cause=cause, time=as_time(draft.now_s))
+        draft.last_failure = IncidentStatus(cause=cause, time=as_time(draft.now_s))
     draft.tell("Warning", "RestartedInPlace", text)
 
 
 def note_early_end(draft: Draft, pod: Judged, why: str, *, lived_s: float | None) -> None:
     """Have the next pod of the index wait, if pods of it end quickly again and again."""
-    before = draft.troubles.get(pod.index, Trouble(index=pod.index))
+    before = draft.troubles.get(pod.index, PodTrouble(index=pod.index))
     is_quick = lived_s is None or lived_s < QUICK_S
     quick = before.quick + 1 if is_quick else 0
     pause_s = 0.0
@@ -164,7 +164,7 @@ def note_early_end(draft: Draft, pod: Judged, why: str, *, lived_s: float | None
         pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(quick - 2, 16))
     # Rounded up: the time is kept in whole seconds, and a pause must not become shorter.
     not_before = as_time(draft.now_s + pause_s + 0.999) if pause_s else None
-    draft.troubles[pod.index] = Trouble(
+    draft.troubles[pod.index] = PodTrouble(
         index=pod.index, quick=quick, waiting=True, not_before=not_before, node=pod.node, why=why
     )
 

@@ -15,7 +15,7 @@ from elastane.kubernetes.model import Meta
 from elastane.kubernetes.model.names import API_VERSION, KIND, TEMPLATE_OF, pod_labels, pod_name
 from elastane.kubernetes.reconcile.bounds import GRACE_S
 from elastane.kubernetes.reconcile.injection import arguments, variables
-from elastane.kubernetes.reconcile.settings import Settings
+from elastane.kubernetes.reconcile.settings import JobSettings
 
 # Same as the pod restart policy of Kubernetes, but for ExitCode, which is the operator's.
 _POD_POLICY = {"ExitCode": "Never"}
@@ -35,7 +35,7 @@ def owner(job: Meta) -> Manifest:
 
 
 def pod_manifest(
-    job: Meta, settings: Settings, index: int, *, name: str, avoid: Manifest, account: str
+    job: Meta, settings: JobSettings, index: int, *, name: str, avoid: Manifest, account: str
 ) -> Manifest:
     """Return pod `index`. `avoid`: a node affinity or {}; `account`: a service account or ""."""
     template = copy.deepcopy(settings.template)

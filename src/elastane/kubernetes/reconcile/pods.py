@@ -12,9 +12,9 @@ import msgspec
 
 from elastane.kubernetes.model import Meta, Pod, since_epoch
 from elastane.kubernetes.model.names import KIND, LABEL_INDEX, TEMPLATE_OF, index_in
-from elastane.kubernetes.model.seen import ContainerStatus, Terminated
+from elastane.kubernetes.model.seen import ContainerEnd, ContainerStatus
 from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX
-from elastane.kubernetes.reconcile.settings import Settings
+from elastane.kubernetes.reconcile.settings import JobSettings
 
 # App: the program's own. OOM: the program's too, but named. The others are the cluster's doing,
 # and no failure of the job: Evicted (drained or out of resources), Preempted, Shutdown (of the
@@ -65,7 +65,7 @@ _UNSEEN = "ContainerStatusUnknown"
 _COMING_UP = ("", "ContainerCreating", "PodInitializing")
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
+class PodEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How a pod failed. `lived_s`: from the start of its container; None where none started."""
 
     cause: Cause
@@ -100,14 +100,14 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     is_over: bool = False
     by_itself: bool = False
     is_dead: bool = False
-    ending: Ending | None = None
+    ending: PodEnd | None = None
     hindrance: Hindrance | None = None
     restarts: int = 0
     has_started: bool = False
     has_begun: bool = False
     is_outdated: bool = False
     running_since_s: float | None = None
-    crash: Terminated | None = None
+    crash: ContainerEnd | None = None
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
         return self.hindrance is not None and self.hindrance.reason == _LACKS_CONFIGURATION
 
 
-def judge(pod: Pod, job: Meta, settings: Settings, *, is_gone: bool = False) -> Judged | None:
+def judge(pod: Pod, job: Meta, settings: JobSettings, *, is_gone: bool = False) -> Judged | None:
     """Return the pod judged, or None where it is none of the job's replicas.
 
     `is_gone`: the object was deleted, and this is its last state.
@@ -204,8 +204,8 @@ def _has_started(worker: ContainerStatus | None) -> bool:
 
 
 def _state(
-    pod: Pod, worker: ContainerStatus | None, settings: Settings
-) -> tuple[State, Ending | None]:
+    pod: Pod, worker: ContainerStatus | None, settings: JobSettings
+) -> tuple[State, PodEnd | None]:
     """Return where the pod stands, by its worker container where that has a say.
 
     Sidecars neither keep a pod alive whose worker has ended, nor make a failure of its success.
@@ -222,7 +222,7 @@ def _state(
     return ("running" if is_running else "pending"), None
 
 
-def _succeeded(pod: Pod, worker: ContainerStatus | None, settings: Settings) -> bool:
+def _succeeded(pod: Pod, worker: ContainerStatus | None, settings: JobSettings) -> bool:
     """Whether the worker container ended with 0; under Always the last one that did counts."""
     if worker is None or _by_cluster(pod) is not None:
         return False
@@ -239,17 +239,17 @@ def _by_cluster(pod: Pod) -> Cause | None:
     return _BY_REASON.get(pod.status.reason)
 
 
-def _ending(pod: Pod, ended: Terminated | None, settings: Settings) -> Ending:
+def _ending(pod: Pod, ended: ContainerEnd | None, settings: JobSettings) -> PodEnd:
     ended = ended or _failed_before(pod)
     cause = _by_cluster(pod)
     if cause is None and ended is None:
         cause = "App" if pod.status.reason == "DeadlineExceeded" else "Rejected"
     if ended is None:
         said = " ".join(part for part in (pod.status.reason, pod.status.message) if part)
-        return Ending(cause=cause or "App", code=None, text=_cut(said or "no container ran"))
+        return PodEnd(cause=cause or "App", code=None, text=_cut(said or "no container ran"))
     if cause is None:
         cause = "OOM" if ended.reason == "OOMKilled" else "App"
-    return Ending(
+    return PodEnd(
         cause=cause,
         code=ended.exit_code,
         text=_told(pod, ended, cause),
@@ -257,7 +257,7 @@ def _ending(pod: Pod, ended: Terminated | None, settings: Settings) -> Ending:
     )
 
 
-def _failed_before(pod: Pod) -> Terminated | None:
+def _failed_before(pod: Pod) -> ContainerEnd | None:
     """Return how an init container failed, which keeps the worker from ever starting."""
     for status in pod.status.init_container_statuses:
         ended = status.state.terminated
@@ -266,7 +266,7 @@ def _failed_before(pod: Pod) -> Terminated | None:
     return None
 
 
-def _told(pod: Pod, ended: Terminated, cause: Cause) -> str:
+def _told(pod: Pod, ended: ContainerEnd, cause: Cause) -> str:
     if cause == "OOM":
         return f"out of memory: killed by the kernel (exit code {ended.exit_code}, OOMKilled)"
     if cause != "App":
@@ -275,7 +275,7 @@ def _told(pod: Pod, ended: Terminated, cause: Cause) -> str:
     return ending_text(ended)
 
 
-def ending_text(ended: Terminated) -> str:
+def ending_text(ended: ContainerEnd) -> str:
     """Return how a container ended by itself, with the last words of its termination message.
 
     That is the cause, from an agent of elastane; else the end of the log, where the last line may
@@ -289,7 +289,7 @@ def ending_text(ended: Terminated) -> str:
     return _cut(f"{text}: {said}" if said else text)
 
 
-def _lived_s(ended: Terminated) -> float | None:
+def _lived_s(ended: ContainerEnd) -> float | None:
     start, end = since_epoch(ended.started_at), since_epoch(ended.finished_at)
     return None if start is None or end is None else max(0.0, end - start)
 

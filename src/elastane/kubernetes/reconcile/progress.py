@@ -16,7 +16,7 @@ from elastane.kubernetes.reconcile.bounds import CRASHES_TOLD_MIN, QUICK_S
 from elastane.kubernetes.reconcile.context import Draft
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
     """`worker_restarts`: by the job's agents, within their pods. `last_time`: of the last step."""
 
     worker_restarts: int = 0
@@ -37,14 +37,14 @@ def current_report(draft: Draft) -> JobReport | None:
     return None if living.isdisjoint(known) else report
 
 
-def follow(draft: Draft) -> Progress:
+def follow(draft: Draft) -> JobProgress:
     """Return how the job gets on."""
     before, report = draft.before, current_report(draft)
     step = report.step if report is not None else 0
     restarts = max(before.worker_restarts, report.restarts if report is not None else 0)
     failures = restarts - before.worker_restarts + max(0, draft.failures - before.failures)
     is_ahead = step > (before.step or 0)
-    return Progress(
+    return JobProgress(
         worker_restarts=restarts,
         last_time=as_time(draft.now_s) if is_ahead else before.last_progress_time,
         crashes=_crashes(draft, before.crashes or Crashes(), step, failures),
@@ -62,7 +62,7 @@ def _crashes(draft: Draft, before: Crashes, step: int, failures: int) -> Crashes
     return Crashes(count=count, step=max(step, before.step), time=time)
 
 
-def stalled_since(draft: Draft, progress: Progress) -> str | None:
+def stalled_since(draft: Draft, progress: JobProgress) -> str | None:
     """Return since when a job that could train has made no step, if that is for too long.
 
     Only where steps are reported: an unmodified script reports none. The time begins when enough

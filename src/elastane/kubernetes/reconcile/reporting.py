@@ -7,7 +7,7 @@ import msgspec
 from elastane.kubernetes.bridge.messages import JobReport
 from elastane.kubernetes.model import JobStatus, as_time
 from elastane.kubernetes.model.names import REPLICA_TYPE, selector
-from elastane.kubernetes.model.status import Crashes, Incident, ReplicaStatus, WorkerStatus
+from elastane.kubernetes.model.status import Crashes, IncidentStatus, ReplicaStatus, WorkerStatus
 from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX, WORKERS_TOLD_MAX
 from elastane.kubernetes.reconcile.conditions import (
     conditions_of,
@@ -17,12 +17,12 @@ from elastane.kubernetes.reconcile.conditions import (
     tally,
     tell_changes,
 )
-from elastane.kubernetes.reconcile.context import Draft, Verdict
+from elastane.kubernetes.reconcile.context import Draft, JobVerdict
 from elastane.kubernetes.reconcile.pods import Judged
 from elastane.kubernetes.reconcile.progress import current_report, follow
 
 
-def status_of(draft: Draft, verdict: Verdict | None) -> JobStatus:
+def status_of(draft: Draft, verdict: JobVerdict | None) -> JobStatus:
     """Return the status; tells Events of what has changed in it."""
     edition = draft.job.edition
     count = tally(draft)
@@ -102,7 +102,7 @@ def _reported(draft: Draft, report: JobReport) -> JobStatus:
     incident = None
     if report.incident:
         text = " ".join(report.incident.split())[:TEXT_CHARS_MAX]
-        incident = Incident(cause=text, time=as_time(report.incident_at_s))
+        incident = IncidentStatus(cause=text, time=as_time(report.incident_at_s))
     return JobStatus(
         round=report.round,
         world_size=report.world_size,

@@ -27,7 +27,7 @@ from elastane.kubernetes.reconcile.validation import (
 TERMINATION_LOG = "/dev/termination-log"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a job's spec says, in a form that cannot contradict itself: min <= desired <= max.
 
     `asked` is replicas as written, perhaps by the scale subresource, which knows no bounds.
@@ -79,14 +79,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.spec.suspend)
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
+class SettingsReading(msgspec.Struct, frozen=True, kw_only=True):
     """Either settings, or what is wrong."""
 
-    settings: Settings | None
+    settings: JobSettings | None
     wrong: tuple[Wrong, ...] = ()
 
 
-def read(job: ElasticJob) -> Reading:
+def read(job: ElasticJob) -> SettingsReading:
     """Return what the job's spec says."""
     raw, wrong = merged_policy(job.spec)
     wrong = [*wrong_name(job.metadata.name), *wrong, *wrong_types(raw)]
@@ -95,11 +95,11 @@ def read(job: ElasticJob) -> Reading:
         template = spec.replica_specs.Worker.template
         wrong = [*wrong_relations(spec, job.metadata.name), *wrong_template(template)]
         if not wrong:
-            return Reading(settings=_settled(spec))
-    return Reading(settings=None, wrong=tuple(wrong))
+            return SettingsReading(settings=_settled(spec))
+    return SettingsReading(settings=None, wrong=tuple(wrong))
 
 
-def _settled(spec: ElasticJobSpec) -> Settings:
+def _settled(spec: ElasticJobSpec) -> JobSettings:
     """Fill in bounds that are not given, and hold replicas between them."""
     asked = spec.replica_specs.Worker.replicas
     highest = spec.max_replicas or min(REPLICAS_MAX, max(asked, spec.min_replicas or 1))
@@ -107,7 +107,7 @@ def _settled(spec: ElasticJobSpec) -> Settings:
     template = spec.replica_specs.Worker.template
     containers = template["spec"]["containers"]
     known = [container["name"] for container in containers]
-    return Settings(
+    return JobSettings(
         spec=spec,
         min=lowest,
         max=highest,

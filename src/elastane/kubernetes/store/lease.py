@@ -35,7 +35,7 @@ T = TypeVar("T")
 _TURNS_MAX = 3
 
 
-class Ask(Protocol):
+class ApiCall(Protocol):
     """Returns the API's answer to a deed (`get leases`), its errors as the caller's."""
 
     def __call__(self, deed: str, asking: Awaitable[T]) -> Awaitable[T]:
@@ -47,7 +47,7 @@ async def plainly(deed: str, asking: Awaitable[T]) -> T:
     return await asking
 
 
-class _Sighting(NamedTuple):
+class _LeaseSighting(NamedTuple):
     """A version of a lease, and when it was first seen, by this process's clock."""
 
     version: str
@@ -65,11 +65,11 @@ class LeasePlace:
     api: Api
     namespace: str
     metadata: Callable[[], dict[str, Any]]
-    ask: Ask = plainly
+    ask: ApiCall = plainly
     clock: Callable[[], float] = boot_clock
     patches: bool = False
     pod: str = ""
-    _sighting: _Sighting | None = field(default=None, init=False)
+    _sighting: _LeaseSighting | None = field(default=None, init=False)
 
     async def find(self) -> LeaseObject | None:
         """Return the object, None where there is none."""
@@ -106,7 +106,7 @@ class LeasePlace:
             return True
         now_s, version = self.clock(), found.metadata.resourceVersion
         if self._sighting is None or self._sighting.version != version:
-            self._sighting = _Sighting(version, now_s)
+            self._sighting = _LeaseSighting(version, now_s)
             return False
         return now_s - self._sighting.seen_s >= found.ttl_s
 

@@ -25,7 +25,7 @@ POD_ANNOTATION = "elastane.dev/pod-uid"
 TTL_S_MAX = 86_400
 
 
-class Meta(msgspec.Struct):
+class StoredMeta(msgspec.Struct):
     """An object's metadata, as far as it is read."""
 
     name: str = ""
@@ -55,7 +55,7 @@ class Data(msgspec.Struct):
 class ConfigMapObject(msgspec.Struct):
     """A ConfigMap that holds the value of one key; null where somebody emptied it."""
 
-    metadata: Meta
+    metadata: StoredMeta
     binaryData: Data | None = None  # noqa: N815 the wire's
 
     @property
@@ -67,7 +67,7 @@ class ConfigMapObject(msgspec.Struct):
 class SecretObject(msgspec.Struct):
     """A Secret that holds the value of one key; null where somebody emptied it."""
 
-    metadata: Meta
+    metadata: StoredMeta
     data: Data | None = None
 
     @property
@@ -95,7 +95,7 @@ class LeaseSpec(msgspec.Struct):
 class LeaseObject(msgspec.Struct):
     """A Lease as the server has it."""
 
-    metadata: Meta
+    metadata: StoredMeta
     spec: LeaseSpec = msgspec.field(default_factory=LeaseSpec)
 
     @property
@@ -132,7 +132,7 @@ class LeaseObject(msgspec.Struct):
 class Anything(msgspec.Struct):
     """An object of which only the metadata matters."""
 
-    metadata: Meta
+    metadata: StoredMeta
 
 
 def manifest_of(

@@ -16,7 +16,7 @@ from elastane.errors import ConfigurationError
 from elastane.protocol.limits import Timing
 
 if TYPE_CHECKING:
-    from elastane.kubernetes.client import Access
+    from elastane.kubernetes.client import ClusterAccess
 
 CONF_KEYS = ("kubeconfig", "context", "namespace")
 # Set in the pods of an ElasticJob by its operator.
@@ -47,7 +47,7 @@ class KubernetesSettings:
         """The uid of that pod, "" where this is in none."""
         return self.environ.get(POD_VARIABLE, "")
 
-    def access(self) -> Access:
+    def access(self) -> ClusterAccess:
         """Find the API server; ConfigurationError where there is none. Reads small files."""
         from elastane.kubernetes.client import find_access
 

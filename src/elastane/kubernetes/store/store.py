@@ -42,7 +42,7 @@ from elastane.kubernetes.store.objects import (
     metadata_of,
 )
 from elastane.kubernetes.store.settings import KubernetesSettings
-from elastane.kubernetes.store.trouble import Trouble
+from elastane.kubernetes.store.trouble import AllowedAccess
 from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.stores.common import boot_clock
 from elastane.stores.protocol import (
@@ -71,7 +71,7 @@ class KubernetesStore:
         self._settings = settings
         self._timeout_s = timeout_s
         self._api: Api | None = None
-        self._trouble = Trouble()
+        self._trouble = AllowedAccess()
         self._places: dict[str, LeasePlace] = {}
         self._owner: dict[str, Any] | None = None
         self._owner_sought = not settings.elastic_job

@@ -27,7 +27,7 @@ REFUSED_S = 3.0
 _VERBS = "get,list,watch,create,update,delete"
 
 
-class Trouble:
+class AllowedAccess:
     """One store's memory of what the server allowed it."""
 
     def __init__(self) -> None:

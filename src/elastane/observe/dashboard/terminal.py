@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from elastane.observe.dashboard.view import Line, NodeView, View, sparkline
+from elastane.observe.dashboard.view import JobView, NodeView, ViewLine, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -42,7 +42,7 @@ STATE_STYLES = {
 class Face(Protocol):
     """What draws views until it is closed; a context."""
 
-    def show(self, view: View) -> None:
+    def show(self, view: JobView) -> None:
         """Draw the view; may leave one out that comes too soon after the last."""
 
     def __enter__(self) -> Self:
@@ -70,10 +70,10 @@ class PlainLines:
     def __init__(self, stream: TextIO = sys.stdout) -> None:
         self._stream = stream
         self._first_s: float | None = None
-        self._last: Line | None = None
+        self._last: ViewLine | None = None
         self._part = 0
 
-    def show(self, view: View) -> None:
+    def show(self, view: JobView) -> None:
         """Print what is new in the view."""
         for line in self._new_lines(view):
             self._print(
@@ -84,7 +84,7 @@ class PlainLines:
             self._part = part
             self._print(f"          {'':8}  {progress_text(view)}")
 
-    def _new_lines(self, view: View) -> tuple[Line, ...]:
+    def _new_lines(self, view: JobView) -> tuple[ViewLine, ...]:
         lines = view.lines
         for index in range(len(lines) - 1, -1, -1):
             if lines[index] is self._last:
@@ -116,7 +116,7 @@ class LiveScreen:
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
         self._title = title
-        self._view = View()
+        self._view = JobView()
         self._drawn_s = float("-inf")
         self._open = ExitStack()
 
@@ -133,7 +133,7 @@ class LiveScreen:
         self._draw()
         self._open.close()
 
-    def show(self, view: View) -> None:
+    def show(self, view: JobView) -> None:
         """Draw the view, unless one was drawn a moment ago."""
         self._view = view
         if time.monotonic() - self._drawn_s >= REDRAW_S:
@@ -144,7 +144,7 @@ class LiveScreen:
         self._live.update(render(self._view, self._title, self._console.width), refresh=True)
 
 
-def render(view: View, title: str, width: int) -> RenderableType:
+def render(view: JobView, title: str, width: int) -> RenderableType:
     """Return the picture of a view."""
     from rich.console import Group
     from rich.panel import Panel
@@ -160,12 +160,12 @@ def render(view: View, title: str, width: int) -> RenderableType:
     )
 
 
-def world_text(view: View) -> str:
+def world_text(view: JobView) -> str:
     """Return round, attempt and world size in words."""
     return f"round {view.round} attempt {view.attempt} · {view.world_size} workers"
 
 
-def progress_text(view: View) -> str:
+def progress_text(view: JobView) -> str:
     """Return the training's place in one line."""
     if not view.total_steps:
         return "training has not begun"
@@ -177,7 +177,7 @@ def progress_text(view: View) -> str:
     return "  ".join(parts)
 
 
-def _nodes_table(view: View) -> Table:
+def _nodes_table(view: JobView) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -191,7 +191,7 @@ def _nodes_table(view: View) -> Table:
     return table
 
 
-def _workers_text(view: View, node: NodeView) -> Text:
+def _workers_text(view: JobView, node: NodeView) -> Text:
     from rich.text import Text
 
     text = Text()
@@ -203,7 +203,7 @@ def _workers_text(view: View, node: NodeView) -> Text:
     return text
 
 
-def _events_table(view: View) -> Table:
+def _events_table(view: JobView) -> Table:
     from rich.table import Table
     from rich.text import Text
 

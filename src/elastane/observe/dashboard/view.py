@@ -64,7 +64,7 @@ TONES = {
 }
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class StepProgress(msgspec.Struct, frozen=True, kw_only=True):
     """One line that a training script reported; `time` is its host's clock in seconds.
 
     `round` is there where the script recovers in place: then a process sees several.
@@ -100,7 +100,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     coordinates: bool = False
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class ViewLine(msgspec.Struct, frozen=True, kw_only=True):
     """One event in words. `tone` is good, bad, plain, or act (what a person did)."""
 
     time_s: float
@@ -110,7 +110,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     tone: str = "plain"
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a face draws."""
 
     nodes: tuple[NodeView, ...] = ()
@@ -123,7 +123,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     losses: tuple[float, ...] = ()
     accuracies: tuple[float, ...] = ()
     learned: float | None = None
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ViewLine, ...] = ()
 
     def node(self, name: str) -> NodeView | None:
         """Return a node by its name."""
@@ -140,12 +140,12 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-def after_event(view: View, event: LoggedEvent) -> View:
+def after_event(view: JobView, event: LoggedEvent) -> JobView:
     """Return the view after one logged event; what only echoes another one gets no line."""
     kind = EventKind(event.kind) if event.kind in set(EventKind) else None
     if kind not in ECHOES:
         tone = _tone(view.node(event.node), kind, event)
-        line = Line(
+        line = ViewLine(
             time_s=event.time_s, node=event.node, kind=event.kind, text=event.reason, tone=tone
         )
         view = _with_line(view, line)
@@ -164,7 +164,7 @@ def after_event(view: View, event: LoggedEvent) -> View:
     return _with_node(view, _next_node(view.node(event.node), kind, event))
 
 
-def after_progress(view: View, point: Progress) -> View:
+def after_progress(view: JobView, point: StepProgress) -> JobView:
     """Return the view after one line of training progress."""
     losses, accuracies = view.losses, view.accuracies
     if point.loss is not None:
@@ -181,15 +181,15 @@ def after_progress(view: View, point: Progress) -> View:
     )
 
 
-def after_act(view: View, time_s: float, node: str, text: str) -> View:
+def after_act(view: JobView, time_s: float, node: str, text: str) -> JobView:
     """Return the view after somebody outside of the job did something to it."""
-    return _with_line(view, Line(time_s=time_s, node=node, kind="act", text=text, tone="act"))
+    return _with_line(view, ViewLine(time_s=time_s, node=node, kind="act", text=text, tone="act"))
 
 
-def decode_progress(line: bytes) -> Progress | None:
+def decode_progress(line: bytes) -> StepProgress | None:
     """Return the progress that a line states, or None where it is torn or something else."""
     try:
-        return msgspec.json.decode(line, type=Progress)
+        return msgspec.json.decode(line, type=StepProgress)
     except UNREADABLE:
         return None
 
@@ -254,7 +254,7 @@ def _with_exit(node: NodeView, event: LoggedEvent) -> NodeView:
     return msgspec.structs.replace(node, workers=workers)
 
 
-def _with_node(view: View, node: NodeView | None) -> View:
+def _with_node(view: JobView, node: NodeView | None) -> JobView:
     if node is None:
         return view
     if view.node(node.name) is None:
@@ -263,7 +263,7 @@ def _with_node(view: View, node: NodeView | None) -> View:
     return msgspec.structs.replace(view, nodes=nodes)
 
 
-def _only_coordinator(view: View, name: str) -> View:
+def _only_coordinator(view: JobView, name: str) -> JobView:
     if view.node(name) is None:
         view = _with_node(view, NodeView(name=name))
     nodes = tuple(
@@ -272,5 +272,5 @@ def _only_coordinator(view: View, name: str) -> View:
     return msgspec.structs.replace(view, nodes=nodes)
 
 
-def _with_line(view: View, line: Line) -> View:
+def _with_line(view: JobView, line: ViewLine) -> JobView:
     return msgspec.structs.replace(view, lines=(*view.lines, line)[-LINES_MAX:])

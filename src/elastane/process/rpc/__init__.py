@@ -5,8 +5,8 @@ connection that breaks a bound or the protocol is cut and says why; nothing here
 """
 
 from elastane.process.rpc.client import Session, connect
-from elastane.process.rpc.door import Access, Door
-from elastane.process.rpc.link import Link, LinkOwner
+from elastane.process.rpc.door import Access, Listener
+from elastane.process.rpc.link import LinkOwner, RpcLink
 from elastane.process.rpc.sockets import insist_on_room
 
-__all__ = ["Access", "Door", "Link", "LinkOwner", "Session", "connect", "insist_on_room"]
+__all__ = ["Access", "LinkOwner", "Listener", "RpcLink", "Session", "connect", "insist_on_room"]

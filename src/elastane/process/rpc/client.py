@@ -11,12 +11,12 @@ import socket
 
 from elastane.errors import ElastaneError
 from elastane.process.rpc import failures
-from elastane.process.rpc.link import Link
+from elastane.process.rpc.link import RpcLink
 from elastane.process.tls import TlsConfig, client_context
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.wire import NONCE_BYTES, ClientHandshake
 
-ClientLink = Link[ToAgent, ToCoordinator]
+ClientLink = RpcLink[ToAgent, ToCoordinator]
 # What the loop receives at once; a session gets a few hundred bytes a second.
 _READ_BYTES = 16 << 10
 # A name may have several addresses; the next is tried after this long, beside the first.
@@ -27,7 +27,7 @@ class Session:
     """An authenticated session with a coordinator. Made by `connect`; for one event loop."""
 
     def __init__(self, handshake: ClientHandshake) -> None:
-        self.link: ClientLink = Link(handshake, self, memoryview(bytearray(_READ_BYTES)))
+        self.link: ClientLink = RpcLink(handshake, self, memoryview(bytearray(_READ_BYTES)))
         self._woken: asyncio.Future[None] | None = None
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from elastane.process.rpc.link import READ_BYTES, Link
+from elastane.process.rpc.link import READ_BYTES, RpcLink
 from elastane.process.rpc.sockets import host_of, make_room_for
 from elastane.process.tls import TlsConfig, server_context
 from elastane.process.unproven import Unproven
@@ -33,7 +33,7 @@ from elastane.protocol.wire import NONCE_BYTES, ServerHandshake
 if TYPE_CHECKING:
     import ssl
 
-ServerLink = Link[ToCoordinator, ToAgent]
+ServerLink = RpcLink[ToCoordinator, ToAgent]
 
 # Connections that one turn of the event loop accepts, so that the others go on meanwhile.
 _ACCEPTS_PER_TURN = 32
@@ -89,7 +89,7 @@ class _Visitor:
         self.task: asyncio.Task[None] | None = None
 
 
-class Door:
+class Listener:
     """Accept from `listener` until closed; links that are proven go to `host`."""
 
     def __init__(self, listener: socket.socket, access: Access, host: Host) -> None:
@@ -182,7 +182,7 @@ class Door:
         nonce = os.urandom(NONCE_BYTES)
         first, *others = self._access.secrets()
         handshake = ServerHandshake(self._access.job, first, nonce, tuple(others))
-        link = Link(handshake, self, self._buffer)
+        link = RpcLink(handshake, self, self._buffer)
         visitor = _Visitor(link, peer_host)
         self._visitors.add(visitor, loop.time())
         self._of_link[link] = visitor

@@ -10,7 +10,7 @@ import socket
 
 from elastane.errors import (
     ElastaneError,
-    RendezvousError,
+    MembershipError,
     RendezvousRefusedError,
     WireError,
 )
@@ -50,7 +50,7 @@ def explain(error: Exception, endpoint: str, timeout_s: float, linked: bool) -> 
 
 
 def _of_wire(error: WireError, endpoint: str) -> ElastaneError:
-    kind = RendezvousRefusedError if error.slug in _FINAL else RendezvousError
+    kind = RendezvousRefusedError if error.slug in _FINAL else MembershipError
     return kind(
         f"{endpoint}: {error.what}",
         slug=error.slug,
@@ -62,7 +62,7 @@ def _of_wire(error: WireError, endpoint: str) -> ElastaneError:
 
 def _of_timeout(
     error: TimeoutError, endpoint: str, timeout_s: float, linked: bool
-) -> RendezvousError:
+) -> MembershipError:
     did = "took the connection but did not answer" if linked else "did not take a connection"
     bound = f"within {timeout_s:g} s" if timeout_s else f"in time: {error}"
     return _unserved(
@@ -72,7 +72,7 @@ def _of_timeout(
     )
 
 
-def _of_tls(error: Exception, endpoint: str) -> RendezvousError:
+def _of_tls(error: Exception, endpoint: str) -> MembershipError:
     if "CERTIFICATE" in str(error).upper():
         return _unserved(
             f"{endpoint}: the certificates do not fit: {error}",
@@ -86,7 +86,7 @@ def _of_tls(error: Exception, endpoint: str) -> RendezvousError:
     )
 
 
-def _of_system(error: Exception, endpoint: str) -> RendezvousError:
+def _of_system(error: Exception, endpoint: str) -> MembershipError:
     number = error.errno if isinstance(error, OSError) else None
     # Several addresses were tried: asyncio joins the errors' texts and drops their numbers.
     refused = number == errno.ECONNREFUSED or f"Errno {errno.ECONNREFUSED}]" in str(error)
@@ -109,5 +109,5 @@ def _of_system(error: Exception, endpoint: str) -> RendezvousError:
     )
 
 
-def _unserved(what: str, slug: str, next_step: str) -> RendezvousError:
-    return RendezvousError(what, slug=slug, expected="an elastane coordinator", next_step=next_step)
+def _unserved(what: str, slug: str, next_step: str) -> MembershipError:
+    return MembershipError(what, slug=slug, expected="an elastane coordinator", next_step=next_step)

@@ -34,17 +34,17 @@ Outgoing = TypeVar("Outgoing")
 class LinkOwner(Protocol[Incoming, Outgoing]):
     """Who holds a link, and hears of it."""
 
-    def proven(self, link: Link[Incoming, Outgoing]) -> None:
+    def proven(self, link: RpcLink[Incoming, Outgoing]) -> None:
         """The handshake succeeded; from now on `send` and `take` are allowed."""
 
-    def readable(self, link: Link[Incoming, Outgoing]) -> None:
+    def readable(self, link: RpcLink[Incoming, Outgoing]) -> None:
         """`take` would yield something now."""
 
-    def ended(self, link: Link[Incoming, Outgoing]) -> None:
+    def ended(self, link: RpcLink[Incoming, Outgoing]) -> None:
         """The link is over, `link.reason` says why; what was received can still be taken."""
 
 
-class Link(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
+class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
     """The asyncio protocol of one connection.
 
     `buffer` is where the loop receives to; links of one loop may share it, for its content is

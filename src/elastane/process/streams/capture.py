@@ -46,7 +46,7 @@ class Capture:
         self.console = console
         self._kept = kept
         self.fd = -1
-        self._tail = _Tail()
+        self._tail = _CaptureTail()
         self._unsent = b""
         self._unsent_since_s = 0.0
 
@@ -160,7 +160,7 @@ def _terminal_like(console_fd: int) -> tuple[int, int]:
     return own, workers
 
 
-class _Tail:
+class _CaptureTail:
     """The end of a stream as a file in memory, whose beginning is given back."""
 
     def __init__(self) -> None:

@@ -31,13 +31,13 @@ from elastane.process.streams.files import (
 from elastane.process.streams.filtered import Filtered
 from elastane.process.streams.kept import KeptFile
 from elastane.process.streams.places import GroupFiles, WorkerFiles, filtered_name, planned
-from elastane.process.streams.plan import LogPlan, Std, WorkerPlace
+from elastane.process.streams.plan import LogPlan, StreamChoice, WorkerPlace
 from elastane.process.streams.pump import Pump
 from elastane.process.streams.tailer import Tail, Tailer
 from elastane.protocol.model import Fence
 
 _log = logging.getLogger("elastane.streams")
-_CONSOLE_FDS = {Std.OUT: 1, Std.ERR: 2}
+_CONSOLE_FDS = {StreamChoice.OUT: 1, StreamChoice.ERR: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +103,18 @@ class GroupStreams:
 
     def _open_files(
         self, local_rank: int, rank: int, role: str
-    ) -> tuple[WorkerStreams, dict[Std, KeptFile]]:
+    ) -> tuple[WorkerStreams, dict[StreamChoice, KeptFile]]:
         """Return the streams of one worker, and the files of those that the console gets."""
         place = WorkerPlace(self._fence, local_rank, rank, role, self._node)
         files = self._files_of(place)
-        stdout, stdout_path = self._open_stream(place, Std.OUT, files)
-        stderr, stderr_path = self._open_stream(place, Std.ERR, files)
+        stdout, stdout_path = self._open_stream(place, StreamChoice.OUT, files)
+        stderr, stderr_path = self._open_stream(place, StreamChoice.ERR, files)
         streams = WorkerStreams(stdout, stderr, stdout_path, stderr_path, files.error_file)
-        return streams, self._keep({Std.OUT: stdout, Std.ERR: stderr}, files)
+        return streams, self._keep({StreamChoice.OUT: stdout, StreamChoice.ERR: stderr}, files)
 
-    def _keep(self, opened: Mapping[Std, int], files: WorkerFiles) -> dict[Std, KeptFile]:
+    def _keep(
+        self, opened: Mapping[StreamChoice, int], files: WorkerFiles
+    ) -> dict[StreamChoice, KeptFile]:
         """Open files for copies of the streams that go to the console."""
         kept = {}
         for std, fd in opened.items():
@@ -127,17 +129,19 @@ class GroupStreams:
                 del kept[std]
         return kept
 
-    def _captured(self, streams: WorkerStreams, kept: Mapping[Std, KeptFile]) -> WorkerStreams:
+    def _captured(
+        self, streams: WorkerStreams, kept: Mapping[StreamChoice, KeptFile]
+    ) -> WorkerStreams:
         """See to it that the end of stderr can be read, and that what is kept is captured.
 
         Where nothing is kept, a terminal stays the worker's own.
         """
-        if Std.OUT in kept:
-            write, _ = self._capture(streams.stdout, kept[Std.OUT])
-            streams = replace(streams, stdout=write, stdout_path=str(kept[Std.OUT].path))
+        if StreamChoice.OUT in kept:
+            write, _ = self._capture(streams.stdout, kept[StreamChoice.OUT])
+            streams = replace(streams, stdout=write, stdout_path=str(kept[StreamChoice.OUT].path))
         if streams.stderr_path:
             return replace(streams, stderr_tail=streams.stderr_path)
-        file = kept.get(Std.ERR)
+        file = kept.get(StreamChoice.ERR)
         shown = streams.stderr in _CONSOLE_FDS.values()
         if shown and file is None and os.isatty(streams.stderr):
             return streams
@@ -196,7 +200,9 @@ class GroupStreams:
             return None
         return folder
 
-    def _open_stream(self, place: WorkerPlace, std: Std, files: WorkerFiles) -> tuple[int, str]:
+    def _open_stream(
+        self, place: WorkerPlace, std: StreamChoice, files: WorkerFiles
+    ) -> tuple[int, str]:
         """Return the descriptor for a stream, and its file's path if it has one."""
         path = files.paths.get(std, "")
         if path and path != os.devnull:
@@ -210,7 +216,7 @@ class GroupStreams:
         self._ends.append(fd)
         return fd, ""
 
-    def _open_file(self, place: WorkerPlace, std: Std, path: Path, *, tee: bool) -> int:
+    def _open_file(self, place: WorkerPlace, std: StreamChoice, path: Path, *, tee: bool) -> int:
         fd = open_append(path)
         if self._gave_up:
             os.close(fd)
@@ -226,7 +232,7 @@ class GroupStreams:
             self._filter(std, path, place)
         return fd
 
-    def _filter(self, std: Std, source: Path, place: WorkerPlace) -> None:
+    def _filter(self, std: StreamChoice, source: Path, place: WorkerPlace) -> None:
         prefix, name = (
             self._plan.line_prefix(place),
             filtered_name(std, place.rank - place.local_rank),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class Patience:
+class ConsoleTimeout:
     """Waits for the last lines: `total_s` in all, `stall_s` without any progress."""
 
     def __init__(self, total_s: float, stall_s: float) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastane.process.streams.plan import LogPlan, Std, WorkerPlace
+from elastane.process.streams.plan import LogPlan, StreamChoice, WorkerPlace
 
-FILE_NAMES = {Std.OUT: "stdout.log", Std.ERR: "stderr.log"}
-_FILTERED = {Std.OUT: "filtered_stdout", Std.ERR: "filtered_stderr"}
+FILE_NAMES = {StreamChoice.OUT: "stdout.log", StreamChoice.ERR: "stderr.log"}
+_FILTERED = {StreamChoice.OUT: "filtered_stdout", StreamChoice.ERR: "filtered_stderr"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class WorkerFiles:
     `kept` are the files that get a copy of what goes to the console.
     """
 
-    paths: Mapping[Std, str]
-    tees: Std = Std.NONE
+    paths: Mapping[StreamChoice, str]
+    tees: StreamChoice = StreamChoice.NONE
     error_file: str = ""
     # What the class that chose the files wants changed in the worker's environment.
     env: Mapping[str, str] = field(default_factory=dict)
-    kept: Mapping[Std, str] = field(default_factory=dict)
+    kept: Mapping[StreamChoice, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class GroupFiles:
     """All workers' by local rank, and the files that lines with certain texts are copied to."""
 
     workers: Mapping[int, WorkerFiles]
-    filtered: Mapping[Std, str] = field(default_factory=dict)
+    filtered: Mapping[StreamChoice, str] = field(default_factory=dict)
 
 
 # Asked anew for each attempt, with the environments of its workers by local rank.
 ChooseFiles = Callable[[Mapping[int, Mapping[str, str]]], GroupFiles]
 
 
-def filtered_name(std: Std, first_rank: int) -> str:
+def filtered_name(std: StreamChoice, first_rank: int) -> str:
     """Return the name of a node's file of copied lines, in the attempt's folder.
 
     Other nodes than the first have their first rank in it: over a network file system, two hosts
@@ -55,7 +55,7 @@ def filtered_name(std: Std, first_rank: int) -> str:
 def planned(plan: LogPlan, place: WorkerPlace, folder: Path | None, error_file: str) -> WorkerFiles:
     """Return what `plan` says for one worker, whose folder is None where there are no files."""
     nowhere = "" if plan.shows(place.local_rank) else os.devnull
-    paths, tees = {}, Std.NONE
+    paths, tees = {}, StreamChoice.NONE
     for std, name in FILE_NAMES.items():
         asked = folder is not None and plan.keeps(place.local_rank, std)
         paths[std] = str(folder / name) if asked and folder is not None else nowhere

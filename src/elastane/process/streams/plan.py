@@ -27,7 +27,7 @@ _STD_MAP = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
 _RANK_DIR = re.compile(r"round_(\d+)/attempt_(\d+)/rank_(\d+)")
 
 
-class Std(IntFlag):
+class StreamChoice(IntFlag):
     """Which of a worker's standard streams; the numbers are torchrun's."""
 
     NONE = 0
@@ -36,7 +36,7 @@ class Std(IntFlag):
     ALL = 3
 
 
-StdMap = dict[int, Std]
+StdMap = dict[int, StreamChoice]
 
 
 def parse_std_map(text: str, local_world_size: int, *, option: str = "--redirects") -> StdMap:
@@ -48,7 +48,7 @@ def parse_std_map(text: str, local_world_size: int, *, option: str = "--redirect
     """
     text = text.strip()
     if re.fullmatch("[0-3]", text):
-        return dict.fromkeys(range(local_world_size), Std(int(text)))
+        return dict.fromkeys(range(local_world_size), StreamChoice(int(text)))
     if not _STD_MAP.fullmatch(text):
         raise UsageError(
             f"{option}: {text!r} names no streams",
@@ -57,8 +57,8 @@ def parse_std_map(text: str, local_world_size: int, *, option: str = "--redirect
             next_step=f"{option} 3, or {option} 0:3,10:1",
         )
     named = dict(pair.split(":") for pair in text.split(","))
-    by_rank = {int(rank): Std(int(value)) for rank, value in named.items()}
-    return {rank: by_rank.get(rank, Std.NONE) for rank in range(local_world_size)}
+    by_rank = {int(rank): StreamChoice(int(value)) for rank, value in named.items()}
+    return {rank: by_rank.get(rank, StreamChoice.NONE) for rank in range(local_world_size)}
 
 
 def parse_ranks(text: str, *, option: str = "--local-ranks-filter") -> frozenset[int]:
@@ -116,25 +116,27 @@ class LogPlan:
     tee: StdMap = field(default_factory=dict)
     console_ranks: frozenset[int] = frozenset()
     prefix: str = DEFAULT_PREFIX_TEMPLATE
-    needles: Mapping[Std, tuple[str, ...]] = field(default_factory=dict)
+    needles: Mapping[StreamChoice, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def has_files(self) -> bool:
         """Whether there is a folder to write to."""
         return self.base_dir not in NO_FILES
 
-    def keeps(self, local_rank: int, std: Std) -> bool:
+    def keeps(self, local_rank: int, std: StreamChoice) -> bool:
         """Tell whether this stream goes to a file (tee implies it)."""
-        asked = self.redirects.get(local_rank, Std.NONE) | self.tee.get(local_rank, Std.NONE)
+        asked = self.redirects.get(local_rank, StreamChoice.NONE) | self.tee.get(
+            local_rank, StreamChoice.NONE
+        )
         return self.has_files and std in asked
 
     def shows(self, local_rank: int) -> bool:
         """Tell whether the console may show this local rank."""
         return not self.console_ranks or local_rank in self.console_ranks
 
-    def tees(self, local_rank: int, std: Std) -> bool:
+    def tees(self, local_rank: int, std: StreamChoice) -> bool:
         """Tell whether the console shows what the file of this stream gets."""
-        asked = self.tee.get(local_rank, Std.NONE)
+        asked = self.tee.get(local_rank, StreamChoice.NONE)
         return self.has_files and std in asked and self.shows(local_rank)
 
     def job_dir(self, job: str) -> Path:

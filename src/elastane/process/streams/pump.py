@@ -23,7 +23,7 @@ from elastane.process.streams.bounds import (
     SETTLE_S,
 )
 from elastane.process.streams.capture import Capture
-from elastane.process.streams.patience import Patience
+from elastane.process.streams.patience import ConsoleTimeout
 
 
 class Pump:
@@ -135,7 +135,7 @@ class Pump:
     def _finish(self) -> None:
         """Show the rest, for as long as the consoles take it."""
         consoles = {c.console for c in self._captures if c.console is not None}
-        patience = Patience(FINISH_S, CAPTURE_STALL_S)
+        patience = ConsoleTimeout(FINISH_S, CAPTURE_STALL_S)
         while True:
             now_s = time.monotonic()
             for capture in self._captures:

@@ -31,13 +31,13 @@ from elastane.process.streams.bounds import (
 from elastane.process.streams.console import Console
 from elastane.process.streams.index import IndexWriter
 from elastane.process.streams.lines import LineCutter
-from elastane.process.streams.patience import Patience
+from elastane.process.streams.patience import ConsoleTimeout
 
 # While the last lines are shown: the pause that lets a console take what it was given.
 _FINAL_PAUSE_S = 0.005
 
 
-class Watched(Protocol):
+class TailedFile(Protocol):
     """One file that the thread looks at. `lag_bytes` are what its console still lacks."""
 
     @property
@@ -163,7 +163,7 @@ class Tailer:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tails: list[Watched] = []
+        self._tails: list[TailedFile] = []
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._on_done: Callable[[], None] = lambda: None
@@ -173,7 +173,7 @@ class Tailer:
         """Whether there is anything to wait for."""
         return self._thread is not None
 
-    def add(self, tail: Watched) -> None:
+    def add(self, tail: TailedFile) -> None:
         """Watch one more open tail."""
         self._tails.append(tail)
         if self._thread is None:
@@ -206,7 +206,7 @@ class Tailer:
     def _finish(self) -> None:
         """Show the rest, for as long as the consoles take it."""
         consoles = {tail.console for tail in self._tails if tail.console}
-        patience = Patience(FINISH_S, STALL_S)
+        patience = ConsoleTimeout(FINISH_S, STALL_S)
         self._look_at_all(0, final=True)
         while self._is_behind(consoles) and patience.lasts(sum(c.written_bytes for c in consoles)):
             time.sleep(_FINAL_PAUSE_S)

@@ -86,7 +86,7 @@ class EarlyModules:
             self._forget(self._unit(name))
             return None
         spec = copy.copy(module.__spec__)
-        spec.loader = _Given(self, module)  # type: ignore[assignment]
+        spec.loader = _EarlyModule(self, module)  # type: ignore[assignment]
         return spec
 
     def give(self, name: str) -> None:
@@ -164,7 +164,7 @@ class ImportNotes:
             sys.meta_path.remove(self)
 
 
-class _Given:
+class _EarlyModule:
     """Loads a module that is there already."""
 
     def __init__(self, early: EarlyModules, module: ModuleType) -> None:

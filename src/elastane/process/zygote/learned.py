@@ -29,16 +29,16 @@ _PLACE_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ELASTANE_")
 
 
 @dataclass
-class Found:
+class ImportFindings:
     """Which packages are unsafe, and which variables the others have read."""
 
     unsafe: set[str] = field(default_factory=set)
     reads: dict[str, str | None] = field(default_factory=dict)
 
 
-def import_learned(names: Iterable[str], unfit: Callable[[], str]) -> Found:
+def import_learned(names: Iterable[str], unfit: Callable[[], str]) -> ImportFindings:
     """Import modules in their order; `unfit` says why this process could not be forked by now."""
-    found, known = Found(), {}
+    found, known = ImportFindings(), {}
     ends_s = time.monotonic() + LEARNED_IMPORT_S
     watched = _watch(found)
     try:
@@ -74,11 +74,11 @@ def _is_installed(package: str) -> bool:
     return origin is not None and any(Path(origin).is_relative_to(root) for root in roots)
 
 
-def _watch(found: Found) -> Callable[[], None]:
+def _watch(found: ImportFindings) -> Callable[[], None]:
     """Note which variables are read from now on; returns what ends that."""
     kind: Any = type(os.environ)
 
-    class Watched(kind):  # type: ignore[misc]
+    class ImportWatch(kind):  # type: ignore[misc]
         def __getitem__(self, name: str) -> str:
             if name in _PLACES or name.startswith(_PLACE_PREFIXES):
                 found.unsafe |= _readers(sys._getframe(1))
@@ -91,7 +91,7 @@ def _watch(found: Found) -> Callable[[], None]:
             return super().__iter__()
 
     environ: Any = os.environ
-    environ.__class__ = Watched
+    environ.__class__ = ImportWatch
 
     def end() -> None:
         environ.__class__ = kind

@@ -57,7 +57,7 @@ _STRANGERS = (
 )
 
 
-class Verdict(IntEnum):
+class HandshakeVerdict(IntEnum):
     """The coordinator's one byte."""
 
     GO_ON = 0
@@ -190,21 +190,21 @@ class ClientHandshake(_Side):
         if len(self._buffer) < _ANSWER_BYTES:
             return b""
         verdict = self._buffer[_ANSWER_BYTES - 1]
-        if verdict != Verdict.GO_ON:
+        if verdict != HandshakeVerdict.GO_ON:
             theirs = _version(self._buffer)
             raise self._refused(verdict, theirs)
         if len(self._buffer) < _ANSWER_BYTES + NONCE_BYTES:
             return b""
         challenge = self._take(_ANSWER_BYTES + NONCE_BYTES)
         if _version(challenge) != PROTOCOL:
-            raise self._refused(Verdict.WRONG_VERSION, _version(challenge))
+            raise self._refused(HandshakeVerdict.WRONG_VERSION, _version(challenge))
         self._keys = self._derive(self._secret, self._hello + challenge)
         return self._keys[0]
 
     def _read_proof(self, expected: bytes) -> None:
         if not self._buffer:
             return
-        if self._buffer[0] != Verdict.GO_ON:
+        if self._buffer[0] != HandshakeVerdict.GO_ON:
             raise self._refused(self._buffer[0], PROTOCOL)
         if len(self._buffer) < 1 + PROOF_BYTES:
             return
@@ -218,21 +218,21 @@ class ClientHandshake(_Side):
         self.done = True
 
     def _refused(self, verdict: int, theirs: int) -> WireError:
-        if verdict == Verdict.WRONG_VERSION:
+        if verdict == HandshakeVerdict.WRONG_VERSION:
             return WireError(
                 f"the coordinator speaks protocol version {theirs}, this agent {PROTOCOL}",
                 slug="protocol-version",
                 expected="the same elastane on every node",
                 next_step="pip install the same version of elastane on all nodes",
             )
-        if verdict == Verdict.WRONG_JOB:
+        if verdict == HandshakeVerdict.WRONG_JOB:
             return WireError(
                 f"the coordinator there serves another job than {self._job!r}",
                 slug="wrong-job",
                 expected="one job to an endpoint",
                 next_step="use the same --rdzv-id on all nodes, or another --rdzv-endpoint",
             )
-        if verdict == Verdict.WRONG_TOKEN:
+        if verdict == HandshakeVerdict.WRONG_TOKEN:
             return WireError(
                 f"the coordinator of job {self._job!r} has another token than this agent",
                 slug="wrong-token",
@@ -289,7 +289,7 @@ class ServerHandshake(_Side):
         version = _version(self._buffer)
         if version != PROTOCOL:
             what = f"the peer speaks protocol version {version}, this coordinator {PROTOCOL}"
-            raise self._refuse(Verdict.WRONG_VERSION, what, "protocol-version")
+            raise self._refuse(HandshakeVerdict.WRONG_VERSION, what, "protocol-version")
         if len(self._buffer) < _HELLO_BYTES:
             return b""
         job_bytes = int.from_bytes(self._buffer[len(MAGIC) + 2 : len(MAGIC) + 4], "little")
@@ -299,7 +299,7 @@ class ServerHandshake(_Side):
             return b""
         hello = self._take(_HELLO_BYTES + job_bytes)
         self._check_job(hello[_HELLO_BYTES:])
-        challenge = b"".join((MAGIC, _u16(PROTOCOL), bytes((Verdict.GO_ON,)), self._nonce))
+        challenge = b"".join((MAGIC, _u16(PROTOCOL), bytes((HandshakeVerdict.GO_ON,)), self._nonce))
         self._transcript = hello + challenge
         return challenge
 
@@ -307,7 +307,7 @@ class ServerHandshake(_Side):
         if name != self._job.encode():
             theirs = name.decode(errors="replace")
             what = f"the peer belongs to job {theirs!r}, this coordinator serves {self._job!r}"
-            raise self._refuse(Verdict.WRONG_JOB, what, "wrong-job")
+            raise self._refuse(HandshakeVerdict.WRONG_JOB, what, "wrong-job")
 
     def _read_proof(self) -> bytes:
         if len(self._buffer) < PROOF_BYTES:
@@ -318,13 +318,13 @@ class ServerHandshake(_Side):
             if hmac.compare_digest(proof, keys[0]):
                 self._keys = keys
         if self._keys is None:
-            self.farewell = bytes((Verdict.WRONG_TOKEN,))
+            self.farewell = bytes((HandshakeVerdict.WRONG_TOKEN,))
             what = f"the peer has another token than job {self._job!r}"
             raise WireError(what, slug="wrong-token")
         self.done = True
-        return bytes((Verdict.GO_ON,)) + self._keys[1]
+        return bytes((HandshakeVerdict.GO_ON,)) + self._keys[1]
 
-    def _refuse(self, verdict: Verdict, what: str, slug: str) -> WireError:
+    def _refuse(self, verdict: HandshakeVerdict, what: str, slug: str) -> WireError:
         self.farewell = b"".join((MAGIC, _u16(PROTOCOL), bytes((verdict,))))
         return WireError(what, slug=slug)
 

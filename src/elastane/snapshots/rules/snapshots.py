@@ -69,7 +69,7 @@ class Drop(NamedTuple):
 Effect = Whole | Write | Superseded | Forget | Drop
 
 
-class Piece(NamedTuple):
+class SnapshotPiece(NamedTuple):
     """What one worker keeps: its share of a snapshot of `locals` workers of this node.
 
     `together`: the last save that all nodes kept, where what one has is of no use alone; else "".
@@ -192,7 +192,7 @@ class Snapshots:
             self._slots[free].granted = True
         return free, self._taken()
 
-    def keep(self, worker: int, slot: int, piece: Piece) -> list[Effect]:
+    def keep(self, worker: int, slot: int, piece: SnapshotPiece) -> list[Effect]:
         """A worker has filled the slot that it was granted: its piece of a snapshot."""
         held = self._slots.get(slot)
         if held is None or held.owner != worker or not held.granted:

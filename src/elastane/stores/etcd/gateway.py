@@ -46,7 +46,7 @@ _NOT_ALLOWED = ("auth", "permission denied", "user name is empty")
 _TOKEN_IS_OLD = ("invalid auth token", "auth: token", "revision of auth store is old")
 
 
-class Answer:
+class HttpAnswer:
     """A server's answer, read to its end."""
 
     def __init__(self, url: str, status: int, content: bytes, index: int = 0) -> None:
@@ -74,7 +74,7 @@ class Gateway:
         *,
         write: bool = False,
         **what: Any,
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Return the answer of the first server that gives one, whatever its status.
 
         `what` is handed to httpx (json=, data=, params=, headers=).
@@ -148,7 +148,7 @@ class Gateway:
             next_step="nothing: it is tried again",
         )
 
-    def refused(self, answer: Answer, text: str) -> StoreError | ConfigurationError:
+    def refused(self, answer: HttpAnswer, text: str) -> StoreError | ConfigurationError:
         """Return the error for a server that said no: to who we are, or to what was asked."""
         if answer.status in (401, 403) or any(sign in text for sign in _NOT_ALLOWED):
             return ConfigurationError(
@@ -164,7 +164,7 @@ class Gateway:
             next_step="look at the server's log",
         )
 
-    async def _one(self, method: str, url: str, what: dict[str, Any]) -> Answer:
+    async def _one(self, method: str, url: str, what: dict[str, Any]) -> HttpAnswer:
         import httpx
 
         try:
@@ -178,7 +178,7 @@ class Gateway:
                     if len(content) > ANSWER_BYTES_MAX:
                         raise _Unanswered(f"more than {ANSWER_BYTES_MAX} bytes", sent=True)
                 index = response.headers.get("X-Etcd-Index", "")
-                return Answer(
+                return HttpAnswer(
                     url, response.status_code, content, int(index) if index.isdecimal() else 0
                 )
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
@@ -188,7 +188,7 @@ class Gateway:
         except TimeoutError:
             raise _Unanswered(f"no answer within {ATTEMPT_TIMEOUT_S:g} s", sent=True) from None
 
-    def _goes_on(self, answer: Answer, write: bool) -> bool:
+    def _goes_on(self, answer: HttpAnswer, write: bool) -> bool:
         """Whether another member is to be asked after an error of this one."""
         text = wire.trouble_of(answer.content)
         if any(sign in text for sign in _NOT_TAKEN):
@@ -233,7 +233,7 @@ class Gateway:
         return self._client
 
 
-class Session:
+class GatewaySession:
     """v3's JSON over a gateway: paths of the server's version, and the login's token."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -298,7 +298,7 @@ class Session:
             next_step="--rdzv-backend etcd-v2, where the server speaks v2",
         )
 
-    def _decode(self, answer: Answer, kind: type[wire.T]) -> wire.T:
+    def _decode(self, answer: HttpAnswer, kind: type[wire.T]) -> wire.T:
         try:
             return wire.decode(answer.content, kind)
         except UNREADABLE as error:

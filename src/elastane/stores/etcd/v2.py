@@ -26,7 +26,7 @@ from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.common import HeldLease, boot_clock
 from elastane.stores.etcd import wire
-from elastane.stores.etcd.gateway import Answer, Gateway
+from elastane.stores.etcd.gateway import Gateway, HttpAnswer
 from elastane.stores.etcd.settings import EtcdSettings
 from elastane.stores.etcd.v3 import WATCH_SILENCE_S
 from elastane.stores.protocol import (
@@ -44,20 +44,20 @@ _CONFLICTS = (101, 102, 105)
 _WATCH_PAUSE_S = 0.1
 
 
-class Node(msgspec.Struct):
+class EtcdNode(msgspec.Struct):
     """A key, or the folder of keys."""
 
     key: str = ""
     value: str = ""
     createdIndex: int = 0  # noqa: N815 - the server's spelling
     modifiedIndex: int = 0  # noqa: N815
-    nodes: list[Node] = []
+    nodes: list[EtcdNode] = []
 
 
 class Reply(msgspec.Struct):
     """What the server says: of a key, or of an error."""
 
-    node: Node | None = None
+    node: EtcdNode | None = None
     errorCode: int = 0  # noqa: N815
     message: str = ""
     cause: str = ""
@@ -176,7 +176,7 @@ class EtcdV2Store:
                     return
         await asyncio.sleep(_WATCH_PAUSE_S)
 
-    def _decode(self, answer: Answer) -> Reply:
+    def _decode(self, answer: HttpAnswer) -> Reply:
         try:
             return msgspec.json.decode(answer.content, type=Reply)
         except UNREADABLE:
@@ -190,7 +190,7 @@ class EtcdV2Store:
             next_step="--rdzv-backend etcd, which speaks v3",
         )
 
-    def _refused(self, answer: Answer, reply: Reply) -> StoreError | ConfigurationError:
+    def _refused(self, answer: HttpAnswer, reply: Reply) -> StoreError | ConfigurationError:
         text = f"{reply.message} {reply.cause}".strip() or wire.trouble_of(answer.content)
         return self.gateway.refused(answer, text)
 
@@ -276,7 +276,7 @@ def _flat(key: str) -> str:
     return key.replace("/", "~")
 
 
-def _entry(node: Node | None) -> Entry | None:
+def _entry(node: EtcdNode | None) -> Entry | None:
     if node is None:
         return None
     try:

@@ -26,7 +26,7 @@ from elastane.protocol.limits import STORE_TIMEOUT_S
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.stores.common import HeldLease, boot_clock
 from elastane.stores.etcd import wire
-from elastane.stores.etcd.gateway import Gateway, Session
+from elastane.stores.etcd.gateway import Gateway, GatewaySession
 from elastane.stores.etcd.settings import EtcdSettings
 from elastane.stores.protocol import (
     ConflictError,
@@ -49,7 +49,7 @@ class EtcdStore:
 
     def __init__(self, settings: EtcdSettings, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
         self.urls = settings.urls
-        self.session = Session(Gateway(settings, timeout_s=timeout_s))
+        self.session = GatewaySession(Gateway(settings, timeout_s=timeout_s))
         self._prefix = f"/{settings.prefix}/"
 
     def name(self, key: str) -> bytes:
@@ -144,7 +144,7 @@ class EtcdStore:
     async def grant(self, ttl_s: float) -> int:
         """Make a lease of the server's of at least `ttl_s`, which is bound to nothing yet."""
         granted = await self.session.call(
-            "/lease/grant", {"TTL": str(math.ceil(ttl_s))}, wire.Grant, write=True
+            "/lease/grant", {"TTL": str(math.ceil(ttl_s))}, wire.LeaseGrant, write=True
         )
         return granted.ID
 
@@ -152,7 +152,7 @@ class EtcdStore:
         """End a lease of the server's, and with it what is bound to it."""
         paths = ("/lease/revoke", "/kv/lease/revoke")  # etcd 3.4 and later; 3.3
         path = paths[self.session.root == "/v3beta"]
-        await self.session.call(path, {"ID": str(lease)}, wire.Grant, write=True)
+        await self.session.call(path, {"ID": str(lease)}, wire.LeaseGrant, write=True)
 
     async def commit(self, transaction: dict[str, object]) -> wire.Txn:
         """Carry a transaction out."""
@@ -160,10 +160,10 @@ class EtcdStore:
 
     async def _read(self, key: str) -> tuple[Entry | None, int]:
         """Return the key's entry, and the revision as of which that is so."""
-        found = await self.session.call("/kv/range", {"key": self.name(key)}, wire.Range)
+        found = await self.session.call("/kv/range", {"key": self.name(key)}, wire.KeyRange)
         return _entry(found.first), found.header.revision
 
-    async def _events(self, key: str, revision: int) -> AsyncIterator[wire.Event]:
+    async def _events(self, key: str, revision: int) -> AsyncIterator[wire.WatchEvent]:
         """Give what happens from `revision` on, until the watch breaks, is silent or compacted."""
         name = base64.b64encode(self.name(key)).decode()
         request = {"create_request": {"key": name, "start_revision": str(revision)}}
@@ -268,7 +268,7 @@ def _entry(found: wire.KeyValue | None) -> Entry | None:
     return Entry(found.value, found.mod_revision) if found is not None else None
 
 
-def _range(done: wire.Txn, place: int) -> wire.Range:
+def _range(done: wire.Txn, place: int) -> wire.KeyRange:
     """Return the answer to a read within a transaction."""
     if place >= len(done.responses):
         raise StoreError(

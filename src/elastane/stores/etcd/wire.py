@@ -32,7 +32,7 @@ class KeyValue(msgspec.Struct):
     lease: int = 0
 
 
-class Range(msgspec.Struct):
+class KeyRange(msgspec.Struct):
     """The answer to a read."""
 
     header: Header = msgspec.field(default_factory=Header)
@@ -53,7 +53,7 @@ class Put(msgspec.Struct):
 class Response(msgspec.Struct):
     """One operation's answer within a transaction."""
 
-    response_range: Range = msgspec.field(default_factory=Range)
+    response_range: KeyRange = msgspec.field(default_factory=KeyRange)
     response_put: Put = msgspec.field(default_factory=Put)
 
 
@@ -65,7 +65,7 @@ class Txn(msgspec.Struct):
     responses: list[Response] = []
 
 
-class Grant(msgspec.Struct):
+class LeaseGrant(msgspec.Struct):
     """The answer to the making of a lease; TTL is in seconds, and may be more than was asked."""
 
     ID: int = 0
@@ -75,7 +75,7 @@ class Grant(msgspec.Struct):
 class KeepAlive(msgspec.Struct):
     """The one line that a renewal answers; a TTL of 0: the lease is no more."""
 
-    result: Grant = msgspec.field(default_factory=Grant)
+    result: LeaseGrant = msgspec.field(default_factory=LeaseGrant)
 
 
 class Token(msgspec.Struct):
@@ -84,28 +84,28 @@ class Token(msgspec.Struct):
     token: str = ""
 
 
-class Event(msgspec.Struct):
+class WatchEvent(msgspec.Struct):
     """A change of a key; `type` is left out for a write."""
 
     kv: KeyValue = msgspec.field(default_factory=KeyValue)
     type: str = "PUT"
 
 
-class Watched(msgspec.Struct):
+class WatchedKey(msgspec.Struct):
     """One message of a watch."""
 
     header: Header = msgspec.field(default_factory=Header)
     canceled: bool = False
-    events: list[Event] = []
+    events: list[WatchEvent] = []
 
 
 class WatchLine(msgspec.Struct):
     """One line of a watch."""
 
-    result: Watched = msgspec.field(default_factory=Watched)
+    result: WatchedKey = msgspec.field(default_factory=WatchedKey)
 
 
-class Trouble(msgspec.Struct):
+class GatewayError(msgspec.Struct):
     """What the gateway says of an error."""
 
     error: str = ""
@@ -121,7 +121,7 @@ def decode(content: bytes, kind: type[T]) -> T:
 def trouble_of(content: bytes) -> str:
     """Return what an error's body says, or its beginning where that is no message."""
     try:
-        found = decode(content, Trouble)
+        found = decode(content, GatewayError)
     except UNREADABLE:
         return content[:200].decode(errors="replace").strip()
     return found.error or found.message
