@@ -202,7 +202,7 @@ class SimulatedNode:
         else:
             assert self.group is not None
             ended = self.cluster.training.kill(self.group)
-        fence = found.born if isinstance(found, Household) else found.fence
+        fence = found.start_fence if isinstance(found, Household) else found.fence
         for local_rank in ended:
             rank = found.assignment.rank_base + local_rank
             failure = Failure(local_rank=local_rank, rank=rank, pid=1, exit_code=-9)
@@ -329,7 +329,7 @@ class SimulatedNode:
                 size=self.size,
                 feed=feed,
                 new_offer=self.new_offer,
-                born=assignment.fence,
+                start_fence=assignment.fence,
                 offer=self.new_offer() if serves else self.core.offer,
             )
             self.cluster.residents.start(self.household)

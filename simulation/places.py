@@ -70,7 +70,7 @@ class Household:
     size: int
     feed: Callable[[AgentEvent], None]
     new_offer: Callable[[], PortOffer]
-    born: Fence
+    start_fence: Fence
     offer: PortOffer
     workers: dict[int, SimulatedWorker] = field(default_factory=dict)
     phase: str = "running"  # stopping, gone

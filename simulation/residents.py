@@ -80,7 +80,7 @@ class Residents:
         for local_rank in ranks:
             self._fork(group, local_rank, group.assignment)
         pids = tuple(w.pid for w in group.workers.values())
-        self._clock.after(0.002, lambda: group.feed(GroupStarted(group.born, pids)))
+        self._clock.after(0.002, lambda: group.feed(GroupStarted(group.start_fence, pids)))
 
     def start_workers(self, group: Household, ranks: tuple[int, ...], delay_s: float) -> None:
         """Fork successors of workers that have ended."""
@@ -187,7 +187,7 @@ class Residents:
     def _tell_able(self, group: Household) -> None:
         if group.phase == "running":
             sharding = self._mesh.said(group)
-            group.feed(GroupAble(group.born, group.able, group.offer, sharding))
+            group.feed(GroupAble(group.start_fence, group.able, group.offer, sharding))
 
     def _die(self, worker: SimulatedWorker, exit_code: int, message: str) -> None:
         group = worker.group
@@ -202,7 +202,7 @@ class Residents:
         )
         group.crashed = True
         self._end(worker, "dead")
-        group.feed(WorkerFailed(group.born, failure, self._clock.now_s))
+        group.feed(WorkerFailed(group.start_fence, failure, self._clock.now_s))
 
     def _end(self, worker: SimulatedWorker, stage: str) -> None:
         """The process is no more; some of those that wait for it notice."""
@@ -229,7 +229,7 @@ class Residents:
             self._die(worker, 1, f"RuntimeError: {text}")
             return
         self._break_off(worker)
-        worker.group.feed(WorkerLost(worker.group.born, world.fence, text))
+        worker.group.feed(WorkerLost(worker.group.start_fence, world.fence, text))
 
     def _break_off(self, worker: SimulatedWorker) -> None:
         """The worker leaves its world; a step that it did not apply is not applied any more."""
@@ -250,7 +250,7 @@ class Residents:
         group.phase = "gone"
         for worker in [w for w in group.workers.values() if w.alive]:
             self._end(worker, "dead")
-        group.feed(GroupGone(group.born, group.new_offer()))
+        group.feed(GroupGone(group.start_fence, group.new_offer()))
 
     # Worlds.
 
@@ -435,5 +435,5 @@ class Residents:
             worker.world, worker.stage, worker.able = None, "done", False
             self._checks.line.exits()
             self._tell_able(worker.group)
-            worker.group.feed(WorkerSucceeded(worker.group.born, worker.local_rank))
+            worker.group.feed(WorkerSucceeded(worker.group.start_fence, worker.local_rank))
             self.drains.mind(worker.group)

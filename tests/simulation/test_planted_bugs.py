@@ -343,7 +343,7 @@ def test_the_other_side_of_a_partition_forgotten_is_found(monkeypatch):
 
 
 def test_an_agent_that_never_isolates_itself_is_found(monkeypatch):
-    monkeypatch.setattr(AgentCore, "_mind_isolation", lambda self: None)
+    monkeypatch.setattr(AgentCore, "_check_isolation", lambda self: None)
     # Its warden would do it six seconds later.
     monkeypatch.setattr(AgentCore, "train_until_s", property(lambda self: None))
     # Two sides at once, or one that outlives the job which ended without it.

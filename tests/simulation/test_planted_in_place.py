@@ -160,7 +160,7 @@ def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):
         before = self.group.assignment if self.group is not None else None
         original(self, assignment, leaving=leaving)
         if before is not None and self.group is not None and before.in_place and before.workers:
-            self._outbox.add(RegroupWorkers(self.group.born, before, before.workers))
+            self._outbox.add(RegroupWorkers(self.group.start_fence, before, before.workers))
 
     monkeypatch.setattr(LocalWorkers, "_regroup", again)
     first_failure(500)
@@ -177,7 +177,7 @@ def test_those_who_gave_way_and_are_stopped_though_they_are_needed_are_found(mon
 
 
 def test_a_place_that_is_dropped_without_a_word_is_found(monkeypatch):
-    def silently(self, group, fence, *, over):
+    def silently(self, group, fence, *, finished):
         group.move(fence)
 
     monkeypatch.setattr(LocalWorkers, "_stay_out", silently)

@@ -240,8 +240,8 @@ def test_an_agent_leaves_once():
 
 def test_an_answer_that_nobody_waits_for_proves_nothing_new():
     contact = Contact(5.0)
-    contact.begin(6.0)
-    contact.answered(authority=True)
+    contact.session_started(6.0)
+    contact.heartbeat_answered(authority=True)
     assert contact.authority_s == 6.0, "as of the session's begin, and no later"
 
 

@@ -1,1 +1,3 @@
-"""The decisions of an agent, pure: a coordinator that comes and goes, the local worker group."""
+"""The decisions of one agent, as pure code: its contact to the coordinator, its departure, and its
+local worker group.
+"""

@@ -1,8 +1,8 @@
-"""The agent's decisions: one coordinator that may come and go, and when to leave.
+"""The agent's decisions: a coordinator that may come and go, and when this agent leaves.
 
-What is not acknowledged is not queued: after a break in the connection the agent registers
-again and says what it holds, so nothing that happened meanwhile can be lost or told twice. While
-the coordinator is away, healthy workers go on.
+The agent keeps no queue of unacknowledged messages. After each break of the connection it registers
+again and reports what it has, so nothing is lost and nothing is reported twice. Healthy workers
+keep training while the coordinator is away.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ from elastane.protocol.model import JobSpec, NodeSpec, Outcome, PortOffer, WaitP
 
 
 class AgentCore:
-    """Decides for one agent; `handle` takes what happened and returns what is to be done.
+    """Decides for one agent; `handle` takes an event and returns effects.
 
-    `self_fencing`: whether it must stop its workers when it has heard of no authority for
-    ISOLATION_LIMIT_S (jobs with a store, where another coordinator may be elected).
+    `self_fencing`: whether the agent must stop its workers after ISOLATION_LIMIT_S without contact
+    to a coordinator with authority. It is set for jobs with a store, where another coordinator may
+    be elected.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class AgentCore:
         self.outcome: Outcome | None = None
         self.progress: int | None = None
         self.met = 0
-        self.slept_s = 0.0  # for how long this host was suspended: no time of its monotonic clock
+        self.slept_s = 0.0  # how long this host was suspended; the monotonic clock omits it
         self.waiting: tuple[WaitPoint, ...] = ()
         self.all_wait = False
         self._now_s = now_s
@@ -80,16 +81,16 @@ class AgentCore:
         self._workers = LocalWorkers(node, offer, self.contact, self._outbox)
 
     def handle(self, event: AgentEvent, now_s: float) -> list[AgentEffect]:
-        """Take in `event` at `now_s` (monotonic seconds) and return what is to be done."""
+        """Handle `event` at `now_s` (monotonic seconds) and return the effects."""
         self._now_s = self._workers.now_s = now_s
-        self.contact.slept(self.slept_s)
+        self.contact.add_suspension(self.slept_s)
         match event:
             case Linked(offer=offer):
                 self._link(offer)
             case Unlinked(reason=reason):
                 self._unlink(reason)
             case WorkerTold(message=message):
-                self._told(message)
+                self._receive(message)
             case Warm():
                 self._warm()
             case Signalled(name=name):
@@ -97,17 +98,18 @@ class AgentCore:
             case Tick():
                 pass
             case _:
-                # This agent may have stood still: workers that the warden killed did not fail.
-                self._mind_isolation()
-                self._workers.happened(event)
+                # If this agent itself stood still, workers that the orphan reaper killed did not
+                # fail.
+                self._check_isolation()
+                self._workers.observe(event)
                 if isinstance(event, GroupGone) and self.group is None:
                     self._gone()
-        self._keep_time()
-        return self._outbox.take()
+        self._run_timers()
+        return self._outbox.pop()
 
     @property
     def group(self) -> Group | None:
-        """The local worker group, while any process of it may live."""
+        """The local worker group, as long as any process of it may be alive."""
         return self._workers.group
 
     @property
@@ -117,7 +119,7 @@ class AgentCore:
 
     @property
     def wake_s(self) -> float:
-        """When a Tick is needed at the latest, in monotonic seconds."""
+        """The latest time of the next Tick, in monotonic seconds."""
         due = self._heartbeat_s
         if self.self_fencing and self.group is not None and self.group.phase == "running":
             due = min(due, self.contact.authority_s + ISOLATION_LIMIT_S)
@@ -127,9 +129,9 @@ class AgentCore:
 
     @property
     def train_until_s(self) -> float | None:
-        """Until when this node's workers may train if this agent stands still, by CLOCK_BOOTTIME.
+        """Until when workers may train if this agent stands still, by CLOCK_BOOTTIME.
 
-        None: without a bound, or there are none. The shell hands it on before each effect.
+        None: no bound, or no workers. The shell passes it on before each effect.
         """
         if not self.self_fencing or self.group is None or self.group.phase == "succeeded":
             return None
@@ -144,7 +146,7 @@ class AgentCore:
         seen = self._workers.seen
         if offer is not None:
             self._workers.offer = offer
-        self.contact.begin(self._now_s)
+        self.contact.session_started(self._now_s)
         self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
         self._outbox.send(
             Join(
@@ -162,9 +164,9 @@ class AgentCore:
             self._outbox.send(Leave(self._leaving))
 
     def _unlink(self, reason: str) -> None:
-        if self.linked and self.outcome is None:  # It goes when the job has ended.
-            self._tell(EventKind.COORDINATOR_AWAY, reason)
-        self.contact.end(reason, self._now_s)
+        if self.linked and self.outcome is None:  # A coordinator leaves once the job has ended.
+            self._log(EventKind.COORDINATOR_AWAY, reason)
+        self.contact.session_ended(reason, self._now_s)
         if self._leaving and self.group is None:
             self._leave_now("the coordinator is away")
 
@@ -174,21 +176,21 @@ class AgentCore:
             if self.linked:
                 self._outbox.send(Ready())
 
-    def _told(self, message: ToAgent) -> None:
+    def _receive(self, message: ToAgent) -> None:
         match message:
             case Welcome(phase=phase, reason=reason):
                 self.welcomed = True
-                self._tell(EventKind.COORDINATOR_FOUND, f"the job is {phase}: {reason}")
+                self._log(EventKind.COORDINATOR_FOUND, f"the job is {phase}: {reason}")
             case Refused():
                 self._refused(message)
             case Release() | Close():
                 self._dismissed(message)
             case Alive(authority=authority):
-                self.contact.answered(authority)
+                self.contact.heartbeat_answered(authority)
             case Report():
                 pass
             case _:
-                self._workers.told(message, leaving=self._exit is not None)
+                self._workers.receive(message, leaving=self._exit is not None)
 
     def _refused(self, message: Refused) -> None:
         self.outcome = refused(message)
@@ -202,7 +204,7 @@ class AgentCore:
         self._end(message.outcome.exit_code, message.outcome.reason)
 
     def _signalled(self, name: str) -> None:
-        self._tell(EventKind.SIGNAL, f"{name}: {'hurrying' if self._leaving else 'draining'}")
+        self._log(EventKind.SIGNAL, f"{name}: {'hurrying' if self._leaving else 'draining'}")
         if self._leaving:
             self._hurry(name)
             return
@@ -213,7 +215,7 @@ class AgentCore:
         if self.linked:
             self._outbox.send(Leave(name))
         elif self.group is None:
-            self._leave_now("no coordinator to say goodbye to")
+            self._leave_now("no coordinator to tell")
         else:
             self._workers.stop(self.group, timing.shutdown_timeout_s, f"{name}, coordinator away")
 
@@ -232,28 +234,28 @@ class AgentCore:
         self._end(ExitCode.DRAINED, f"{self._leaving}: {why}")
 
     def _end(self, code: int, reason: str) -> None:
-        """Exit with `code`, once no worker is left."""
+        """Exit with `code` once no worker is left."""
         if self._exit is None:
             self._exit = Exit(int(code), reason, self.outcome)
         group = self.group
         if group is None:
             self._leave_with(self._exit)
         elif group.phase != "stopping":
-            # Workers that all succeeded are gone already; the shell then answers at once.
+            # After success no worker runs, and the shell answers at once.
             self._workers.stop(group, self.spec.timing.shutdown_timeout_s, reason)
 
     def _leave_with(self, exit_: Exit) -> None:
         if not self._exited:
             self._exited = True
-            self._tell(EventKind.AGENT_STOPPED, exit_.reason, exit_code=exit_.code)
+            self._log(EventKind.AGENT_STOPPED, exit_.reason, exit_code=exit_.code)
             self._outbox.add(exit_)
 
-    def _keep_time(self) -> None:
+    def _run_timers(self) -> None:
         if self._now_s >= self._heartbeat_s:
             self._heartbeat_s = self._now_s + self.spec.timing.heartbeat_s
             fence = self.group.fence if self.group else None
             if self.linked:
-                self.contact.asked(self._now_s)
+                self.contact.heartbeat_sent(self._now_s)
             beat = Heartbeat(
                 fence=fence,
                 progress=self.progress,
@@ -267,37 +269,37 @@ class AgentCore:
             if self.group is not None:
                 self._workers.stop(self.group, 0.0, "the drain took longer than it may")
             self._end(ExitCode.DRAINED, "the drain took longer than it may")
-        self._mind_release()
-        self._mind_isolation()
-        self._mind_absence()
+        self._check_release()
+        self._check_isolation()
+        self._check_absence()
 
-    def _mind_release(self) -> None:
-        """Leave without goodbye where nobody with a say is left: the whole job may be going."""
+    def _check_release(self) -> None:
+        """Leave without goodbye when no coordinator with authority remains."""
         if not self._leaving or self._exit is not None:
             return
-        heard_s = self.contact.authority_s if self.self_fencing else self._now_s
-        heard_s = heard_s if self.linked else self.contact.away_s
-        unheard_s = self._now_s - max(heard_s, self._leaving_s)
-        if unheard_s >= LEAVE_ALONE_S:
-            self._leave_now(f"no coordinator with authority for {unheard_s:.0f} s")
+        last_authority_s = self.contact.authority_s if self.self_fencing else self._now_s
+        last_authority_s = last_authority_s if self.linked else self.contact.away_s
+        silent_s = self._now_s - max(last_authority_s, self._leaving_s)
+        if silent_s >= LEAVE_ALONE_S:
+            self._leave_now(f"no coordinator with authority for {silent_s:.0f} s")
 
-    def _mind_isolation(self) -> None:
+    def _check_isolation(self) -> None:
         away_s = self._now_s - self.contact.authority_s
         group = self.group
         if not self.self_fencing or group is None or away_s < ISOLATION_LIMIT_S:
             return
         if group.phase == "succeeded":
-            return  # No worker is left, and what they achieved is still to be told.
+            return  # No worker is left, and their success is still to be reported.
         self._workers.stop(
             group,
             min(self.spec.timing.shutdown_timeout_s, ISOLATION_GRACE_S),
             f"no coordinator with authority for {away_s:.0f} s: another side of the network may"
-            " have gone on",
+            " have continued the job",
             since_s=self.contact.authority_s + ISOLATION_LIMIT_S,
         )
 
-    def _mind_absence(self) -> None:
-        """Give up on a coordinator that is not to be found, unless there are workers to keep."""
+    def _check_absence(self) -> None:
+        """Give up the search for a coordinator, unless there are workers to keep running."""
         limit_s = self.spec.timing.join_timeout_s
         if self.linked or self._exit is not None or self._now_s - self.contact.away_s < limit_s:
             return
@@ -307,6 +309,6 @@ class AgentCore:
             self.outcome = not_found(limit_s, self.contact.reason)
             self._end(self.outcome.exit_code, self.outcome.reason)
 
-    def _tell(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
+    def _log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
         self._outbox.fence = self.group.fence if self.group else None
-        self._outbox.tell(kind, reason, **data)
+        self._outbox.log(kind, reason, **data)

@@ -1,8 +1,9 @@
-"""What an agent knows of its coordinator: whether it is there, and since when it may decide.
+"""What an agent knows about its coordinator: whether a session exists, and when the coordinator
+last had authority.
 
-Authority is proved as of the moment when the agent asked, never when the answer came: an answer
-may have waited in a buffer for as long as this host stood still. Sessions are ordered, so
-whatever comes after the answer to a heartbeat was sent after that heartbeat.
+Authority is proved as of the moment the agent asked, not of the moment the answer came: while this
+host stood still, an answer may have waited in a buffer. Messages of a session are ordered. A
+message after the answer to a heartbeat was therefore sent after that heartbeat.
 """
 
 from __future__ import annotations
@@ -15,66 +16,66 @@ from elastane.protocol.model import Outcome
 
 
 class Contact:
-    """The session's history on the agent's own clock."""
+    """The history of the sessions with coordinators, on the agent's own monotonic clock."""
 
     def __init__(self, now_s: float) -> None:
         self.linked = False
         self.away_s = now_s
-        self.reason = "none was looked for yet"
+        self.reason = "no search has started yet"
         self.authority_s = now_s
         self._asked_s: deque[float] = deque()
         self._sent_s = now_s
         self._slept_s: float | None = None
 
-    def slept(self, total_s: float) -> None:
-        """This host was suspended for so long in all, in which its monotonic clock stood still.
+    def add_suspension(self, total_s: float) -> None:
+        """Age everything proved by the time this host was suspended; `total_s` is the sum so far.
 
-        For all others time went by: what was proved before is older than that clock says.
+        The monotonic clock stands still during a suspension, while time passes for all other nodes.
         """
-        before_s = total_s if self._slept_s is None else self._slept_s
-        self._slept_s = max(before_s, total_s)
-        for_s = self._slept_s - before_s
-        if for_s:
-            self.authority_s -= for_s
-            self._sent_s -= for_s
-            self._asked_s = deque(asked_s - for_s for asked_s in self._asked_s)
+        known_s = total_s if self._slept_s is None else self._slept_s
+        self._slept_s = max(known_s, total_s)
+        suspended_s = self._slept_s - known_s
+        if suspended_s:
+            self.authority_s -= suspended_s
+            self._sent_s -= suspended_s
+            self._asked_s = deque(asked_s - suspended_s for asked_s in self._asked_s)
 
     @property
     def authority_boot_s(self) -> float:
         """When authority was last proved, in seconds of this host's CLOCK_BOOTTIME."""
         return self.authority_s + (self._slept_s or 0.0)
 
-    def begin(self, now_s: float) -> None:
-        """A session stands; all that comes over it is sent from now on."""
+    def session_started(self, now_s: float) -> None:
+        """Record a new session; every message on it is sent from now on."""
         self.linked, self._sent_s = True, now_s
         self._asked_s.clear()
 
-    def end(self, reason: str, now_s: float) -> None:
-        """There is no session."""
+    def session_ended(self, reason: str, now_s: float) -> None:
+        """Record that there is no session, and why."""
         if self.linked:
             self.away_s = now_s
         self.linked, self.reason = False, reason
 
-    def asked(self, now_s: float) -> None:
-        """A heartbeat was sent."""
+    def heartbeat_sent(self, now_s: float) -> None:
+        """Record that a heartbeat was sent."""
         self._asked_s.append(now_s)
 
-    def answered(self, authority: bool) -> None:
-        """A heartbeat was answered; with authority, or without."""
+    def heartbeat_answered(self, authority: bool) -> None:
+        """Record the answer to the oldest heartbeat, given with or without authority."""
         if self._asked_s:
             self._sent_s = self._asked_s.popleft()
         if authority:
-            self.decided()
+            self.decision_received()
 
-    def decided(self) -> None:
-        """What came now is a decision: the coordinator had authority when it sent it."""
+    def decision_received(self) -> None:
+        """Record a decision: the coordinator had authority when it sent it."""
         self.authority_s = max(self.authority_s, self._sent_s)
 
 
 def refused(message: Refused) -> Outcome:
-    """Return how the job ended for an agent that was turned away.
+    """Return the outcome for an agent that the coordinator refused.
 
-    Nothing is wrong with one that is fenced: to whoever started it, it may be had again elsewhere.
+    A fenced node is not at fault, so its exit code asks the process that started it to try again.
     """
     return Outcome(
         ok=False,
@@ -86,7 +87,7 @@ def refused(message: Refused) -> Outcome:
 
 
 def not_found(limit_s: float, reason: str) -> Outcome:
-    """Return how the job ended for an agent that found no coordinator in time."""
+    """Return the outcome for an agent that found no coordinator in time."""
     return Outcome(
         ok=False,
         reason=f"no coordinator was found within {limit_s:g} s: {reason}",

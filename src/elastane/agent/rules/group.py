@@ -1,4 +1,4 @@
-"""The local worker group of one fence, as the agent's core sees it."""
+"""The state of one local worker group, as the agent's rules see it."""
 
 from __future__ import annotations
 
@@ -11,113 +11,114 @@ from elastane.protocol.messages import GroupState, Holding
 from elastane.protocol.model import Assignment, Failure, Fence
 from elastane.protocol.sharding import Sharding
 
-# All failures of a report must fit a frame, whatever their alphabet; the first say the most.
+# All failures of a report must fit into one frame, in any alphabet. The first ones say the most.
 FULL_TEXTS_MAX = 32
 SHORT_TEXT_CHARS = 200
-# The end of a worker's words that fits an event's data.
+# How much of the end of a worker's error text fits into an event's data.
 EVENT_TEXT_CHARS = 500
 
 
 @dataclass(slots=True)
 class Group:
-    """The local worker group that was started with the fence `born`.
+    """The local worker group that was started with the fence `start_fence`.
 
-    Workers that recover in place are of other worlds later; `able` are the local ranks that can
-    enter another one as they are.
+    Workers that recover in place enter later worlds, so `fence` may be newer. `recoverable` holds
+    the local ranks that can enter another world as they are.
     """
 
     assignment: Assignment
-    born: Fence
-    able: tuple[int, ...] = ()
-    sharding: Sharding | None = None  # of the state that they hold
-    in_place: bool = False  # all that have a place were able at one time, and recover in place
-    renewed: set[int] = field(default_factory=set)  # failed, with a successor that was started
+    start_fence: Fence
+    recoverable: tuple[int, ...] = ()
+    sharding: Sharding | None = None  # of the training state that the workers hold
+    in_place: bool = False  # every worker with a place could recover in place at some time
+    # local ranks that failed and have a replacement
+    replaced: set[int] = field(default_factory=set)
     phase: GroupState = "running"
-    halted: str = ""  # why its workers wait for another world
+    interrupted: str = ""  # why its workers were interrupted and wait for another world
     done: set[int] = field(default_factory=set)
     failures: dict[int, tuple[float, Failure]] = field(default_factory=dict)
     draining: bool = False
     aimed: bool = False
     target: int | None = None
-    stops: bool = False  # the drain ends with all workers of the job being stopped
+    stops: bool = False  # the drain ends by stopping all workers of the job
     drained: bool = False
-    unasked: bool = False  # they are being stopped, and not because the coordinator said so
+    unasked: bool = False  # the workers are being stopped without an order of the coordinator
     stop_by_s: float | None = None
     stop_from_s: float | None = None
 
     @property
     def fence(self) -> Fence:
-        """The fence of its assignment."""
+        """The fence of the current assignment."""
         return self.assignment.fence
 
     def holding(self, now_s: float) -> Holding:
-        """Return what an agent that registers says of it."""
+        """Return what a registering agent reports about this group."""
         return Holding(
             assignment=self.assignment,
             state=self.phase,
             failures=self.aged_failures(now_s),
             draining=self.draining,
-            able=self.able,
+            able=self.recoverable,
             in_place=self.in_place,
             sharding=self.sharding,
-            halted=self.halted,
-            renewed=tuple(sorted(self.renewed)),
+            halted=self.interrupted,
+            renewed=tuple(sorted(self.replaced)),
         )
 
-    def be_able(self, workers: tuple[int, ...], local_world_size: int) -> None:
-        """These can enter another world; who has finished its steps is none of them any more."""
-        self.able = workers
+    def update_recoverable(self, workers: tuple[int, ...], local_world_size: int) -> None:
+        """Set which workers can enter another world; workers that finished their steps cannot."""
+        self.recoverable = workers
         places = self.assignment.workers or range(local_world_size)
         self.in_place = self.in_place or {*workers}.issuperset(places)
 
     def move(self, fence: Fence) -> None:
-        """Be of the world of `fence`, of which the workers make no step any more."""
+        """Adopt the epoch of a world these workers will not join, so later reports carry it."""
         self.assignment = msgspec.structs.replace(self.assignment, fence=fence)
 
     def enter(self, assignment: Assignment) -> None:
-        """Be in another world from now on; failures of others than its workers are history."""
-        self.assignment, self.phase, self.halted = assignment, "running", ""
+        """Enter another world; keep only failures that no replacement has answered."""
+        self.assignment, self.phase, self.interrupted = assignment, "running", ""
         self.in_place = True
         self.draining = self.aimed = self.stops = self.drained = False
         self.target = None
-        dead = {*assignment.workers} - {*self.able}
+        dead = {*assignment.workers} - {*self.recoverable}
         self.failures = {
             i: found
             for i, found in self.failures.items()
-            if i in dead or (i not in assignment.workers and i not in self.renewed)
+            if i in dead or (i not in assignment.workers and i not in self.replaced)
         }
-        self.renewed &= {*self.failures}
+        self.replaced &= {*self.failures}
 
-    def start_anew(self) -> tuple[int, ...]:
-        """Return the local ranks that are to have successors now, each failure's once."""
-        missing = sorted(set(self.failures) - self.renewed)
-        self.renewed.update(missing)
+    def ranks_to_replace(self) -> tuple[int, ...]:
+        """Return the local ranks that need a replacement now, once for each failure."""
+        missing = sorted(set(self.failures) - self.replaced)
+        self.replaced.update(missing)
         return tuple(missing)
 
     def is_done(self, local_world_size: int) -> bool:
-        """Whether all workers that have a place exited with 0."""
+        """Whether every worker with a place exited with code 0."""
         places = self.assignment.workers or range(local_world_size)
         return not self.assignment.waiting and self.done.issuperset(places)
 
-    def is_over(self, workers: tuple[int, ...]) -> bool:
-        """Whether all have succeeded, and none of `workers` is a successor that came after them."""
-        return self.phase == "succeeded" and not {*workers} & {*self.able}
+    def has_finished(self, workers: tuple[int, ...]) -> bool:
+        """Whether all workers succeeded, and no worker of `workers` was started after that."""
+        return self.phase == "succeeded" and not {*workers} & {*self.recoverable}
 
     def has_place(self, local_rank: int) -> bool:
-        """Whether the worker is of the world that the group is in."""
+        """Whether the worker belongs to the current world of this group."""
         places = self.assignment.workers
         return not self.assignment.waiting and (not places or local_rank in places)
 
     def was_stopped(self, ended_s: float) -> bool:
-        """Whether a worker ended because it was told to, and not of a fault before that."""
+        """Whether a worker that ended at `ended_s` was stopped, not failed before that."""
         return self.stop_from_s is not None and ended_s >= self.stop_from_s
 
     def add_failure(self, failure: Failure, ended_s: float) -> None:
-        """Keep `failure` with its end on the own clock, so that its age is right when told."""
+        """Store `failure` with its time on the own clock, from which its age is computed."""
         if len(self.failures) >= FULL_TEXTS_MAX:
             failure = msgspec.structs.replace(failure, message=failure.message[-SHORT_TEXT_CHARS:])
-        self.renewed.discard(failure.local_rank)
-        self.able = tuple(i for i in self.able if i != failure.local_rank)
+        self.replaced.discard(failure.local_rank)
+        self.recoverable = tuple(i for i in self.recoverable if i != failure.local_rank)
         if len(self.failures) < FAILURES_MAX or failure.local_rank in self.failures:
             self.failures[failure.local_rank] = (ended_s, failure)
 
@@ -132,7 +133,7 @@ def aged(failure: Failure, ended_s: float, now_s: float) -> Failure:
 
 
 def failure_data(failure: Failure, *, stopped: bool) -> dict[str, str | int | float | bool]:
-    """Return what the event log keeps of a worker's end."""
+    """Return the fields that the event log keeps about a worker's end."""
     return {
         "local_rank": failure.local_rank,
         "rank": failure.rank,

@@ -1,4 +1,4 @@
-"""What one call of the agent's core asks the world to do, as it is gathered."""
+"""Collects the effects of one call of the agent's rules, in their order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastane.protocol.model import Fence
 
 
 class Outbox:
-    """Effects in their order; `fence` is what events carry."""
+    """The effects collected so far; `fence` is the fence that logged events carry."""
 
     def __init__(self, node_id: str, contact: Contact) -> None:
         self.fence: Fence | None = None
@@ -18,20 +18,23 @@ class Outbox:
         self._effects: list[AgentEffect] = []
 
     def add(self, effect: AgentEffect) -> None:
-        """Ask for `effect`."""
+        """Add `effect`."""
         self._effects.append(effect)
 
     def send(self, message: ToCoordinator) -> None:
-        """Send to the coordinator, if there is one; else it hears at the next registration."""
+        """Send `message` to the coordinator.
+
+        Dropped without a session: the agent reports its state when it registers again.
+        """
         if self._contact.linked:
             self._effects.append(Transmit(message))
 
-    def tell(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
-        """Write an event."""
+    def log(self, kind: EventKind, reason: str, **data: str | int | float | bool) -> None:
+        """Write an event to the event log."""
         note = Note(kind=kind, reason=reason, node_id=self._node_id, fence=self.fence, data=data)
         self._effects.append(Tell(note))
 
-    def take(self) -> list[AgentEffect]:
-        """Return what was gathered, and begin anew."""
+    def pop(self) -> list[AgentEffect]:
+        """Return the collected effects and start a new collection."""
         effects, self._effects = self._effects, []
         return effects
