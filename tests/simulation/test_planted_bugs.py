@@ -154,12 +154,12 @@ def test_a_successor_that_does_not_fence_its_predecessor_is_found(monkeypatch):
 
 def test_a_round_number_that_a_coordinator_restart_resets_is_found(monkeypatch):
     """As torchft's lighthouse numbers its quorums."""
-    original = phases.recover
+    original = phases.load_record
 
     def forgets_the_world(state, record):
         original(state, msgspec.structs.replace(record, world=None))
 
-    monkeypatch.setattr(phases, "recover", forgets_the_world)
+    monkeypatch.setattr(phases, "load_record", forgets_the_world)
     monkeypatch.setattr(State, "hold_up", lambda self, fence: None)
     assert "forgotten" in first_failure(100) or "was settled after" in first_failure(100)
 
@@ -189,7 +189,7 @@ def test_a_stale_address_of_rank_0_is_found(monkeypatch):
 
 def test_clocks_of_two_hosts_that_are_compared_are_found(monkeypatch):
     """As where torchrun and NVRx judge a heartbeat by the time that its sender wrote into it."""
-    send_up, take = SimulatedCluster.send_up, reports.take
+    send_up, take = SimulatedCluster.send_up, reports.record_message
     sent_s = {}
 
     def stamps(self, session, message):
@@ -203,7 +203,7 @@ def test_clocks_of_two_hosts_that_are_compared_are_found(monkeypatch):
         return result
 
     monkeypatch.setattr(SimulatedCluster, "send_up", stamps)
-    monkeypatch.setattr(reports, "take", by_the_senders_clock)
+    monkeypatch.setattr(reports, "record_message", by_the_senders_clock)
     first_failure(100)
 
 
@@ -226,8 +226,8 @@ def test_a_late_word_of_a_dead_agent_that_refuses_its_successor_is_found(monkeyp
                 admission._refuse(state, join.session, node_id, admission._duplicate(join, old))
         original(state)
 
-    original = admission.settle_contests
-    monkeypatch.setattr(admission, "settle_contests", at_once)
+    original = admission.resolve_contests
+    monkeypatch.setattr(admission, "resolve_contests", at_once)
     assert "was refused" in first_failure(100, store_backed=False, first=13_950)
 
 
@@ -365,14 +365,14 @@ def test_ranks_given_by_name_are_found(monkeypatch):
 
 
 def test_a_target_that_some_have_passed_is_found(monkeypatch):
-    original = phases._aim
+    original = phases._set_target
 
     def aim_low(state):
         for node in state.nodes.values():
             node.calls = max(0, (node.calls or 0) - 1) or None
         original(state)
 
-    monkeypatch.setattr(phases, "_aim", aim_low)
+    monkeypatch.setattr(phases, "_set_target", aim_low)
     assert "before it was told" in first_failure(100)
 
 

@@ -13,7 +13,7 @@ from elastane.coordinator.rules import (
     replacements,
     state_holders,
 )
-from elastane.coordinator.rules.recovery import Contingent
+from elastane.coordinator.rules.recovery import NodeWorkers
 from elastane.coordinator.rules.state import KnownNode, Phase
 from elastane.protocol.effects import RegroupWorkers
 from elastane.protocol.hangs import HangWatch
@@ -33,14 +33,16 @@ def first_failure(seeds, *, store_backed=True, first=0, **drawn):
 
 
 def test_a_successor_that_is_placed_before_survivors_is_found(monkeypatch):
-    monkeypatch.setattr(Contingent, "workers", property(lambda self: self.joiners + self.survivors))
+    monkeypatch.setattr(
+        NodeWorkers, "workers", property(lambda self: self.joiners + self.survivors)
+    )
     found = first_failure(300)
     assert "joiner" in found or "have the order" in found
 
 
 def test_nodes_of_survivors_that_are_put_in_another_order_are_found(monkeypatch):
-    original = recovery._contingents
-    monkeypatch.setattr(recovery, "_contingents", lambda state: original(state)[::-1])
+    original = recovery._candidates
+    monkeypatch.setattr(recovery, "_candidates", lambda state: original(state)[::-1])
     found = first_failure(300)
     assert "have the order" in found or "joiner" in found
 
@@ -82,13 +84,13 @@ def test_a_waiting_node_that_is_taken_for_a_member_is_found(monkeypatch):
                 node.able = set(range(node.spec.local_world_size))
                 state.refile(node)
 
-    look_after = recovery.look_after
-    monkeypatch.setattr(recovery, "look_after", at_once)
+    look_after = recovery.prepare_standbys
+    monkeypatch.setattr(recovery, "prepare_standbys", at_once)
     assert "is not able" in first_failure(300)
 
 
 def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
-    original = forming.put_in_force
+    original = forming.commit_world
 
     def not_spent(*args):
         original(*args)
@@ -96,29 +98,29 @@ def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
         for node in state.nodes.values():
             node.spent = False
 
-    monkeypatch.setattr(forming, "put_in_force", not_spent)
+    monkeypatch.setattr(forming, "commit_world", not_spent)
     assert "which is free" in first_failure(1000)
 
 
 def test_an_incident_that_is_charged_twice_is_found(monkeypatch):
-    original = replacements.charge
+    original = replacements.charge_replacements
 
     def twice(state, incident):
         original(state, incident)
         return original(state, incident)
 
-    monkeypatch.setattr(replacements, "charge", twice)
+    monkeypatch.setattr(replacements, "charge_replacements", twice)
     assert "restarts" in first_failure(300)
 
 
 def test_departures_that_are_charged_are_found(monkeypatch):
-    original = recovery.begin
+    original = recovery.interrupt_world
 
     def charges(state, reason):
         state.budget.used = min(state.budget.allowed, state.budget.used + 1)
         return original(state, reason)
 
-    monkeypatch.setattr(recovery, "begin", charges)
+    monkeypatch.setattr(recovery, "interrupt_world", charges)
     assert "workers died" in first_failure(300)
 
 
@@ -143,7 +145,7 @@ def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeyp
 
 
 def test_survivors_that_are_stopped_by_a_new_coordinator_are_found(monkeypatch):
-    monkeypatch.setattr(registration, "untold", lambda *args: None)
+    monkeypatch.setattr(registration, "missed_place", lambda *args: None)
     found = first_failure(20, first=1600)
     assert "was stopped" in found or "goes on from" in found
 
@@ -167,12 +169,12 @@ def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):
 
 
 def test_newcomers_that_begin_anew_while_others_train_out_of_sight_are_found(monkeypatch):
-    monkeypatch.setattr(state_holders, "in_doubt_until_s", lambda state: 0.0)
+    monkeypatch.setattr(state_holders, "state_wait_until_s", lambda state: 0.0)
     assert "two sides train" in first_failure(100, first=20_002_500)
 
 
 def test_those_who_gave_way_and_are_stopped_though_they_are_needed_are_found(monkeypatch):
-    monkeypatch.setattr(state_holders, "keeps", lambda state, node: False)
+    monkeypatch.setattr(state_holders, "is_displaced_holder", lambda state, node: False)
     assert "was stopped" in first_failure(100, first=20_037_200)
 
 
@@ -190,7 +192,7 @@ def test_who_was_out_of_a_world_and_answers_for_it_by_steps_of_before_is_found(m
 
 
 def test_an_agent_that_was_given_up_and_is_let_in_again_is_found(monkeypatch):
-    monkeypatch.setattr(fencing, "refusal", lambda state, node: None)
+    monkeypatch.setattr(fencing, "refuse_if_fenced", lambda state, node: None)
     assert "whom the owner gave up" in first_failure(100, first=130_000_000)
 
 
@@ -198,7 +200,7 @@ def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
     def at_the_door_alone(state, incarnations, dead):
         state.fenced = frozenset(incarnations)
 
-    monkeypatch.setattr(fencing, "take", at_the_door_alone)
+    monkeypatch.setattr(fencing, "apply_fencing", at_the_door_alone)
     assert "whom the owner gave up" in first_failure(100, first=130_000_000)
 
 
@@ -209,12 +211,12 @@ def test_who_counts_as_dead_and_is_not_is_found(monkeypatch):
 
 
 def test_workers_that_are_stopped_with_steps_that_nobody_else_has_are_found(monkeypatch):
-    monkeypatch.setattr(phases, "_all_stop", lambda state: not state.in_place)
+    monkeypatch.setattr(phases, "nobody_continues", lambda state: not state.in_place)
     assert "leaves with step" in first_failure(200)
 
 
 def test_the_last_that_leave_during_a_drain_and_do_not_save_are_found(monkeypatch):
-    monkeypatch.setattr(phases, "_save_instead", lambda state: None)
+    monkeypatch.setattr(phases, "_stop_at_target", lambda state: None)
     assert "leaves with step" in first_failure(100, first=1300)
 
 
@@ -225,13 +227,13 @@ def test_a_node_that_takes_part_with_some_of_its_workers_is_found(monkeypatch):
 
 
 def test_a_coordinator_that_forgets_that_nodes_are_whole_is_found(monkeypatch):
-    take = registration.take
+    take = registration.record_workers
 
     def forgets(state, node, holding):
         take(state, node, holding)
         node.sharding = None
 
-    monkeypatch.setattr(registration, "take", forgets)
+    monkeypatch.setattr(registration, "record_workers", forgets)
     assert "has a part of the workers of" in first_failure(100, span=1)
 
 
@@ -246,5 +248,5 @@ def test_a_stall_that_is_not_believed_in_the_first_steps_of_a_process_is_found(m
 
 
 def test_a_stall_that_heartbeats_do_not_tell_is_found(monkeypatch):
-    monkeypatch.setattr(recovery, "stalled", lambda state: False)
+    monkeypatch.setattr(recovery, "end_if_stalled", lambda state: False)
     assert "nothing was trained" in first_failure(60)

@@ -41,14 +41,14 @@ def test_survivors_that_make_no_whole_replica_and_are_left_out_at_once_are_found
 def test_a_world_that_ends_before_all_its_members_are_at_one_step_is_found(monkeypatch):
     def hasty(state):
         state.incident = Incident(at_s=state.now_s, reason="give way", planned=True)
-        return recovery.begin(state, "give way")
+        return recovery.interrupt_world(state, "give way")
 
-    monkeypatch.setattr(recovery, "even_out", hasty)
+    monkeypatch.setattr(recovery, "end_if_level", hasty)
     with pytest.raises(Violation, match="goes on from step 6 without n2"):
         lose_a_node(AHEAD)
 
 
 def test_a_world_of_no_whole_replicas_that_does_not_end_is_found(monkeypatch):
-    monkeypatch.setattr(recovery, "even_out", lambda state: False)
+    monkeypatch.setattr(recovery, "end_if_level", lambda state: False)
     with pytest.raises(AssertionError, match="give way"):
         lose_a_node(90)

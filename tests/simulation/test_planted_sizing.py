@@ -30,13 +30,13 @@ def made_smaller():
 
 
 def test_nodes_that_keep_their_places_though_there_are_too_many_are_found(monkeypatch):
-    leaving = resize.parting
+    leaving = resize.reason_to_shrink
 
     def only_those_who_leave(state):
         reason = leaving(state)
         return "" if "give way" in reason else reason
 
-    monkeypatch.setattr(resize, "parting", only_those_who_leave)
+    monkeypatch.setattr(resize, "reason_to_shrink", only_those_who_leave)
     assert "nothing was" in first_failure(300)
 
 
@@ -46,13 +46,13 @@ def test_a_range_that_the_next_coordinator_does_not_take_over_is_found(monkeypat
 
 
 def test_a_fault_that_drops_survivors_since_there_are_too_many_is_found(monkeypatch):
-    original = recovery._contingents
+    original = recovery._candidates
 
     def at_most(state):
         return original(state)[: state.spec.max_nodes]
 
     made_smaller()
-    monkeypatch.setattr(recovery, "_contingents", at_most)
+    monkeypatch.setattr(recovery, "_candidates", at_most)
     with pytest.raises(Violation, match="goes on from step 9 without"):
         made_smaller()
 

@@ -169,7 +169,7 @@ class Heard:
     def report(self):
         return known()
 
-    def roll(self):
+    def presence(self):
         return rolled(a="joined")
 
 

@@ -84,25 +84,25 @@ def test_the_same_word_twice_changes_nothing():
 
 def test_the_roll_tells_who_is_here_and_who_of_the_world_is_not():
     job = pods()
-    assert [tuple(one) for one in job.machine.roll()] == [
+    assert [tuple(one) for one in job.machine.presence()] == [
         ("uid-a.1", "joined", 0),
         ("uid-b.1", "joined", 1),
         ("uid-c.1", "joined", 2),
     ]
     job.breaks("c")
-    states = {one.incarnation: one.state for one in job.machine.roll()}
+    states = {one.incarnation: one.state for one in job.machine.presence()}
     assert states["uid-c.1"] == "away"
     job.passes(0.3, alive="ab")
-    states = {one.incarnation: one.state for one in job.machine.roll()}
+    states = {one.incarnation: one.state for one in job.machine.presence()}
     assert states == {"uid-a.1": "joined", "uid-b.1": "joined", "uid-c.1": "departed"}
 
 
 def test_nobody_has_departed_while_a_new_coordinator_waits_for_the_last_world():
     record = pods().persisted[-1]
     job = Driver(job_spec(1, 3), record, store_backed=True)
-    assert job.phase == "recovering" and job.machine.roll() == []
+    assert job.phase == "recovering" and job.machine.presence() == []
     job.join("a", "uid-a.1")
-    assert [one.state for one in job.machine.roll()] == ["joined"]
+    assert [one.state for one in job.machine.presence()] == ["joined"]
 
 
 def test_a_member_whose_connection_is_cut_is_counted_out_though_it_cannot_be_told():

@@ -15,7 +15,7 @@ from elastane.protocol.model import JobSpec, Outcome
 _NO_NAME = frozenset("/\\")
 
 
-def knock(state: State, event: Received) -> None:
+def handle_join(state: State, event: Received) -> None:
     """Let the agent of `event` in, turn it away, or have it wait while its name is contested."""
     assert isinstance(event.message, Join)
     join = event.message
@@ -50,7 +50,7 @@ def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
     state.out += [Send(event.session, Close(outcome)), Hangup(event.session, outcome.reason)]
 
 
-def settle_contests(state: State) -> None:
+def resolve_contests(state: State) -> None:
     """End the contests that are decided.
 
     The newcomer has the name once the old agent said nothing for a while. The old one keeps it if
@@ -72,9 +72,9 @@ def settle_contests(state: State) -> None:
             continue
         if old is not None:
             liveness.depart(state, old, "the same node came back as a new agent")
-        knock(state, contest.join)
+        handle_join(state, contest.join)
         for message in contest.said.values():
-            reports.take(state, contest.join.session, message)
+            reports.record_message(state, contest.join.session, message)
 
 
 def _contest(state: State, event: Received) -> None:
@@ -107,7 +107,7 @@ def _refuse(state: State, session: int, node_id: str, refusal: Refused) -> None:
 def _refusal(state: State, join: Join) -> Refused | None:
     return (
         _closed(state)
-        or fencing.refusal(state, join.node)
+        or fencing.refuse_if_fenced(state, join.node)
         or _bad_name(join)
         or _bad_place(join)
         or _bad_fence(join)
@@ -259,13 +259,13 @@ def _admit(state: State, event: Received) -> None:
     incarnation, ends = state.ends_before.pop(node.id, ("", {}))
     if incarnation == node.spec.incarnation:
         node.ends = ends  # What was paid for is not paid for again.
-    _learn(state, join)
+    _learn_from(state, join)
     state.nodes[node.id] = node
     state.by_session[event.session] = node.id
     state.presence_s = min(state.presence_s, state.now_s + state.spec.timing.silence_s)
     if state.versions is None:
         state.versions = join.node.versions
-    registration.take(state, node, join.holding)
+    registration.record_workers(state, node, join.holding)
     state.refile(node)
     state.note_arrival()
     kind = EventKind.NODE_REGISTERED_AGAIN if join.holding else EventKind.NODE_JOINED
@@ -286,7 +286,7 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
     if node.session is not None:
         state.by_session.pop(node.session, None)
         state.out.append(Hangup(node.session, "the agent has a newer connection"))
-    _learn(state, join)
+    _learn_from(state, join)
     node.session, node.heard_s, node.offer = event.session, state.now_s, join.offer
     node.peer_host, node.local_host, node.ready = event.peer_host, event.local_host, join.ready
     state.by_session[event.session] = node.id
@@ -294,18 +294,20 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
     held = join.holding.assignment.fence if join.holding else None
     _welcome(state, node)
     member = state.is_member(node) and state.phase is not Phase.STOPPING
-    untold = registration.untold(state, node, join.holding) is not None
+    untold = registration.missed_place(state, node, join.holding) is not None
     if held != node.fence and member and not untold:
         why = f"it came back with {held or 'no workers'} instead of {node.fence}"
-        liveness.fault(state, f"node {node.id} lost its workers: {why}").departed.append(node.id)
-    registration.take(state, node, join.holding)
+        liveness.ensure_incident(state, f"node {node.id} lost its workers: {why}").departed.append(
+            node.id
+        )
+    registration.record_workers(state, node, join.holding)
     state.refile(node)
     if state.phase is Phase.DRAINING and state.is_member(node):
-        phases.ask_to_drain(state, node)
+        phases.send_drain_request(state, node)
     state.tell(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
 
 
-def _learn(state: State, join: Join) -> None:
+def _learn_from(state: State, join: Join) -> None:
     """Take in what this agent knows of the job's past."""
     state.hold_up(join.seen)
     if not state.store_backed:

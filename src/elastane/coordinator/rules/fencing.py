@@ -14,14 +14,14 @@ from elastane.protocol.messages import Refused
 from elastane.protocol.model import NodeSpec
 
 
-def take(state: State, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
+def apply_fencing(state: State, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
     """Take note of who is fenced and who is dead, and count those out who are here."""
     state.fenced, state.dead = frozenset((*incarnations, *dead)), frozenset(dead)
     if state_holders.dead_members(state):
         state.intact = False
-    state_holders.not_unseen(state)
+    state_holders.drop_dead(state)
     for node in [*state.nodes.values()]:
-        refused = refusal(state, node.spec)
+        refused = refuse_if_fenced(state, node.spec)
         if refused is None:
             continue
         if node.session is not None:
@@ -29,7 +29,7 @@ def take(state: State, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> 
         liveness.depart(state, node, "it is fenced: the job's owner has given it up")
 
 
-def refusal(state: State, node: NodeSpec) -> Refused | None:
+def refuse_if_fenced(state: State, node: NodeSpec) -> Refused | None:
     """Return why an agent is not let in, None where it is not fenced."""
     if not state.fenced.intersection((node.incarnation, node.incarnation.partition(".")[0])):
         return None

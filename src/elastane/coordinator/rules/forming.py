@@ -29,11 +29,11 @@ from elastane.protocol.model import World
 _CROWD = 64
 
 
-def begin(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -> None:
+def begin_gathering(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -> None:
     """Start to gather the next world; `follow_up`: from those who were in the last one."""
     state.enter(Phase.FORMING, reason)
     state.follow_up = follow_up
-    replica_slices.begin_anew(state)
+    replica_slices.reset_nodes_per_replica(state)
     for node in [state.nodes[i] for i in sorted(state.holding)]:
         if node.waiting and node.fence is not None:
             state.stop(node, node.fence, reason)
@@ -58,7 +58,7 @@ def arrivals_due(state: State) -> list[str]:
     return []
 
 
-def rule(state: State) -> bool:
+def commit_when_due(state: State) -> bool:
     """Settle the next world when it is due, or end the job when nobody comes."""
     if state.away:
         return False  # Its grace to come back is short, and bounded by presence.
@@ -67,25 +67,27 @@ def rule(state: State) -> bool:
         state.enter(Phase.RECOVERING, f"{named(holders)} still has its workers")
         return True
     fenced_s = state.phase_s + FENCE_WAIT_S if state.store_backed and state.intact else 0.0
-    fenced_s = max(fenced_s, state_holders.in_doubt_until_s(state))
+    fenced_s = max(fenced_s, state_holders.state_wait_until_s(state))
     due_s = max(state.not_before_s, fenced_s)
     if state.now_s < due_s:
         if state.now_s < fenced_s:
             _explain_wait(state)
         state.wait_until(due_s)
         return False
-    if len(state.idle) < replica_slices.fewest_nodes(state) or not replica_slices.fit(state):
+    if len(state.idle) < replica_slices.fewest_nodes(state) or not replica_slices.replica_fits(
+        state
+    ):
         state.follow_up = False
         return _wait_for_nodes(state, max(state.phase_s, fenced_s))
     if state.follow_up:
-        return settle(state, state.phase_reason)
+        return commit_gathered(state, state.phase_reason)
     if len(state.idle) >= replica_slices.most_nodes(state):
-        return settle(state, "all nodes are here")
+        return commit_gathered(state, "all nodes are here")
     timing = state.spec.timing
     first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
     due_s = min(state.last_arrival_s + timing.last_call_s, first_s + timing.last_call_max_s)
     if state.now_s >= due_s:
-        return settle(state, "the last call has ended")
+        return commit_gathered(state, "the last call has ended")
     state.phase_reason = (
         f"{len(state.idle)} of {state.spec.min_nodes} to {state.spec.max_nodes} nodes are here;"
         f" the last call ends {timing.last_call_s:g} s after the latest arrival"
@@ -107,7 +109,7 @@ def _explain_wait(state: State) -> None:
 def _wait_for_nodes(state: State, from_s: float) -> bool:
     needed, here = replica_slices.fewest_nodes(state), len(state.idle)
     limit_s = state.spec.timing.join_timeout_s
-    if not replica_slices.fit(state):
+    if not replica_slices.replica_fits(state):
         return ending.no_replica(state)
     if state.now_s >= from_s + limit_s:
         return ending.too_few(state, here, needed)
@@ -124,7 +126,7 @@ def _wait_for_nodes(state: State, from_s: float) -> bool:
     return False
 
 
-def settle(state: State, why: str) -> bool:
+def commit_gathered(state: State, why: str) -> bool:
     """Decide the next world, make it durable, and tell each member its assignment."""
     ids = state.idle
     if state.follow_up and state.world is not None:
@@ -139,12 +141,12 @@ def settle(state: State, why: str) -> bool:
     specs = choose(state.world, candidates, most, state.spec.static)
     world = world_of(next_fence(state.world, specs, state.floor), specs)
     state.in_place, state.kept = False, {}
-    state_holders.accounted(state)
-    put_in_force(state, world, why)
+    state_holders.clear_possibly_training(state)
+    commit_world(state, world, why)
     return True
 
 
-def put_in_force(
+def commit_world(
     state: State, world: World, why: str, holders: Collection[str] = frozenset()
 ) -> None:
     """Make the next world durable, and tell each member its assignment.
@@ -183,7 +185,7 @@ def put_in_force(
         node.marked = node.drained = node.draining = False
         state.refile(node)
         state.send(node, Assign(assignment))
-    state.uneven = replica_slices.is_uneven(state)
+    state.uneven = replica_slices.has_partial_replicas(state)
     state.enter(Phase.RUNNING, reason)
     state.tell(
         EventKind.ROUND_SETTLED,

@@ -16,7 +16,7 @@ from elastane.protocol.limits import REJOIN_GRACE_S
 from elastane.protocol.log_events import EventKind
 
 
-def broken(state: State, event: Broken) -> None:
+def record_broken_session(state: State, event: Broken) -> None:
     """Take note that a session ended from the other side."""
     for contested, contest in [*state.contests.items()]:
         if contest.join.session == event.session:
@@ -31,7 +31,7 @@ def broken(state: State, event: Broken) -> None:
     state.presence_s = min(state.presence_s, state.now_s + REJOIN_GRACE_S)
 
 
-def look(state: State) -> None:
+def declare_departures(state: State) -> None:
     """Bury those who are away for longer than their grace, or silent for too long."""
     if state.now_s >= state.presence_s:
         for node in [*state.nodes.values()]:
@@ -75,9 +75,9 @@ def depart(state: State, node: KnownNode, why: str) -> None:
     if node.fence is None or gone or state_holders.is_dead(state, node.spec.incarnation):
         # Its process is gone, and took its workers along.
         state.intact = state.intact and not member
-        state_holders.ended(state, node, {*node.workers})
+        state_holders.record_ended_workers(state, node, {*node.workers})
     elif member:
-        state_holders.out_of_sight(state, node.id, node.spec.incarnation)
+        state_holders.note_possibly_training(state, node.id, node.spec.incarnation)
     state.forget(node)
     if state.phase in (Phase.CLOSING, Phase.CLOSED):
         return
@@ -88,10 +88,10 @@ def depart(state: State, node: KnownNode, why: str) -> None:
         state.tell(EventKind.NODE_DEPARTED, why, node.id)
     if not (member and in_force):
         return
-    fault(state, f"node {node.id} departed: {why}").departed.append(node.id)
+    ensure_incident(state, f"node {node.id} departed: {why}").departed.append(node.id)
 
 
-def fault(state: State, reason: str) -> Incident:
+def ensure_incident(state: State, reason: str) -> Incident:
     """Return the incident in hand, which from now on is no longer (only) a planned one."""
     incident = state.incident
     if incident is None or (incident.planned and state.phase is Phase.DRAINING):

@@ -67,7 +67,7 @@ class Rendezvous:
         self._state.previous_holder = previous_holder
         self._state.wake_s = now_s
         if record is not None:
-            phases.recover(self._state, record)
+            phases.load_record(self._state, record)
 
     def handle(self, event: RendezvousEvent, now_s: float) -> list[RendezvousEffect]:
         """Take in `event` at `now_s` (monotonic seconds) and return what is to be done."""
@@ -109,9 +109,9 @@ class Rendezvous:
         """Return what `elastane status` shows."""
         return status.report(self._state)
 
-    def roll(self) -> list[AgentPresence]:
+    def presence(self) -> list[AgentPresence]:
         """Return who is here, and who of the world in force is not."""
-        return status.roll(self._state)
+        return status.presence(self._state)
 
     def _take(self, event: RendezvousEvent) -> bool:
         """Record what `event` says; return whether a rule could now decide otherwise."""
@@ -121,18 +121,18 @@ class Rendezvous:
                 state.out.append(status.answer(state, event.session))
                 return False
             case Received(message=Join()):
-                admission.knock(state, event)
+                admission.handle_join(state, event)
                 return True
             case Received():
-                return reports.take(state, event.session, event.message)
+                return reports.record_message(state, event.session, event.message)
             case Broken():
-                liveness.broken(state, event)
+                liveness.record_broken_session(state, event)
                 return True
             case Resized(min_nodes=min_nodes, max_nodes=max_nodes):
                 self._state.wanted = (min_nodes, max_nodes)
                 return True
             case Fenced(incarnations=incarnations, dead=dead):
-                fencing.take(state, incarnations, dead)
+                fencing.apply_fencing(state, incarnations, dead)
                 return True
             case AuthorityChanged(held=held, reason=reason):
                 self._set_authority(held, reason)
@@ -150,12 +150,12 @@ class Rendezvous:
     def _advance(self) -> None:
         state = self._state
         for _ in range(_STEPS_MAX):
-            liveness.look(state)
-            admission.settle_contests(state)
+            liveness.declare_departures(state)
+            admission.resolve_contests(state)
             if not state.authority:
                 return
-            resize.take(state)
-            state_holders.tidy(state)
+            resize.apply_range(state)
+            state_holders.persist_cleared_displaced(state)
             if not ending.concluded(state) and not phases.RULES[state.phase](state):
                 return
         raise AssertionError(f"rules contradict one another in phase {state.phase}")

@@ -43,7 +43,7 @@ from elastane.protocol.messages import Drain, DrainTarget, Release
 from elastane.protocol.model import Fence, JobRecord, World
 
 
-def recover(state: State, record: JobRecord) -> None:
+def load_record(state: State, record: JobRecord) -> None:
     """Take up a job from its durable record, in a new coordinator."""
     state.versions, state.world, state.outcome = record.versions, record.world, record.outcome
     state.resized = record.resized
@@ -88,7 +88,9 @@ def _recovering(state: State) -> bool:
     holders = [n for n in present if state.is_member(n)]
     if state.intact and not missing and len(holders) == len(present):
         return _resume(state, present)
-    if holders or any(state_holders.keeps(state, node) for node in state.nodes.values()):
+    if holders or any(
+        state_holders.is_displaced_holder(state, node) for node in state.nodes.values()
+    ):
         without = [node.id for node in present if not state.is_member(node)]
         lost = named(missing) or f"workers of {named(without) or 'other nodes'}"
         how = "did not come back to the coordinator within the time"
@@ -100,11 +102,13 @@ def _recovering(state: State) -> bool:
         state.in_place, state.phase = recovery.is_in_place(state), Phase.RUNNING
         agents = {m.node_id: m.incarnation for m in state.world.members} if state.world else {}
         for node_id in missing:
-            state_holders.out_of_sight(state, node_id, agents.get(node_id, ""))
+            state_holders.note_possibly_training(state, node_id, agents.get(node_id, ""))
         state.late_s = state.now_s
-        _hear(state)
+        _apply_reported_failures(state)
         return _end_world(state, reason)
-    forming.begin(state, "none of the last world's workers is left", follow_up=bool(present))
+    forming.begin_gathering(
+        state, "none of the last world's workers is left", follow_up=bool(present)
+    )
     return True
 
 
@@ -147,55 +151,58 @@ def _adopt_claim(state: State, present: list[KnownNode]) -> None:
 
 def _resume(state: State, present: list[KnownNode]) -> bool:
     state.claim, state.running_s = None, state.now_s
-    state.in_place, state.uneven = recovery.is_in_place(state), replica_slices.is_uneven(state)
+    state.in_place, state.uneven = (
+        recovery.is_in_place(state),
+        replica_slices.has_partial_replicas(state),
+    )
     state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
     state.tell(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
     state.persist()
     if any(node.draining for node in present):
         # First: what then failed on others may be its doing.
-        _drain_world(state, "going on with the drain that the last coordinator began")
+        begin_drain(state, "going on with the drain that the last coordinator began")
         state.asked = True
-    _hear(state)
+    _apply_reported_failures(state)
     return True
 
 
-def _hear(state: State) -> None:
+def _apply_reported_failures(state: State) -> None:
     """Take in what failed while there was no coordinator."""
     for node in [node for node in state.nodes.values() if not node.stray]:
         failures, node.failures = node.failures, ()
         node.state = "running" if node.state == "failed" else node.state
-        recovery.heard(state, node)
-        reports.failed(state, node, failures)
+        recovery.end_if_broken(state, node)
+        reports.record_failures(state, node, failures)
         state.refile(node)
-    reports.stopped_before(state)
+    reports.record_earlier_stops(state)
 
 
 def _running(state: State) -> bool:
     assert state.world is not None
     if state.in_place and state.incident is None:
-        recovery.look_at_stall(state)
-        if recovery.stalled(state) and state.stalls > STALLS_MAX:
+        recovery.log_stall(state)
+        if recovery.end_if_stalled(state) and state.stalls > STALLS_MAX:
             return ending.stalled(state)
-    if state.incident is not None or recovery.unexplained(state):
+    if state.incident is not None or recovery.has_unexplained_peer_loss(state):
         assert state.incident is not None
         return _end_world(state, state.incident.reason)
     if len(state.succeeded) == len(state.world.members):
         return ending.success(state)
     if state.uneven:
-        return recovery.even_out(state)
+        return recovery.end_if_level(state)
     _release_leaving(state)
-    recovery.part_with(state)
-    recovery.look_after(state)
-    goes_on = not state.in_place or recovery.anybody_able(state)
-    if goes_on and (parting := resize.parting(state)):
-        return _drain_world(state, parting)
-    arrivals = recovery.joiners_due(state) if state.in_place else forming.arrivals_due(state)
+    recovery.stop_leaving(state)
+    recovery.prepare_standbys(state)
+    goes_on = not state.in_place or recovery.is_stepping(state)
+    if goes_on and (parting := resize.reason_to_shrink(state)):
+        return begin_drain(state, parting)
+    arrivals = recovery.standbys_due(state) if state.in_place else forming.arrivals_due(state)
     if arrivals:
-        return _drain_world(state, f"taking in {named(arrivals)}")
+        return begin_drain(state, f"taking in {named(arrivals)}")
     return False
 
 
-def _drain_world(state: State, reason: str) -> bool:
+def begin_drain(state: State, reason: str) -> bool:
     state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
     state.aimed, state.asked, state.target, state.stops = False, False, None, False
     state.enter(Phase.DRAINING, reason)
@@ -203,11 +210,11 @@ def _drain_world(state: State, reason: str) -> bool:
     for node in state.members():
         node.marked = node.drained = node.draining = False
         state.refile(node)
-        ask_to_drain(state, node)
+        send_drain_request(state, node)
     return True
 
 
-def ask_to_drain(state: State, node: KnownNode) -> None:
+def send_drain_request(state: State, node: KnownNode) -> None:
     """Send what `node` has to know of the drain in hand; again, to one that comes back in it."""
     assert state.world is not None
     fence, timeout_s = state.world.fence, state.spec.timing.drain_timeout_s
@@ -222,17 +229,17 @@ def _draining(state: State) -> bool:
     if not state.incident.planned:
         return _end_world(state, state.incident.reason)
     if state.in_place:
-        recovery.look_at_stall(state)
+        recovery.log_stall(state)
     # Once they are asked to checkpoint, workers that exit with 0 may have done just that.
     asked = state.aimed or state.asked
     if not asked and len(state.succeeded) == len(state.world.members):
         return ending.success(state)
-    if state.in_place and not recovery.anybody_able(state):
+    if state.in_place and not recovery.is_stepping(state):
         return _call_off(state)
     if not state.aimed and not state.unmarked:
-        _aim(state)
-    elif state.aimed and state.target is not None and _all_stop(state) and not state.stops:
-        _save_instead(state)
+        _set_target(state)
+    elif state.aimed and state.target is not None and nobody_continues(state) and not state.stops:
+        _stop_at_target(state)
     if state.aimed and not state.undrained:
         took_s = state.now_s - state.phase_s
         state.tell(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
@@ -242,7 +249,7 @@ def _draining(state: State) -> bool:
         state.wait_until(deadline_s)
         return False
     state.tell(EventKind.DRAIN_ENDED, f"workers of {named(state.undrained)} did not checkpoint")
-    if not _all_stop(state):
+    if not nobody_continues(state):
         resize.drained_late(state)
     return _end_world(state, state.incident.reason)
 
@@ -255,29 +262,29 @@ def _call_off(state: State) -> bool:
     return True
 
 
-def _aim(state: State) -> None:
+def _set_target(state: State) -> None:
     """Let all workers checkpoint at one and the same call, which none of them has passed."""
     assert state.world is not None
     state.aimed = True
     nodes = state.members()
     furthest = max((node.calls or 0 for node in nodes), default=0)
-    state.target, state.stops = furthest + 1 if furthest else None, _all_stop(state)
+    state.target, state.stops = furthest + 1 if furthest else None, nobody_continues(state)
     for node in nodes:
-        ask_to_drain(state, node)
+        send_drain_request(state, node)
 
 
-def _all_stop(state: State) -> bool:
+def nobody_continues(state: State) -> bool:
     """Whether nobody goes on with what the workers hold: they have to checkpoint it."""
     return not (state.in_place and recovery.has_survivors(state))
 
 
-def _save_instead(state: State) -> None:
+def _stop_at_target(state: State) -> None:
     """The last that were to go on leave as well: all checkpoint where they wait."""
     state.stops = True
     for node in state.members():
         node.drained = False
         state.refile(node)
-        ask_to_drain(state, node)
+        send_drain_request(state, node)
 
 
 def _end_world(state: State, reason: str) -> bool:
@@ -285,7 +292,7 @@ def _end_world(state: State, reason: str) -> bool:
     if recovery.is_beyond_healing(state):
         return _stop_unhealed(state, reason)
     if state.in_place and (recovery.has_survivors(state) or recovery.may_return(state)):
-        return recovery.begin(state, reason)
+        return recovery.interrupt_world(state, reason)
     return _stop_world(state, reason)
 
 
@@ -305,12 +312,12 @@ def _regrouping(state: State) -> bool:
     if recovery.is_ending(state):
         return _stop_world(state, f"{state.incident.reason}; others have finished their steps")
     _release_leaving(state)
-    if state_holders.in_doubt(state):
-        return _await_word(state)
-    return recovery.rule(state)
+    if state_holders.must_wait_for_state(state):
+        return _await_possibly_training(state)
+    return recovery.commit_when_enough(state)
 
 
-def _await_word(state: State) -> bool:
+def _await_possibly_training(state: State) -> bool:
     """Those who hold the state may go on out of sight: they come back, or stop themselves."""
     reason = (
         f"{named(state.unseen)} may hold the state of the job and train where this coordinator"
@@ -320,7 +327,7 @@ def _await_word(state: State) -> bool:
         state.enter(Phase.REGROUPING, reason)
         state.tell(EventKind.WAITING, reason)
     # Nobody who comes meanwhile comes too late; who is to come has the whole time after this wait.
-    recovery.look_after(state)
+    recovery.prepare_standbys(state)
     state.phase_s = state.now_s
     return False
 
@@ -366,20 +373,20 @@ def _stopping(state: State) -> bool:
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
     state.end_incident(reason)
     _release_leaving(state)
-    forming.begin(state, reason, follow_up=True, delay_s=delay_s)
+    forming.begin_gathering(state, reason, follow_up=True, delay_s=delay_s)
     return True
 
 
 def _forming(state: State) -> bool:
     _release_leaving(state)
-    return forming.rule(state)
+    return forming.commit_when_due(state)
 
 
 def _release_leaving(state: State) -> None:
     """Let those go who asked to, and have no workers any more."""
     released = [state.nodes[i] for i in sorted(state.leaving - state.holding)]
     if released and len(released) == len(state.nodes):
-        state_holders.all_released(state)
+        state_holders.record_all_released(state)
     for node in released:
         state.send(node, Release(f"drained: {node.leaving}"))
         state.tell(EventKind.NODE_RELEASED, node.leaving, node.id)

@@ -31,7 +31,7 @@ _IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 
 
 @dataclass(frozen=True, slots=True)
-class Contingent:
+class NodeWorkers:
     """The workers of one node that could be in the next world, survivors first."""
 
     node: KnownNode
@@ -44,20 +44,20 @@ class Contingent:
         return self.survivors + self.joiners
 
 
-def able(state: State, node: KnownNode, workers: tuple[int, ...]) -> None:
+def record_recoverable(state: State, node: KnownNode, workers: tuple[int, ...]) -> None:
     """Take note which workers of `node` can enter another world."""
     known = {i for i in workers if i < node.spec.local_world_size}
     if known - node.able and state.in_place:
         state.note_arrival()
     node.able = known
     state.refile(node)
-    replica_slices.heard(state, node)
-    state.uneven = state.uneven or replica_slices.has_level(state, node)
+    replica_slices.record_sharding(state, node)
+    state.uneven = state.uneven or replica_slices.reports_level(state, node)
     if state.phase in (Phase.RUNNING, Phase.DRAINING) and not (state.in_place or state.unable):
         state.in_place = True
         state.tell(EventKind.IN_PLACE, "all workers recover in place from now on")
         for waits in [each for each in state.nodes.values() if each.waiting]:
-            replacements.follow(state, waits)  # Nobody could when it came.
+            replacements.start_replacements(state, waits)  # Nobody could when it came.
 
 
 def is_in_place(state: State) -> bool:
@@ -65,13 +65,13 @@ def is_in_place(state: State) -> bool:
     return not state.unable and any(node.able or node.in_place for node in state.nodes.values())
 
 
-def lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -> None:
+def record_lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -> None:
     """A worker lost a peer; most often somebody tells in a moment what became of that one."""
     if fence == node.fence and state.is_member(node) and state.lost_s is None:
         state.lost_s, state.lost_reason = state.now_s, f"a worker of node {node.id} {reason}"
 
 
-def unexplained(state: State) -> bool:
+def has_unexplained_peer_loss(state: State) -> bool:
     """Whether a worker lost a peer, and nothing else says so: the world makes no step."""
     if state.lost_s is None:
         return False
@@ -79,11 +79,11 @@ def unexplained(state: State) -> bool:
     if state.now_s < due_s:
         state.wait_until(due_s)
         return False
-    liveness.fault(state, state.lost_reason)
+    liveness.ensure_incident(state, state.lost_reason)
     return True
 
 
-def look_at_stall(state: State) -> None:
+def log_stall(state: State) -> None:
     """Log where each worker waits, once all those of the world wait for one another."""
     assert state.world is not None
     if len(state.still) < len(state.world.members):
@@ -94,7 +94,7 @@ def look_at_stall(state: State) -> None:
         state.tell(EventKind.STALL, f"no progress for {HANG_STALL_S:g} s: {state.stall_places}")
 
 
-def stalled(state: State) -> bool:
+def end_if_stalled(state: State) -> bool:
     """End a world whose workers all only wait for one another: nobody is to blame."""
     assert state.world is not None
     if len(state.waiters) < len(state.world.members):
@@ -102,20 +102,20 @@ def stalled(state: State) -> bool:
     reached = max((node.progress or 0 for node in state.members()), default=0)
     state.stalls = 1 if reached > state.stalled_at else state.stalls + 1
     state.stalled_at = reached
-    liveness.fault(state, f"all workers wait for one another: {state.stall_places}")
+    liveness.ensure_incident(state, f"all workers wait for one another: {state.stall_places}")
     return True
 
 
-def even_out(state: State) -> bool:
+def end_if_level(state: State) -> bool:
     """End a world that is not of whole replicas, once all its members are at one step."""
-    if not any(replica_slices.has_level(state, node) for node in state.members()):
+    if not any(replica_slices.reports_level(state, node) for node in state.members()):
         return False
     reason = "some of its nodes make no whole replica, and give way"
     state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
-    return begin(state, reason)
+    return interrupt_world(state, reason)
 
 
-def begin(state: State, reason: str) -> bool:
+def interrupt_world(state: State, reason: str) -> bool:
     """End the step in hand of the world in force; its workers stay where they are."""
     assert state.world is not None
     state.enter(Phase.REGROUPING, reason)
@@ -128,8 +128,8 @@ def has_survivors(state: State) -> bool:
     """Whether any worker has the state of the world in force, or all that it began with."""
     staying = [node for node in state.members() if node.survivors and not node.leaving]
     outside = [state.nodes[i] for i in state.kept if i in state.nodes]
-    kept = [n for n in outside if state_holders.keeps(state, n) and not n.leaving]
-    return bool(staying or kept) and replica_slices.are_all(state, staying + kept)
+    kept = [n for n in outside if state_holders.is_displaced_holder(state, n) and not n.leaving]
+    return bool(staying or kept) and replica_slices.hold_whole_state(state, staying + kept)
 
 
 def is_beyond_healing(state: State) -> bool:
@@ -143,7 +143,7 @@ def is_beyond_healing(state: State) -> bool:
     )
 
 
-def anybody_able(state: State) -> bool:
+def is_stepping(state: State) -> bool:
     """Whether any worker of the world in force still makes steps, though its node may leave."""
     return any(node.survivors for node in state.members())
 
@@ -151,7 +151,7 @@ def anybody_able(state: State) -> bool:
 def is_ending(state: State) -> bool:
     """Whether too few are left because some have finished their steps: nobody follows those."""
     finished = any(_finished(node) for node in state.members())
-    found = _contingents(state)
+    found = _candidates(state)
     return finished and not (state.away or _are_enough(state, found))
 
 
@@ -166,7 +166,7 @@ def _finished(node: KnownNode) -> set[int]:
     return set() if node.parting else {*node.workers} - node.able - node.lost
 
 
-def part_with(state: State) -> None:
+def stop_leaving(state: State) -> None:
     """Have workers stopped whose nodes leave, and which have no place (any more)."""
     for node in [state.nodes[i] for i in sorted(state.leaving & state.holding)]:
         member = state.is_member(node)
@@ -178,7 +178,7 @@ def part_with(state: State) -> None:
         state.stop(node, node.fence, node.leaving)
 
 
-def paid_for(
+def drop_charged(
     state: State, node: KnownNode, failures: tuple[Failure, ...], renewed: set[int]
 ) -> tuple[Failure, ...]:
     """Take note of failures that were charged before; return the others."""
@@ -188,49 +188,51 @@ def paid_for(
     node.able = able  # Successors may have come since.
     node.prepared |= renewed
     state.refile(node)
-    heard(state, node)
+    end_if_broken(state, node)
     if lost - renewed:
-        replacements.follow(state, node)
+        replacements.start_replacements(state, node)
     return tuple(f for f in failures if f not in paid)
 
 
-def heard(state: State, node: KnownNode) -> None:
+def end_if_broken(state: State, node: KnownNode) -> None:
     """End a world that makes no step for what another coordinator saw, and paid for."""
     if state.phase not in _IN_FORCE or not state.is_member(node):
         return
     if node.untold:
-        _free_fault(state, f"node {node.id} was not told of {node.fence}")
+        _uncharged_incident(state, f"node {node.id} was not told of {node.fence}")
     elif node.lost & {*node.workers}:
-        _free_fault(state, f"workers of node {node.id} are lost, and were paid for")
+        _uncharged_incident(state, f"workers of node {node.id} are lost, and were paid for")
     elif node.halted and node.fence is not None:
-        lost_peer(state, node, node.fence, node.halted)
-    replacements.follow(state, node)  # Its agent may have been told in vain, as it went.
+        record_lost_peer(state, node, node.fence, node.halted)
+    replacements.start_replacements(
+        state, node
+    )  # Its agent may have been told in vain, as it went.
 
 
-def _free_fault(state: State, reason: str) -> None:
+def _uncharged_incident(state: State, reason: str) -> None:
     before = state.incident
-    incident = liveness.fault(state, reason)
+    incident = liveness.ensure_incident(state, reason)
     if incident is not before:
         incident.charged = True
 
 
-def rule(state: State) -> bool:
+def commit_when_enough(state: State) -> bool:
     """Settle the next world as soon as enough workers are able; until then they wait."""
     incident = state.incident
     assert incident is not None and state.world is not None
-    part_with(state)
-    if not replica_slices.fit(state):
+    stop_leaving(state)
+    if not replica_slices.replica_fits(state):
         return ending.no_replica(state)
     if state.away:
         return False  # Its grace to come back is short, and bounded by presence.
     if not incident.charged and incident.is_charged:
         if ending.verdict_pending(state, incident):
             return False
-        why = replacements.charge(state, incident)
+        why = replacements.charge_replacements(state, incident)
         if why:
             return ending.failure(state, incident, why)
     replacements.replace_lost(state, incident, 0.0)  # Those lost since are paid for as well.
-    found = _contingents(state)
+    found = _candidates(state)
     if not _are_enough(state, found):
         return _wait(state, sum(len(one.workers) for one in found), _needed(state, found))
     port_due_s = state.running_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
@@ -239,11 +241,11 @@ def rule(state: State) -> bool:
         return False
     members = tuple(member_of(one.node.spec, one.workers) for one in found)
     floor = max(state.floor.round if state.floor else 0, state.world.fence.round)
-    _settle(state, World(fence=Fence(floor + 1, 0), members=members), incident.reason)
+    _commit(state, World(fence=Fence(floor + 1, 0), members=members), incident.reason)
     return True
 
 
-def look_after(state: State) -> None:
+def prepare_standbys(state: State) -> None:
     """Have workers without a place start: of nodes that arrived, and successors of the lost."""
     if not state.in_place or state.world is None:
         return
@@ -251,7 +253,7 @@ def look_after(state: State) -> None:
     here = {node.id for node in state.members()}
     room = replica_slices.most_nodes(state) - len(here | state.joinable)
     arrived = sorted(state.idle - state.unready)
-    for node in replica_slices.useless(state):
+    for node in replica_slices.nodes_to_start_afresh(state):
         assert node.fence is not None
         node.parting, node.able = True, set()
         state.refile(node)
@@ -259,18 +261,20 @@ def look_after(state: State) -> None:
     for node in [state.nodes[i] for i in arrived[: max(0, room)]]:
         node.fence, node.waiting = state.world.fence, True
         state.refile(node)
-        state.send(node, Prepare(assignment=replacements.beside(state, state.world, node)))
+        state.send(
+            node, Prepare(assignment=replacements.standby_assignment(state, state.world, node))
+        )
 
 
-def joiners_due(state: State) -> list[str]:
+def standbys_due(state: State) -> list[str]:
     """Return who has workers that are to be taken in now; empty: nobody, or not yet."""
-    if state.away or not state.joinable or not anybody_able(state):
+    if state.away or not state.joinable or not is_stepping(state):
         return []  # Workers that have finished their steps take nobody in.
     due_s = state.gathered_s(incomplete=_is_incomplete(state))
     if state.now_s < due_s and _more_may_come(state):
         state.wait_until(due_s)
         return []
-    return [one.node.id for one in _contingents(state) if one.joiners]
+    return [one.node.id for one in _candidates(state) if one.joiners]
 
 
 def _more_may_come(state: State) -> bool:
@@ -291,14 +295,14 @@ def _is_incomplete(state: State) -> bool:
     return False
 
 
-def _are_enough(state: State, found: list[Contingent]) -> bool:
+def _are_enough(state: State, found: list[NodeWorkers]) -> bool:
     workers = sum(len(one.workers) for one in found)
-    if not replica_slices.are_whole(state, found):
+    if not replica_slices.are_whole_replicas(state, found):
         return workers == sum(one.node.spec.local_world_size for one in found)
     return len(found) >= replica_slices.fewest_nodes(state) and workers >= _needed(state, found)
 
 
-def _needed(state: State, found: list[Contingent]) -> int:
+def _needed(state: State, found: list[NodeWorkers]) -> int:
     """Return how many workers a world of these nodes is to have at least.
 
     By default as many as the smallest of them have that are nodes enough: all of a job that has no
@@ -321,25 +325,25 @@ def _is_sharded(state: State) -> bool:
     return any(node.sharding is not None for node in state.nodes.values())
 
 
-def _contingents(state: State) -> list[Contingent]:
+def _candidates(state: State) -> list[NodeWorkers]:
     """Return who could be in the next world: survivors in their order, then who came since."""
     assert state.world is not None
     order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
     order = {**{i: len(order) + rank for i, rank in state.kept.items()}, **order}
-    go_on, is_sharded = anybody_able(state), _is_sharded(state)
+    go_on, is_sharded = is_stepping(state), _is_sharded(state)
     is_sure = go_on
     if state.incident is not None and not state.incident.planned:
         # Who is left in the world may have come with it, and made no step yet.
-        is_sure = any(state_holders.witnesses(state, node) for node in state.members())
-    staying: list[Contingent] = []
-    coming: list[Contingent] = []
+        is_sure = any(state_holders.rules_out_older_worlds(state, node) for node in state.members())
+    staying: list[NodeWorkers] = []
+    coming: list[NodeWorkers] = []
     for node in state.nodes.values():
         if node.session is None or node.leaving or node.stray or not node.able:
             continue
         survivors = node.survivors if state.is_member(node) else ()
-        if not is_sure and state_holders.keeps(state, node):
+        if not is_sure and state_holders.is_displaced_holder(state, node):
             survivors = tuple(sorted(node.able))
-        one = Contingent(node, survivors, tuple(sorted(node.able - set(survivors))))
+        one = NodeWorkers(node, survivors, tuple(sorted(node.able - set(survivors))))
         if is_sharded and not survivors and len(one.joiners) < node.spec.local_world_size:
             continue
         (staying if survivors else coming).append(one)
@@ -353,7 +357,7 @@ def _contingents(state: State) -> list[Contingent]:
         most = max(most, min(inside + 1, len(staying)))
     # Who came to the boundary stays first: the others may lack the last step (`drained_late`).
     level = sorted(staying, key=lambda o: not (state.is_member(o.node) and o.node.drained))
-    chosen = {one.node.id for one in replica_slices.chosen(state, level, coming, most)}
+    chosen = {one.node.id for one in replica_slices.choose_nodes(state, level, coming, most)}
     return [one for one in staying + coming if one.node.id in chosen]
 
 
@@ -366,8 +370,8 @@ def _wait(state: State, workers: int, needed: int) -> bool:
             return ending.failure(state, state.exhausted, "its budget pays for no other")
         state.wait_until(due_s)
     if state.now_s >= state.phase_s + limit_s:
-        return ending.too_few(state, len(_contingents(state)), replica_slices.fewest_nodes(state))
-    look_after(state)
+        return ending.too_few(state, len(_candidates(state)), replica_slices.fewest_nodes(state))
+    prepare_standbys(state)
     reason = (
         f"{workers} of at least {needed} workers are left; they wait with all that they hold"
         f" for others, {limit_s:g} s at most"
@@ -379,14 +383,14 @@ def _wait(state: State, workers: int, needed: int) -> bool:
     return False
 
 
-def _settle(state: State, world: World, why: str) -> None:
+def _commit(state: State, world: World, why: str) -> None:
     """Put the next world in force, and see to those who have no place in it."""
     assert state.world is not None
     before = state.members()
     holders = {*state.kept}
-    state_holders.left_out(state, state.world, world)
+    state_holders.record_displaced(state, state.world, world)
     state.end_incident(why)
-    forming.put_in_force(state, world, why, holders)
+    forming.commit_world(state, world, why, holders)
     for node in before:
         if node.fence == world.fence or node.fence is None:
             continue

@@ -13,14 +13,14 @@ from elastane.protocol.messages import Holding, Interrupt
 from elastane.protocol.model import Assignment, Fence, Member
 
 
-def take(state: State, node: KnownNode, holding: Holding | None) -> None:
+def record_workers(state: State, node: KnownNode, holding: Holding | None) -> None:
     """Record what workers an agent brings along, and have them stopped where they are stale."""
     node.fence, ends = holding.assignment.fence if holding else None, node.ends
     node.forget_workers()
     node.draining, node.stray = False, False
     _take_workers(state, node, holding, ends)
     if not node.stray:
-        state_holders.in_sight(state, node)
+        state_holders.note_accounted(state, node)
 
 
 def _take_workers(
@@ -33,8 +33,8 @@ def _take_workers(
     node.take_places(assignment.workers or tuple(range(node.spec.local_world_size)))
     node.waiting, node.able, node.ends = assignment.waiting, {*holding.able}, ends
     node.in_place, node.sharding = holding.in_place, holding.sharding
-    replica_slices.heard(state, node)
-    place = untold(state, node, holding)
+    replica_slices.record_sharding(state, node)
+    place = missed_place(state, node, holding)
     if place is not None and state.world is not None:
         node.fence, node.untold = state.world.fence, True
         node.take_places(place.local_ranks)
@@ -79,7 +79,7 @@ def _interrupt_again(state: State, node: KnownNode, holding: Holding) -> None:
         state.send(node, Interrupt(fence=fence, reason=reason))
 
 
-def untold(state: State, node: KnownNode, holding: Holding | None) -> Member | None:
+def missed_place(state: State, node: KnownNode, holding: Holding | None) -> Member | None:
     """Return the place that able workers have in the world in force, and have not heard of.
 
     They are of a world before it; this one makes no step without them, so nothing is lost yet.
@@ -107,8 +107,8 @@ def _bring(state: State, node: KnownNode, holding: Holding) -> None:
     """Take in failures; those whose successors were paid for cost nothing again."""
     node.halted = holding.halted
     state.refile(node)
-    failures = recovery.paid_for(state, node, holding.failures, {*holding.renewed})
-    reports.failed(state, node, failures)
+    failures = recovery.drop_charged(state, node, holding.failures, {*holding.renewed})
+    reports.record_failures(state, node, failures)
 
 
 def _take_waiting(state: State, node: KnownNode, fence: Fence) -> None:

@@ -15,14 +15,14 @@ from elastane.protocol.messages import Prepare
 from elastane.protocol.model import NO_RANK, Assignment, Failure, World
 
 
-def follow(state: State, node: KnownNode) -> None:
+def start_replacements(state: State, node: KnownNode) -> None:
     """Have workers that were paid for followed by others, unless they are."""
     is_due = state.in_place and state.exhausted is None and node.lost - node.prepared
     if is_due and state.world is not None:
-        _succeed(state, state.world, node, 0.0)
+        _prepare_replacements(state, state.world, node, 0.0)
 
 
-def joiner_failed(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
+def record_standby_failure(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """Workers without a place ended: others follow them, as long as the budget pays for it."""
     node.lose(failures)
     state.refile(node)
@@ -30,13 +30,13 @@ def joiner_failed(state: State, node: KnownNode, failures: tuple[Failure, ...]) 
     reason = f"a worker of node {node.id} ended before it had a place"
     incident = Incident(at_s=state.now_s, reason=reason, planned=False)
     incident.see(node.id, failures, state.now_s)
-    why = charge(state, incident)
+    why = charge_replacements(state, incident)
     if why:
         state.exhausted = incident
         state.tell(EventKind.WAITING, f"{reason}; nobody follows it: {why}", node.id)
 
 
-def charge(state: State, incident: Incident) -> str:
+def charge_replacements(state: State, incident: Incident) -> str:
     """Let the budget pay for replacements; returns why it does not."""
     verdict = ending.charge(state, incident, EventKind.REPLACEMENT)
     if not verdict.restart:
@@ -51,17 +51,17 @@ def replace_lost(state: State, incident: Incident, delay_s: float) -> None:
     for node_id in sorted({sighting.node_id for sighting in incident.sightings}):
         node = state.nodes.get(node_id)
         if node is not None and node.lost - node.prepared and node.fence is not None:
-            _succeed(state, state.world, node, delay_s)
+            _prepare_replacements(state, state.world, node, delay_s)
 
 
-def _succeed(state: State, world: World, node: KnownNode, delay_s: float) -> None:
+def _prepare_replacements(state: State, world: World, node: KnownNode, delay_s: float) -> None:
     """Have the workers of this node that were lost followed by others."""
     node.prepared |= node.lost
-    given = beside(state, world, node)
+    given = standby_assignment(state, world, node)
     state.send(node, Prepare(assignment=given, delay_s=delay_s, successors=True))
 
 
-def beside(state: State, world: World, node: KnownNode) -> Assignment:
+def standby_assignment(state: State, world: World, node: KnownNode) -> Assignment:
     """Return what workers are told that have no place yet: ranks of nobody, after all others."""
     base = world.world_size + node.order * node.spec.local_world_size
     return Assignment(

@@ -15,17 +15,17 @@ from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.protocol.sharding import NO_PART, bounds, replicas
 
 if TYPE_CHECKING:
-    from elastane.coordinator.rules.recovery import Contingent
+    from elastane.coordinator.rules.recovery import NodeWorkers
 
 
-def heard(state: State, node: KnownNode) -> None:
+def record_sharding(state: State, node: KnownNode) -> None:
     """Take note of how many nodes a replica is."""
     # While all begin anew, what comes late is said of the mesh before.
     if node.sharding is not None and state.phase is not Phase.FORMING:
         state.span = max(state.span, node.sharding.span)
 
 
-def begin_anew(state: State) -> None:
+def reset_nodes_per_replica(state: State) -> None:
     """Forget how many nodes a replica is, where it was all of a world: it may have been for that.
 
     Else the next world is of whole replicas from its begin.
@@ -34,7 +34,7 @@ def begin_anew(state: State) -> None:
         state.span = 1
 
 
-def fit(state: State) -> bool:
+def replica_fits(state: State) -> bool:
     """Whether the job may have the nodes of one replica; the range is its owner's to change."""
     return state.span <= state.spec.max_nodes or state.resized
 
@@ -49,19 +49,19 @@ def most_nodes(state: State) -> int:
     return bounds(state.spec.min_nodes, state.spec.max_nodes, state.span)[1]
 
 
-def are_all(state: State, nodes: Sequence[KnownNode]) -> bool:
+def hold_whole_state(state: State, nodes: Sequence[KnownNode]) -> bool:
     """Whether these hold, together, all parts of the state; who said nothing yet may hold any."""
     span = state.span
-    if span == 1 or any(_part(node) == NO_PART for node in nodes):
+    if span == 1 or any(_slice_of(node) == NO_PART for node in nodes):
         return True
-    held = {(_part(node), i) for node in nodes for i in node.survivors or node.able}
+    held = {(_slice_of(node), i) for node in nodes for i in node.survivors or node.able}
     size = max(node.spec.local_world_size for node in nodes)
     return len(held) >= span * size
 
 
-def chosen(
-    state: State, staying: list[Contingent], coming: list[Contingent], most: int
-) -> list[Contingent]:
+def choose_nodes(
+    state: State, staying: list[NodeWorkers], coming: list[NodeWorkers], most: int
+) -> list[NodeWorkers]:
     """Return who is to be in the next world; survivors that are no whole replicas all are.
 
     Where these, begun anew, could be as many as it takes; else all wait with what they hold.
@@ -69,8 +69,8 @@ def chosen(
     found = staying + coming
     if state.span == 1:
         return found[:most]
-    whole = _whole(state, found)
-    holders = [one for one in staying if _part(one.node) != NO_PART]
+    whole = _whole_replicas(state, found)
+    holders = [one for one in staying if _slice_of(one.node) != NO_PART]
     ids = {one.node.id for one in whole}
     if _is_level(state) or all(one.node.id in ids for one in holders):
         return whole
@@ -78,13 +78,13 @@ def chosen(
     return holders if could >= fewest_nodes(state) else whole
 
 
-def are_whole(state: State, found: Sequence[Contingent]) -> bool:
+def are_whole_replicas(state: State, found: Sequence[NodeWorkers]) -> bool:
     """Whether these make whole replicas; else they are to come to one step, however few."""
-    return state.span == 1 or len(_whole(state, found)) == len(found)
+    return state.span == 1 or len(_whole_replicas(state, found)) == len(found)
 
 
-def _whole(state: State, found: Sequence[Contingent]) -> list[Contingent]:
-    parts = [_part(one.node) for one in found]
+def _whole_replicas(state: State, found: Sequence[NodeWorkers]) -> list[NodeWorkers]:
+    parts = [_slice_of(one.node) for one in found]
     return [found[i] for i in replicas(parts, state.span, most_nodes(state))]
 
 
@@ -93,25 +93,25 @@ def _is_level(state: State) -> bool:
     return state.incident is None or state.incident.planned
 
 
-def is_uneven(state: State) -> bool:
+def has_partial_replicas(state: State) -> bool:
     """Whether members of the world in force make no whole replica: it makes no steps."""
     if state.span == 1:
         return False
     members = state.members()
-    if any(_part(node) == NO_PART for node in members):
+    if any(_slice_of(node) == NO_PART for node in members):
         return False
-    inside = replicas([_part(node) for node in members], state.span, len(members))
+    inside = replicas([_slice_of(node) for node in members], state.span, len(members))
     return len(inside) < len(members)
 
 
-def has_level(state: State, node: KnownNode) -> bool:
+def reports_level(state: State, node: KnownNode) -> bool:
     """Whether this member says of the world in force that it makes no steps, and all are level."""
     fence = state.world.fence if state.world is not None else None
     level = node.sharding.level if node.sharding is not None else None
     return level is not None and level == fence and state.is_member(node)
 
 
-def useless(state: State) -> list[KnownNode]:
+def nodes_to_start_afresh(state: State) -> list[KnownNode]:
     """Return whose parts are in the way: begun anew, they make more whole replicas.
 
     Of those without a place; and of all, where the next world lacks nodes and they are level.
@@ -122,9 +122,9 @@ def useless(state: State) -> list[KnownNode]:
     inside = [node for node in state.members() if node.survivors and not node.leaving]
     beside = [state.nodes[i] for i in sorted(state.joinable) if i not in state.kept]
     beside = [node for node in beside if not (state.is_member(node) or node.parting)]
-    spares = [node for node in beside if _part(node) != NO_PART]
+    spares = [node for node in beside if _slice_of(node) != NO_PART]
     first = 0 if waits else len(inside)
-    held = [_part(node) for node in inside + spares]
+    held = [_slice_of(node) for node in inside + spares]
     held += [NO_PART] * (len(beside) - len(spares))
     span, most, found = state.span, most_nodes(state), list[KnownNode]()
     now = replicas(held, span, most)
@@ -136,5 +136,5 @@ def useless(state: State) -> list[KnownNode]:
     return found
 
 
-def _part(node: KnownNode) -> int:
+def _slice_of(node: KnownNode) -> int:
     return node.sharding.part if node.sharding is not None else NO_PART

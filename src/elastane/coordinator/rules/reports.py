@@ -26,7 +26,7 @@ from elastane.protocol.messages import (
 from elastane.protocol.model import Failure, Fence
 
 
-def take(state: State, session: int, message: ToCoordinator) -> bool:
+def record_message(state: State, session: int, message: ToCoordinator) -> bool:
     """Record what `message` says; return whether a rule could now decide otherwise."""
     node_id = state.by_session.get(session)
     if node_id is None:
@@ -43,7 +43,7 @@ def take(state: State, session: int, message: ToCoordinator) -> bool:
         case Leave() | Conclude():
             _wish(state, node, message)
         case Failed(fence=fence, failures=failures) if _is_of(node, fence) and not node.stray:
-            failed(state, node, failures)
+            record_failures(state, node, failures)
         case Succeeded(fence=fence) if fence == node.fence and node.state == "running":
             node.state = "succeeded"
         case Marked() | Drained() if message.fence == node.fence:
@@ -63,7 +63,7 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     """Take in how far its workers are; return whether a rule is to look at that."""
     node.progress = message.progress
     node.pace.note(state.now_s, message.progress)
-    news = state_holders.heard(state, node, message)
+    news = state_holders.record_heartbeat(state, node, message)
     is_of_now = message.fence == node.fence
     waits_at = message.waiting if is_of_now else ()
     all_wait = message.all_wait and is_of_now
@@ -92,11 +92,11 @@ def _drained(node: KnownNode, message: Marked | Drained) -> None:
 
 def _in_place(state: State, node: KnownNode, message: Able | Lost) -> None:
     if isinstance(message, Lost):
-        recovery.lost_peer(state, node, message.fence, message.reason)
+        recovery.record_lost_peer(state, node, message.fence, message.reason)
         return
     node.spent = node.spent and message.fence != node.fence
     node.offer, node.sharding = message.offer, message.sharding
-    recovery.able(state, node, message.workers)
+    recovery.record_recoverable(state, node, message.workers)
 
 
 def _at_the_door(state: State, session: int, message: ToCoordinator) -> None:
@@ -129,7 +129,7 @@ def _ready(state: State, node: KnownNode) -> None:
     state.tell(EventKind.NODE_READY, "its workers can start quickly", node.id)
 
 
-def failed(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
+def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """Put `failures` of `node` on the coordinator's time line."""
     if state.phase in (Phase.RECOVERING, Phase.FORMING):
         failures = tuple(f for f in failures if not node.is_known(f))
@@ -148,13 +148,13 @@ def failed(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None
     if state.phase not in in_force or not state.is_member(node):
         return
     first = failures[0]
-    incident = liveness.fault(
+    incident = liveness.ensure_incident(
         state,
         f"{worker_text(first.rank)} on node {node.id} {end_text(first)}"
         + (" after it lost a peer" if is_lost_peer(first) else ""),
     )
     incident.see(node.id, failures, state.now_s)
-    state_holders.ended(state, node, {f.local_rank for f in failures})
+    state_holders.record_ended_workers(state, node, {f.local_rank for f in failures})
     if state.in_place:
         node.lose(failures)
 
@@ -166,7 +166,7 @@ def _of_places(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> 
     inside = tuple(f for f in failures if f.local_rank in places)
     joiners = tuple(f for f in failures if f.local_rank not in places)
     if joiners and state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
-        replacements.joiner_failed(state, node, joiners)
+        replacements.record_standby_failure(state, node, joiners)
     return inside
 
 
@@ -178,11 +178,13 @@ def _failed_in_drain(state: State, node: KnownNode, failures: tuple[Failure, ...
     asked = not state.aimed or state.target is not None
     if asked and not node.drained and not all(is_lost_peer(f) for f in failures):
         text = exit_text(failures[0].exit_code)
-        liveness.fault(state, f"a worker of node {node.id} ended with {text} during a drain")
+        liveness.ensure_incident(
+            state, f"a worker of node {node.id} ended with {text} during a drain"
+        )
     node.marked = node.drained = True
 
 
-def stopped_before(state: State) -> None:
+def record_earlier_stops(state: State) -> None:
     """Take in that members stop their workers because a coordinator before this one said so.
 
     That others lost a peer came of it, and is never charged; that a worker failed, is.
@@ -192,7 +194,7 @@ def stopped_before(state: State) -> None:
         return
     for node in [node for node in state.members() if node.parting]:
         why = f"node {node.id} came back while it was stopping its workers"
-        liveness.fault(state, why).departed.append(node.id)
+        liveness.ensure_incident(state, why).departed.append(node.id)
 
 
 def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
@@ -200,14 +202,14 @@ def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
         return
     if state.is_member(node):
         state.intact = False
-        state_holders.ended(state, node, {*node.workers})
+        state_holders.record_ended_workers(state, node, {*node.workers})
     in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
     before_it_was_told = message.unasked and state.phase is Phase.STOPPING
     if (state.phase in in_force or before_it_was_told) and state.is_member(node):
         # It had no authority for too long, or its user stopped it: what others saw came of that.
-        liveness.fault(state, f"node {node.id} stopped its workers by itself").departed.append(
-            node.id
-        )
+        liveness.ensure_incident(
+            state, f"node {node.id} stopped its workers by itself"
+        ).departed.append(node.id)
     node.fence = None
-    state_holders.in_sight(state, node)
+    state_holders.note_accounted(state, node)
     node.forget_workers()

@@ -17,7 +17,7 @@ from elastane.coordinator.rules.words import named
 from elastane.protocol.log_events import EventKind
 
 
-def take(state: State) -> None:
+def apply_range(state: State) -> None:
     """Put the range in force that was asked for."""
     wanted, state.wanted = state.wanted, None
     if wanted is None or state.spec.static or state.outcome is not None:
@@ -35,7 +35,7 @@ def take(state: State) -> None:
     state.persist()
 
 
-def parting(state: State) -> str:
+def reason_to_shrink(state: State) -> str:
     """Return why nodes are to give their places up now; empty: none, or not yet."""
     assert state.world is not None
     gone = sorted(i for i in state.leaving & state.holding if state.is_member(state.nodes[i]))

@@ -20,7 +20,7 @@ from elastane.protocol.messages import Heartbeat
 from elastane.protocol.model import World
 
 
-def heard(state: State, node: KnownNode, message: Heartbeat) -> bool:
+def record_heartbeat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     """Take note that workers of `node` hold the state; return whether that is news.
 
     They do where they met in the world in force, or in that before it: of all others that might
@@ -36,28 +36,28 @@ def heard(state: State, node: KnownNode, message: Heartbeat) -> bool:
     node.holds |= here
     if in_it:
         news = news or bool(state.unseen or state.kept)
-        accounted(state)
+        clear_possibly_training(state)
         if message.met == state.world.fence.round:
             state.kept = {}
     return news
 
 
-def tidy(state: State) -> None:
+def persist_cleared_displaced(state: State) -> None:
     """Take out of the record who is no longer kept in mind."""
     if state.kept_is_recorded and not state.kept:
         state.kept_is_recorded = False
         state.persist()
 
 
-def accounted(state: State) -> None:
+def clear_possibly_training(state: State) -> None:
     """No world but that in force can train any more."""
     state.unseen = {}
 
 
-def ended(state: State, node: KnownNode, workers: set[int]) -> None:
+def record_ended_workers(state: State, node: KnownNode, workers: set[int]) -> None:
     """Workers of `node` have certainly ended; with one that held the state, all older worlds."""
-    if state.is_member(node) and (node.holds & workers or not _follows(state)):
-        accounted(state)
+    if state.is_member(node) and (node.holds & workers or not _continues_earlier_world(state)):
+        clear_possibly_training(state)
 
 
 def is_dead(state: State, incarnation: str) -> bool:
@@ -72,7 +72,7 @@ def dead_members(state: State) -> set[str]:
     return {m.node_id for m in state.world.members if is_dead(state, m.incarnation)}
 
 
-def not_unseen(state: State) -> None:
+def drop_dead(state: State) -> None:
     """The dead do not go on anywhere."""
     state.unseen = {
         node_id: (since_s, incarnation)
@@ -81,13 +81,13 @@ def not_unseen(state: State) -> None:
     }
 
 
-def out_of_sight(state: State, node_id: str, incarnation: str) -> None:
+def note_possibly_training(state: State, node_id: str, incarnation: str) -> None:
     """Workers of this node may go on where nobody sees them."""
     if (state.in_place or state.was_in_place) and not is_dead(state, incarnation):
         state.unseen[node_id] = (state.now_s, incarnation)
 
 
-def all_released(state: State) -> None:
+def record_all_released(state: State) -> None:
     """Record that no worker of the world in force is left, before the last node is released.
 
     The next coordinator has no other way to know: those nodes may never come back, as where a job
@@ -98,12 +98,12 @@ def all_released(state: State) -> None:
         state.persist()
 
 
-def in_sight(state: State, node: KnownNode) -> None:
+def note_accounted(state: State, node: KnownNode) -> None:
     """Its workers are known again: they are gone, or this coordinator leads them."""
     state.unseen.pop(node.id, None)
 
 
-def unseen_until_s(state: State) -> float:
+def possibly_training_until_s(state: State) -> float:
     """Return until when workers may go on where nobody sees them; 0: none do."""
     if not (state.store_backed and state.unseen):
         return 0.0
@@ -118,28 +118,28 @@ def returning_until_s(state: State) -> float:
     members = state.world.members if state.world is not None else ()
     lacking = any(not (m.node_id in state.nodes or is_dead(state, m.incarnation)) for m in members)
     late_s = state.late_s + FENCE_WAIT_S if state.late_s and lacking else 0.0
-    return max(unseen_until_s(state), late_s)
+    return max(possibly_training_until_s(state), late_s)
 
 
-def in_doubt_until_s(state: State) -> float:
+def state_wait_until_s(state: State) -> float:
     """Return until when the state may be with workers out of sight alone; 0: it is not."""
-    if any(witnesses(state, node) for node in state.members()):
+    if any(rules_out_older_worlds(state, node) for node in state.members()):
         return 0.0
-    return unseen_until_s(state)
+    return possibly_training_until_s(state)
 
 
-def in_doubt(state: State) -> bool:
+def must_wait_for_state(state: State) -> bool:
     """Whether to wait for those out of sight; asks for a tick at the end of the wait."""
-    due_s = in_doubt_until_s(state)
+    due_s = state_wait_until_s(state)
     if state.now_s >= due_s:
         if due_s:
-            accounted(state)  # By now they have stopped themselves.
+            clear_possibly_training(state)  # By now they have stopped themselves.
         return False
     state.wait_until(due_s)
     return True
 
 
-def left_out(state: State, before: World, after: World) -> None:
+def record_displaced(state: State, before: World, after: World) -> None:
     """Keep in mind who holds the state that the world in force begins with, and has no place."""
     inside = {member.node_id for member in after.members}
     names = [member.node_id for member in before.members] + [*state.kept]
@@ -150,17 +150,21 @@ def left_out(state: State, before: World, after: World) -> None:
     state.kept_is_recorded = bool(state.kept)
 
 
-def keeps(state: State, node: KnownNode) -> bool:
+def is_displaced_holder(state: State, node: KnownNode) -> bool:
     """Whether `node` has no place, and holds the state that the world in force began with."""
     return node.id in state.kept and node.waiting and bool(node.able) and not node.stray
 
 
-def witnesses(state: State, node: KnownNode) -> bool:
+def rules_out_older_worlds(state: State, node: KnownNode) -> bool:
     """Whether no world but that in force can make a step without a worker of this node."""
-    return bool(node.holds.intersection(node.survivors) if _follows(state) else node.survivors)
+    return bool(
+        node.holds.intersection(node.survivors)
+        if _continues_earlier_world(state)
+        else node.survivors
+    )
 
 
-def _follows(state: State) -> bool:
+def _continues_earlier_world(state: State) -> bool:
     """Whether the world in force follows one of which nobody was stopped.
 
     Only such a world says which workers of a node have places in it; all its members do.

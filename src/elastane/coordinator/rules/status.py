@@ -10,7 +10,7 @@ from elastane.protocol.messages import AgentPresence, NodeStatus, Report
 _LISTED_MAX = 1024
 
 
-def roll(state: State) -> list[AgentPresence]:
+def presence(state: State) -> list[AgentPresence]:
     """Return all agents that are here, and those of the world in force that are not.
 
     While it is waited for those of the last world, nobody of it counts as departed.

@@ -57,7 +57,7 @@ class Known(Protocol):
     def report(self) -> Report:
         """Return what `elastane status` shows."""
 
-    def roll(self) -> list[AgentPresence]:
+    def presence(self) -> list[AgentPresence]:
         """Return who is here and who is not."""
 
 
@@ -108,7 +108,7 @@ class Attending:
         summary = Summary(await self._last_report())
         told: JobReport | None = None
         while True:
-            report = summary.take(known.report(), known.roll(), time.time())
+            report = summary.take(known.report(), known.presence(), time.time())
             if told is None or is_news(told, report):
                 try:
                     await self._letters.tell(report)
