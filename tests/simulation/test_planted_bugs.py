@@ -9,9 +9,8 @@ import pytest
 from elastane.agent.rules.agent import AgentCore
 from elastane.agent.rules.contact import Contact
 from elastane.agent.rules.local_workers import LocalWorkers
-from elastane.coordinator.rules import admission, ending, forming, liveness, phases, reports
-from elastane.coordinator.rules.budget import RestartBudget
-from elastane.coordinator.rules.incident import Incident
+from elastane.coordinator.rules import admission, drain, ending, forming, liveness, machine, reports
+from elastane.coordinator.rules.incident import Incident, RestartBudget
 from elastane.coordinator.rules.machine import Rendezvous
 from elastane.coordinator.rules.ranks import WorldAssignment, assignments, member_of
 from elastane.coordinator.rules.state import State
@@ -84,7 +83,7 @@ def test_a_ghost_that_is_not_replaced_is_found(monkeypatch):
 
 
 def test_a_holder_that_is_forgotten_is_found(monkeypatch):
-    original = phases._stop_world
+    original = machine._stop_world
 
     def forget_one(state, reason):
         result = original(state, reason)
@@ -93,7 +92,7 @@ def test_a_holder_that_is_forgotten_is_found(monkeypatch):
             state.refile(node)
         return result
 
-    monkeypatch.setattr(phases, "_stop_world", forget_one)
+    monkeypatch.setattr(machine, "_stop_world", forget_one)
     first_failure(300)
 
 
@@ -154,12 +153,12 @@ def test_a_successor_that_does_not_fence_its_predecessor_is_found(monkeypatch):
 
 def test_a_round_number_that_a_coordinator_restart_resets_is_found(monkeypatch):
     """As torchft's lighthouse numbers its quorums."""
-    original = phases.load_record
+    original = machine.load_record
 
     def forgets_the_world(state, record):
         original(state, msgspec.structs.replace(record, world=None))
 
-    monkeypatch.setattr(phases, "load_record", forgets_the_world)
+    monkeypatch.setattr(machine, "load_record", forgets_the_world)
     monkeypatch.setattr(State, "hold_up", lambda self, fence: None)
     assert "forgotten" in first_failure(100) or "was settled after" in first_failure(100)
 
@@ -272,7 +271,7 @@ def test_a_late_joiner_in_a_settled_round_is_found(monkeypatch):
     def lets_in(state, event):
         original(state, event)
         node = state.nodes[event.message.node.node_id]
-        if state.phase is not phases.Phase.RUNNING or state.is_member(node):
+        if state.phase is not machine.Phase.RUNNING or state.is_member(node):
             return
         members = (*state.world.members, member_of(node.spec))
         state.world = msgspec.structs.replace(state.world, members=members)
@@ -302,7 +301,7 @@ def test_a_drained_node_that_is_started_again_is_found(monkeypatch):
             self.idle.add(node.id)
 
     monkeypatch.setattr(State, "refile", takes_leaving_too)
-    monkeypatch.setattr(phases, "_release_leaving", lambda state: None)
+    monkeypatch.setattr(machine, "_release_leaving", lambda state: None)
     assert "is to leave" in first_failure(200)
 
 
@@ -325,7 +324,7 @@ def test_an_assignment_that_waited_for_too_long_and_is_started_is_found(monkeypa
 
 
 def test_a_world_settled_without_waiting_for_its_predecessor_is_found(monkeypatch):
-    original = phases._stopping
+    original = machine._stopping
 
     def impatient(state):
         for node in [state.nodes[i] for i in sorted(state.holding)]:
@@ -333,7 +332,7 @@ def test_a_world_settled_without_waiting_for_its_predecessor_is_found(monkeypatc
             state.refile(node)
         return original(state)
 
-    monkeypatch.setitem(phases.RULES, phases.Phase.STOPPING, impatient)
+    monkeypatch.setitem(machine.RULES, machine.Phase.STOPPING, impatient)
     first_failure(300)
 
 
@@ -365,14 +364,14 @@ def test_ranks_given_by_name_are_found(monkeypatch):
 
 
 def test_a_target_that_some_have_passed_is_found(monkeypatch):
-    original = phases._set_target
+    original = drain.set_target
 
     def aim_low(state):
         for node in state.nodes.values():
             node.calls = max(0, (node.calls or 0) - 1) or None
         original(state)
 
-    monkeypatch.setattr(phases, "_set_target", aim_low)
+    monkeypatch.setattr(drain, "set_target", aim_low)
     assert "before it was told" in first_failure(100)
 
 

@@ -4,15 +4,7 @@ import pytest
 
 from elastane.agent.rules.group import Group
 from elastane.agent.rules.local_workers import LocalWorkers
-from elastane.coordinator.rules import (
-    fencing,
-    forming,
-    phases,
-    recovery,
-    registration,
-    replacements,
-    state_holders,
-)
+from elastane.coordinator.rules import admission, drain, forming, machine, recovery, state_holders
 from elastane.coordinator.rules.recovery import NodeWorkers
 from elastane.coordinator.rules.state import KnownNode, Phase
 from elastane.protocol.effects import RegroupWorkers
@@ -103,13 +95,13 @@ def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
 
 
 def test_an_incident_that_is_charged_twice_is_found(monkeypatch):
-    original = replacements.charge_replacements
+    original = recovery.charge_replacements
 
     def twice(state, incident):
         original(state, incident)
         return original(state, incident)
 
-    monkeypatch.setattr(replacements, "charge_replacements", twice)
+    monkeypatch.setattr(recovery, "charge_replacements", twice)
     assert "restarts" in first_failure(300)
 
 
@@ -133,19 +125,19 @@ def test_workers_that_go_on_from_the_one_who_is_behind_are_found(monkeypatch):
 
 
 def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeypatch):
-    original = phases._draining
+    original = machine._draining
 
     def impatient(state):
         if state.aimed and state.in_place and state.incident.planned:
             state.undrained.clear()
         return original(state)
 
-    monkeypatch.setitem(phases.RULES, Phase.DRAINING, impatient)
+    monkeypatch.setitem(machine.RULES, Phase.DRAINING, impatient)
     assert "parks for a planned change" in first_failure(500)
 
 
 def test_survivors_that_are_stopped_by_a_new_coordinator_are_found(monkeypatch):
-    monkeypatch.setattr(registration, "missed_place", lambda *args: None)
+    monkeypatch.setattr(admission, "missed_place", lambda *args: None)
     found = first_failure(20, first=1600)
     assert "was stopped" in found or "goes on from" in found
 
@@ -192,7 +184,7 @@ def test_who_was_out_of_a_world_and_answers_for_it_by_steps_of_before_is_found(m
 
 
 def test_an_agent_that_was_given_up_and_is_let_in_again_is_found(monkeypatch):
-    monkeypatch.setattr(fencing, "refuse_if_fenced", lambda state, node: None)
+    monkeypatch.setattr(admission, "refuse_if_fenced", lambda state, node: None)
     assert "whom the owner gave up" in first_failure(100, first=130_000_000)
 
 
@@ -200,7 +192,7 @@ def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
     def at_the_door_alone(state, incarnations, dead):
         state.fenced = frozenset(incarnations)
 
-    monkeypatch.setattr(fencing, "apply_fencing", at_the_door_alone)
+    monkeypatch.setattr(admission, "apply_fencing", at_the_door_alone)
     assert "whom the owner gave up" in first_failure(100, first=130_000_000)
 
 
@@ -211,12 +203,12 @@ def test_who_counts_as_dead_and_is_not_is_found(monkeypatch):
 
 
 def test_workers_that_are_stopped_with_steps_that_nobody_else_has_are_found(monkeypatch):
-    monkeypatch.setattr(phases, "nobody_continues", lambda state: not state.in_place)
+    monkeypatch.setattr(drain, "nobody_continues", lambda state: not state.in_place)
     assert "leaves with step" in first_failure(200)
 
 
 def test_the_last_that_leave_during_a_drain_and_do_not_save_are_found(monkeypatch):
-    monkeypatch.setattr(phases, "_stop_at_target", lambda state: None)
+    monkeypatch.setattr(drain, "stop_at_target", lambda state: None)
     assert "leaves with step" in first_failure(100, first=1300)
 
 
@@ -227,13 +219,13 @@ def test_a_node_that_takes_part_with_some_of_its_workers_is_found(monkeypatch):
 
 
 def test_a_coordinator_that_forgets_that_nodes_are_whole_is_found(monkeypatch):
-    take = registration.record_workers
+    take = admission.record_workers
 
     def forgets(state, node, holding):
         take(state, node, holding)
         node.sharding = None
 
-    monkeypatch.setattr(registration, "record_workers", forgets)
+    monkeypatch.setattr(admission, "record_workers", forgets)
     assert "has a part of the workers of" in first_failure(100, span=1)
 
 

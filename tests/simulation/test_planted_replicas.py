@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastane.coordinator.rules import recovery, replica_slices
+from elastane.coordinator.rules import recovery, sizing
 from elastane.coordinator.rules.incident import Incident
 from simulation import residents
 from simulation.checks import Violation
@@ -33,7 +33,7 @@ def test_whoever_is_ahead_nobody_is_left_out_before_all_are_at_one_step():
 
 
 def test_survivors_that_make_no_whole_replica_and_are_left_out_at_once_are_found(monkeypatch):
-    monkeypatch.setattr(replica_slices, "_is_level", lambda state: True)
+    monkeypatch.setattr(sizing, "_is_level", lambda state: True)
     with pytest.raises(Violation, match="goes on from step 6 without n2"):
         lose_a_node(AHEAD)
 

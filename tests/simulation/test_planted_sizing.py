@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastane.coordinator.rules import admission, liveness, phases, recovery, resize
+from elastane.coordinator.rules import admission, liveness, machine, recovery, sizing
 from elastane.protocol.messages import Release
 from simulation import HistoryFailedError, run_seed
 from simulation.checks import Violation
@@ -30,13 +30,13 @@ def made_smaller():
 
 
 def test_nodes_that_keep_their_places_though_there_are_too_many_are_found(monkeypatch):
-    leaving = resize.reason_to_shrink
+    leaving = sizing.reason_to_shrink
 
     def only_those_who_leave(state):
         reason = leaving(state)
         return "" if "give way" in reason else reason
 
-    monkeypatch.setattr(resize, "reason_to_shrink", only_those_who_leave)
+    monkeypatch.setattr(sizing, "reason_to_shrink", only_those_who_leave)
     assert "nothing was" in first_failure(300)
 
 
@@ -68,6 +68,6 @@ def test_a_drained_node_that_is_counted_as_departed_is_found(monkeypatch):
         node.leaving = ""
         original(state, node, why)
 
-    monkeypatch.setattr(phases, "_release_leaving", releases_and_remembers)
+    monkeypatch.setattr(machine, "_release_leaving", releases_and_remembers)
     monkeypatch.setattr(liveness, "depart", forgets_that_it_left)
     assert "was counted as departed" in first_failure(200)

@@ -9,7 +9,7 @@ from test_core_agent import Agent
 
 from elastane.agent.rules.contact import Contact
 from elastane.agent.rules.group import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Group
-from elastane.coordinator.rules import invariants, phases
+from elastane.coordinator.rules import invariants, machine
 from elastane.errors import WireError
 from elastane.protocol.effects import Exit, Transmit
 from elastane.protocol.events import Signalled, Unlinked, Warm
@@ -166,7 +166,7 @@ def test_authority_that_did_not_change_is_not_told_again(pair):
 
 
 def test_rules_that_contradict_one_another_are_a_bug_that_says_so(pair, monkeypatch):
-    monkeypatch.setitem(phases.RULES, phases.Phase.RUNNING, lambda state: True)
+    monkeypatch.setitem(machine.RULES, machine.Phase.RUNNING, lambda state: True)
     with pytest.raises(AssertionError, match="contradict one another in phase"):
         pair.leaves("a")
 

@@ -4,7 +4,7 @@ import pytest
 from core_driver import Driver, job_spec
 from msgspec.structs import replace
 
-from elastane.coordinator.rules.budget import RestartBudget
+from elastane.coordinator.rules.incident import RestartBudget
 from elastane.protocol import limits
 from elastane.protocol.diagnosis import (
     Sighting,
@@ -462,7 +462,7 @@ def test_crashes_that_differ_or_came_after_work_use_the_budget(driver, how):
 
 
 def test_the_same_crash_on_other_nodes_counts_anew():
-    from elastane.coordinator.rules.budget import Crash
+    from elastane.coordinator.rules.incident import Crash
 
     budget = RestartBudget(allowed=100)
     for nodes in (("a", "b"), ("a", "b"), ("a", "c"), ("a", "c")):

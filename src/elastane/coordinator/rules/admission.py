@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from elastane.coordinator.rules import fencing, liveness, phases, registration, reports
-from elastane.coordinator.rules.state import Contest, KnownNode, Phase, State
+from elastane.coordinator.rules import drain, liveness, recovery, reports, sizing, state_holders
+from elastane.coordinator.rules.state import Contest, KnownNode, Phase, State, UnrecordedWorld
 from elastane.protocol.effects import Hangup, Send
 from elastane.protocol.events import Received
 from elastane.protocol.limits import CONTEST_S, NAME_CHARS_MAX, ROUND_MAX
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.messages import Close, Join, Refused, Welcome
-from elastane.protocol.model import JobSpec, Outcome
+from elastane.protocol.messages import Close, Holding, Interrupt, Join, Refused, Welcome
+from elastane.protocol.model import Assignment, Fence, JobSpec, Member, NodeSpec, Outcome
 
 # Whoever makes a path of a name must not be led elsewhere.
 _NO_NAME = frozenset("/\\")
@@ -107,7 +107,7 @@ def _refuse(state: State, session: int, node_id: str, refusal: Refused) -> None:
 def _refusal(state: State, join: Join) -> Refused | None:
     return (
         _closed(state)
-        or fencing.refuse_if_fenced(state, join.node)
+        or refuse_if_fenced(state, join.node)
         or _bad_name(join)
         or _bad_place(join)
         or _bad_fence(join)
@@ -125,6 +125,18 @@ def _closed(state: State) -> Refused | None:
         slug="job-closed",
         expected="a job that still runs",
         next_step="start a new job under another id: elastane run --rdzv-id NAME ...",
+    )
+
+
+def refuse_if_fenced(state: State, node: NodeSpec) -> Refused | None:
+    """Return why an agent is not let in, None where it is not fenced."""
+    if not state.fenced.intersection((node.incarnation, node.incarnation.partition(".")[0])):
+        return None
+    return Refused(
+        what=f"node {node.node_id} (incarnation {node.incarnation}) is fenced",
+        slug="node-fenced",
+        expected="an agent that the job's owner has not given up",
+        next_step="nothing: another takes its place",
     )
 
 
@@ -242,6 +254,21 @@ def _other_shape(state: State, join: Join) -> Refused | None:
     )
 
 
+def apply_fencing(state: State, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
+    """Take note of who is fenced and who is dead, and count those out who are here."""
+    state.fenced, state.dead = frozenset((*incarnations, *dead)), frozenset(dead)
+    if state_holders.dead_members(state):
+        state.intact = False
+    state_holders.drop_dead(state)
+    for node in [*state.nodes.values()]:
+        refused = refuse_if_fenced(state, node.spec)
+        if refused is None:
+            continue
+        if node.session is not None:
+            state.out.append(Send(node.session, refused))
+        liveness.depart(state, node, "it is fenced: the job's owner has given it up")
+
+
 def _admit(state: State, event: Received) -> None:
     assert isinstance(event.message, Join)
     join = event.message
@@ -265,7 +292,7 @@ def _admit(state: State, event: Received) -> None:
     state.presence_s = min(state.presence_s, state.now_s + state.spec.timing.silence_s)
     if state.versions is None:
         state.versions = join.node.versions
-    registration.record_workers(state, node, join.holding)
+    record_workers(state, node, join.holding)
     state.refile(node)
     state.note_arrival()
     kind = EventKind.NODE_REGISTERED_AGAIN if join.holding else EventKind.NODE_JOINED
@@ -294,16 +321,16 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
     held = join.holding.assignment.fence if join.holding else None
     _welcome(state, node)
     member = state.is_member(node) and state.phase is not Phase.STOPPING
-    untold = registration.missed_place(state, node, join.holding) is not None
+    untold = missed_place(state, node, join.holding) is not None
     if held != node.fence and member and not untold:
         why = f"it came back with {held or 'no workers'} instead of {node.fence}"
         liveness.ensure_incident(state, f"node {node.id} lost its workers: {why}").departed.append(
             node.id
         )
-    registration.record_workers(state, node, join.holding)
+    record_workers(state, node, join.holding)
     state.refile(node)
     if state.phase is Phase.DRAINING and state.is_member(node):
-        phases.send_drain_request(state, node)
+        drain.send_drain_request(state, node)
     state.tell(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
 
 
@@ -327,3 +354,162 @@ def _learn_from(state: State, join: Join) -> None:
 
 def _welcome(state: State, node: KnownNode) -> None:
     state.send(node, Welcome(phase=state.phase.value, reason=state.phase_reason))
+
+
+def record_workers(state: State, node: KnownNode, holding: Holding | None) -> None:
+    """Record what workers an agent brings along, and have them stopped where they are stale."""
+    node.fence, ends = holding.assignment.fence if holding else None, node.ends
+    node.forget_workers()
+    node.draining, node.stray = False, False
+    _take_workers(state, node, holding, ends)
+    if not node.stray:
+        state_holders.note_accounted(state, node)
+
+
+def _take_workers(
+    state: State, node: KnownNode, holding: Holding | None, ends: dict[int, int]
+) -> None:
+    if holding is None:
+        return
+    assignment = holding.assignment
+    fence = assignment.fence
+    node.take_places(assignment.workers or tuple(range(node.spec.local_world_size)))
+    node.waiting, node.able, node.ends = assignment.waiting, {*holding.able}, ends
+    node.in_place, node.sharding = holding.in_place, holding.sharding
+    sizing.record_sharding(state, node)
+    place = missed_place(state, node, holding)
+    if place is not None and state.world is not None:
+        node.fence, node.untold = state.world.fence, True
+        node.take_places(place.local_ranks)
+        _bring(state, node, holding)
+        return
+    if _is_kept(state, node, holding):
+        node.waiting = True
+        _bring(state, node, holding)
+        return
+    if node.waiting:
+        _bring(state, node, holding)
+        _take_waiting(state, node, fence)
+        return
+    state.hold_up(fence)
+    node.draining = holding.draining
+    if state.world is None and state.phase in (Phase.FORMING, Phase.RECOVERING):
+        _claim(state, node, holding)
+    current = state.world.fence if state.world else (state.claim.fence if state.claim else None)
+    if state.store_backed and current is not None and fence > current:
+        # Another coordinator has settled it: this one is deposed, and its shell is to learn it.
+        state.authority, node.stray = False, True
+        state.tell(EventKind.AUTHORITY_LOST, f"node {node.id} has workers of {fence}", node.id)
+        return
+    node.stray = fence != current or not _in_world(state, node, assignment)
+    if node.stray or state.phase is Phase.STOPPING:
+        _stop(state, node, fence)
+        return
+    if holding.state == "succeeded":
+        node.state = "succeeded"
+        return
+    if holding.state == "stopping":
+        node.parting, node.able = True, set()
+    else:
+        _interrupt_again(state, node, holding)
+    _bring(state, node, holding)
+
+
+def _interrupt_again(state: State, node: KnownNode, holding: Holding) -> None:
+    """Where its world has ended and it was told in vain: its workers may still make steps."""
+    if state.phase is Phase.REGROUPING and state.incident is not None and not holding.halted:
+        fence, reason = holding.assignment.fence, state.incident.reason
+        state.send(node, Interrupt(fence=fence, reason=reason))
+
+
+def missed_place(state: State, node: KnownNode, holding: Holding | None) -> Member | None:
+    """Return the place that able workers have in the world in force, and have not heard of.
+
+    They are of a world before it; this one makes no step without them, so nothing is lost yet.
+    """
+    world = state.world
+    if holding is None or world is None or not holding.able or holding.state == "stopping":
+        return None
+    if holding.assignment.fence >= world.fence or not state.is_of_world(node.id):
+        return None
+    member = next(m for m in world.members if m.node_id == node.id)
+    known = member.incarnation == node.spec.incarnation
+    return member if known and member.workers else None
+
+
+def _is_kept(state: State, node: KnownNode, holding: Holding) -> bool:
+    """Whether the workers gave their places up to the world in force, and may have to stand in."""
+    in_force = state.phase not in (Phase.FORMING, Phase.STOPPING)
+    if not in_force or state.world is None or node.id not in state.kept:
+        return False
+    older = holding.assignment.fence < state.world.fence and not node.waiting
+    return older and bool(holding.able) and holding.state != "stopping"
+
+
+def _bring(state: State, node: KnownNode, holding: Holding) -> None:
+    """Take in failures; those whose successors were paid for cost nothing again."""
+    node.halted = holding.halted
+    state.refile(node)
+    failures = recovery.drop_charged(state, node, holding.failures, {*holding.renewed})
+    reports.record_failures(state, node, failures)
+
+
+def _take_waiting(state: State, node: KnownNode, fence: Fence) -> None:
+    """Workers that wait for a place keep doing so where there will be one."""
+    if state.phase in (Phase.FORMING, Phase.STOPPING):
+        node.waiting = False
+        node.stray = True
+        _stop(state, node, fence)
+
+
+def _in_world(state: State, node: KnownNode, assignment: Assignment) -> bool:
+    """Whether the world in force has this very agent in that place."""
+    rank = assignment.node_rank
+    if state.world is None:
+        claim = state.claim
+        return (
+            claim is not None
+            and claim.of == _world_of(assignment)
+            and (claim.seats.get(rank) == node.id)
+        )
+    if assignment.fence != state.world.fence or rank >= len(state.world.members):
+        return False
+    member = state.world.members[rank]
+    return (member.node_id, member.incarnation) == (node.id, node.spec.incarnation)
+
+
+def _world_of(assignment: Assignment) -> tuple[int, str, int]:
+    """What tells two worlds of one fence apart, where a coordinator had forgotten the first."""
+    return (assignment.nodes, assignment.master_addr, assignment.master_port)
+
+
+def _claim(state: State, node: KnownNode, holding: Holding) -> None:
+    """Rebuild the last world from what its agents hold, where there is no record of it."""
+    assignment = holding.assignment
+    claim = state.claim
+    if claim is None or assignment.fence > claim.fence:
+        for node_id in claim.seats.values() if claim is not None else ():
+            _turn_out(state, node_id)
+        claim = UnrecordedWorld(
+            fence=assignment.fence, size=assignment.nodes, of=_world_of(assignment), seats={}
+        )
+        state.claim = claim
+        if state.phase is Phase.FORMING:
+            state.enter(
+                Phase.RECOVERING,
+                f"agents hold {claim.fence}: waiting for all {claim.size} of its nodes",
+            )
+    if (assignment.fence, _world_of(assignment)) == (claim.fence, claim.of):
+        claim.seats[assignment.node_rank] = node.id
+
+
+def _turn_out(state: State, node_id: str) -> None:
+    """Have workers stopped whose world turned out not to be the last one."""
+    node = state.nodes.get(node_id)
+    if node is not None and node.fence is not None:
+        node.stray = True
+        _stop(state, node, node.fence)
+
+
+def _stop(state: State, node: KnownNode, fence: Fence) -> None:
+    state.stop(node, fence, f"{fence} is no longer in force")

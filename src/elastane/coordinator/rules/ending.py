@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from elastane.coordinator.rules.budget import BudgetVerdict, Crash
-from elastane.coordinator.rules.incident import Incident
-from elastane.coordinator.rules.state import Phase, State
-from elastane.coordinator.rules.words import named
+from elastane.coordinator.rules.incident import BudgetVerdict, Crash, Incident
+from elastane.coordinator.rules.state import Phase, State, named
 from elastane.errors import ExitCode
 from elastane.protocol.diagnosis import crash_site, root_cause, told
 from elastane.protocol.limits import VERDICT_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from elastane.coordinator.rules import ending, invariants, replica_slices, state_holders
+from elastane.coordinator.rules import ending, invariants, sizing, state_holders
 from elastane.coordinator.rules.ranks import (
     Candidate,
     WorldAssignment,
@@ -18,8 +18,7 @@ from elastane.coordinator.rules.ranks import (
     next_fence,
     world_of,
 )
-from elastane.coordinator.rules.state import KnownNode, Phase, State
-from elastane.coordinator.rules.words import named
+from elastane.coordinator.rules.state import KnownNode, Phase, State, named
 from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Assign
@@ -33,7 +32,7 @@ def begin_gathering(state: State, reason: str, *, follow_up: bool, delay_s: floa
     """Start to gather the next world; `follow_up`: from those who were in the last one."""
     state.enter(Phase.FORMING, reason)
     state.follow_up = follow_up
-    replica_slices.reset_nodes_per_replica(state)
+    sizing.reset_nodes_per_replica(state)
     for node in [state.nodes[i] for i in sorted(state.holding)]:
         if node.waiting and node.fence is not None:
             state.stop(node, node.fence, reason)
@@ -45,7 +44,7 @@ def begin_gathering(state: State, reason: str, *, follow_up: bool, delay_s: floa
 def arrivals_due(state: State) -> list[str]:
     """Return who is to be taken into the running world now; empty: nobody, or not yet."""
     assert state.world is not None
-    room = replica_slices.most_nodes(state) - len(state.world.members)
+    room = sizing.most_nodes(state) - len(state.world.members)
     if room <= 0 or len(state.idle) - len(state.idle & state.unready) < state.span:
         state.first_arrival_s = None  # Those who only warm up are not being gathered yet.
         return []
@@ -74,14 +73,12 @@ def commit_when_due(state: State) -> bool:
             _explain_wait(state)
         state.wait_until(due_s)
         return False
-    if len(state.idle) < replica_slices.fewest_nodes(state) or not replica_slices.replica_fits(
-        state
-    ):
+    if len(state.idle) < sizing.fewest_nodes(state) or not sizing.replica_fits(state):
         state.follow_up = False
         return _wait_for_nodes(state, max(state.phase_s, fenced_s))
     if state.follow_up:
         return commit_gathered(state, state.phase_reason)
-    if len(state.idle) >= replica_slices.most_nodes(state):
+    if len(state.idle) >= sizing.most_nodes(state):
         return commit_gathered(state, "all nodes are here")
     timing = state.spec.timing
     first_s = state.now_s if state.first_arrival_s is None else state.first_arrival_s
@@ -107,9 +104,9 @@ def _explain_wait(state: State) -> None:
 
 
 def _wait_for_nodes(state: State, from_s: float) -> bool:
-    needed, here = replica_slices.fewest_nodes(state), len(state.idle)
+    needed, here = sizing.fewest_nodes(state), len(state.idle)
     limit_s = state.spec.timing.join_timeout_s
-    if not replica_slices.replica_fits(state):
+    if not sizing.replica_fits(state):
         return ending.no_replica(state)
     if state.now_s >= from_s + limit_s:
         return ending.too_few(state, here, needed)
@@ -132,12 +129,12 @@ def commit_gathered(state: State, why: str) -> bool:
     if state.follow_up and state.world is not None:
         # Nobody waits for an arrival that is not ready; a survivor is never left out for that.
         ids = ids - (state.unready - {m.node_id for m in state.world.members})
-    if len(ids) < replica_slices.fewest_nodes(state):
+    if len(ids) < sizing.fewest_nodes(state):
         ids = state.idle
     candidates = [
         Candidate(spec=state.nodes[i].spec, order=state.nodes[i].order) for i in sorted(ids)
     ]
-    most = min(replica_slices.most_nodes(state), len(ids) // state.span * state.span)
+    most = min(sizing.most_nodes(state), len(ids) // state.span * state.span)
     specs = choose(state.world, candidates, most, state.spec.static)
     world = world_of(next_fence(state.world, specs, state.floor), specs)
     state.in_place, state.kept = False, {}
@@ -185,7 +182,7 @@ def commit_world(
         node.marked = node.drained = node.draining = False
         state.refile(node)
         state.send(node, Assign(assignment))
-    state.uneven = replica_slices.has_partial_replicas(state)
+    state.uneven = sizing.has_partial_replicas(state)
     state.enter(Phase.RUNNING, reason)
     state.tell(
         EventKind.ROUND_SETTLED,

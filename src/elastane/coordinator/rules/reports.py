@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastane.coordinator.rules import ending, liveness, recovery, replacements, state_holders
+from elastane.coordinator.rules import ending, liveness, recovery, state_holders
 from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.protocol.diagnosis import end_text, exit_text, is_lost_peer, worker_text
 from elastane.protocol.effects import Send
@@ -166,7 +166,7 @@ def _of_places(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> 
     inside = tuple(f for f in failures if f.local_rank in places)
     joiners = tuple(f for f in failures if f.local_rank not in places)
     if joiners and state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
-        replacements.record_standby_failure(state, node, joiners)
+        recovery.record_standby_failure(state, node, joiners)
     return inside
 
 

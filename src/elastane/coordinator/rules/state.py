@@ -7,13 +7,13 @@ every node for every message: a membership change of 10,000 nodes stays linear.
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from elastane.coordinator.rules.budget import RestartBudget
-from elastane.coordinator.rules.incident import Incident
-from elastane.coordinator.rules.pace import StepPace
+from elastane.coordinator.rules.incident import Incident, RestartBudget
 from elastane.protocol.effects import Persist, RendezvousEffect, Send, Tell
 from elastane.protocol.events import Received
 from elastane.protocol.log_events import EventKind, Note
@@ -32,6 +32,44 @@ from elastane.protocol.model import (
     World,
 )
 from elastane.protocol.sharding import Sharding
+
+# A person reads no more names than these, and a frame has a bound.
+_NAMED_MAX = 8
+
+
+def named(ids: Collection[str]) -> str:
+    """Return `ids` in order, the first of them by name and the others counted."""
+    first = ", ".join(heapq.nsmallest(_NAMED_MAX, ids))
+    more = len(ids) - _NAMED_MAX
+    return f"{first} and {more} more" if more > 0 else first
+
+
+# A rate is of the latest so many changes of the count: with a heartbeat a second, of half a minute.
+_SAMPLES_MAX = 32
+
+
+@dataclass(slots=True)
+class StepPace:
+    """The latest step counts of one node, each with the time at which it was first heard."""
+
+    _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES_MAX))
+
+    def note(self, now_s: float, steps: int | None) -> None:
+        """Take in a step count; None, or a smaller one, begins another count."""
+        last = self._samples[-1][1] if self._samples else None
+        if steps is None or (last is not None and steps < last):
+            self._samples.clear()
+        if steps is not None and (not self._samples or steps > self._samples[-1][1]):
+            self._samples.append((now_s, steps))
+
+    def steps_per_s(self, now_s: float) -> float | None:
+        """Return the rate up to now; None while too little is known."""
+        if len(self._samples) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
+        # A node that stands still slows down: what it does not say counts, once that is overdue.
+        overdue_s = now_s - last_s > 2 * (last_s - first_s) / (len(self._samples) - 1)
+        return (last - first) / ((now_s if overdue_s else last_s) - first_s)
 
 
 class Phase(StrEnum):

@@ -206,7 +206,7 @@ def _directive(draft: Draft) -> Manifest:
 def _dead(draft: Draft) -> list[str]:
     """Return uids of pods that a kubelet saw end: those that are here, and the newest others.
 
-    Nobody waits for these to come back, nor doubts what they do (`coordinator.rules.fencing`).
+    Nobody waits for these to come back, nor doubts what they do (`coordinator.rules.admission`).
     """
     name = directive_name(draft.job.name)
     known = [

@@ -9,13 +9,74 @@ no use, and anything else would be, its workers begin anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from elastane.coordinator.rules.state import KnownNode, Phase, State
+import msgspec
+
+from elastane.coordinator.rules.state import KnownNode, Phase, State, named
+from elastane.protocol.log_events import EventKind
 from elastane.protocol.sharding import NO_PART, bounds, replicas
 
-if TYPE_CHECKING:
-    from elastane.coordinator.rules.recovery import NodeWorkers
+
+@dataclass(frozen=True, slots=True)
+class NodeWorkers:
+    """The workers of one node that could be in the next world, survivors first."""
+
+    node: KnownNode
+    survivors: tuple[int, ...]
+    joiners: tuple[int, ...]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Their local ranks, in the order of their ranks."""
+        return self.survivors + self.joiners
+
+
+def apply_range(state: State) -> None:
+    """Put the range in force that was asked for."""
+    wanted, state.wanted = state.wanted, None
+    if wanted is None or state.spec.static or state.outcome is not None:
+        return
+    before = (state.spec.min_nodes, state.spec.max_nodes)
+    if wanted == before and state.resized:
+        return
+    state.resized = True
+    if wanted != before:
+        minimum, maximum = wanted
+        state.spec = msgspec.structs.replace(state.spec, min_nodes=minimum, max_nodes=maximum)
+        state.resized_s = state.now_s
+        reason = f"{minimum} to {maximum} nodes, in place of {before[0]} to {before[1]}"
+        state.tell(EventKind.RESIZED, reason, min_nodes=minimum, max_nodes=maximum)
+    state.persist()
+
+
+def reason_to_shrink(state: State) -> str:
+    """Return why nodes are to give their places up now; empty: none, or not yet."""
+    assert state.world is not None
+    gone = sorted(i for i in state.leaving & state.holding if state.is_member(state.nodes[i]))
+    if gone:
+        return f"{named(gone)} to leave ({named({state.nodes[i].leaving for i in gone})})"
+    surplus = [m.node_id for m in state.world.members[most_nodes(state) :]]
+    if not surplus:
+        return ""
+    due_s = state.resized_s + state.spec.timing.gather_max_s
+    if state.now_s < due_s:
+        state.wait_until(due_s)
+        return ""
+    limit = f"at most {state.spec.max_nodes} nodes"
+    if state.span > 1:
+        limit += f", in whole replicas of {state.span}"
+    return f"{limit}: {named(surplus)} give way"
+
+
+def fewest_nodes(state: State) -> int:
+    """Return of how many nodes a world is at least, in whole replicas."""
+    return bounds(state.spec.min_nodes, state.spec.max_nodes, state.span)[0]
+
+
+def most_nodes(state: State) -> int:
+    """Return of how many nodes a world is at most, in whole replicas."""
+    return bounds(state.spec.min_nodes, state.spec.max_nodes, state.span)[1]
 
 
 def record_sharding(state: State, node: KnownNode) -> None:
@@ -37,16 +98,6 @@ def reset_nodes_per_replica(state: State) -> None:
 def replica_fits(state: State) -> bool:
     """Whether the job may have the nodes of one replica; the range is its owner's to change."""
     return state.span <= state.spec.max_nodes or state.resized
-
-
-def fewest_nodes(state: State) -> int:
-    """Return of how many nodes a world is at least, in whole replicas."""
-    return bounds(state.spec.min_nodes, state.spec.max_nodes, state.span)[0]
-
-
-def most_nodes(state: State) -> int:
-    """Return of how many nodes a world is at most, in whole replicas."""
-    return bounds(state.spec.min_nodes, state.spec.max_nodes, state.span)[1]
 
 
 def hold_whole_state(state: State, nodes: Sequence[KnownNode]) -> bool:
