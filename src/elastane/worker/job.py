@@ -58,7 +58,7 @@ def init(
     `wait_for_place`: a worker that comes while the others train waits here until they take it in.
     So rank and world size, also in RANK, WORLD_SIZE and the other variables, are true from here on.
     The others wait for its first step. With False it builds while they train, and has neither
-    rank nor these variables before its first step (docs/in-place.md).
+    rank nor these variables before its first step (docs/in-place-explained.md).
 
     `deterministic`: what a step does depends on `shards` and `seed` alone, bit for bit, and not on
     the world; its body takes its data from `step.batches` (docs/deterministic.md). `trail`: a file
@@ -216,7 +216,7 @@ class Job:
         in the next world, with rank and world size of that; random streams, buffers and train or
         eval mode are put back before. What it changes elsewhere is its own to put back. It must not
         step an optimizer. Returns the function's value; raises what the function raises, unless a
-        lost peer explains it. How workers that join take part: docs/in-place.md.
+        lost peer explains it. How workers that join take part: docs/in-place-explained.md.
         """
         name = getattr(function, "__qualname__", type(function).__name__)
         call = self._calls.begin(name, self.committed)
