@@ -1,7 +1,8 @@
-"""The way from one member to another over a process group: short messages, then much memory.
+"""A channel from one member to another over a process group: short messages, then bulk data.
 
-Owns the framing and how much is under way at once. It must not know what is sent. Sends and
-receives of the group are used, and raise as the group does; StateError where a length cannot be.
+Owns the framing, and how many sends are outstanding at once. It does not know the content. Sends
+and receives are those of the group, and raise as the group does. A length that is out of bounds
+raises StateError.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from elastane.errors import StateError
 
 T = TypeVar("T")
 _TAG = 0x5717
-# A message that fits costs one send; what is longer costs a second one.
+# A message that fits costs one send, a longer one two.
 _FRAME_BYTES = 4096
 _LENGTH_BYTES = 8
 MESSAGE_BYTES_MAX = 1 << 28
-# So many sends or receives are under way at once: one alone leaves the connection idle.
+# This many sends or receives are outstanding at once: one alone leaves the connection idle.
 _DEPTH = 3
 
 
-# Called with all that is put or taken, in parts, while each is in the processor's cache: the parts
+# Called with each part that is sent or received, while it is in the processor's cache. The parts
 # are the same on both sides.
 Seen: TypeAlias = Callable[[torch.Tensor], None]
 
 
 class Channel(Protocol):
-    """One side's end; what one says the other hears, and what one puts the other takes."""
+    """One end of a channel: `say` here is `hear` there, and `put` here is `take` there."""
 
-    # Into pieces of this size both sides cut what they put and take.
+    # Both sides cut bulk data into parcels of this size.
     parcel_bytes: int
 
     def say(self, raw: bytes) -> None:
@@ -47,16 +48,17 @@ class Channel(Protocol):
         """Send flat CPU tensors of bytes; they must not change until this returns."""
 
     def take(self, rooms: Iterable[torch.Tensor], seen: Seen) -> Iterator[torch.Tensor]:
-        """Fill flat CPU tensors of bytes, of the sizes that are put; each comes when it is full."""
+        """Receive into flat CPU tensors of bytes, of the sizes sent; yield each when it is full."""
 
     def close(self) -> None:
-        """Let go of what this channel alone uses."""
+        """Release what only this channel uses."""
 
 
 class GroupChannel:
     """A channel to the rank `peer` of `group`."""
 
-    # 8 MB: 100 MB in 13 to 19 ms over loopback; in staged pieces it was 57 to 78 (2026-11-21).
+    # 8 MB parcels: 100 MB take 13 to 19 ms over loopback; in staged pieces they took 57 to 78 ms
+    # (2026-11-21).
     parcel_bytes = 8 << 20
 
     def __init__(self, group: ProcessGroup, peer: int) -> None:
@@ -81,27 +83,27 @@ class GroupChannel:
 
     def put(self, data: Iterable[torch.Tensor], seen: Seen) -> None:
         """Send flat CPU tensors of bytes; they must not change until this returns."""
-        under_way: deque[tuple[torch.Tensor, Work]] = deque()
+        outstanding: deque[tuple[torch.Tensor, Work]] = deque()
         for each in data:
-            under_way.append((each, self._send(each)))
+            outstanding.append((each, self._send(each)))
             seen(each)
-            if len(under_way) == _DEPTH:
-                under_way.popleft()[1].wait()
-        for _, work in under_way:
+            if len(outstanding) == _DEPTH:
+                outstanding.popleft()[1].wait()
+        for _, work in outstanding:
             work.wait()
 
     def take(self, rooms: Iterable[torch.Tensor], seen: Seen) -> Iterator[torch.Tensor]:
-        """Fill flat CPU tensors of bytes, of the sizes that are put; each comes when it is full."""
-        under_way: deque[tuple[torch.Tensor, Work]] = deque()
+        """Receive into flat CPU tensors of bytes, of the sizes sent; yield each when it is full."""
+        outstanding: deque[tuple[torch.Tensor, Work]] = deque()
         for room in rooms:
-            under_way.append((room, self._group.recv([room], self._peer, _TAG)))
-            if len(under_way) == _DEPTH:
-                yield _arrived(*under_way.popleft(), seen)
-        while under_way:
-            yield _arrived(*under_way.popleft(), seen)
+            outstanding.append((room, self._group.recv([room], self._peer, _TAG)))
+            if len(outstanding) == _DEPTH:
+                yield _arrived(*outstanding.popleft(), seen)
+        while outstanding:
+            yield _arrived(*outstanding.popleft(), seen)
 
     def close(self) -> None:
-        """Nothing: the group is others' too."""
+        """Do nothing: the group has other users."""
 
     def _send(self, data: torch.Tensor) -> Work:
         return self._group.send([data], self._peer, _TAG)
@@ -119,7 +121,7 @@ def _arrived(room: torch.Tensor, work: Work, seen: Seen) -> torch.Tensor:
 
 
 def decoded(raw: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """What a message says; raises StateError."""
+    """Decode a message; raises StateError."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, ValueError) as error:
@@ -127,10 +129,10 @@ def decoded(raw: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
 
 
 def unreadable(what: str) -> StateError:
-    """What came is not of this version, or no message at all."""
+    """Return the error for a message of another version, or for bytes that are no message."""
     return StateError(
-        f"what another worker said of its state cannot be read: {what}",
+        f"a message about another worker's state cannot be read: {what}",
         slug="state-wire",
-        expected="what another worker of this version of elastane sends",
+        expected="a message from a worker with this version of elastane",
         next_step="run the same version on all nodes",
     )

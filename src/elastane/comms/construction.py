@@ -1,9 +1,10 @@
-"""One construction of a process group, which can be ended while torch waits in it.
+"""One construction of a process group, which can be aborted while torch waits in it.
 
-Owns the store's connection, gloo's (and NCCL's) making, and the knowledge of which sockets are
-theirs. Three things can hold it: the store (interrupted), a connection to a peer (cut), and a
-peer that does not connect (the own listener is visited in its name). It must not know what the
-group is for. It fails as torch does, with RuntimeError.
+Owns the store's connection, the creation of the gloo (and NCCL) groups, and the list of their
+sockets. Three things can block it, and each has its remedy. The store's client is interrupted. A
+connection to a peer is cut. For a peer that does not connect, this worker connects to its own
+listener in the peer's name. It does not know what the group is for. It fails as torch does, with
+RuntimeError.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ from elastane.comms.meeting import Meeting
 from elastane.comms.sockets import Endpoint
 from elastane.comms.storeclient import GroupStoreClient
 
-# Between two cuts of a construction that was ended: connections come and go meanwhile.
+# Pause between two cuts of an aborted construction: connections come and go meanwhile.
 _CUT_AGAIN_S = 0.005
 _CUT_RARELY_S = 0.1
-_VISITS_MAX = 20
-# As torch's own default for one device.
+_KNOCKS_MAX = 20
+# torch's default for one device.
 _THREADS = 2
-# To reach the own listener, on this host.
+# Timeout for connecting to the own listener, on this host.
 _KNOCK_S = 0.2
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Where one worker stands in one world, and where the world's store listens.
+    """The place of one worker in one world, and the address of the world's store.
 
-    `fence` (round and attempt, as text) prefixes every key. `timeout_s` bounds the construction
-    and every operation; it is the last resort, not how a loss is noticed. `bind_addr` is the
-    address to listen at; without it, the one from which the store is reached. `serves`: nobody
-    listens there yet, and this worker serves the store, for as long as its world lasts. `members`:
-    of a group of some of a world's workers, their ranks in it, in the order of this group's.
+    `fence` (round and attempt, as text) prefixes every key. `timeout_s` bounds the construction and
+    every operation; it is the last resort, since losses are normally noticed earlier. `bind_addr`
+    is the address to listen at; by default it is the one from which the store is reached. `serves`:
+    this worker serves the store for as long as its world lasts, since no other process does.
+    `members`: for a group of only some of a world's workers, their ranks in the world, in the order
+    of this group's ranks.
     """
 
     rank: int
@@ -65,10 +67,10 @@ class Wiring:
 
 
 class Made(NamedTuple):
-    """What a construction has made.
+    """The result of a construction.
 
-    `aside`: a second context of gloo between the same members, whose collectives are in no order
-    with those of `group`; None where the group is of one, or of some of a world's members.
+    `aside`: a second gloo context between the same members, whose collectives are not ordered with
+    those of `group`. None for a group of one, or of only some of a world's members.
     """
 
     group: ProcessGroup
@@ -77,7 +79,7 @@ class Made(NamedTuple):
 
 
 class Construction:
-    """`run` makes the group; `end`, from any other thread, makes `run` come out of anything."""
+    """`run` makes the group; `end`, from any other thread, makes `run` return from any wait."""
 
     def __init__(self, wiring: Wiring) -> None:
         self._wiring = wiring
@@ -90,11 +92,11 @@ class Construction:
         self.inodes: set[int] = set()
 
     def run(self) -> Made:
-        """Make the group and what goes with it."""
+        """Make the group, its store and the second context."""
         try:
             store = self._reach_store()
-            # One device for both contexts: they listen at one address, by which all of their
-            # connections are known.
+            # One device for both contexts: they listen at one address, which identifies all of
+            # their connections.
             device = _device(self._wiring)
             group = self._assemble(store, device)
             aside = self._aside(store, device)
@@ -118,15 +120,16 @@ class Construction:
 
     def _cut_until_over(self) -> None:
         deadline = time.monotonic() + self._wiring.timeout_s
-        visits = 0
+        knocks = 0
         pause_s = _CUT_AGAIN_S
         while time.monotonic() < deadline:
             meeting = self._meeting
             if meeting is not None:
-                meeting.ended = True
-                # Several times: a visit may be cut before gloo has read for whom it is.
-                if meeting.own is not None and visits < _VISITS_MAX:
-                    visits += 1
+                meeting.aborted = True
+                # Connect several times: a connection may be cut before gloo has read which peer it
+                # is for.
+                if meeting.own is not None and knocks < _KNOCKS_MAX:
+                    knocks += 1
                     sockets.knock(meeting.own, _KNOCK_S)
                 peers = self._peers(meeting)
                 sockets.cut(self._gloo_inodes() | sockets.connecting(peers))
@@ -181,13 +184,14 @@ class Construction:
         options._timeout = timedelta(seconds=wiring.timeout_s)
         options._threads = threads
         self._meeting = meeting = Meeting(store)
-        meeting.ended = self._ended
+        meeting.aborted = self._ended
         return ProcessGroupGloo(meeting, wiring.rank, wiring.world_size, options)
 
     def _nccl(self) -> TorchBackend:
-        """Make NCCL's group; its communicators come with the first collective.
+        """Make NCCL's group; its communicators are made by the first collective.
 
-        Its watchdog asks the store from threads of its own: torch's client, without Python.
+        Its watchdog queries the store from threads of its own, so it gets torch's client, without
+        Python.
         """
         from torch.distributed import ProcessGroupNCCL
 
@@ -198,7 +202,7 @@ class Construction:
         return ProcessGroupNCCL(prefixed, wiring.rank, wiring.world_size, options)
 
     def _native_store(self, *, is_master: bool) -> Store:
-        """torch's own store: as the server, or as a client of it."""
+        """Return torch's own store: as the server, or as a client of it."""
         return TCPStore(
             *(self._wiring.master_addr, self._wiring.master_port),
             is_master=is_master,
@@ -208,15 +212,15 @@ class Construction:
 
 
 def _device(wiring: Wiring) -> ProcessGroupGloo.Device:
-    """Where to listen: as told, else at the address that reaches the store, else as torch does."""
+    """Return the device to listen at: the given address, else the one facing the store."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if wiring.bind_addr:
         return ProcessGroupGloo.create_device(hostname=wiring.bind_addr)
     if interface:
         return ProcessGroupGloo.create_device(interface=interface.split(",")[0])
     local = _local_addr(wiring) if wiring.world_size > 1 else "127.0.0.1"
-    # Seen from the master's own host its name may be a loopback address, which says nothing of
-    # where the others can reach this host.
+    # On the master's own host its name may resolve to a loopback address, at which other hosts
+    # cannot reach this one.
     if local and (wiring.world_size == 1 or not _is_loopback(local)):
         return ProcessGroupGloo.create_device(hostname=local)
     return ProcessGroupGloo.create_default_device()
@@ -232,7 +236,7 @@ def _local_addr(wiring: Wiring) -> str:
     ):
         with socket.socket(family, kind, protocol) as sock:
             try:
-                sock.connect(where)  # sends nothing: asks the routing table
+                sock.connect(where)  # sends nothing: queries the routing table
                 return str(sock.getsockname()[0])
             except OSError:
                 continue

@@ -1,14 +1,14 @@
 """DistributedDataParallel over a group whose world changes.
 
-DDP's reducer lays out its buckets twice: first by the order of the parameters, then, after one
-backward, by the order in which gradients came. A joiner's new DDP has the first layout and a
-survivor's the second, and a backward that was interrupted leaves a reducer half done. So every
-member makes its reducer anew whenever the world changes, by what DDP itself does after unpickling.
-Parameters, gradients, optimizer and compiled code are untouched.
+DDP's reducer lays out its buckets twice: first in the order of the parameters, then, after one
+backward, in the order in which gradients arrived. The new DDP of a joining worker has the first
+layout and that of a survivor the second. A backward that was interrupted leaves a half-used
+reducer. So every member makes a new reducer when the world changes, by the code that DDP runs after
+unpickling. Parameters, gradients, optimizer and compiled code are untouched.
 
-Other attributes decide as well which collectives a forward or a backward makes. `renew` resets one
-of them, members take `switches` from one another, and what the constructor was given is `described`
-to be compared. Private names of DDP (2.13) are used here and nowhere else.
+Other attributes also decide which collectives a forward or a backward makes. `renew` resets one of
+them, members copy `switches` from one another, and `described` returns the constructor's arguments
+for comparison. No other module uses private names of DDP (2.13).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 _MODULE = DistributedDataParallel.__module__
-# From a collective up to the constructor that made it there are five calls.
+# There are five calls between the constructor and a collective that it makes.
 _FRAMES_MAX = 12
-# Communication hooks of torch that count steps or keep random streams in their state: a worker
-# that joins later, or one that lost a step, would make other collectives than the rest.
+# Communication hooks of torch that count steps or keep random streams in their state: a joining
+# worker, or one that lost a step, would make other collectives than the rest.
 _STATEFUL_HOOKS = frozenset(("PowerSGDState", "PostLocalSGDState"))
 
 
 def constructed(frame: FrameType, group: ProcessGroup) -> DistributedDataParallel | None:
-    """Return the DDP over `group` whose method `frame` is; None where it is no such method.
+    """Return the DDP over `group` whose method `frame` is; None for any other frame.
 
-    A reducer asks its group for the size when it is made: that is how each DDP is found, one that
-    was made with `init_sync=False` too.
+    A reducer asks its group for the size when it is made. Each DDP is found by that call, including
+    one that was made with `init_sync=False`.
     """
     if frame.f_globals.get("__name__") != _MODULE:
         return None
@@ -57,11 +57,11 @@ def is_constructed(frame: FrameType | None, group: ProcessGroup) -> bool:
 
 
 def renew(module: DistributedDataParallel) -> None:
-    """Give `module` a reducer as if it had just been made, in the world as it now is."""
+    """Give `module` a new reducer for the current world."""
     ddp: Any = module
     if "reducer" not in ddp.__dict__:
-        return  # its constructor did not come to an end, or it has no parameter to reduce
-    # The old one first: it removes its hooks and frees its buckets.
+        return  # its constructor did not complete, or it has no parameter to reduce
+    # Drop the old one first: it removes its hooks and frees its buckets.
     ddp.reducer = ddp.logger = None
     parameters, expect_sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
@@ -80,25 +80,25 @@ def renew(module: DistributedDataParallel) -> None:
 
 
 def hush(module: DistributedDataParallel) -> None:
-    """Let `module` reduce no gradients and broadcast no buffers: somebody else does."""
+    """Make `module` reduce no gradients and broadcast no buffers: deterministic mode does both."""
     module.require_backward_grad_sync = False
     module.require_forward_param_sync = False
 
 
 def switches(module: DistributedDataParallel) -> list[bool]:
-    """Return the attributes that a training loop sets, and that decide about collectives."""
+    """Return the attributes that a training loop sets and that decide about collectives."""
     return [module.require_backward_grad_sync, *module._join_config]
 
 
 def switch(module: DistributedDataParallel, values: list[bool]) -> None:
-    """Set what another member's `switches` returned."""
+    """Set the values of another member's `switches`."""
     sync, *join = values
     module.require_backward_grad_sync = sync
     module._join_config = _JoinConfig(*join)
 
 
 def described(module: DistributedDataParallel) -> dict[str, Any]:
-    """Return by name what else decides which collectives `module` makes, as JSON has it."""
+    """Return by name, for JSON, the other settings that decide which collectives `module` makes."""
     ddp: Any = module
     by_id = {id(p): name for name, p in ddp.module.named_parameters()}
     parameters, expect_sparse = ddp._build_params_for_reducer()

@@ -1,8 +1,8 @@
-"""Digests of tensors and of whole states, quick enough to be taken while training.
+"""Digests of tensors and of whole states, fast enough to compute while training.
 
-Of each 256 KB, sums of rows and xors of columns of 64-bit words are put through BLAKE2, with names,
-kinds and shapes: at the pace of memory (14 GB/s a thread), and every changed bit and every change
-of places shows. It is no defence against somebody who chooses the data.
+Of each 256 KB, sums of rows and xors of columns of 64-bit words go into BLAKE2, with names, dtypes
+and shapes. This runs at memory speed (14 GB/s a thread). Every changed bit and every swap of values
+shows. It is no defence against an attacker who chooses the data.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PROBE_BYTES = 8
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as a flat vector of bytes; a copy only where it is not contiguous."""
+    """Return the memory of a tensor as a flat vector of bytes; a copy only if not contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8)
 
 
 def fold(data: torch.Tensor) -> bytes:
-    """A digest of a flat vector of bytes."""
+    """Return a digest of a flat vector of bytes."""
     found = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=DIGEST_BYTES)
     for start in range(0, data.numel(), _CHUNK_BYTES):
         _fold_chunk(data[start : start + _CHUNK_BYTES].cpu().numpy(), found)
@@ -40,7 +40,7 @@ def fold(data: torch.Tensor) -> bytes:
 
 
 def _fold_chunk(chunk: np.ndarray[Any, np.dtype[np.uint8]], found: hashlib.blake2b) -> None:
-    # Its beginning may lie anywhere: frombuffer takes it as it is, view() would refuse.
+    # Its address may be unaligned: frombuffer accepts that, view() would refuse.
     words = np.frombuffer(chunk, dtype=np.uint64, count=chunk.size // _WORD_BYTES)
     grid = words[: words.size // _ROW_WORDS * _ROW_WORDS].reshape(-1, _ROW_WORDS)
     found.update(np.bitwise_xor.reduce(grid, axis=0))
@@ -49,7 +49,7 @@ def _fold_chunk(chunk: np.ndarray[Any, np.dtype[np.uint8]], found: hashlib.blake
 
 
 def probe(data: torch.Tensor) -> bytes:
-    """A digest of a flat vector's beginning, middle and end: what differs here, differs."""
+    """Return a digest of a vector's beginning, middle and end: if it differs, the vectors do."""
     found = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=PROBE_BYTES)
     count = data.numel()
     if count <= _WHOLE_BYTES:
@@ -61,16 +61,16 @@ def probe(data: torch.Tensor) -> bytes:
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
-    """A digest of nested state, the same wherever names, kinds and values are the same.
+    """Return a digest of nested state: equal if names, kinds and values are equal.
 
-    Keys are taken in the order of the state. Refuses what `state.flatten` refuses.
+    Keys are read in the order of the state. Refuses what `state.flatten` refuses.
     """
     tree, tensors, _names = flatten(state)
     return parts_digest(tree, tensors).hex()
 
 
 def parts_digest(tree: bytes, tensors: Sequence[torch.Tensor]) -> bytes:
-    """As `state_digest`, of what `flatten` made."""
+    """Return the `state_digest` of a state that `flatten` has taken apart."""
     whole = hashlib.blake2b(tree, digest_size=DIGEST_BYTES)
     for tensor in tensors:
         whole.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())

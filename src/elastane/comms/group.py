@@ -1,12 +1,12 @@
-"""The process group of one world, which any thread may end at any instant.
+"""The process group of one world, which any thread may abort at any time.
 
-`WorldGroup` owns the group's life: built once, used, ended, closed. gloo on the CPU is brought out
-of whatever it waits for by its own sockets (`sockets`); NCCL, where the device is cuda, by its
-communicators' abort. It must not know who ends it or why, nor that there are other worlds. It
-fails with `PeerLostError`; an operation in flight fails as gloo says it, with RuntimeError.
+`WorldGroup` owns the group's life: built once, used, aborted, closed. gloo on the CPU is released
+from any wait by cutting its sockets (`sockets`), NCCL on cuda by aborting its communicators. It
+does not know the reason of an abort, nor other worlds. It fails with `PeerLostError`. An operation
+in progress fails with gloo's RuntimeError.
 
-The construction runs in a thread of its own. So the caller is free the moment that the world is
-ended, whatever torch then waits for; the thread is cut out of it and frees what it had made.
+The construction runs in a thread of its own. So the caller is free as soon as the world is aborted,
+even if torch still waits. That thread is then released and frees what it had made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ALONE", "Wiring", "WorldGroup"]
 ALONE = Wiring(rank=0, world_size=1, master_addr="", master_port=0, fence="alone")
 
 
-# Destructors of groups that are under way. An interpreter that ends meanwhile would kill them in
+# Threads that run the destructors of groups. An interpreter that exits meanwhile would kill them in
 # the middle of C++, which aborts the process (seen in 2 of 25 ends of a job).
 _closers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _CLOSE_S = 5.0
@@ -64,7 +64,7 @@ class WorldGroup:
         self._construction = Construction(wiring)
         self._made: Made | None = None
         self._failure: BaseException | None = None
-        # Called, once, by whoever ends a world that was ready.
+        # Called once, by the thread that aborts a world that was ready.
         self.when_aborted: Callable[[], None] | None = None
 
     @property
@@ -74,32 +74,32 @@ class WorldGroup:
 
     @property
     def size(self) -> int:
-        """How many workers the world has."""
+        """The world size."""
         return self.wiring.world_size
 
     @property
     def group(self) -> ProcessGroup:
         """torch's group; after `build` and until `close`."""
-        return self._whole().group
+        return self._result().group
 
     @property
     def store(self) -> Store:
         """The world's store, its keys under the fence; a private one in a world of one."""
-        return self._whole().store
+        return self._result().store
 
     @property
     def aside(self) -> ProcessGroupGloo | None:
-        """A context beside the group's, where the world has several members: see `Made`."""
-        return self._whole().aside
+        """The second gloo context, if the world has several members: see `Made`."""
+        return self._result().aside
 
     @property
     def aborted(self) -> bool:
-        """Whether the world was ended, or never came to be."""
+        """Whether the world was aborted, or its construction failed."""
         return self._phase in (_Phase.ABORTED, _Phase.FAILED, _Phase.CLOSED)
 
     @property
     def traffic(self) -> int | None:
-        """The bytes that went over gloo's connections so far; None with NCCL."""
+        """The bytes sent and received over gloo's connections so far; None with NCCL."""
         if self.wiring.device_type == "cuda":
             return None
         return sockets.traffic(self._construction.inodes)
@@ -107,8 +107,9 @@ class WorldGroup:
     def build(self) -> WorldGroup:
         """Meet the other members and connect to each; returns itself.
 
-        Raises PeerLostError where a member does not come within the time or the world is ended
-        meanwhile; ConfigurationError where this torch could not be brought out of a collective.
+        Raises PeerLostError if a member does not come within the timeout, or if the world is
+        aborted meanwhile. Raises ConfigurationError if collectives of this torch could not be
+        aborted.
         """
         with self._changed:
             if self._phase is not _Phase.NEW:
@@ -128,7 +129,7 @@ class WorldGroup:
         raise self._not_built() from failure
 
     def abort(self) -> None:
-        """End the world: whoever waits in its construction or in a collective comes out.
+        """Abort the world: threads that wait in its construction or in a collective return.
 
         From any thread, at any time, any number of times. The group is unusable afterwards.
         """
@@ -151,7 +152,7 @@ class WorldGroup:
                 self.when_aborted()
 
     def close(self) -> None:
-        """Free connections, threads and memory; what still runs is ended first. Idempotent."""
+        """Free connections, threads and memory; abort what still runs. Idempotent."""
         self.abort()
         with self._changed:
             self._phase = _Phase.CLOSED
@@ -160,8 +161,8 @@ class WorldGroup:
         if made is not None and self._construction.client is not None:
             self._construction.client.close()
         if made is not None:
-            # torch's destructor waits for its threads; one that gloo has forgotten (see
-            # `works.Ledger.release`) would hold up whoever goes on in the next world.
+            # torch's destructor waits for its threads. A thread that gloo has forgotten (see
+            # `works.Ledger.release`) would block the entry into the next world.
             last = [made]
             made = None
             closer = threading.Thread(target=last.clear, name="elastane-close", daemon=True)
@@ -174,7 +175,7 @@ class WorldGroup:
         try:
             made = self._construction.run()
         except (RuntimeError, ValueError, OSError, ElastaneError) as error:
-            # Its frames would keep alive what the construction had made.
+            # Its traceback would keep alive what the construction had made.
             failure = error.with_traceback(None)
         with self._changed:
             if self._phase is _Phase.BUILDING:
@@ -182,11 +183,11 @@ class WorldGroup:
                 self._phase = _Phase.FAILED if made is None else _Phase.READY
                 self._changed.notify_all()
                 return
-        # The world was ended meanwhile: what came to be is nobody's.
+        # The world was aborted meanwhile, so nothing uses the result.
         if made is not None and self._construction.client is not None:
             self._construction.client.close()
 
-    def _whole(self) -> Made:
+    def _result(self) -> Made:
         made = self._made
         if made is None:
             raise self._not_built()
@@ -198,5 +199,5 @@ class WorldGroup:
             slug="group-not-built",
             where=f"rank {self.rank} of {self.size}",
             expected=f"{self.size} connected members within {self.wiring.timeout_s:g} s",
-            next_step="go on in the next world",
+            next_step="enter the next world",
         )

@@ -1,13 +1,12 @@
-"""The mean over virtual shards that all ranks compute, the same bits in every world.
+"""The mean over virtual shards that all ranks compute, with the same bits in every world.
 
-Each rank adds up its blocks of the tree (`comms.reduction`); then each puts the blocks of all
-ranks together for its own part of the vector, and gives that part to the others. Where the world
-divides V into powers of two each rank has one block, and the bytes moved are those of a ring
-all-reduce. Over gloo the parts go as messages, each from where it lies to where it is needed; on
-a device by two collectives.
+Each rank sums its blocks of the tree (`comms.reduction`). Then each rank combines the blocks of all
+ranks for its own part of the vector, and sends that part to the others. If the world divides V into
+powers of two, each rank has one block, and the bytes moved are those of a ring all-reduce. Over
+gloo the parts travel as messages, from and into their final memory; on a device by two collectives.
 
-Memory is kept from step to step; what was cut short in the middle is left to whoever still writes
-there. Knows nothing of gradients. Fails as the group does.
+Memory is reused from step to step. After an interrupted mean it is abandoned, since late messages
+may still write to it. It does not know gradients. Fails as the group does.
 """
 
 from __future__ import annotations
@@ -19,43 +18,43 @@ import torch
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.reduction import Buffers, Node, TreeSum, blocks_of, combine, shards_of
 
-# Of messages: block k of a rank's part is _TAG + k.
+# Message tags: block k of a rank's part has tag _TAG + k.
 _TAG = 0x7EE0000
 _TAG_WHOLE = 0x7EEFFFF
-# So many numbers are summed, divided and copied while they are in the processor's cache.
+# This many numbers are summed, divided and copied while they are in the processor's cache.
 _PIECE = 1 << 16
 
 
 class Mean:
-    """Of `shards` flat vectors of `count` numbers; one mean at a time."""
+    """The mean of `shards` flat vectors of `count` numbers; one mean at a time."""
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device, shards: int) -> None:
         self._shards = shards
         self._count = count
-        # Room for equal parts in any world.
+        # Long enough for equal parts in any world.
         self._kind = count + shards, dtype, device
         self._zero = torch.zeros((), dtype=dtype, device=device)
         self._buffers = Buffers(*self._kind)
         self._scratch = torch.empty(0, dtype=dtype, device=device)
-        self._lent: list[torch.Tensor] = []
+        self._in_use: list[torch.Tensor] = []
         self._tree: TreeSum | None = None
 
     def begin(self, rank: int, world_size: int) -> TreeSum:
-        """Take in this rank's shards, in order; the mean before this one is void then.
+        """Return the tree to add this rank's shards to, in order; an unfinished mean is dropped.
 
-        What writes a shard's vector gets one that is longer than `count`.
+        The tensor that a shard's vector is written to is longer than `count`.
         """
-        if self._tree is not None:  # It was not finished: messages may still be on their way.
-            self._buffers, self._lent = Buffers(*self._kind), []
+        if self._tree is not None:  # It was not finished, so messages may still arrive.
+            self._buffers, self._in_use = Buffers(*self._kind), []
             self._scratch = torch.empty_like(self._scratch)
-        while self._lent:
-            self._buffers.give(self._lent.pop())
+        while self._in_use:
+            self._buffers.give(self._in_use.pop())
         held = shards_of(rank, world_size, self._shards)
         self._tree = TreeSum(held, self._shards, self._buffers)
         return self._tree
 
     def finish(self, group: ElasticGroup) -> torch.Tensor:
-        """The mean, on every rank; no zero in it is negative. Its memory is used again."""
+        """Return the mean, the same on every rank, without negative zeros; its memory is reused."""
         assert self._tree is not None, "begin() comes first"
         blocks = self._tree.blocks()
         if group.size() == 1:
@@ -64,16 +63,16 @@ class Mean:
             self._by_messages(group, blocks)
         else:
             self._by_collectives(group, blocks)
-        self._lent, self._tree = blocks, None
+        self._in_use, self._tree = blocks, None
         return blocks[0][: self._count]
 
     def _divide(self, total: torch.Tensor) -> torch.Tensor:
-        # In one go with a zero, so that none is negative: a gradient that was None is the same as
-        # one that was zeroed.
+        # Adding zero in the same operation removes negative zeros: a gradient that was None must
+        # equal one that was zeroed.
         return torch.add(self._zero, total, alpha=1.0 / self._shards, out=total)
 
     def _combine(self, nodes: list[Node], values: list[torch.Tensor], into: torch.Tensor) -> None:
-        """Write the mean of this rank's part, a piece after the other; `into` may be a value."""
+        """Write the mean of this rank's part, piece by piece; `into` may be one of the values."""
         piece = _PIECE if into.device.type == "cpu" else into.numel()
         for start in range(0, into.numel(), piece):
             pieces = [value[start : start + piece] for value in values]
@@ -83,12 +82,14 @@ class Mean:
                 here.copy_(total)
 
     def _by_messages(self, group: ElasticGroup, blocks: list[torch.Tensor]) -> None:
-        """Leave the mean in the first block."""
+        """Compute the mean into the first block, over gloo."""
         rank, size = group.rank(), group.size()
         peers = [(rank + step) % size for step in range(1, size)]
         nodes = _nodes(size, self._shards)
         ours = [self._parts(block, size) for block in blocks]
-        theirs = self._room([0 if each == rank else len(nodes[each]) for each in range(size)], size)
+        theirs = self._receive_parts(
+            [0 if each == rank else len(nodes[each]) for each in range(size)], size
+        )
         group.exchange(
             [(part, peer, _TAG + k) for peer in peers for k, part in enumerate(theirs[peer])],
             [(parts[peer], peer, _TAG + k) for peer in peers for k, parts in enumerate(ours)],
@@ -102,7 +103,7 @@ class Mean:
         ).wait()
 
     def _by_collectives(self, group: ElasticGroup, blocks: list[torch.Tensor]) -> None:
-        """Leave the mean in the first block."""
+        """Compute the mean into the first block, on a device."""
         rank, size = group.rank(), group.size()
         nodes = _nodes(size, self._shards)
         ours = [self._parts(block, size) for block in blocks]
@@ -116,12 +117,12 @@ class Mean:
         group._allgather_base(blocks[0][: part * size], mine.clone()).wait()
 
     def _parts(self, vector: torch.Tensor, size: int) -> list[torch.Tensor]:
-        """The ranks' parts of a vector, all of one length: its end is no number of ours."""
+        """Return the ranks' parts of a vector, of equal length: padding follows its last number."""
         part = -(-self._count // size)
         return list(torch.split(vector[: part * size], part))
 
-    def _room(self, counts: list[int], size: int) -> list[list[torch.Tensor]]:
-        """So many parts for each rank, to receive into."""
+    def _receive_parts(self, counts: list[int], size: int) -> list[list[torch.Tensor]]:
+        """Return, for each rank, its count of parts to receive into."""
         part = -(-self._count // size)
         if self._scratch.numel() < part * sum(counts):
             self._scratch = self._scratch.new_empty(part * sum(counts))
@@ -130,5 +131,5 @@ class Mean:
 
 
 def _nodes(size: int, shards: int) -> list[list[Node]]:
-    """For each rank of a world, the blocks that it brings."""
+    """Return the blocks that each rank of a world contributes."""
     return [blocks_of(shards_of(rank, size, shards), shards) for rank in range(size)]

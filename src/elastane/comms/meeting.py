@@ -1,9 +1,9 @@
-"""The store as one group's construction sees it: it notes the addresses, and can be ended.
+"""The store that gloo sees during one construction: it records addresses, and can be aborted.
 
-gloo asks a store for its peers' addresses while it is being built. This one passes everything on
-to the store that it was given, keeps what it saw, and refuses to go on once the world was ended.
-Fails as the store beneath does, and with ConfigurationError where an address cannot be read: gloo
-itself would crash on it, or could not be brought out of a collective later.
+gloo asks a store for its peers' addresses while it is being built. This one forwards all calls to
+the given store, records the addresses, and refuses further calls once the world was aborted. Fails
+as the inner store does. An address that cannot be read raises ConfigurationError: gloo would crash
+on it, or its collectives could not be aborted later.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _PREFIX = "gloo/"
 
 
 class Meeting(Store):
-    """One construction's view of `inner`."""
+    """One construction's view of the store `inner`."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__()
         self._inner = inner
         self.own: SocketEntry | None = None
         self.peers: list[SocketEntry] = []
-        self.ended = False
+        self.aborted = False
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Publish; what this rank publishes tells where it listens."""
-        self._go_on()
+        """Publish a key; this rank's own value contains the address where it listens."""
+        self._refuse_if_aborted()
         raw = value.encode() if isinstance(value, str) else bytes(value)
         self.own = _entry(raw)
         self._inner.set(_PREFIX + key, raw)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Wait for a key, and note the address in it."""
+        """Wait for a key, and record the address in it."""
         self.wait([key])
         raw = bytes(self._inner.get(_PREFIX + key))
         self.peers.append(_entry(raw))
@@ -45,7 +45,7 @@ class Meeting(Store):
 
     def wait(self, keys: list[str], limit: timedelta | None = None) -> None:
         """Wait for keys."""
-        self._go_on()
+        self._refuse_if_aborted()
         names = [_PREFIX + key for key in keys]
         if limit is None:
             self._inner.wait(names)
@@ -54,25 +54,25 @@ class Meeting(Store):
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
-        self._go_on()
+        self._refuse_if_aborted()
         return self._inner.check([_PREFIX + key for key in keys])
 
     def add(self, key: str, amount: int) -> int:
-        """Count."""
-        self._go_on()
+        """Add to a counter."""
+        self._refuse_if_aborted()
         return self._inner.add(_PREFIX + key, amount)
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key."""
+        """Delete a key."""
         return self._inner.delete_key(_PREFIX + key)
 
     def set_timeout(self, limit: timedelta) -> None:
         """Bound later waits."""
         self._inner.set_timeout(limit)
 
-    def _go_on(self) -> None:
-        if self.ended:
-            raise RuntimeError("the world was ended while its process group was being built")
+    def _refuse_if_aborted(self) -> None:
+        if self.aborted:
+            raise RuntimeError("the world was aborted while its process group was being built")
 
 
 def _entry(raw: bytes) -> SocketEntry:

@@ -1,10 +1,10 @@
 """A mesh of replicas and shards whose groups stay when the world changes.
 
-Each place in the mesh is a seat: seat 5 of replicas of 2 is shard 1 of replica 2. What a worker
-holds is its shard, and that it keeps for as long as it lives; its replica may change where the
-world has another size, its rank in any. `MeshGroups` owns one group along each dimension and the
-mesh of torch's over them. It must not know why a world changes, nor what is sharded. Fails as the
-groups do; JobError where the workers of a world cannot be seated.
+Each place in the mesh is a coordinate, written as one number: with 2 shards, 5 is shard 1 of
+replica 2. A worker keeps its shard for as long as it lives. Its replica may change when the world
+size changes, and its rank in any world. `MeshGroups` owns one group along each dimension and
+torch's mesh over them. It does not know why a world changes, nor what is sharded. Fails as the
+groups do, and by JobError if a world's workers have no valid coordinates.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from elastane.comms.elastic import ElasticGroup
 from elastane.errors import JobError
 
 REPLICATE, SHARD = "replicate", "shard"
-# What a worker claims that has no seat yet.
+# The coordinate of a worker that has none yet.
 NO_SEAT = -1
 
 
 def seated(claims: Sequence[int], nodes: Sequence[int], shards: int) -> list[int]:
-    """Return the seat of each rank in replicas of so many shards; `claims` are those they had.
+    """Return the coordinate of each rank, in replicas of `shards` shards.
 
-    Who has a seat keeps its shard, and its replica where nobody before it has that. Others get what
-    is free, by their ranks: beside those of their node, whose number `nodes` has, so that a lost
-    node takes whole replicas along, and not all holders of one shard. The same on all members.
-    JobError where more workers hold a shard than there are replicas.
+    `claims` are the coordinates of the previous world. A worker keeps its shard, and its replica
+    unless a lower rank claims the same place. Workers without a coordinate get the free ones, in
+    the order of their ranks, close to those of their node (numbered in `nodes`). So a lost node
+    takes whole replicas along, and not all holders of one shard. The result is the same on all
+    members. JobError if more workers hold a shard than there are replicas.
     """
     mesh = _Seating(nodes, shards)
     holders = [rank for rank, claim in enumerate(claims) if claim != NO_SEAT]
@@ -52,7 +53,7 @@ def seated(claims: Sequence[int], nodes: Sequence[int], shards: int) -> list[int
 
 
 def is_whole(claims: Sequence[int], shards: int) -> bool:
-    """Whether ranks with these claims can be seated: in whole replicas, no shard held too often."""
+    """Whether these claims fit into whole replicas, with no shard held too often."""
     replicas, rest = divmod(len(claims), shards)
     held = Counter(claim % shards for claim in claims if claim != NO_SEAT)
     return not rest and max(held.values(), default=0) <= replicas
@@ -64,34 +65,34 @@ class _Seating:
         self.free = set(range(len(nodes)))
         self._nodes, self._shards = nodes, shards
         self._filled: Counter[int] = Counter()
-        self._mates: Counter[tuple[int, int]] = Counter()
+        self._of_node: Counter[tuple[int, int]] = Counter()
 
     def take(self, rank: int, seat: int) -> None:
         replica = seat // self._shards
         self.seats[rank] = seat
         self.free.remove(seat)
         self._filled[replica] += 1
-        self._mates[replica, self._nodes[rank]] += 1
+        self._of_node[replica, self._nodes[rank]] += 1
 
     def best(self, rank: int, among: Iterable[int]) -> int:
-        """Return the seat with most of this node's in its replica, and fewest others."""
+        """Return the place with most workers of this node in its replica, then fewest of others."""
 
         def distance(seat: int) -> tuple[int, int, int]:
             replica = seat // self._shards
-            return -self._mates[replica, self._nodes[rank]], self._filled[replica], seat
+            return -self._of_node[replica, self._nodes[rank]], self._filled[replica], seat
 
         return min(among, key=distance, default=NO_SEAT)
 
 
 class MeshGroups:
-    """One worker's; `wirings` and `replace` for each world, `device_mesh` once."""
+    """The groups of one worker; `wirings` and `replace` for each world, `device_mesh` once."""
 
     def __init__(self, shards: int) -> None:
         self.shards = shards
-        self.span = 1  # of how many nodes a replica is, where those have alike many workers
-        self.size = 0  # of the world in hand
+        self.span = 1  # nodes per replica, if all nodes have the same number of workers
+        self.size = 0  # world size of the current world
         self.seat = NO_SEAT
-        self._ranks: list[int] = []  # by seat
+        self._ranks: list[int] = []  # world ranks, in the order of their coordinates
         self.made: DeviceMesh | None = None
         self.replicate = ElasticGroup("elastane/replicate")
         self.shard = ElasticGroup("elastane/shard")
@@ -103,20 +104,20 @@ class MeshGroups:
 
     @property
     def replicas(self) -> int:
-        """How many workers of the world in hand hold each shard."""
+        """How many workers of the current world hold each shard."""
         return self.size // self.shards
 
     @property
     def is_sole(self) -> bool:
-        """Whether nobody else in the world in hand holds this worker's shard."""
+        """Whether no other worker of the current world holds this worker's shard."""
         return self.replicas == 1
 
     def shard_of(self, seat: int) -> int:
-        """Return the number of the shard that belongs to a seat."""
+        """Return the shard of a coordinate."""
         return seat % self.shards
 
     def settle(self, seats: Sequence[int], rank: int) -> None:
-        """Take note of who sits where in a world; `seats` by rank."""
+        """Set the coordinates of a world, given by rank."""
         self.seat, self.size = seats[rank], len(seats)
         self._ranks = sorted(range(len(seats)), key=lambda each: seats[each])
 
@@ -126,12 +127,12 @@ class MeshGroups:
         rows = self._ranks[replica * self.shards : (replica + 1) * self.shards]
         columns = self._ranks[shard :: self.shards]
         return (
-            _part(world, f"{REPLICATE}-{shard}", columns, replica),
-            _part(world, f"{SHARD}-{replica}", rows, shard),
+            _subgroup(world, f"{REPLICATE}-{shard}", columns, replica),
+            _subgroup(world, f"{SHARD}-{replica}", rows, shard),
         )
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return torch's mesh over the groups, which are built."""
+        """Return torch's mesh over the groups, which must be built."""
         for group in self.groups:
             group.register()
         ranks = torch.tensor(self._ranks).view(self.replicas, self.shards)
@@ -141,12 +142,12 @@ class MeshGroups:
         return mesh
 
     def close(self) -> None:
-        """End both groups. Idempotent."""
+        """Close both groups. Idempotent."""
         for group in self.groups:
             group.close()
 
 
-def _part(world: Wiring, name: str, members: Sequence[int], rank: int) -> Wiring:
+def _subgroup(world: Wiring, name: str, members: Sequence[int], rank: int) -> Wiring:
     assert members[rank] == world.rank, (members, rank, world.rank)
     return dataclasses.replace(
         world,

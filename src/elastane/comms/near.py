@@ -1,13 +1,13 @@
-"""Members of one machine: their short messages over the group, their memory read where it lies.
+"""Transfer between members of one machine: the receiver reads the giver's memory directly.
 
-The taker reads the giver's memory by `process_vm_readv`: one copy, by the taker alone, with nothing
-shared that could be left behind. The giver says where it lies and what its digest is, and may be
-stopped or killed meanwhile: without the digest at the end nothing that was read is believed. Where
-the kernel does not let one read the other, as in some containers, both stay with the group. It
-takes two thirds of the processor time of a transfer over loopback (43 and 60 ms for 100 MB with the
-digests; a ring in shared memory 52; 2026-11-21), and about the same time.
+Messages go over the group. The receiver reads the giver's memory by `process_vm_readv`: one copy,
+and nothing shared that could be left behind. The giver sends addresses and a digest. It may be
+stopped or killed meanwhile: without the digest at the end, the data read is discarded. If the
+kernel forbids reading, as in some containers, both sides use the group. It takes two thirds of the
+processor time of a transfer over loopback (43 and 60 ms for 100 MB with the digests; a ring in
+shared memory 52; 2026-11-21), and about the same time.
 
-Fails as the group does; PeerLostError where the giver is gone while it is being read.
+Fails as the group does; PeerLostError if the giver disappears while it is being read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from elastane.errors import PeerLostError
 _TOKEN_BYTES = 16
 _YES = b"\1"
 _PR_SET_PTRACER = 0x59616D61
-# The most that Linux gives; other numbers name more than one process.
+# Linux gives no higher pids; other numbers name several processes.
 _PID_MAX = 1 << 22
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a giver can be read: its process, and what lies there as a proof that it is this."""
+    """Where a giver can be read: its process, and a token that proves it is that process."""
 
     pid: int
     address: int
@@ -52,10 +52,11 @@ class _Area(ctypes.Structure):
 
 
 def machine() -> int:
-    """A number that is the same for all who may read each other; 0 where that is not known."""
+    """Return a number that is equal for processes that may read each other; 0 if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        processes = Path("/proc/self/ns/pid").readlink()  # Process ids are each namespace's own.
+        # Process ids are only unique within a namespace.
+        processes = Path("/proc/self/ns/pid").readlink()
     except OSError:
         return 0
     found = hashlib.blake2b(f"{boot} {processes} {os.getuid()}".encode(), digest_size=8).digest()
@@ -63,7 +64,7 @@ def machine() -> int:
 
 
 def to_take(group: ElasticGroup, peer: int) -> Channel:
-    """The channel from a giver of this machine; the giver is in `to_give`."""
+    """Return the channel from a giver of this machine, which calls `to_give`."""
     over = GroupChannel(group, peer)
     over.say(msgspec.msgpack.encode(os.getpid()))
     place = decoded(over.hear(), _PLACE)
@@ -78,7 +79,7 @@ def to_take(group: ElasticGroup, peer: int) -> Channel:
 
 
 def to_give(group: ElasticGroup, peer: int) -> Channel:
-    """The channel to a taker of this machine; the taker is in `to_take`."""
+    """Return the channel to a receiver of this machine, which calls `to_take`."""
     over = GroupChannel(group, peer)
     reader = decoded(over.hear(), _PID)
     if not 0 < reader <= _PID_MAX:
@@ -91,9 +92,9 @@ def to_give(group: ElasticGroup, peer: int) -> Channel:
 
 
 class NearChannel:
-    """One side; `pid` is the giver's where this is the taker's."""
+    """One end; `pid` is the giver's, on the receiver's side."""
 
-    # It is read and digested while it is in the processor's cache.
+    # Small enough to be digested while it is in the processor's cache.
     parcel_bytes = 1 << 20
 
     def __init__(self, over: GroupChannel, pid: int) -> None:
@@ -113,10 +114,10 @@ class NearChannel:
         self.say(msgspec.msgpack.encode([each.data_ptr() for each in held]))
         for each in held:
             seen(each)
-        self.hear()  # The taker has read all.
+        self.hear()  # The receiver has read all.
 
     def take(self, rooms: Iterable[torch.Tensor], seen: Seen) -> Iterator[torch.Tensor]:
-        """Fill flat CPU tensors of bytes, of the sizes that are put; each comes when it is full."""
+        """Receive into flat CPU tensors of bytes, of the sizes sent; yield each when it is full."""
         addresses = decoded(self.hear(), _ADDRESSES)
         for number, room in enumerate(rooms):
             if number == len(addresses):
@@ -130,7 +131,7 @@ class NearChannel:
         self.say(_YES)
 
     def close(self) -> None:
-        """Let nobody read this process any more."""
+        """Forbid other processes to read this one again."""
         _allow(0)
 
 
@@ -149,14 +150,14 @@ def _read(pid: int, address: int, room: torch.Tensor) -> None:
 
 def _lost(error: OSError) -> PeerLostError:
     return PeerLostError(
-        f"the state of another worker of this machine cannot be read any more: {error}",
+        f"the memory of another worker of this machine can no longer be read: {error}",
         slug="peer-lost",
-        expected="a giver that lives until all was read",
-        next_step="take the state again in the next world",
+        expected="a giver that lives until its state was read",
+        next_step="receive the state again in the next world",
     )
 
 
 def _allow(pid: int) -> None:
-    """Let one process read this one, where Yama lets nobody; 0 is nobody."""
-    # Elsewhere it is an unknown option, and no matter.
+    """Allow one process to read this one, if Yama restricts that; 0 is no process."""
+    # Without Yama the option is unknown, and reading is not restricted.
     _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)

@@ -1,11 +1,11 @@
-"""A sum that does not depend on who computes it.
+"""A sum whose bits do not depend on which rank computes which part.
 
-V virtual shards stand at the leaves of one fixed binary tree; every pair is added left to right.
-A rank holds a contiguous range of shards and adds up the largest aligned blocks of it while they
-come (a binary counter: at most log2 V + 1 vectors are held); the blocks of all ranks are put
-together by the same tree. So the result is bit for bit the same for every world of 1 to V.
+V virtual shards are the leaves of one fixed binary tree, and every pair is added left to right. A
+rank holds a contiguous range of shards and sums the largest aligned blocks of it as they arrive (a
+binary counter: at most log2 V + 1 vectors are held). The blocks of all ranks are combined by the
+same tree. So the result is bit for bit the same in every world of 1 to V workers.
 
-Knows nothing of gradients or of groups: `comms.mean` brings the blocks of all ranks together.
+It does not know gradients or groups: `comms.mean` exchanges the blocks of all ranks.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import TypeAlias
 
 import torch
 
-# A node of the tree: its level (leaves are 0) and its place in the level.
+# A node of the tree: its level (leaves are 0) and its index in the level.
 Node: TypeAlias = tuple[int, int]
-# Writes a shard's vector into a tensor: adds it where the flag says so, else overwrites.
+# Writes a shard's vector into a tensor: adds it if the flag is set, else overwrites.
 Write: TypeAlias = Callable[[torch.Tensor, bool], object]
 
 
 def shards_of(rank: int, world_size: int, shards: int) -> range:
-    """The shards that a rank holds: contiguous, and as even as it goes."""
+    """Return the shards that a rank holds: contiguous, and as even as possible."""
     assert 0 <= rank < world_size <= shards, (rank, world_size, shards)
     return range(rank * shards // world_size, (rank + 1) * shards // world_size)
 
 
 def raised(node: Node, shards: int) -> Node:
-    """The highest node with the same sum: a right sibling that holds no shard adds nothing."""
+    """Return the highest node with the same sum: a right sibling without shards adds nothing."""
     level, place = node
     while place % 2 == 0 and place << level > 0 and (place + 1) << level >= shards:
         level, place = level + 1, place // 2
@@ -36,7 +36,7 @@ def raised(node: Node, shards: int) -> Node:
 
 
 def blocks_of(held: range, shards: int) -> list[Node]:
-    """The blocks into which a range of shards adds up by itself."""
+    """Return the blocks that a range of shards sums to without shards of others."""
     stack: list[Node] = []
     for shard in held:
         stack.append(raised((0, shard), shards))
@@ -54,9 +54,9 @@ def _parent(right: Node, shards: int) -> Node:
 
 
 class Buffers:
-    """Flat vectors of one size and kind that are used again and again.
+    """Flat vectors of one size and dtype that are reused.
 
-    Memory that is fresh costs many times what is done with it here: the kernel makes each page.
+    Fresh memory costs many times what is done with it here, since the kernel makes each page.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -65,14 +65,14 @@ class Buffers:
         self.made = 0
 
     def take(self) -> torch.Tensor:
-        """A vector with whatever is in it."""
+        """Return a vector with undefined content."""
         if self._free:
             return self._free.pop()
         self.made += 1
         return torch.empty(self._count, dtype=self._dtype, device=self._device)
 
     def give(self, vector: torch.Tensor) -> None:
-        """Let another have a vector."""
+        """Return a vector to the pool."""
         self._free.append(vector)
 
 
@@ -87,7 +87,7 @@ class TreeSum:
         self._stack: list[tuple[Node, torch.Tensor]] = []
 
     def add(self, write: Write) -> None:
-        """Take the next shard's vector, by what writes it."""
+        """Add the next shard's vector, which `write` writes."""
         node = raised((0, next(self._coming)), self._shards)
         self._left -= 1
         if self._stack and _siblings(self._stack[-1][0], node):
@@ -100,8 +100,8 @@ class TreeSum:
             self._push(node, own)
 
     def blocks(self) -> list[torch.Tensor]:
-        """The sums of the blocks, when all shards came."""
-        assert self._left == 0, f"{self._left} shards are to come"
+        """Return the sums of the blocks, once all shards were added."""
+        assert self._left == 0, f"{self._left} shards are missing"
         return [value for _, value in self._stack]
 
     def _push(self, node: Node, value: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class TreeSum:
 
 
 def combine(nodes: Iterable[Node], values: Iterable[torch.Tensor], shards: int) -> torch.Tensor:
-    """The sum of all shards from blocks that cover them, in order; it is in one of the values."""
+    """Return the sum of all shards from blocks that cover them, in order, in one of the values."""
     stack: list[tuple[Node, torch.Tensor]] = []
     for each in zip(nodes, values, strict=True):
         node, value = each

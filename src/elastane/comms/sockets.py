@@ -1,12 +1,12 @@
-"""Which of this process's sockets belong to one gloo group, and how they are cut.
+"""Finds which of this process's sockets belong to one gloo group, and cuts them.
 
-gloo 2.13 has no abort: what brings a blocked collective out is shutdown(2) on the connections of
-its context. They are told from everybody else's by address: a connection is the group's if its
-local end is the listener that this rank published, or its far end is one that a peer published.
-Once a group is built they are known by inode, which no other socket can have. Only connections
-are ever touched: a shut listener makes gloo's event loop throw and ends the process.
+gloo 2.13 has no abort: a blocked collective returns only after shutdown(2) on the connections of
+its context. Connections are identified by address: one belongs to the group if its local end is the
+listener that this rank published, or its far end is one that a peer published. Once a group is
+built its connections are known by inode, which no other socket can have. Listeners are never
+touched: a shut listener makes gloo's event loop throw and ends the process.
 
-Knows the layout of what gloo publishes (a private format; `parse_entry` answers None for any
+It knows the layout of what gloo publishes (a private format; `parse_entry` returns None for any
 other), and nothing of stores, ranks or threads.
 """
 
@@ -25,7 +25,7 @@ from typing import TypeAlias
 Endpoint: TypeAlias = tuple[int, int, bytes]
 
 _ADDRESS_BYTES = 136  # sockaddr_storage (128) and the pair's number (8)
-_SYN_SENT = "02"  # as /proc/net/tcp has it
+_SYN_SENT = "02"  # as written in /proc/net/tcp
 _LENGTH = struct.Struct("=Q")
 _PAIR = struct.Struct("=q")
 # In struct tcp_info of linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received (Linux 4.1).
@@ -36,14 +36,14 @@ _TCP_INFO_BYTES = _TCP_BYTES_AT + _TCP_BYTES.size
 
 @dataclass(frozen=True)
 class SocketEntry:
-    """What one rank publishes: where it listens, and the number each peer's pair has there."""
+    """What one rank publishes: where it listens, and the number of each peer's pair there."""
 
     listener: Endpoint
     pairs: tuple[int, ...]
 
 
 def parse_entry(blob: bytes) -> SocketEntry | None:
-    """Read what gloo puts into the store for one rank; None where it is of another layout."""
+    """Parse what gloo puts into the store for one rank; None for another layout."""
     try:
         (host_bytes,) = _LENGTH.unpack_from(blob, 0)
         at = _LENGTH.size + host_bytes
@@ -70,7 +70,7 @@ def _sockaddr(raw: bytes) -> Endpoint | None:
 
 
 def belongs_to(own: Endpoint | None, peers: set[Endpoint]) -> Callable[[socket.socket], bool]:
-    """A test for connections between the listener `own` and those of `peers`."""
+    """Return a test for connections between the listener `own` and those of `peers`."""
 
     def belongs(sock: socket.socket) -> bool:
         if _endpoint(sock.family, sock.getpeername()) in peers:
@@ -86,19 +86,19 @@ def _endpoint(family: int, name: tuple[str, int]) -> Endpoint:
 
 
 def inodes(belongs: Callable[[socket.socket], bool]) -> set[int]:
-    """The inodes of this process's connected TCP sockets that pass the test."""
+    """Return the inodes of this process's connected TCP sockets that pass the test."""
     found = set()
     for fd, inode in _sockets():
-        with _looked_at(fd, inode) as sock:
+        with _duplicated(fd, inode) as sock:
             if sock is not None and _passes(sock, belongs):
                 found.add(inode)
     return found
 
 
 def connecting(peers: set[Endpoint]) -> set[int]:
-    """The inodes of sockets that are trying to reach `peers`: these have no far end to ask for.
+    """Return the inodes of sockets that try to reach `peers`, whose far end cannot be queried.
 
-    Of all processes of this network namespace; `cut` touches those of this process.
+    They may be of any process of this network namespace; `cut` touches only those of this one.
     """
     found = set()
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -114,15 +114,15 @@ def connecting(peers: set[Endpoint]) -> set[int]:
 
 
 def cut(chosen: set[int]) -> int:
-    """Shut the read side of the sockets with these inodes; how many there were.
+    """Shut the read side of the sockets with these inodes; return their number.
 
-    The read side only: with the write side shut, a send that races gets EPIPE, and gloo then
-    waits for a buffer that nobody will ever signal.
+    Only the read side: with the write side shut, a racing send gets EPIPE, and gloo then waits for
+    a buffer that is never signalled.
     """
     count = 0
     for fd, inode in _sockets():
         if inode in chosen:
-            with _looked_at(fd, inode) as sock:
+            with _duplicated(fd, inode) as sock:
                 if sock is not None:
                     with contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_RD)
@@ -131,11 +131,11 @@ def cut(chosen: set[int]) -> int:
 
 
 def traffic(chosen: set[int]) -> int:
-    """Return the bytes that the sockets with these inodes have received, and had acknowledged."""
+    """Return the bytes that these sockets have received, or sent with an acknowledgement."""
     count = 0
     for fd, inode in _sockets():
         if inode in chosen:
-            with _looked_at(fd, inode) as sock, contextlib.suppress(OSError):
+            with _duplicated(fd, inode) as sock, contextlib.suppress(OSError):
                 if sock is not None:
                     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                     count += sum(_TCP_BYTES.unpack_from(info, _TCP_BYTES_AT))
@@ -151,8 +151,8 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _looked_at(fd: int, inode: int) -> Iterator[socket.socket | None]:
-    """A duplicate of `fd` while it still is that socket, so that a reused number is never hit."""
+def _duplicated(fd: int, inode: int) -> Iterator[socket.socket | None]:
+    """Yield a duplicate of `fd` if it still is that socket: a reused number is never cut."""
     try:
         sock = socket.socket(fileno=os.dup(fd))
     except OSError:
@@ -168,14 +168,14 @@ def _passes(sock: socket.socket, belongs: Callable[[socket.socket], bool]) -> bo
     try:
         return belongs(sock)
     except OSError:
-        return False  # not connected: a listener, or an attempt that has not come through
+        return False  # not connected: a listener, or an attempt that is not complete
 
 
 def knock(entry: SocketEntry, timeout_s: float) -> None:
-    """Come to one's own listener in every peer's name.
+    """Connect to this rank's own listener in every peer's name.
 
-    A rank waits for the peers that connect to it, and for one that died there is no socket to
-    cut. Connections of our own, closed at once, end that wait.
+    A rank waits for peers to connect to it, and for a dead peer there is no socket to cut. Its own
+    connections, closed at once, end that wait.
     """
     family, port, address = entry.listener
     where = (socket.inet_ntop(family, address), port)

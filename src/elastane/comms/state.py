@@ -1,8 +1,8 @@
 """State as plain data and a list of tensors, so that nothing is ever unpickled.
 
 `flatten` takes apart nested dict, list, tuple, None, bool, int, float, str, bytes, tensors, NumPy
-arrays and scalars, and `torch.Generator`; `build` puts them together again. Everything else is
-refused with the place where it stands. Knows nothing of processes or digests.
+arrays and scalars, and `torch.Generator`; `build` assembles them again. Any other value is refused
+with its position in the state. It does not know processes or digests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from elastane.errors import ConfigurationError, StateError
 
-# What a node of the tree is: a plain value, or a list of its kind's letter and its parts.
+# A node of the tree: a plain value, or a list of its kind's letter and its parts.
 Tree: TypeAlias = Any
-# Keys and indices, from the outermost in.
+# Keys and indices, from the outside in.
 Path: TypeAlias = tuple[Any, ...]
 
 _PLAIN = (type(None), bool, float, str, bytes)
@@ -31,18 +31,18 @@ DEPTH_MAX = 64
 _VALUES = methodcaller("values")
 _A_KEY = "(a key)"
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-# Buffers and objects are pointers; dates and records never are training state.
+# Not allowed: objects, which are pointers, and dates and records, which are no training state.
 _ARRAY_KINDS = "biufcSU"
-# As numpy.dtype.str has it.
+# As numpy.dtype.str writes it.
 _ARRAY_DTYPE = re.compile(rf"[<>|=][{_ARRAY_KINDS}][0-9]{{1,9}}")
-# The tensors that a tree refers to by number, and that are not yet in their places.
+# The tensors that a tree refers to by number and that are not in their places yet.
 Given: TypeAlias = dict[int, torch.Tensor]
 
 
 class Parts(NamedTuple):
-    """What `flatten` makes: the tree as bytes, and the tensors that it refers to by number.
+    """The result of `flatten`: the tree as bytes, and the tensors that it refers to by number.
 
-    `paths` say where each tensor stands, by keys and indices: the same in every process.
+    `paths` are the positions of the tensors, as keys and indices: the same in every process.
     """
 
     tree: bytes
@@ -57,34 +57,34 @@ class Parts(NamedTuple):
 
 def flatten(state: object) -> Parts:
     """Take a state apart; the tensors are those of the state, not copies."""
-    taker = _Taker()
-    tree = taker.take(state, ())
-    return Parts(msgspec.msgpack.encode(tree), taker.tensors, taker.paths)
+    flattener = _Flattener()
+    tree = flattener.take(state, ())
+    return Parts(msgspec.msgpack.encode(tree), flattener.tensors, flattener.paths)
 
 
 class Flattening:
-    """One state taken apart again and again: mostly nothing but its values has changed since.
+    """One state that is taken apart repeatedly, while mostly only its values change.
 
-    Then what surrounds them is kept, and a mapping that holds the very tensors that it held before,
-    as that of an optimizer's state does, is not looked into.
+    Then the structure is kept. A mapping that holds the identical tensors as before, as an
+    optimizer's state does, is not traversed again.
     """
 
     def __init__(self, state: object) -> None:
-        taker = _Taker()
-        self._tree = taker.take(state, ())
-        self.tensors, self.paths = taker.tensors, taker.paths
-        self.has_new = True  # tensors that were not looked at before
-        self._known: dict[int, _Known] = {}  # by the identity of a list of the tree, which stays
+        flattener = _Flattener()
+        self._tree = flattener.take(state, ())
+        self.tensors, self.paths = flattener.tensors, flattener.paths
+        self.has_new = True  # whether the last pass found tensors that it had not seen before
+        self._known: dict[int, _Known] = {}  # by the id of a list of the tree, which is kept
 
     @property
     def parts(self) -> Parts:
-        """What `flatten` gives, of the state that was taken apart last."""
+        """The result of `flatten` for the last state."""
         return Parts(msgspec.msgpack.encode(self._tree), self.tensors, self.paths)
 
     def again(self, state: object) -> bool:
-        """Take `state` apart in the place of the one before.
+        """Take `state` apart, reusing the structure of the previous one.
 
-        False, and nothing is of use, where it is made of other things.
+        Returns False if the structure differs; then this object is of no further use.
         """
         self.tensors, self.has_new = [], False
         try:
@@ -94,7 +94,7 @@ class Flattening:
         return True
 
     def _refilled(self, node: Tree, value: Any) -> Tree:
-        """Return `node` with the values that `value` has now; its lists are changed in place."""
+        """Return `node` with the values of `value`; its lists are changed in place."""
         kind = type(value)
         if type(node) is not list:
             if kind in _PLAIN or (kind is int and -_INT64 <= value < _INT64):
@@ -139,9 +139,9 @@ class Flattening:
 
 
 class _Known:
-    """What a mapping of tensors, or of mappings of tensors, consisted of.
+    """The tensors of a mapping, or of a mapping of mappings, when it was last traversed.
 
-    It is compared by identity, at the pace of C. `depth` is 1 or 2, or 0 for any other mapping.
+    It is compared by identity, in C. `depth` is 1 or 2, or 0 for any other mapping.
     """
 
     def __init__(self, depth: int) -> None:
@@ -149,39 +149,40 @@ class _Known:
         self._keys: list[Any] = []
         self._kinds: list[type] = []
         self._inner: list[Any] = []
-        self._held: list[torch.Tensor] = []
-        self.tensors: list[torch.Tensor] = []  # as they are in `Parts`
+        self._tensors_held: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []  # as in `Parts`
         self._aliases: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def has(self, value: dict[Any, Any]) -> bool:
-        """Tell whether `value` is the same, down to the last tensor."""
+        """Whether `value` is identical, down to the last tensor."""
         if not self.tensors:
             return False
         if self.depth == 1:
-            is_same = _same(value.values(), self._held) and self._has_keys([*value])
+            is_same = _same(value.values(), self._tensors_held) and self._has_keys([*value])
         else:
             inner = [*value.values()]
             is_same = (
                 [*map(type, inner), *map(len, inner)] == self._inner
-                and _same(chain.from_iterable(map(_VALUES, inner)), self._held)
+                and _same(chain.from_iterable(map(_VALUES, inner)), self._tensors_held)
                 and self._has_keys([*chain(value, *inner)])
             )
         if not is_same:
             return False
         try:
-            # A parameter may hold other memory by now: weights were exchanged for averages.
+            # A parameter may have other memory now, for instance if weights were swapped for
+            # averages.
             return all(map(torch.Tensor.is_set_to, *self._aliases))
         except RuntimeError:
-            return False  # It is on a device now that cannot tell.
+            return False  # It has moved to a device that does not support the comparison.
 
     def take(self, value: dict[Any, Any], tensors: list[torch.Tensor]) -> None:
-        """Take in a mapping, whose tensors are these in `Parts`."""
+        """Record a mapping, with its tensors as they are in `Parts`."""
         if not self.depth:
             return
         inner = [*value.values()] if self.depth == 2 else []
         held = chain.from_iterable(map(_VALUES, inner)) if inner else value.values()
-        self._held, self.tensors = [*held], tensors
-        pairs = zip(tensors, self._held, strict=True)
+        self._tensors_held, self.tensors = [*held], tensors
+        pairs = zip(tensors, self._tensors_held, strict=True)
         aliases = [(alias, own) for alias, own in pairs if alias is not own]
         self._aliases = [alias for alias, _ in aliases], [own for _, own in aliases]
         self._inner = [*map(type, inner), *map(len, inner)]
@@ -189,13 +190,13 @@ class _Known:
         self._kinds = [*map(type, self._keys)]
 
     def _has_keys(self, keys: list[Any]) -> bool:
-        # They may be made anew each time. Of other types they would be others.
+        # Keys may be new objects each time; a key of another type is another key.
         is_same = len(keys) == len(self._keys) and _same(keys, self._keys)
         return is_same or ([*map(type, keys)] == self._kinds and keys == self._keys)
 
 
 def _depth(pairs: list[list[Tree]]) -> int:
-    """Return how deep a mapping's tensors lie, if it has no others: 1, 2, else 0."""
+    """Return the depth of a mapping's tensors if it holds nothing else: 1 or 2, else 0."""
     found = set()
     for _key, node in pairs:
         letter = node[0] if type(node) is list else ""
@@ -205,18 +206,18 @@ def _depth(pairs: list[list[Tree]]) -> int:
 
 
 def _same(one: Iterable[Any], other: list[Any]) -> bool:
-    """Whether both are the same objects; as many of them, or what there are more does not count."""
+    """Whether both hold the same objects; surplus items of the longer one are ignored."""
     return all(map(is_, one, other))
 
 
 def _are_ints(parts: list[Tree], value: Sequence[Any]) -> bool:
-    """Whether a sequence is the same whole numbers, as an optimizer's of its parameters are."""
+    """Whether a sequence has the same integers, as an optimizer's list of parameters has."""
     kinds = {*map(type, parts), *map(type, value)}
     return kinds == {int} and parts == [*value]
 
 
 class _DiffersError(Exception):
-    """A state has not the structure that it had."""
+    """The structure of a state has changed."""
 
 
 def _alias(value: Any) -> torch.Tensor:
@@ -232,15 +233,15 @@ def _is_dense(value: Any) -> bool:
 
 
 def spelled(path: Path) -> str:
-    """Return where something stands in a state, as Python would write it."""
+    """Return a position in a state as Python would write it."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
 def build(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """The state of which `flatten` made this; raises StateError where the bytes are not that."""
+    """Assemble the state that `flatten` took apart; raises StateError for other bytes."""
     try:
-        # Each is taken out where it is put: a tree that names one twice could have it copied for
-        # ever, and a negative number is none.
+        # Each tensor is removed when it is used. A tree that names one twice could copy it
+        # endlessly, and a negative number is no index here.
         return _put(msgspec.msgpack.decode(tree), dict(enumerate(tensors)))
     except (
         *(msgspec.DecodeError, ValueError, TypeError, LookupError, RuntimeError, RecursionError),
@@ -248,12 +249,12 @@ def build(tree: bytes, tensors: Sequence[torch.Tensor]) -> Any:
         raise StateError(
             f"a state cannot be read: {error}",
             slug="state-wire",
-            expected="what another worker of this version of elastane sends",
+            expected="a state from a worker with this version of elastane",
             next_step="run the same version on all nodes",
         ) from error
 
 
-class _Taker:
+class _Flattener:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.paths: list[Path] = []
@@ -310,7 +311,7 @@ class _Taker:
 
 def _refused(value: object, where: str, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{where} is no state that can be kept or sent: {why}",
+        f"{where} cannot be saved or sent: {why}",
         slug="state-kind",
         expected="None, bool, int, float, str, bytes, list, tuple, dict, tensor, NumPy array or"
         " scalar, torch.Generator",
@@ -319,7 +320,7 @@ def _refused(value: object, where: str, why: str) -> ConfigurationError:
 
 
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t", torch.Size: "z"}
-# A MultiStepLR holds its milestones in a Counter.
+# A MultiStepLR keeps its milestones in a Counter.
 _MAPPINGS: dict[type, str] = {dict: "d", defaultdict: "d", OrderedDict: "o", Counter: "c"}
 
 

@@ -1,12 +1,13 @@
-"""Whose state is right when a world begins, and who gives what of it to whom. Pure.
+"""Decides which state is right when a world begins, and which member sends it to which. Pure.
 
 A worker can only have applied step s if its reduction of step s was complete, and then it holds
-every member's contribution. So whoever has committed more is right, and nobody is behind by more
-than the step that was in hand. A worker that has just come, or whose healing was cut short, holds
-no state, however many steps it once knew of.
+every member's contribution. So the member with the most committed steps is right, and no member is
+behind by more than the current step. A worker that has just joined, or whose healing was
+interrupted, holds no state, even if it once did.
 
-State travels in waves: who has it by then gives it in the next one. To a machine that holds none
-it goes once, from all machines that do, a stripe from each; within a machine from one to another.
+State travels in waves: a member that has received it sends it in the next wave. To a machine
+without a holder it is sent once, in stripes from all machines that hold it. Within a machine it
+goes from one member to another.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-# How many give to one at once: beyond that the receiver is what limits.
+# The most givers to one receiver: beyond that the receiver is the limit.
 GIVERS_MAX = 8
-# Below this a stripe of its own is not worth a message.
+# A smaller stripe is not worth a message of its own.
 STRIPE_BYTES_MIN = 1 << 20
 
-# The bytes of one tensor, by its number, from here up to there.
+# (number of the tensor, first byte, end byte).
 Piece: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """What one member says of itself: steps committed, and whether it holds their state.
+    """What one member reports: the steps it committed, and whether it holds their state.
 
-    `torn`: it was receiving a state that did not come to its end, and holds half of each.
-    `machine`: the same number on all members that can share memory; 0 is no machine.
-    `cut_short`: the body of its last step broke off behind the update, and the rest was not run.
+    `torn`: it was receiving a state and was interrupted, so it holds parts of two. `machine`: the
+    same number on all members that can share memory; 0 if unknown. `cut_short`: the body of its
+    last step failed after the update, and its rest was not run.
     """
 
     committed: int
@@ -43,7 +44,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """One member gets its state; of what is the same on all `givers`, a stripe from each.
+    """One member receives its state, in stripes from all `givers` as far as they agree.
 
     `near`: giver and receiver can share memory.
     """
@@ -55,10 +56,10 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class Healing:
-    """Whose state is right, by rank, and how it reaches the others before the world makes a step.
+    """The ranks whose state is right, and how the others receive it before the next step.
 
-    `fresh`: nobody has made a step yet; that of rank 0 is where all begin. Members go through
-    `waves` in their order; in one wave nobody gives twice, nor gives what it gets there.
+    `fresh`: no member has made a step, and all begin from the state of rank 0. Members perform the
+    `waves` in order. Within one wave no member sends twice, or sends what it receives in that wave.
     """
 
     committed: int
@@ -68,36 +69,36 @@ class Healing:
 
     @property
     def receivers(self) -> tuple[int, ...]:
-        """Who gets a state, in the order of ranks."""
+        """The ranks that receive a state, in order."""
         return tuple(sorted(each.receiver for wave in self.waves for each in wave))
 
 
-def decide(standings: Sequence[MemberStatus]) -> Healing | None:
-    """Return who heals whom; `standings` in the order of ranks, the same on all members.
+def decide(statuses: Sequence[MemberStatus]) -> Healing | None:
+    """Return which members heal which; `statuses` by rank, the same on all members.
 
-    None: nobody holds a state, and some have half of one; all are to begin anew.
+    None: no member holds a whole state, and some hold parts of two; all have to restart.
     """
-    assert standings, "a world has members"
-    machines = [standing.machine for standing in standings]
-    holders = [rank for rank, standing in enumerate(standings) if standing.holds]
-    if not holders and any(standing.torn for standing in standings):
+    assert statuses, "a world has members"
+    machines = [status.machine for status in statuses]
+    holders = [rank for rank, status in enumerate(statuses) if status.holds]
+    if not holders and any(status.torn for status in statuses):
         return None
     if not holders:
         return Healing(0, (0,), _waves((0,), machines), fresh=True)
-    committed = max(standings[rank].committed for rank in holders)
-    right = tuple(rank for rank in holders if standings[rank].committed == committed)
-    whole = tuple(rank for rank in right if not standings[rank].cut_short)
-    # Bodies that broke off may have done so at different places: one of them is taken for all.
+    committed = max(statuses[rank].committed for rank in holders)
+    right = tuple(rank for rank in holders if statuses[rank].committed == committed)
+    whole = tuple(rank for rank in right if not statuses[rank].cut_short)
+    # Interrupted bodies may have stopped at different places, so all members take the state of one.
     right = whole or right[:1]
     return Healing(committed, right, _waves(right, machines), fresh=False)
 
 
 def _waves(right: Sequence[int], machines: Sequence[int]) -> tuple[tuple[Handover, ...], ...]:
-    """One member of each machine without a holder first, then all others from one of their own."""
+    """First serve one member of each machine without a holder, then the rest from their machine."""
     holders: dict[int, list[int]] = {}
     seekers: dict[int, list[int]] = {}
     for rank, machine in enumerate(machines):
-        # Who shares memory with nobody is on a machine of its own.
+        # A member that shares no memory counts as a machine of its own.
         place = machine or ~rank
         (holders if rank in right else seekers).setdefault(place, []).append(rank)
     heads = [seekers[place].pop(0) for place in seekers if place not in holders]
@@ -106,17 +107,17 @@ def _waves(right: Sequence[int], machines: Sequence[int]) -> tuple[tuple[Handove
         have = holders.get(place) or [head for head in heads if machines[head] == place]
         for number, wave in enumerate(_spread(have, waiting, near=True)):
             near[number] += wave
-    # One of each machine: those of one machine share its network.
+    # One giver per machine: the members of a machine share its network.
     far = _spread([ranks[0] for ranks in holders.values()], heads, near=False)
     return tuple(tuple(wave) for wave in (*far, *near.values()))
 
 
 def _spread(have: Sequence[int], waiting: Sequence[int], *, near: bool) -> list[list[Handover]]:
-    """Each wave, all who have it give; who has got it gives from the next one on."""
+    """In each wave all holders send; a receiver is a holder from the next wave on."""
     have, waiting, waves = list(have), list(waiting), []
     while waiting:
         now, waiting = waiting[: len(have)], waiting[len(have) :]
-        # Memory is no quicker for several.
+        # Several givers do not make memory faster.
         most = 1 if near else GIVERS_MAX
         wave = [
             Handover(each, tuple(have[number :: len(now)][:most]), near)
@@ -130,8 +131,8 @@ def _spread(have: Sequence[int], waiting: Sequence[int], *, near: bool) -> list[
 def stripes(sizes: Sequence[int], same: Sequence[Sequence[bool]]) -> list[list[Piece]]:
     """Return what each giver sends of tensors of `sizes` bytes, in the order of `same`.
 
-    `same` says for each giver which tensors it holds as the first one does. Those that not all
-    hold come from the first: a state is never put together of two that differ.
+    `same` says for each giver which tensors it holds like the first giver. Tensors that do not
+    agree on all givers come from the first: a state is never assembled from two that differ.
     """
     givers = len(same)
     assert givers and all(len(each) == len(sizes) for each in same), (sizes, same)
@@ -155,10 +156,10 @@ def stripes(sizes: Sequence[int], same: Sequence[Sequence[bool]]) -> list[list[P
 
 @dataclass(frozen=True, slots=True)
 class StateVerdict:
-    """What members' digests of the same step say: who differs from whom.
+    """What members' digests of the same step show: which members agree.
 
-    `groups`: the ranks that agree with each other, the largest group first. `right` is that of
-    more than half of all, and empty where none is.
+    `groups`: the ranks that agree with each other, the largest group first. `right` is the group
+    with more than half of all members; empty if there is none.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -166,7 +167,7 @@ class StateVerdict:
 
 
 def judge(digests: Sequence[bytes]) -> StateVerdict:
-    """Return which replicas are to be believed; `digests` in the order of ranks."""
+    """Return which replicas are right; `digests` by rank."""
     assert digests, "a world has members"
     counted = Counter(digests).most_common()
     groups = [tuple(r for r, d in enumerate(digests) if d == digest) for digest, _ in counted]
@@ -176,6 +177,6 @@ def judge(digests: Sequence[bytes]) -> StateVerdict:
 
 
 def correct(verdict: StateVerdict, machines: Sequence[int], committed: int) -> Healing:
-    """Return how those who differ get the state of the majority."""
+    """Return how the other members receive the state of the majority."""
     assert verdict.right, "there is a majority"
     return Healing(committed, verdict.right, _waves(verdict.right, machines), fresh=False)

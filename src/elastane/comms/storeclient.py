@@ -1,11 +1,11 @@
-"""A client of the process-group store that never waits for anything but the store.
+"""A client of the process-group store that waits only for the store itself, and can be interrupted.
 
-torch's own client looks up the name of every address that it connects to, only to log it: each
-connection is a query to the machine's resolver, and 5 s when one packet of that is lost (torch
-2.13; 3 of 60 starts here). It cannot be interrupted either. This one speaks the same protocol
-(private to torch; `open` proves by a ping that the other side does), over a socket that it knows.
+torch's own client looks up the name of every address that it connects to, only to log it. Each
+connection is a query to the machine's resolver, and takes 5 s if one packet of it is lost (torch
+2.13; 3 of 60 starts here). It cannot be interrupted either. This client speaks the same protocol
+(private to torch; `open` checks by a ping that the other side speaks it), over a socket of its own.
 
-Fails with RuntimeError, as torch's does: gloo passes it on.
+Fails with RuntimeError, as torch's client does: gloo passes it on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MAGIC = 0x3C85F7CE
 _COUNT = struct.Struct("=Q")
 _NUMBER = struct.Struct("=q")
 _WORD = struct.Struct("=I")
-_KEYS = "/"  # torch's client puts this before every key
-# Between two tries to reach a store that is not there yet.
+_KEYS = "/"  # torch's client prefixes every key with this
+# Pause before another attempt to reach a store that is not up yet.
 _RETRY_S = 0.02
 _VALUE_BYTES_MAX = 64 << 20
 
@@ -44,7 +44,7 @@ class _Query(IntEnum):
 
 
 class GroupStoreClient(Store):
-    """One connection to a TCPStore; `interrupt`, from any thread, ends whatever waits in it."""
+    """One connection to a TCPStore; `interrupt`, from any thread, ends any wait in it."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class GroupStoreClient(Store):
         self._interrupted = threading.Event()
 
     def open(self) -> None:
-        """Connect, for as long as the timeout allows."""
+        """Connect; retry until the timeout."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             if self._interrupted.is_set():
-                raise RuntimeError("the connection to the process-group store was ended")
+                raise RuntimeError("the connection to the process-group store was interrupted")
             left_s = deadline - time.monotonic()
             try:
                 self._socket = socket.create_connection(self._where, max(0.001, left_s))
@@ -70,11 +70,11 @@ class GroupStoreClient(Store):
                 self._interrupted.wait(_RETRY_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._interrupted.is_set():
-            self.interrupt()  # it came before there was a socket
-        self._prove()
+            self.interrupt()  # it was interrupted before there was a socket
+        self._check_protocol()
 
     def interrupt(self) -> None:
-        """Make every operation fail, the one that waits just now too."""
+        """Make every operation fail, including one that waits now."""
         self._interrupted.set()
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class GroupStoreClient(Store):
         self._ask(_Query.SET, _text(key) + _COUNT.pack(len(raw)) + raw, 0)
 
     def get(self, key: str) -> bytes:
-        """Wait for a key; its value."""
+        """Wait for a key; return its value."""
         self.wait([key])
         with self._lock:
             self._send(_Query.GET, _text(key))
@@ -103,15 +103,15 @@ class GroupStoreClient(Store):
             return self._receive(count)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; its new value."""
+        """Add to a counter; return its new value."""
         return self._number(_Query.ADD, _text(key) + _NUMBER.pack(amount))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys exist."""
         return self._ask(_Query.CHECK, _texts(keys), 1) == b"\0"
 
     def wait(self, keys: list[str], limit: timedelta | None = None) -> None:
-        """Wait until all keys are there; RuntimeError after `limit`."""
+        """Wait until all keys exist; RuntimeError after `limit`."""
         limit_s = self._timeout_s if limit is None else limit.total_seconds()
         with self._lock:
             self._send(_Query.WAIT, _texts(keys))
@@ -126,7 +126,7 @@ class GroupStoreClient(Store):
                     ) from None
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it was there."""
+        """Delete a key; return whether it existed."""
         return self._number(_Query.DELETE_KEY, _text(key)) == 1
 
     def set_timeout(self, limit: timedelta) -> None:
@@ -137,7 +137,7 @@ class GroupStoreClient(Store):
     def _name(self) -> str:
         return f"{self._where[0]}:{self._where[1]}"
 
-    def _prove(self) -> None:
+    def _check_protocol(self) -> None:
         nonce = _WORD.pack(os.getpid())
         with self._lock:
             self._send(_Query.VALIDATE, _WORD.pack(_MAGIC))
@@ -161,7 +161,7 @@ class GroupStoreClient(Store):
             raise RuntimeError(f"process-group store at {self._name}: {error}") from error
 
     def _receive(self, count: int, limit_s: float | None = None) -> bytes:
-        """Exactly `count` bytes; TimeoutError only where `limit_s` is given."""
+        """Receive exactly `count` bytes; TimeoutError only if `limit_s` is given."""
         assert self._socket is not None, "open() comes first"
         parts: list[bytes] = []
         while count > 0:

@@ -1,8 +1,8 @@
-"""A group's entries in the tables by which torch.distributed's functions know it.
+"""Registers a group in the tables by which torch.distributed's functions find it.
 
 Owns nothing: the tables are torch's (private names of distributed_c10d, 2.13). With these entries
-`torch.distributed` works over a group that `init_process_group` never saw, as its default group
-too where there is none yet.
+`torch.distributed` works over a group that `init_process_group` did not make. If there is no
+default group yet, this one becomes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastane.errors import ConfigurationError
 
 
 class NoSubgroups(Store):
-    """What `new_group` finds as the store: it says that there are none, at the first word."""
+    """The store that `new_group` finds: it refuses every call, since there are no subgroups."""
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> Any:
         raise ConfigurationError(
@@ -37,7 +37,7 @@ class NoSubgroups(Store):
 
 
 def enter(group: ProcessGroup, name: str, backends: str) -> None:
-    """Make `group` known; it becomes the default group where there is none."""
+    """Register `group`; it becomes the default group if there is none."""
     world = c10d._world
     tag = f"ptd:{name}"
     world.pg_map[group] = (backends.rpartition(":")[2], NoSubgroups())
@@ -52,15 +52,15 @@ def enter(group: ProcessGroup, name: str, backends: str) -> None:
 
 
 def resize(group: ProcessGroup, members: Iterable[int]) -> None:
-    """Tell who is in the group: ranks of the job, in the order of the group's."""
+    """Set the members of the group: ranks of the job, in the order of the group's ranks."""
     c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(members)}
 
 
 def leave(group: ProcessGroup) -> None:
-    """Forget `group`, and that it was the default one."""
+    """Unregister `group`, also as the default group."""
     world = c10d._world
     if group not in world.pg_map:
-        return  # destroy_process_group() was here
+        return  # destroy_process_group() has removed it
     if world.default_pg is group:
         c10d._update_default_pg(None)
     name = world.pg_names[group]

@@ -1,12 +1,12 @@
-"""State from those who hold it to one who does not, or not quite, over channels.
+"""Transfers state over channels from its holders to a member that lacks it, or part of it.
 
-The receiver asks: each giver says what it has, with a probe of each tensor; where a probe is that
-of the receiver's own tensor, digests tell whether the whole is, and only what differs is wanted, a
-stripe from each giver. It is written where the receiver's tensors lie; a digest of all that was
-sent comes last. A receiver has the state only when `take` returned: whatever raises before leaves
-it without, and what it was receiving into is then void.
+The receiver controls the transfer. Each giver sends a catalogue with a probe of each tensor. If a
+probe equals that of the receiver's own tensor, digests show whether the whole tensor is equal. Only
+differing tensors are requested, a stripe from each giver, and written into the receiver's memory. A
+digest of all that was sent comes last. The receiver has the state only when `take` has returned. An
+exception before that leaves it without, and the memory it was receiving into is void.
 
-Channels raise as they do; StateError where what came is not what was sent, or cannot be read.
+Channels raise as they do; StateError if the data differ from what was sent, or cannot be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastane.comms.state import Parts, build, flatten
 from elastane.comms.state_plan import Piece, stripes
 from elastane.errors import StateError
 
-# Numbers in one tensor.
+# The most elements of one tensor.
 _SIZE_MAX = 1 << 40
 
 
@@ -45,27 +45,27 @@ class _Catalogue(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Of these tensors the receiver wants digests."""
+    """The receiver asks for digests of these tensors."""
 
     tensors: list[int]
 
 
 class _Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """These pieces the receiver wants, and then no more."""
+    """The receiver asks for these pieces, as its last request."""
 
     pieces: list[Piece]
 
 
 _CATALOGUE = msgspec.msgpack.Decoder(_Catalogue)
 _WANT = msgspec.msgpack.Decoder(_Want)
-_FROM_TAKER: msgspec.msgpack.Decoder[_Ask | _Want] = msgspec.msgpack.Decoder(_Ask | _Want)
+_FROM_RECEIVER: msgspec.msgpack.Decoder[_Ask | _Want] = msgspec.msgpack.Decoder(_Ask | _Want)
 
 
 @dataclass(frozen=True)
 class StateTaken:
-    """What `take` found: the state, how many bytes came, and which tensors were not equal.
+    """The result of `take`: the state, the bytes received, and the names of tensors that differed.
 
-    Tensors that the receiver did not have are among the latter.
+    Tensors that the receiver did not have count as differing.
     """
 
     state: Any
@@ -74,9 +74,9 @@ class StateTaken:
 
 
 def give(channel: Channel, state: object) -> int:
-    """Give the other side what it wants of `state`, which must not change meanwhile.
+    """Send the parts of `state` that the receiver requests; it must not change meanwhile.
 
-    Returns how many bytes of tensors that were.
+    Returns how many bytes of tensors were sent.
     """
     parts = flatten(state)
     tree, tensors = parts.tree, parts.tensors
@@ -87,11 +87,11 @@ def give(channel: Channel, state: object) -> int:
     ]
     catalogue = msgspec.msgpack.encode(_Catalogue(tree, specs, b"".join(map(probe, memory.flat))))
     channel.say(catalogue)
-    asked: _Ask | _Want = decoded(channel.hear(), _FROM_TAKER)
+    asked: _Ask | _Want = decoded(channel.hear(), _FROM_RECEIVER)
     if isinstance(asked, _Ask):
         channel.say(b"".join(fold(memory.flat[n]) for n in _numbers(asked, memory)))
         asked = decoded(channel.hear(), _WANT)
-    assert isinstance(asked, _Want), "what the decoder is for"
+    assert isinstance(asked, _Want), "the decoder accepts only _Want"
     pieces = _checked(asked.pieces, memory)
     digest = hashlib.blake2b(catalogue, digest_size=DIGEST_BYTES)
     channel.put(
@@ -109,33 +109,33 @@ def take(
     room: Sequence[torch.Tensor] = (),
     when_writing: Callable[[], None] = lambda: None,
 ) -> StateTaken:
-    """The state that all givers hold; each of them is in `give`.
+    """Receive the state that all givers hold; each of them must call `give`.
 
-    Tensors of `into` are filled in place where name, kind and shape are those that come; else one
-    of `room` that fits is used, else one is made. `when_writing` is called before the first
-    tensor of `into` is changed.
+    Tensors of `into` are overwritten in place if name, dtype and shape match those received.
+    Otherwise a matching tensor of `room` is used, or a new one. `when_writing` is called before the
+    first tensor of `into` is changed.
     """
     raws = [channel.hear() for channel in channels]
-    heard = [decoded(raw, _CATALOGUE) for raw in raws]
+    catalogues = [decoded(raw, _CATALOGUE) for raw in raws]
     mine = flatten(into) if into is not None else Parts(b"", [], [])
-    tensors, known = _places(heard[0], mine, room)
+    tensors, known = _destinations(catalogues[0], mine, room)
     memory = TensorMemory(tensors)
-    equal = _equal(channels[0], heard[0], memory, known)
-    wants = _wants(heard, memory, equal)
+    equal = _equal(channels[0], catalogues[0], memory, known)
+    wants = _wants(catalogues, memory, equal)
     if any(wants):
         when_writing()
     for channel, pieces in zip(channels, wants, strict=True):
         channel.say(msgspec.msgpack.encode(_Want(pieces)))
     digests = [hashlib.blake2b(raw, digest_size=DIGEST_BYTES) for raw in raws]
     rows = zip(channels, wants, digests, strict=True)
-    _in_turn([_filled(channel, memory, pieces, digest) for channel, pieces, digest in rows])
+    _round_robin([_filled(channel, memory, pieces, digest) for channel, pieces, digest in rows])
     for channel, digest in zip(channels, digests, strict=True):
         _compare(channel.hear(), digest.digest())
     memory.finish()
     return StateTaken(
-        build(heard[0].tree, tensors),
+        build(catalogues[0].tree, tensors),
         sum(stop - start for pieces in wants for _, start, stop in pieces),
-        [spec.name for number, spec in enumerate(heard[0].specs) if number not in equal],
+        [spec.name for number, spec in enumerate(catalogues[0].specs) if number not in equal],
     )
 
 
@@ -143,23 +143,23 @@ def _filled(
     channel: Channel, memory: TensorMemory, pieces: list[Piece], digest: hashlib.blake2b
 ) -> Iterator[None]:
     cut = list(parcels(pieces, channel.parcel_bytes))
-    rooms = channel.take(map(memory.room, cut), lambda part: digest.update(fold(part)))
-    for parcel, room in zip(cut, rooms, strict=True):  # Strict: the channel comes to its end.
-        memory.settle(parcel, room)
+    rooms = channel.take(map(memory.buffer_for, cut), lambda part: digest.update(fold(part)))
+    for parcel, room in zip(cut, rooms, strict=True):  # strict runs the channel to its end
+        memory.scatter(parcel, room)
         yield
 
 
-def _in_turn(several: list[Iterator[Any]]) -> None:
-    """Go through all at once, a step of each at a time."""
+def _round_robin(several: list[Iterator[Any]]) -> None:
+    """Advance all iterators in turn, one step each, until all are exhausted."""
     ended = object()
     while several:
         several = [each for each in several if next(each, ended) is not ended]
 
 
-def _places(
+def _destinations(
     catalogue: _Catalogue, mine: Parts, room: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], set[int]]:
-    """Where each tensor is to be; and which of those are the receiver's own, by number."""
+    """Return where to write each tensor, and the numbers of those that are the receiver's own."""
     own = dict(zip(mine.names, mine.tensors, strict=True))
     free: dict[tuple[torch.dtype, tuple[int, ...], str], list[torch.Tensor]] = {}
     for each in room:
@@ -189,7 +189,7 @@ def _is_shape(shape: list[int]) -> bool:
 
 
 def _equal(channel: Channel, theirs: _Catalogue, memory: TensorMemory, known: set[int]) -> set[int]:
-    """Which tensors the receiver has already, by number."""
+    """Return the numbers of the tensors that the receiver already has."""
     if len(theirs.probes) != len(theirs.specs) * PROBE_BYTES:
         raise unreadable(f"{len(theirs.probes)} bytes of probes of {len(theirs.specs)} tensors")
     asked = [
@@ -201,25 +201,27 @@ def _equal(channel: Channel, theirs: _Catalogue, memory: TensorMemory, known: se
         return set()
     channel.say(msgspec.msgpack.encode(_Ask(asked)))
     own = [fold(memory.flat[number]) for number in asked]
-    heard = channel.hear()
-    if len(heard) != len(asked) * DIGEST_BYTES:
-        raise unreadable(f"{len(heard)} bytes of digests of {len(asked)} tensors")
+    digests = channel.hear()
+    if len(digests) != len(asked) * DIGEST_BYTES:
+        raise unreadable(f"{len(digests)} bytes of digests of {len(asked)} tensors")
     return {
         number
         for at, number in enumerate(asked)
-        if heard[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] == own[at]
+        if digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES] == own[at]
     }
 
 
-def _wants(heard: Sequence[_Catalogue], memory: TensorMemory, equal: set[int]) -> list[list[Piece]]:
-    first = heard[0]
+def _wants(
+    catalogues: Sequence[_Catalogue], memory: TensorMemory, equal: set[int]
+) -> list[list[Piece]]:
+    first = catalogues[0]
     sizes = [0 if number in equal else flat.numel() for number, flat in enumerate(memory.flat)]
     same = [
         [
             each.specs == first.specs and _probe_of(each, number) == _probe_of(first, number)
             for number in range(len(sizes))
         ]
-        for each in heard
+        for each in catalogues
     ]
     return stripes(sizes, same)
 
