@@ -295,7 +295,7 @@ def test_a_job_has_one_mesh(job):
 def test_a_worker_that_came_later_uses_no_collective_before_its_first_step(job):
     mesh = job.device_mesh(shard=1)
     groups = [job.process_group, mesh.get_group("shard"), mesh.get_group("replicate")]
-    job._world._be_apart(True)  # as one that has just got its place
+    job._world._set_apart(True)  # as a joining worker that has just received its place
     for group in groups:
         torch.distributed.barrier(group=group)
         with pytest.raises(JobError, match=r"before job\.steps") as caught:

@@ -43,7 +43,7 @@ def test_a_guarded_call_returns_its_value_behind_a_step_and_between_loops_and_no
 
 def meet(monkeypatch, *members):
     """Let these members of a new world learn of one another's calls."""
-    said = [each.told() for each in members]
+    said = [each.encoded() for each in members]
     monkeypatch.setattr("elastane.worker.retry.gathered", lambda group, mine: said)
     for each in members:
         each.meet()

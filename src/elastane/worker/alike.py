@@ -1,9 +1,10 @@
-"""Members make each DistributedDataParallel alike as a world begins, or say how they differ.
+"""Compare the DistributedDataParallel modules of all members as a world begins, and align them.
 
-A forward or a backward makes the collectives that attributes of DDP decide. Members with different
-ones wait for one another for ever, or add up what does not belong together. What a training loop
-switches is taken from one member; what was given to the constructor is compared, and JobError names
-both sides on all members. Costs one small all-gather in each world.
+Attributes of DDP decide which collectives a forward and a backward make. Members with different
+attributes wait for each other forever, or sum tensors that do not belong together. Attributes that
+a training loop switches are copied from one member. Constructor arguments are compared, and a
+difference raises JobError with both values on all members. The comparison costs one small
+all-gather in each world.
 """
 
 from __future__ import annotations
@@ -21,37 +22,39 @@ from elastane.comms.elastic import ElasticGroup
 from elastane.errors import JobError
 from elastane.worker.healing import gathered
 
-# The entries of a list that differ are cut to this many characters.
+# A value in an error message is cut to this many characters.
 _VALUE_CHARS = 120
 
 
 def make_alike(group: ElasticGroup, committed: int) -> None:
-    """Compare this member's DDPs with the others', and switch them alike.
+    """Compare the DDPs of all members, and give them the switches of one member.
 
-    Switches are those of the member that has `committed` the most steps, the first such rank.
+    That member is the one with the most steps `committed`, and of several the lowest rank.
     """
     _refuse_stateful(group)
     if group.size() == 1:
         return
-    mine = _told(group)
-    if _agree(gathered(group, [zlib.crc32(mine), len(mine), committed])):
+    own_text = _description(group)
+    if _are_equal(gathered(group, [zlib.crc32(own_text), len(own_text), committed])):
         return
-    gc.collect()  # A DDP that the script has dropped may be alive yet, in a cycle.
-    mine = _told(group)
-    heard = gathered(group, [len(mine), committed])
-    told = [json.loads(text) for text in _texts(group, mine, [length for length, _ in heard])]
+    gc.collect()  # A DDP that the script dropped may be kept alive by a reference cycle.
+    own_text = _description(group)
+    received = gathered(group, [len(own_text), committed])
+    descriptions = [
+        json.loads(text) for text in _texts(group, own_text, [length for length, _ in received])
+    ]
     group.check()
-    difference = differing([each["made"] for each in told])
+    difference = differing([each["made"] for each in descriptions])
     if difference:
         raise _differ(difference, f"rank {group.rank()} of {group.size()}")
-    steps = [committed for _, committed in heard]
-    right = told[steps.index(max(steps))]["switches"]
+    steps = [committed for _, committed in received]
+    right = descriptions[steps.index(max(steps))]["switches"]
     for module, values in zip(group.ddps, right, strict=True):
         ddp.switch(module, values)
 
 
 def differing(made: list[list[dict[str, Any]]]) -> str:
-    """Say in words what differs first among the DDPs of the members; "" where nothing does."""
+    """Describe the first difference between the members' DDPs; "" if there is none."""
     first = made[0]
     for rank, other in enumerate(made[1:], 1):
         if len(other) != len(first):
@@ -68,7 +71,7 @@ def differing(made: list[list[dict[str, Any]]]) -> str:
 
 
 def _apart(ours: Any, theirs: Any) -> tuple[str, str]:
-    """Return two values as text, of lists only what the other one lacks."""
+    """Return two values as text; of two lists only the entries that the other list lacks."""
     if isinstance(ours, list) and isinstance(theirs, list) and {*ours} != {*theirs}:
         return _lacking(ours, theirs), _lacking(theirs, ours)
     return str(ours)[:_VALUE_CHARS], str(theirs)[:_VALUE_CHARS]
@@ -79,7 +82,7 @@ def _lacking(ours: list[Any], theirs: list[Any]) -> str:
     return str(only)[:_VALUE_CHARS] if only else "no others"
 
 
-def _told(group: ElasticGroup) -> bytes:
+def _description(group: ElasticGroup) -> bytes:
     modules = group.ddps
     said = {
         "made": [ddp.described(module) for module in modules],
@@ -88,17 +91,17 @@ def _told(group: ElasticGroup) -> bytes:
     return json.dumps(said).encode()
 
 
-def _agree(heard: list[list[int]]) -> bool:
-    return len({(crc, length) for crc, length, _ in heard}) == 1
+def _are_equal(received: list[list[int]]) -> bool:
+    return len({(crc, length) for crc, length, _ in received}) == 1
 
 
-def _texts(group: ElasticGroup, mine: bytes, lengths: list[int]) -> list[bytes]:
-    """Return each member's text, by rank."""
+def _texts(group: ElasticGroup, own_text: bytes, lengths: list[int]) -> list[bytes]:
+    """Return the text of each member, by rank."""
     longest = max(lengths)
-    own = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
-    heard = [torch.empty_like(own) for _ in lengths]
-    dist.all_gather(heard, own, group=group)
-    return [each.numpy().tobytes()[:length] for each, length in zip(heard, lengths, strict=True)]
+    own = torch.frombuffer(bytearray(own_text.ljust(longest)), dtype=torch.uint8)
+    received = [torch.empty_like(own) for _ in lengths]
+    dist.all_gather(received, own, group=group)
+    return [each.numpy().tobytes()[:length] for each, length in zip(received, lengths, strict=True)]
 
 
 def _refuse_stateful(group: ElasticGroup) -> None:

@@ -1,8 +1,8 @@
-"""The buffers of modules, and where they stand.
+"""The buffers of modules, with the module and the name that each belongs to.
 
-A body may change a buffer in place, as BatchNorm does, or put another tensor there, as in
-`self.average = 0.9 * self.average + x`. Whoever gives a buffer back needs to know its place as well
-as its tensor. It must not know what for.
+A body may change a buffer in place, as BatchNorm does, or assign a new tensor, as in `self.average
+= 0.9 * self.average + x`. To restore a buffer, its owner is needed as well as its tensor. This
+module does not know why buffers are restored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class BufferStatus(NamedTuple):
-    """One buffer: the tensor, and the module and the name under which it stands."""
+    """One buffer: its tensor, and the module and name that it is registered under."""
 
     module: torch.nn.Module
     name: str
@@ -22,28 +22,29 @@ class BufferStatus(NamedTuple):
 
     @property
     def now(self) -> torch.Tensor | None:
-        """The tensor that stands there now."""
+        """The tensor that is registered under that name now."""
         return self.module._buffers.get(self.name)
 
     def put_back(self) -> None:
-        """Let its tensor stand there again."""
+        """Register the original tensor again."""
         self.module._buffers[self.name] = self.tensor
 
 
-def standing(modules: Iterable[torch.nn.Module]) -> list[BufferStatus]:
-    """All buffers of the modules and of those in them; one that stands in two places comes twice.
+def buffers_of(modules: Iterable[torch.nn.Module]) -> list[BufferStatus]:
+    """Return all buffers of the modules and their submodules.
 
-    To be called at each step: four times as quick as `Module.modules()` (torch 2.13).
+    A buffer that is registered twice is returned twice. It runs at each step: it is four times as
+    fast as `Module.modules()` (torch 2.13).
     """
     seen: set[int] = set()
-    waiting: list[torch.nn.Module | None] = [*modules]
+    pending: list[torch.nn.Module | None] = [*modules]
     found: list[BufferStatus] = []
-    while waiting:
-        module = waiting.pop()
+    while pending:
+        module = pending.pop()
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
-        waiting.extend(module._modules.values())
+        pending.extend(module._modules.values())
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 found.append(BufferStatus(module, name, buffer))

@@ -1,10 +1,10 @@
 """A worker that calls a function: `python -m elastane.worker.call FOLDER`.
 
-The folder is this user's own, made by the caller of `elastane.launch` (or of `elastic_launch`) on
-this machine: nothing that came over a network is unpickled. What the function returns is left
-there, by round, attempt and rank, for the caller to read. How it fails: the function's own
-exception ends the worker and is on its error file; what cannot be unpickled, pickled or written is
-a ConfigurationError that says so.
+The caller of `elastane.launch` (or of `elastic_launch`) made the folder on this machine, and only
+this user can write to it. Nothing that came over a network is unpickled. The return value is
+written to the folder, by round, attempt and rank, and the caller reads it there. How it fails: an
+exception of the function ends the worker and is in its error file. A function or value that cannot
+be unpickled, pickled or written raises ConfigurationError.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOCAL_RANK = "${local_rank}"
 
 
 class _Main(ModuleType):
-    """Stands for the caller's `__main__`: has the classes that came from there, with what came."""
+    """Replaces the caller's `__main__`: holds the functions and classes pickled from it."""
 
     def __getattr__(self, name: str) -> Any:
         found = None if name.startswith("__") else _class_of_main(name)
@@ -44,7 +44,7 @@ class _Main(ModuleType):
 
 
 def _class_of_main(name: str) -> type | None:
-    """Return the class that was made under this name; asked where a name is not there yet."""
+    """Find a class of `__main__` by its name, among all classes that exist in this process."""
     seen: set[type] = set()
     waiting: list[type] = [object]
     while waiting:
@@ -56,26 +56,26 @@ def _class_of_main(name: str) -> type | None:
 
 
 def main(argv: list[str]) -> None:
-    """Call the function of the folder `argv[0]`, and leave what it returns there."""
+    """Call the function of the folder `argv[0]`, and write its return value there."""
     folder = Path(argv[0])
-    _insist_on_own(folder)
-    # The interpreter of `-m` leads to this module; what the function pickles is not of it.
+    _check_owner(folder)
+    # With `-m`, `__main__` is this module; what the function pickles must not refer to it.
     sys.modules["__main__"] = _Main("__main__")
-    if "RANK" in os.environ:  # else it waits for a place, which `elastane.init()` finds
+    if "RANK" in os.environ:  # a standby gets its rank later, in `elastane.init()`
         _begin(folder / VALUES)
     handler = ErrorFileHandler()
     handler.initialize()
-    sys.excepthook = functools.partial(_show, sys.excepthook)
+    sys.excepthook = functools.partial(_excepthook, sys.excepthook)
     try:
-        _work(folder)
+        _call(folder)
     except Exception as error:
-        error.__traceback__ = _function_s(error)
+        error.__traceback__ = _user_traceback(error)
         handler.record_exception(error)
         raise
 
 
 def _begin(values: Path) -> Path:
-    """Note that the worker of this rank has begun in this world; returns where its value goes."""
+    """Record that this rank has started in this world; return the path for its value."""
     world = values / f"{os.environ['ELASTANE_ROUND']}.{os.environ['ELASTANE_ATTEMPT']}"
     world.mkdir(mode=0o700, parents=True, exist_ok=True)
     rank = os.environ["RANK"]
@@ -83,7 +83,7 @@ def _begin(values: Path) -> Path:
     return world / f"{rank}{VALUE}"
 
 
-def _work(folder: Path) -> None:
+def _call(folder: Path) -> None:
     header = json.loads((folder / HEADER).read_bytes())
     sys.argv[:] = header["argv"]
     sys.path[:] = header["path"]
@@ -101,8 +101,8 @@ def _work(folder: Path) -> None:
         if stop.code not in (0, None):
             raise
     if "RANK" in os.environ:
-        # In the world that it is in by now: one that recovers in place has entered others.
-        _leave(value, _begin(folder / VALUES), header["name"])
+        # A worker that recovers in place may have entered other worlds since.
+        _write_value(value, _begin(folder / VALUES), header["name"])
 
 
 def _load(folder: Path, name: str) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
@@ -125,9 +125,10 @@ def _substituted(arg: Any) -> Any:
 
 
 def _fill_main(fn: Any) -> None:
-    """Make `__main__` hold what a function's own `__main__` did, as far as it uses it.
+    """Copy into `__main__` the globals of a function that was defined in the caller's `__main__`.
 
-    So what it pickles by name, a model that it saves for one, is found under that name.
+    Objects that the function pickles by name, such as a saved model, are then found under that
+    name.
     """
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -143,7 +144,7 @@ def _fill_main(fn: Any) -> None:
 
 
 def pickled_result(value: Any, name: str) -> bytes:
-    """Return what the function `name` returned, pickled; ConfigurationError that names it else."""
+    """Return the result of the function `name`, pickled; raise ConfigurationError if it cannot."""
     try:
         return by_value.dumps(value)
     except Exception as error:
@@ -157,7 +158,7 @@ def pickled_result(value: Any, name: str) -> bytes:
 
 
 def load_of_main(content: bytes) -> Any:
-    """Load what was pickled by value from a program's `__main__`, and stand in for that module."""
+    """Load what was pickled by value from a program's `__main__`, and replace that module here."""
     if not isinstance(sys.modules["__main__"], _Main):
         sys.modules["__main__"] = _Main("__main__")
     found = pickle.loads(content)
@@ -165,7 +166,7 @@ def load_of_main(content: bytes) -> Any:
     return found
 
 
-def _leave(value: Any, path: Path, name: str) -> None:
+def _write_value(value: Any, path: Path, name: str) -> None:
     content = pickled_result(value, name)
     try:
         write_atomic(path, content)
@@ -178,19 +179,19 @@ def _leave(value: Any, path: Path, name: str) -> None:
         ) from None
 
 
-def _show(
+def _excepthook(
     hook: Callable[..., None],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Show what ended the function as if nothing had called it."""
-    error.__traceback__ = _function_s(error.with_traceback(trace))
+    """Show the exception without the frames of this module."""
+    error.__traceback__ = _user_traceback(error.with_traceback(trace))
     hook(kind, error, error.__traceback__)
 
 
-def _function_s(error: BaseException) -> TracebackType | None:
-    """Return the part of its traceback that is the function's; all, where the defect is ours."""
+def _user_traceback(error: BaseException) -> TracebackType | None:
+    """Return the part of the traceback below this module; all of it, for a defect of elastane's."""
     below = _below_own_frames(error.__traceback__)
     return below if isinstance(error, ElastaneError) else below or error.__traceback__
 
@@ -204,8 +205,8 @@ def _below_own_frames(here: TracebackType | None) -> TracebackType | None:
     return below
 
 
-def _insist_on_own(folder: Path) -> None:
-    """Refuse a folder that another user could have written in."""
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder that another user could have written to."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigurationError(

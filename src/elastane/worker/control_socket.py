@@ -1,10 +1,10 @@
-"""The worker's end of the line to its agent: where its world is, and when that is no more.
+"""The worker's end of its control socket: the agent says which world it is in, and when that ends.
 
-Owns the descriptor that the worker inherited and a thread that reads it. The thread ends the world
-in hand the moment it is told so, whatever the main thread waits in; the main thread asks for its
-next place when it is back. A process that waits for a place is ended by the thread when the agent
-says so, since a framework may swallow SIGTERM. In a forked child, such as a DataLoader's, there is
-no line.
+Owns the descriptor that the worker inherited and a thread that reads it. The thread ends the
+current world as soon as the agent says so, whatever the main thread waits in. The main thread then
+asks for its next place. If the agent stops a worker that waits for a place, the thread ends the
+process, since a framework may swallow SIGTERM. A forked child, such as a DataLoader's, has no
+control socket.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from elastane.process.control_socket import (
 from elastane.protocol.model import Fence
 from elastane.protocol.sharding import Sharding
 
-# The agent's first word is in the line before the worker starts.
+# The agent sends the first message before it starts the worker.
 _FIRST_S = 60.0
-# What the thread may be at when the job is closed takes milliseconds.
+# Ending a world, the longest that the thread does, takes milliseconds.
 _JOIN_S = 5.0
 _lines: list[AgentLine] = []
 
 
 class AgentLine:
-    """One worker's line; `begin` starts the thread, after `first` was read."""
+    """The control socket of one worker; `begin` starts the thread, after `first` was read."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -54,14 +54,14 @@ class AgentLine:
         self._waits = self._ends = False
         self._closed = False
         self._end_world: Callable[[], None] = _nothing
-        self._doing: Callable[[], Doing] = _idle
+        self._doing: Callable[[], Doing] = _not_waiting
         self._thread: threading.Thread | None = None
 
     @classmethod
     def inherited(cls) -> AgentLine | None:
-        """Return the line of this worker; None where no agent gave it one.
+        """Return the control socket of this worker; None if no agent gave it one.
 
-        Raises JobError where another launcher started it as one of several: each would be alone.
+        Raises JobError if another launcher started several workers: each would train alone.
         """
         number = os.environ.get(control_socket.LINE_FD_VARIABLE, "")
         if not number.isdecimal():
@@ -77,12 +77,12 @@ class AgentLine:
         return line
 
     def first(self) -> AssignedPlace | Wait:
-        """Return the place that this worker starts with, or that it has none yet."""
+        """Return the first place of this worker, or `Wait` if it has none yet."""
         self._socket.settimeout(_FIRST_S)
         try:
             word = control_socket.to_worker(self._socket.recv(control_socket.PACKET_BYTES_MAX))
             if isinstance(word, Spare):
-                self._wait_to_begin()
+                self._wait_as_spare()
                 word = control_socket.to_worker(self._socket.recv(control_socket.PACKET_BYTES_MAX))
         except (OSError, ValueError) as error:
             raise _no_agent(str(error) or "it said nothing") from error
@@ -93,9 +93,9 @@ class AgentLine:
         return word
 
     def begin(self, end_world: Callable[[], None], doing: Callable[[], Doing]) -> None:
-        """Read on in a thread; `end_world` is called there when the world in hand is no more.
+        """Start the reading thread, which calls `end_world` when the current world ends.
 
-        `doing` is called there too, when the agent asks what this worker is at.
+        The thread also calls `doing`, when the agent asks what this worker does.
         """
         self._end_world, self._doing = end_world, doing
         self._thread = threading.Thread(target=self._read, name="elastane-line", daemon=True)
@@ -103,11 +103,11 @@ class AgentLine:
 
     @property
     def has_news(self) -> bool:
-        """Whether the world in hand has ended, or there is a place in another."""
+        """Whether the current world has ended, or this worker has a place in another."""
         return bool(self._interrupted) or self._place is not None or self._closed
 
     def next_place(self) -> AssignedPlace:
-        """Wait for a place in another world, as long as it takes."""
+        """Wait, without a limit, for a place in another world."""
         with self._news:
             self._waits = True
             self._end_if_waiting()
@@ -119,37 +119,37 @@ class AgentLine:
         return place
 
     def able(self, sharding: Sharding | None) -> None:
-        """Say that this worker can enter another world as it is."""
-        self._say(CanRecoverInPlace(sharding))
+        """Report that this worker can recover in place."""
+        self._send(CanRecoverInPlace(sharding))
 
     def finished(self) -> None:
-        """Say that all steps are done."""
-        self._say(WorkerFinished())
+        """Report that all steps are done."""
+        self._send(WorkerFinished())
 
     def lost(self, fence: Fence, reason: str) -> None:
-        """Say that a peer was lost in the world of `fence`."""
-        self._say(PeerLost(fence, reason[:1000]))
+        """Report that a peer was lost in the world of `fence`."""
+        self._send(PeerLost(fence, reason[:1000]))
 
     def differed(self, rank: int, steps: int, reason: str) -> None:
-        """Say that this worker's replica was another one than most hold, after so many steps."""
-        self._say(Differed(rank, steps, reason[:1000]))
+        """Report that this worker's replica differed from the majority after `steps` steps."""
+        self._send(Differed(rank, steps, reason[:1000]))
 
     def close(self) -> None:
-        """Hang up; the thread has ended then: at exit it would be killed in the middle of torch."""
-        self._closed, self._end_world, self._doing = True, _nothing, _idle
+        """Close the socket and join the thread, so that it is not killed in the middle of torch."""
+        self._closed, self._end_world, self._doing = True, _nothing, _not_waiting
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
             self._thread.join(_JOIN_S)
 
     def forget(self) -> None:
-        """In a forked child: the line is the parent's."""
+        """Close the copy that a forked child has: the socket is the parent's."""
         self._closed = True
         self._socket.close()
 
-    def _wait_to_begin(self) -> None:
-        """As a spare: wait for as long as it takes, then become the worker that one is to be."""
-        self._say(SpareReady())
+    def _wait_as_spare(self) -> None:
+        """As a warm spare, wait without a limit, then become the worker that the agent names."""
+        self._send(SpareReady())
         self._socket.settimeout(None)
         begin, stdout, stderr = control_socket.receive_begin(self._socket)
         self._socket.settimeout(_FIRST_S)
@@ -160,8 +160,8 @@ class AgentLine:
             os.close(taken)
         os.environ.update(begin.env)
 
-    def _say(self, message: FromWorker) -> None:
-        with contextlib.suppress(OSError):  # An agent that is gone takes this worker along.
+    def _send(self, message: FromWorker) -> None:
+        with contextlib.suppress(OSError):  # Without its agent this worker is killed anyway.
             self._socket.send(control_socket.encode(message))
 
     def _read(self) -> None:
@@ -172,7 +172,7 @@ class AgentLine:
             except (OSError, ValueError):
                 word = None
             if isinstance(word, StatusQuery):
-                self._say(self._doing())
+                self._send(self._doing())
                 continue
             with self._news:
                 if isinstance(word, AssignedPlace):
@@ -189,7 +189,7 @@ class AgentLine:
             self._end_world()
 
     def _end_if_waiting(self) -> None:
-        """End this process where it waits for a place and is to be stopped; the lock is held."""
+        """End this process if it waits for a place and is to be stopped; the lock is held."""
         if self._waits and self._ends:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -201,7 +201,7 @@ def _nothing() -> None:
     pass
 
 
-def _idle() -> Doing:
+def _not_waiting() -> Doing:
     return Doing(waits=False)
 
 

@@ -1,11 +1,11 @@
-"""The same mathematics in every world: a step's virtual shards, their streams, their order.
+"""Deterministic mode: a step computes the same bits in every world.
 
-Owns what `init(deterministic=True)` means for a worker: each step is computed shard by shard, each
-with random streams of its own, and what comes of it depends on the number of shards and the seed
-alone, not on who computed which. What cannot be so is refused: collectives inside a shard, other
-settings on another member, an optimizer that steps on less than all shards.
+Owns what `init(deterministic=True)` means for a worker. Each step is computed as virtual shards,
+each with random streams of its own. The result depends on the number of shards and the seed, and
+not on which worker computed which shard. Uses that would break this are refused: collectives inside
+a shard, different settings on another member, an optimizer that steps before all shards are done.
 
-Knows nothing of membership; a pass that a lost peer cut short is forgotten. Fails by JobError for
+It does not know membership: a pass that a lost peer interrupted is discarded. Fails by JobError for
 a use that cannot work, and as the group does.
 """
 
@@ -27,17 +27,18 @@ from elastane.data.feed import Portion
 from elastane.data.permutation import mixed
 from elastane.data.streams import FOR_BUILD, FOR_SHARD, begin_streams
 from elastane.errors import JobError
-from elastane.worker.buffers import standing
+from elastane.worker.buffers import buffers_of
 from elastane.worker.deterministic_pass import Means, Pass
 from elastane.worker.healing import gathered
 from elastane.worker.mode import Mode
 
-# Without it cuBLAS may choose another algorithm for each stream; this is NVIDIA's own setting.
+# Without it cuBLAS may choose another algorithm for each stream. The value is NVIDIA's
+# recommendation.
 _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 class Deterministic(Mode):
-    """Each pass over a step's `portions` is one over its shards, and reduces their gradients."""
+    """Computes a step's `portions` shard by shard, and reduces their gradients at the end."""
 
     is_deterministic = True
 
@@ -45,18 +46,20 @@ class Deterministic(Mode):
         super().__init__()
         self.seed = whole("seed", seed, 0, SEED_END - 1)
         self.shards = whole("shards", shards, 1)
-        self._cut = self.shards  # times the micro-batches of a step
+        self._virtual_shards = (
+            self.shards
+        )  # virtual shards of a step: `shards` times its micro-batches
         self._means = Means()
-        self._met: WorldGroup | None = None
+        self._compared_world: WorldGroup | None = None
         self._step = 0
         self._passes = 0
         self._had_gradients = False
-        # How many shards of the pass in hand are done, and of how many; None between passes.
+        # How many shards of the current pass are done, and of how many; None between passes.
         self._inside: tuple[int, int] | None = None
         self._former: tuple[bool, bool, bool] | None = None
 
     def apply(self, group: ElasticGroup, tracked: Tracked) -> None:
-        """Let torch be deterministic, and let what is built now begin with the job's seed."""
+        """Make torch deterministic, and seed what is built from here on with the job's seed."""
         super().apply(group, tracked)
         group.guard = self._refuse_collective
         os.environ.setdefault(*_CUBLAS)
@@ -68,7 +71,7 @@ class Deterministic(Mode):
         begin_streams(FOR_BUILD, self.seed)
 
     def close(self) -> None:
-        """Let torch be as it was."""
+        """Restore torch's settings."""
         if self._former is not None:
             enabled, warns, benchmark = self._former
             torch.use_deterministic_algorithms(enabled, warn_only=warns)
@@ -76,7 +79,7 @@ class Deterministic(Mode):
             self._former = None
 
     def open(self, cursor: DataPosition, accumulate: int) -> None:
-        """Deal in shards from now on; JobError for what could not be the same everywhere."""
+        """Deal the data in shards from here on; JobError for a model or batch that forbids it."""
         batch, cut = cursor.ledger.global_batch_size, self.shards * accumulate
         if batch < cut:
             raise _refused(
@@ -98,7 +101,7 @@ class Deterministic(Mode):
                 "layers that look at the samples of one shard",
                 "leave out convert_sync_batchnorm(); BatchNorm's statistics are combined anyway",
             )
-        self._cut = cut
+        self._virtual_shards = cut
         cursor.cut_into(cut, self.seed)
 
     def insist_on_world(self, size: int) -> None:
@@ -111,35 +114,35 @@ class Deterministic(Mode):
             )
 
     def begin(self, step: int) -> None:
-        """Begin a step, or begin it again."""
+        """Begin a step, or retry it."""
         self._step, self._passes, self._had_gradients, self._inside = step, 0, False, None
-        # Those that are tracked are the same on all members, and stay.
-        begin_streams(*self._words(0))
+        # Registered generators are part of the state, so all members have the same ones already.
+        begin_streams(*self._stream_key(0))
 
     def portions(self, dealt: Sequence[Portion]) -> Iterator[Portion]:
-        """Yield this rank's shards of a pass over the step; at its end, gradients are reduced."""
-        self._meet()
+        """Yield this rank's shards in one pass over the step, then reduce their gradients."""
+        self._compare_settings()
         self._passes += 1
         self.group.hush()
         parameters = self.tracked.parameters()
-        buffers = standing(self.tracked.modules)
-        made = Pass(self.group, self._means, self._cut, parameters, buffers)
+        buffers = buffers_of(self.tracked.modules)
+        made = Pass(self.group, self._means, self._virtual_shards, parameters, buffers)
         for done, portion in enumerate(dealt):
             self._inside = done, len(dealt)
             self._begin_streams(1 + portion.share.shard)
             yield portion
             is_last = done == len(dealt) - 1
-            made.take(portion.weight, is_first=portion.share.shard == 0, is_last=is_last)
+            made.collect(portion.weight, is_first=portion.share.shard == 0, is_last=is_last)
         self._inside = None
         self._had_gradients = made.finish() or self._had_gradients
         self._begin_streams(0)
 
     def leave(self) -> None:
-        """Forget the pass in hand, where there is one: the body has ended."""
+        """Discard an unfinished pass: the body has ended."""
         self._inside = None
 
     def insist_on_all(self) -> None:
-        """Refuse a step of an optimizer that does not have the gradients of all shards."""
+        """Refuse an optimizer step that lacks the gradients of some shards."""
         if self._inside is not None:
             done, count = self._inside
             what = f"an optimizer steps after {done + 1} of this rank's {count} shards"
@@ -157,17 +160,17 @@ class Deterministic(Mode):
         )
 
     def settings(self) -> dict[str, Any]:
-        """What results depend on, besides the script and its data."""
-        return {**super().settings(), "shards": self._cut, "seed": self.seed}
+        """Return what results depend on, besides the script and its data."""
+        return {**super().settings(), "shards": self._virtual_shards, "seed": self.seed}
 
-    def _meet(self) -> None:
-        """In a world's first pass, refuse members whose results would be other ones."""
+    def _compare_settings(self) -> None:
+        """In the first pass of a world, refuse members whose settings would give other results."""
         group, world = self.group, self.group.world
-        if self._met is world:
+        if self._compared_world is world:
             return
-        mine = self.settings()
-        heard = gathered(group, [_number(value) for value in mine.values()])
-        for (name, value), *others in zip(mine.items(), *heard, strict=True):
+        own = self.settings()
+        received = gathered(group, [_number(value) for value in own.values()])
+        for (name, value), *others in zip(own.items(), *received, strict=True):
             odd = [rank for rank, other in enumerate(others) if other != _number(value)]
             if odd:
                 raise _refused(
@@ -176,7 +179,7 @@ class Deterministic(Mode):
                     _SAME.get(name, "use the same on all nodes"),
                     where=f"rank {group.rank()} of {group.size()}",
                 )
-        self._met = world
+        self._compared_world = world
 
     def _refuse_collective(self, name: str) -> None:
         if self._inside is not None:
@@ -188,11 +191,11 @@ class Deterministic(Mode):
                 where=f"step {self._step}",
             )
 
-    def _words(self, place: int) -> tuple[int, ...]:
+    def _stream_key(self, place: int) -> tuple[int, ...]:
         return FOR_SHARD, self.seed, self._step, self._passes, place
 
     def _begin_streams(self, place: int) -> None:
-        words = self._words(place)
+        words = self._stream_key(place)
         begin_streams(*words)
         for number, generator in enumerate(self.tracked.generators):
             generator.manual_seed(mixed(*words, number) >> 1)
@@ -205,7 +208,7 @@ _SAME = {
 
 
 def _number(value: object) -> int:
-    """A number of 63 bits that stands for a setting."""
+    """Return 63 bits that represent a setting."""
     return value % 2**63 if isinstance(value, int) else zlib.crc32(str(value).encode())
 
 

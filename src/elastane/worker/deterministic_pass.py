@@ -1,12 +1,12 @@
-"""One pass over a step's virtual shards: what each leaves behind, and what becomes of it.
+"""One pass over a step's virtual shards: collect gradients and buffer changes, and average them.
 
-Owns the gradients and buffers of a pass. Each shard begins with no gradient and with the buffers of
-the pass's beginning; at the end every rank has the same mean over all shards of both. Of a buffer
-the mean is that of its changes, so one that no shard changes stays as it is, to the bit. Whole
-numbers, as a count of batches, are those that the first shard made.
+Each shard begins without gradients and with the buffers of the pass's beginning. At the end every
+rank has the same mean over all shards of both. For a buffer this is the mean of its changes, so a
+buffer that no shard changes keeps its bits. Integer buffers, such as a count of batches, take the
+value of the first shard.
 
-Knows nothing of data or of random streams. Fails as the group does, and by JobError for gradients
-that are no dense tensors, and for buffers that change their shape.
+It does not know data or random streams. Fails as the group does, and by JobError for gradients that
+are not dense tensors and for buffers that change their shape.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from elastane.comms.mean import Mean
 from elastane.errors import JobError
 from elastane.worker.buffers import BufferStatus
 
-# What tensors that go in one vector have in common.
+# Tensors of one kind share a vector.
 Kind: TypeAlias = tuple[torch.dtype, torch.device]
 
 
 class Means:
-    """The memory of a job's means, by what they are of: it is used again in each pass."""
+    """The memory of a job's means, reused in each pass."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int, Kind, int], Mean] = {}
 
     def of(self, purpose: str, count: int, kind: Kind, shards: int) -> Mean:
-        """A mean of so many numbers of this kind."""
+        """Return a mean of `count` numbers of this kind."""
         key = purpose, count, kind, shards
         if key not in self._kept:
             self._kept[key] = Mean(count, *kind, shards)
@@ -41,7 +41,7 @@ class Means:
 
 
 class Pass:
-    """`take` after each of this rank's shards, in their order, then `finish`."""
+    """One pass: `collect` after each of this rank's shards, in order, then `finish`."""
 
     def __init__(
         self,
@@ -54,30 +54,32 @@ class Pass:
         self._group, self._means, self._shards = group, means, shards
         self._parameters = [each for each in parameters if each.requires_grad]
         self._before = [each.grad for each in self._parameters]
-        places: dict[int, list[BufferStatus]] = {}
+        registered: dict[int, list[BufferStatus]] = {}
         for each in buffers:
-            places.setdefault(id(each.tensor), []).append(each)
-        self._buffers = [_PassBuffer(standing) for standing in places.values()]
+            registered.setdefault(id(each.tensor), []).append(each)
+        self._buffers = [_PassBuffer(registrations) for registrations in registered.values()]
         self._kinds = _by_kind(self._parameters) or {(torch.float32, torch.device("cpu")): []}
         self._vectors: list[_Vector] = []
         for kind, tensors in self._kinds.items():
-            # The first vector's end says which of all parameters and buffers any shard touched.
+            # The end of the first vector holds flags: which parameters and buffers any shard
+            # touched.
             flags = [] if self._vectors else [self._flags(kind, [])]
             self._vectors.append(self._vector("gradients", kind, [*tensors, *flags]))
         self._drop_gradients()
 
     @torch.no_grad()
-    def take(self, weight: float, *, is_first: bool, is_last: bool) -> None:
-        """Take what the next shard left; `is_first` of all ranks', `is_last` of this one's.
+    def collect(self, weight: float, *, is_first: bool, is_last: bool) -> None:
+        """Collect what one shard left in gradients and buffers.
 
-        Its buffers count with `weight` over the number of shards.
+        `is_first`: it is the first of all ranks' shards. `is_last`: it is this rank's last. Its
+        buffers count with `weight` over the number of shards.
         """
-        changed = [buffer.take(weight, is_first=is_first) for buffer in self._buffers]
+        changed = [buffer.collect(weight, is_first=is_first) for buffer in self._buffers]
         touched = [each.grad is not None for each in self._parameters]
         for number, (kind, tensors) in enumerate(self._kinds.items()):
             values = [None if each.grad is None else _dense(each.grad) for each in tensors]
             flags = [] if number else [self._flags(kind, [*touched, *changed])]
-            self._vectors[number].take([*values, *flags])
+            self._vectors[number].collect([*values, *flags])
         if not is_last:
             self._drop_gradients()
             for buffer in self._buffers:
@@ -85,7 +87,7 @@ class Pass:
 
     @torch.no_grad()
     def finish(self) -> bool:
-        """Leave the means in gradients and buffers; returns whether any shard had a gradient."""
+        """Write the means to gradients and buffers; return whether any shard had a gradient."""
         found: dict[int, torch.Tensor] = {}
         flags: list[float] = []
         for vector, tensors in zip(self._vectors, self._kinds.values(), strict=True):
@@ -93,7 +95,7 @@ class Pass:
             flags = flags or parts[-1].tolist()
             found |= {id(each): part for each, part in zip(tensors, parts, strict=False)}
         count = len(self._parameters)
-        self._give([found[id(each)] for each in self._parameters], flags[1 : 1 + count])
+        self._write_gradients([found[id(each)] for each in self._parameters], flags[1 : 1 + count])
         changed = [
             each for each, flag in zip(self._buffers, flags[1 + count :], strict=True) if flag
         ]
@@ -103,14 +105,14 @@ class Pass:
         self._finish_whole([each for each in changed if not each.is_real])
         return any(flags[1 : 1 + count])
 
-    def _give(self, means: Sequence[torch.Tensor], flags: Sequence[float]) -> None:
-        """Add the means to the gradients of before; where no shard had one, those stay."""
+    def _write_gradients(self, means: Sequence[torch.Tensor], flags: Sequence[float]) -> None:
+        """Add the means to the earlier gradients; leave a gradient that no shard touched."""
         into, values = [], []
         for each, mean, before, flag in zip(
             self._parameters, means, self._before, flags, strict=True
         ):
             if flag and before is None:
-                # The memory of this rank's last shard's, in the layout that it chose.
+                # Reuse the memory and layout of this rank's last shard's gradient.
                 each.grad = torch.empty_like(each) if each.grad is None else each.grad
                 into.append(each.grad)
                 values.append(mean)
@@ -124,17 +126,17 @@ class Pass:
             chosen = [b for b in buffers if (b.live.dtype, b.live.device) == kind]
             vector = self._vector("buffers", kind, each)
             for changes in zip(*(buffer.changes for buffer in chosen), strict=True):
-                vector.take(changes)
+                vector.collect(changes)
             for buffer, mean in zip(chosen, vector.finish(self._group), strict=True):
                 buffer.live.add_(mean)
 
     def _finish_whole(self, buffers: list[_PassBuffer]) -> None:
         for buffer in buffers:
-            made = buffer.live if buffer.first is None else buffer.first
-            told = made.to(torch.int64, copy=True)
+            value = buffer.live if buffer.first is None else buffer.first
+            value = value.to(torch.int64, copy=True)
             if self._group.size() > 1:
-                dist.broadcast(told, 0, group=self._group)
-            buffer.live.copy_(told)
+                dist.broadcast(value, 0, group=self._group)
+            buffer.live.copy_(value)
 
     def _vector(self, purpose: str, kind: Kind, tensors: Sequence[torch.Tensor]) -> _Vector:
         count = sum(each.numel() for each in tensors)
@@ -142,7 +144,7 @@ class Pass:
         return _Vector(mean, self._group, tensors)
 
     def _flags(self, kind: Kind, touched: Sequence[bool]) -> torch.Tensor:
-        """A number for each parameter and buffer, and one more: there is always one."""
+        """Return one number per parameter and buffer, and a first one, so that none is empty."""
         values = [True, *(touched or [False] * (len(self._parameters) + len(self._buffers)))]
         return torch.tensor(values, dtype=kind[0], device=kind[1])
 
@@ -152,7 +154,7 @@ class Pass:
 
 
 class _Vector:
-    """Tensors laid end to end, of which a mean is taken."""
+    """Tensors of one kind laid end to end, whose mean is computed as one tensor."""
 
     def __init__(self, mean: Mean, group: ElasticGroup, like: Sequence[torch.Tensor]) -> None:
         self._mean = mean
@@ -160,12 +162,12 @@ class _Vector:
         self._lengths = [each.numel() for each in like]
         self._tree = mean.begin(group.rank(), group.size())
 
-    def take(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Take the next shard's; None is zeros."""
+    def collect(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Add the values of the next shard; None is zeros."""
         self._tree.add(lambda into, adds: self._write(into, values, adds))
 
     def finish(self, group: ElasticGroup) -> list[torch.Tensor]:
-        """The means, in memory that is used again."""
+        """Return the means, in memory that the next pass reuses."""
         return self._parts(self._mean.finish(group))
 
     def _write(self, into: torch.Tensor, values: Sequence[torch.Tensor | None], adds: bool) -> None:
@@ -186,23 +188,23 @@ class _Vector:
 
 
 class _PassBuffer:
-    """A buffer as it was when the pass began, and what each shard did to it.
+    """One buffer: its value when the pass began, and how each shard changed it.
 
-    One tensor, in one place or several; a shard may have put another one there.
+    It is one tensor, registered once or more often. A shard may have registered another tensor.
     """
 
-    def __init__(self, places: list[BufferStatus]) -> None:
-        self._places = places
-        self.live = live = places[0].tensor
+    def __init__(self, registered: list[BufferStatus]) -> None:
+        self._registered = registered
+        self.live = live = registered[0].tensor
         self.is_real = live.is_floating_point() or live.is_complex()
         self.changes: list[torch.Tensor | None] = []
         self.first: torch.Tensor | None = None
         self._before = live.detach().clone()
         self._is_before = True
 
-    def take(self, weight: float, *, is_first: bool) -> bool:
-        """Note what a shard did; returns whether that counts."""
-        self._settle()
+    def collect(self, weight: float, *, is_first: bool) -> bool:
+        """Record how a shard changed it; return whether it did."""
+        self._adopt_replacement()
         self._is_before = torch.equal(self.live, self._before)
         if not self.is_real:
             self.first = self.live.clone() if is_first and not self._is_before else self.first
@@ -210,14 +212,14 @@ class _PassBuffer:
         if self._is_before or not weight:
             self.changes.append(None)
             return False
-        # What is the same is no change, also where it is infinite.
+        # An equal element is no change, even if it is infinite: inf - inf would be nan.
         same = self.live == self._before
         self.changes.append((self.live - self._before).masked_fill_(same, 0).mul_(weight))
         return True
 
-    def _settle(self) -> None:
-        """Take what another tensor in its place holds into its own."""
-        for place in self._places:
+    def _adopt_replacement(self) -> None:
+        """Copy the value of a tensor that replaced the buffer into the buffer itself."""
+        for place in self._registered:
             now = place.now
             if now is self.live:
                 continue
@@ -227,7 +229,7 @@ class _PassBuffer:
             place.put_back()
 
     def put_back(self) -> None:
-        """Let it be as when the pass began."""
+        """Restore the value of the pass's beginning."""
         if not self._is_before:
             self.live.copy_(self._before)
 

@@ -1,13 +1,13 @@
-"""The trail of a run: a file with a digest of the job's state after each step.
+"""The digest log of a run (`trail`): a file with a digest of the job's state after each step.
 
 Owns the file's format, its writer and its reader. Rank 0 appends a line at the boundary after each
-step (or each N); whoever is rank 0 after it first cuts off what was not committed in the end, so
-that no step stands twice. One file for all nodes: where they share no folder, each has the steps of
-its own time as rank 0.
+step, or after every N. A new rank 0 first cuts off the lines of steps that were not committed, so
+no step appears twice. There is one file for all nodes. If they share no folder, each node's file
+has the steps of the time when it was rank 0.
 
-Must not know how a digest is made, nor of torch. A file that cannot be written costs lines of the
-trail and not the job, once the job has begun; before, and where a file is another's, JobError. The
-reader fails by ConfigurationError.
+It does not import torch, and does not know how a digest is made. Once the job has begun, a file
+that cannot be written costs lines of the log and not the job. Before that, and for a file of
+another job, it raises JobError. The reader raises ConfigurationError.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from elastane.errors import ConfigurationError, JobError
 VARIABLE = "ELASTANE_TRAIL"
 FORMAT = 1
 _KIND = "elastane-trail"
-# Enough for the last lines: what is cut off is a step or two.
+# Enough for the last lines: one or two steps are cut off.
 _TAIL_BYTES = 1 << 16
-# By these a run is another one; the rest of the settings may change where one is resumed.
+# Other values mean another run; the remaining settings may change when a run is resumed.
 _IDENTITY = ("shards", "seed", "data")
 
 
 @dataclass(frozen=True)
 class DigestLine:
-    """The job's state after a step: a digest for each tracked object, by its name."""
+    """The state after one step: a digest for each registered object, by its name."""
 
     step: int
     world_size: int
@@ -43,7 +43,7 @@ class DigestLine:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a trail says."""
+    """The content of a digest log."""
 
     path: str
     job: str
@@ -52,7 +52,7 @@ class Recorded:
 
 
 class Trail:
-    """One worker's end of it; only that of rank 0 has the file open."""
+    """The writer of one worker; the file is open only on rank 0."""
 
     def __init__(self, path: Path, every: int = 1, job: str = "") -> None:
         self.path, self.every, self.job = path, every, job
@@ -68,9 +68,9 @@ class Trail:
         settings: Callable[[], Mapping[str, Any]],
         digests: Callable[[], Mapping[str, str]],
     ) -> None:
-        """At a boundary where so many steps are committed; `place` is (rank, world size).
+        """Append the line of the last step, if it is due and missing.
 
-        Adds the line of the last step, where it is due and not there yet.
+        Called at a boundary with `committed` steps; `place` is (rank, world size).
         """
         rank, world_size = place
         if rank != 0:
@@ -87,7 +87,7 @@ class Trail:
             self._failed(error, committed)
 
     def close(self) -> None:
-        """Close the file; it is opened again where this worker is rank 0 again."""
+        """Close the file; it is opened again if this worker becomes rank 0 again."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -96,15 +96,15 @@ class Trail:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            said = dict(settings())
-            self._insist_on_own(file, committed, said)
-            self._end, self._last = _cut(file, committed)
+            own = dict(settings())
+            self._insist_on_own(file, committed, own)
+            self._end, self._last = _cut_uncommitted(file, committed)
         except BaseException:
             os.close(file)
             raise
         self._file = file
         if not self._end:
-            self._append({"kind": _KIND, "format": FORMAT, "job": self.job, "settings": said})
+            self._append({"kind": _KIND, "format": FORMAT, "job": self.job, "settings": own})
 
     def _insist_on_own(self, file: int, committed: int, settings: Mapping[str, Any]) -> None:
         head = os.pread(file, _TAIL_BYTES, 0).partition(b"\n")[0]
@@ -115,9 +115,9 @@ class Trail:
             raise self._refused("is no trail")
         others = found["settings"]
         plain = json.loads(json.dumps(dict(settings)))
-        odd = [name for name in _IDENTITY if others.get(name) != plain.get(name)]
-        if committed and odd:
-            raise self._refused(f"is the trail of a run with another {odd[0]}")
+        differing_names = [name for name in _IDENTITY if others.get(name) != plain.get(name)]
+        if committed and differing_names:
+            raise self._refused(f"is the trail of a run with another {differing_names[0]}")
         if not committed and found["job"] != self.job:
             raise self._refused(f"is the trail of the job {found['job']!r}")
 
@@ -149,11 +149,13 @@ class Trail:
         )
 
 
-def _cut(file: int, committed: int) -> tuple[int, int]:
-    """Cut off the lines of steps that are not committed; returns the size and the last step."""
+def _cut_uncommitted(file: int, committed: int) -> tuple[int, int]:
+    """Cut off the lines of steps that are not committed; return the size and the last step."""
     size = os.fstat(file).st_size
     for start in (max(0, size - _TAIL_BYTES), 0):
-        kept, last = _kept(os.pread(file, size - start, start), committed, whole=start == 0)
+        kept, last = _committed_part(
+            os.pread(file, size - start, start), committed, whole=start == 0
+        )
         if kept:
             break
     else:
@@ -162,8 +164,8 @@ def _cut(file: int, committed: int) -> tuple[int, int]:
     return start + kept, last
 
 
-def _kept(raw: bytes, committed: int, *, whole: bool) -> tuple[int, int]:
-    """How much of this is of committed steps, and the last of them; 0 where nothing is known."""
+def _committed_part(raw: bytes, committed: int, *, whole: bool) -> tuple[int, int]:
+    """Return how many bytes hold committed steps, and the last step; 0 if none is found."""
     end, last = 0, -1
     at = 0 if whole else raw.find(b"\n") + 1
     for piece in raw[at:].splitlines(keepends=True):
@@ -178,9 +180,9 @@ def _kept(raw: bytes, committed: int, *, whole: bool) -> tuple[int, int]:
 
 
 def trail_of(path: str | Path | None, every: int) -> Trail | None:
-    """Return this worker's end of the trail at `path`, or where the environment says; None: none.
+    """Return the writer for `path`, or for the path in the environment; None if neither is set.
 
-    Raises JobError for an `every` that is no number of steps.
+    Raises JobError if `every` is not a number of steps.
     """
     where = str(path or os.environ.get(VARIABLE, ""))
     if not where:
@@ -196,10 +198,11 @@ def trail_of(path: str | Path | None, every: int) -> Trail | None:
 
 
 def read_trail(where: str | Path) -> Recorded:
-    """Read a trail; a folder stands for its `trail.jsonl`.
+    """Read a digest log; for a folder, its `trail.jsonl`.
 
-    What follows the last line is of a writer that was killed, and does not count. Raises
-    ConfigurationError for a file that is missing, empty, damaged, no trail, or of another format.
+    An incomplete last line comes from a writer that was killed, and is ignored. Raises
+    ConfigurationError for a file that is missing, empty, damaged, of another kind, or of another
+    format.
     """
     path = Path(where)
     path = path / "trail.jsonl" if path.is_dir() else path
@@ -219,7 +222,7 @@ def read_trail(where: str | Path) -> Recorded:
         line = _line(piece)
         if line is None:
             raise _unreadable(path, f"is damaged: line {number} is not that of a step")
-        # One that comes late is of a writer that was stopped, and went on when it had a successor.
+        # A lower step comes from a writer that was suspended and resumed after another took over.
         if not lines or line.step > next(reversed(lines)):
             lines[line.step] = line
     return Recorded(str(path), header["job"], header["settings"], lines)
@@ -249,7 +252,7 @@ def _mapping(raw: bytes) -> dict[str, Any]:
 
 
 def differing(one: Recorded, other: Recorded) -> Iterator[tuple[int, list[str]]]:
-    """Yield the steps of both that differ, with the names of what differs there, in order."""
+    """Yield each step of both logs that differs, in order, with the differing objects' names."""
     for step in sorted(one.lines.keys() & other.lines.keys()):
         ours, theirs = one.lines[step].digests, other.lines[step].digests
         names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]

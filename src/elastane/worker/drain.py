@@ -1,9 +1,9 @@
-"""`should_checkpoint()`: how a training script hears that its workers are about to be stopped.
+"""`should_checkpoint()`: tells a training script that its workers are about to be stopped.
 
-Owns the worker's half of a drain. Every call is counted; while the agent drains, a call waits
-until the job has agreed on one call number at which all workers checkpoint, since a checkpoint is
-often a collective. Fails open: without a page, with garbage, in a forked child, or when nobody
-answers in time, it is False and training goes on.
+Owns the worker's half of a drain. Every call is counted. While the agent drains, a call waits until
+the job has agreed on one call number at which all workers checkpoint, since a checkpoint is often a
+collective. It fails open: without a status page, with garbage on it, in a forked child, or when the
+agent does not answer in time, it returns False and training continues.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import time
 
 from elastane.process.status_page import PAGE_FD_VARIABLE, WorkerPage, finish_before_park
 
-# The job agrees within a step of its slowest worker, and a drain lasts 30 s by default.
+# Agreement takes one step of the slowest worker; a drain lasts 30 s by default.
 AGREEMENT_TIMEOUT_S = 60.0
-# Parked after the checkpoint: stopped within the drain, unless the drain itself was lost.
+# A worker that has checkpointed is stopped within the drain, unless the drain was lost.
 PARKED_TIMEOUT_S = 120.0
 POLL_S = 0.001
 
 
 _page: WorkerPage | None = None
 _is_open = False
-# Set when nobody answered in time, so that the steps after it are not each held up as long.
+# Set when no answer came in time, so that later steps do not wait as long again.
 _gave_up = False
 
 
@@ -35,8 +35,8 @@ def should_checkpoint() -> bool:
         while elastane.should_checkpoint():
             save_checkpoint()
 
-    It is True at the same call on all ranks; the call after that one, here the loop's second,
-    waits until the worker is stopped. So no step is done after the checkpoint, and none redone.
+    It is True at the same call on all ranks. The next call, here the second of the loop, waits
+    until the worker is stopped. So no step follows the checkpoint, and none is lost.
     """
     page = _page
     if page is None:
@@ -65,7 +65,7 @@ def _drained(page: WorkerPage, calls: int) -> bool:
 
 
 def _wait(page: WorkerPage, timeout_s: float, until_target: bool) -> bool:
-    """Wait while gated (at most until there is a target); False when the gate went or time did."""
+    """Wait while gated, or until there is a target; False if the gate opened or time ran out."""
     deadline = time.monotonic() + timeout_s
     while page.gated and time.monotonic() < deadline:
         if until_target and page.target:
@@ -75,7 +75,7 @@ def _wait(page: WorkerPage, timeout_s: float, until_target: bool) -> bool:
 
 
 def _open() -> WorkerPage | None:
-    """Open this worker's page at the first call; none where it has none, or is only a child."""
+    """Open this worker's status page at the first call; None without one, or in a child process."""
     global _page, _is_open  # noqa: PLW0603 - one page per process
     _is_open = True
     children = sys.modules.get("multiprocessing.process")
@@ -91,7 +91,7 @@ def _open() -> WorkerPage | None:
 
 
 def take_page() -> WorkerPage | None:
-    """Return the page, for a job whose steps count in place of calls of should_checkpoint()."""
+    """Hand the status page to a job, whose steps count in place of calls of should_checkpoint()."""
     global _page, _is_open
     page = _page or (None if _is_open else _open())
     _page, _is_open = None, True
@@ -99,7 +99,7 @@ def take_page() -> WorkerPage | None:
 
 
 def _forget() -> None:
-    """In a forked child, such as a DataLoader's, whose calls are not the worker's."""
+    """Drop the page in a forked child, such as a DataLoader's: its calls are not the worker's."""
     global _page  # noqa: PLW0603 - one page per process
     _page = None
 

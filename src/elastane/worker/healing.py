@@ -1,8 +1,8 @@
-"""Members compare their state as a world begins, and take over the one that is right.
+"""Members compare their training state as a world begins, and copy it from a state holder.
 
-Owns the exchange, and what this member holds; who is right, and who gives to whom, is decided in
-core. Fails as a collective fails, by a peer that is lost: who was receiving then holds nothing, and
-who was giving holds what it held. JobError where no state is left that is whole.
+Owns the exchange, and whether this member holds the state. `comms.state_plan` decides which state
+is right and which member gives to which. Fails as a collective fails, by a lost peer: a receiver
+then holds no state, and a giver keeps its own. JobError if no member holds a whole state.
 """
 
 from __future__ import annotations
@@ -27,70 +27,70 @@ if TYPE_CHECKING:
 
 
 class MemberProgress(Protocol):
-    """How far a member is, with what a state needs besides what is tracked."""
+    """How far a member is, and the part of its state that is not in registered objects."""
 
     @property
     def next_step(self) -> int:
-        """The number of the next step."""
+        """Return the number of the next step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return it for another member."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over another member's."""
+        """Accept it from another member."""
 
 
 class Health:
-    """Whether this member holds the job's state, and the way to it."""
+    """Whether this member holds the job's state, and how it gets it."""
 
     def __init__(self, group: ElasticGroup, tracked: Tracked) -> None:
         self._group, self.tracked = group, tracked
-        self._room: list[torch.Tensor] = []
+        self._reserved: list[torch.Tensor] = []
         self.holds = False
         self.torn = False
-        # Whether the last step broke off in its body, behind its update.
+        # Whether the last step failed in its body after its update.
         self.cut_short = False
-        # Of a state that is sharded over workers, and has replicas.
+        # Set for a state that is sharded over workers and has replicas.
         self.shards: Shards | None = None
 
     def prepare(self) -> None:
-        """Make room for a state that is to come, while nobody waits for this member yet."""
+        """Allocate memory for a state that will arrive, before other members wait for this one."""
         if self.shards is not None:
             self.tracked.prepare()
         else:
-            self._room = room_for(self.tracked.optimizers)
+            self._reserved = room_for(self.tracked.optimizers)
 
     @property
     def is_healing(self) -> bool:
-        """Whether an optimizer steps for another reason than that a body says so."""
+        """Whether an optimizer steps as part of healing, and not of a body."""
         return self.shards is not None and self.shards.is_healing
 
     def forget(self) -> None:
-        """Forget what was agreed on: the step in hand was made."""
+        """Drop what the members agreed on: the current step is over."""
         if self.shards is not None:
             self.shards.forget()
 
     def agree(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Wait until an update may be made, where that is not for each member alone to say.
+        """For sharded state, wait until all members can make the update of `optimizer`.
 
-        None: until the step may end.
+        None: wait until the step may end. Other states need no agreement.
         """
         if self.shards is not None:
             self.shards.agree(optimizer)
 
     def put_back(self, undo: Undo) -> None:
-        """End a step that did not happen here; what cannot be put back comes from another."""
+        """End a step that failed here; parts that cannot be restored come from another member."""
         if self.shards is not None:
             self.shards.put_back()
         elif not undo.restore():
             self.half_written()
 
     def keeps(self, undo: Undo, *, is_cut: bool) -> bool:
-        """Whether a step that failed here has happened: its update was made, as on all members.
+        """Return whether a step that failed here still counts: all members made its update.
 
-        `is_cut`: the failure was in the body, and the rest of the body was not run. Then the step
-        is retried where its update can be taken back. Where not, this member's state gives way to
-        that of one whose body came to its end.
+        `is_cut`: the body failed, so its rest was not run. Then the step is retried if its update
+        can be undone. Otherwise this member's state is replaced by that of a member whose body
+        completed.
         """
         if not undo.is_whole or (is_cut and self.shards is None and undo.is_revocable):
             return False
@@ -98,13 +98,15 @@ class Health:
         return True
 
     def compare(self, progress: MemberProgress) -> None:
-        """Bring all members of the world to one state: that of who is furthest."""
+        """Bring all members of the world to the newest state."""
         if self.shards is not None:
             self.shards.compare(progress)
             return
-        said = [progress.next_step, self.holds, self.torn, near.machine(), self.cut_short]
-        heard = gathered(self._group, said)
-        healing = decide([MemberStatus(n, bool(h), bool(t), m, bool(c)) for n, h, t, m, c in heard])
+        own = [progress.next_step, self.holds, self.torn, near.machine(), self.cut_short]
+        statuses = gathered(self._group, own)
+        healing = decide(
+            [MemberStatus(n, bool(h), bool(t), m, bool(c)) for n, h, t, m, c in statuses]
+        )
         if healing is None:
             raise JobError(
                 "no worker of this world holds the state of the job",
@@ -114,32 +116,33 @@ class Health:
             )
         for handover in of_member(healing, self._group.rank()):
             if handover.receiver == self._group.rank():
-                self._take(handover, progress)
+                self._receive(handover, progress)
             else:
                 give(self._group, handover, self._state(progress))
-        if healing.receivers:  # Who goes on from here knows that all others hold the state too.
+        if healing.receivers:
+            # After the barrier, each member knows that all others hold the state too.
             dist.barrier(group=self._group)
         self._group.check()
         self.whole()
-        self._room = []
+        self._reserved = []
 
-    def _take(self, handover: Handover, progress: MemberProgress) -> None:
+    def _receive(self, handover: Handover, progress: MemberProgress) -> None:
         found = take(
             *(self._group, handover, {"tracked": self.tracked.state()}),
-            room=self._room,
+            room=self._reserved,
             when_writing=self.half_written,
         )
-        self.half_written()  # Also where nothing of the tensors differed.
+        self.half_written()  # Also if no tensor differed and nothing was written yet.
         self.tracked.load(found.state["tracked"])
         progress.load_state_dict(found.state["data"])
         self.whole()
 
     def half_written(self) -> None:
-        """From now on, what this member held is being overwritten."""
+        """Record that this member's state is being overwritten."""
         self.holds, self.torn = False, True
 
     def whole(self) -> None:
-        """From now on, this member holds a state."""
+        """Record that this member holds a whole state."""
         self.holds, self.torn, self.cut_short = True, False, False
 
     def _state(self, progress: MemberProgress) -> dict[str, Any]:
@@ -147,21 +150,21 @@ class Health:
 
 
 def gathered(group: ElasticGroup, numbers: Sequence[int]) -> list[list[int]]:
-    """What each member says, by rank: as many numbers of 64 bits as this one."""
-    said = torch.tensor(numbers, dtype=torch.int64)
-    heard = [torch.zeros_like(said) for _ in range(group.size())]
-    dist.all_gather(heard, said, group=group)
-    return [each.tolist() for each in heard]
+    """Return the numbers that each member contributes, by rank: as many 64-bit integers as here."""
+    own = torch.tensor(numbers, dtype=torch.int64)
+    received = [torch.zeros_like(own) for _ in range(group.size())]
+    dist.all_gather(received, own, group=group)
+    return [each.tolist() for each in received]
 
 
 def of_member(healing: Healing, rank: int) -> list[Handover]:
-    """What a member has to do, in its order."""
+    """Return the handovers that a member takes part in, in order."""
     waves = (each for wave in healing.waves for each in wave)
     return [each for each in waves if rank == each.receiver or rank in each.givers]
 
 
 def give(group: ElasticGroup, handover: Handover, state: object) -> None:
-    """Be one of the givers of a handover."""
+    """Send this member's part of a handover."""
     peer = handover.receiver
     channel = near.to_give(group, peer) if handover.near else GroupChannel(group, peer)
     try:
@@ -171,7 +174,7 @@ def give(group: ElasticGroup, handover: Handover, state: object) -> None:
 
 
 def take(group: ElasticGroup, handover: Handover, into: object, **more: Any) -> transfer.StateTaken:
-    """Be the receiver of a handover; `more` is for `transfer.take`."""
+    """Receive a handover; `more` is for `transfer.take`."""
     channels: list[Channel] = []
     try:
         for peer in handover.givers:

@@ -1,7 +1,8 @@
-"""How a worker computes a step: what surrounds its micro-batches, whatever the user writes inside.
+"""How a worker computes a step: what surrounds its micro-batches.
 
-`Mode` is the ordinary one, which computes a rank's micro-batches as they are dealt, and leaves
-gradients to DDP or to the body. `job.deterministic` has the other. Must not know of membership.
+`Mode` is the ordinary way: it computes a rank's micro-batches as they are dealt, and leaves
+gradients to DDP or to the body. `worker.deterministic` has the other way. It does not know
+membership.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from elastane.data.feed import Portion
 
 
 class Mode:
-    """One job's on one worker: `apply` once, `open` for each loop, `begin` for each step."""
+    """The way one worker computes: `apply` once, `open` for each loop, `begin` for each step."""
 
     is_deterministic = False
 
@@ -28,34 +29,34 @@ class Mode:
         self.tracked = Tracked()
 
     def apply(self, group: ElasticGroup, tracked: Tracked) -> None:
-        """Begin, in this group and with what is going to be tracked."""
+        """Begin with this group and the registered objects."""
         self.group, self.tracked = group, tracked
 
     def close(self) -> None:
-        """Leave nothing in this process."""
+        """Leave nothing behind in this process."""
 
     def open(self, cursor: DataPosition, accumulate: int) -> None:
-        """Deal steps from here on, in so many micro-batches."""
+        """Deal each step in `accumulate` micro-batches from here on."""
         cursor.accumulate(accumulate)
 
     def insist_on_world(self, size: int) -> None:
-        """Refuse a world of a size that this cannot be done in."""
+        """Refuse a world size that this mode cannot compute in."""
 
     def begin(self, step: int) -> None:
-        """Begin a step, or begin it again."""
+        """Begin a step, or retry it."""
 
     def portions(self, dealt: Sequence[Portion]) -> Iterator[Portion]:
-        """Yield this rank's micro-batches; what is between two of them is done on the way."""
+        """Yield this rank's micro-batches; work between two of them happens on the way."""
         yield from dealt
 
     def leave(self) -> None:
-        """Forget the micro-batch in hand: the body has ended."""
+        """Discard an unfinished micro-batch: the body has ended."""
 
     def insist_on_all(self) -> None:
-        """Refuse an optimizer's step that would come too early."""
+        """Refuse an optimizer step that comes too early."""
 
     def settings(self) -> dict[str, Any]:
-        """What results depend on, besides the script and its data."""
+        """Return what results depend on, besides the script and its data."""
         return {
             "deterministic": self.is_deterministic,
             "torch": torch.__version__,
@@ -65,7 +66,7 @@ class Mode:
 
 
 def _processor() -> str:
-    """What kind of processor computes: torch chooses its kernels by it."""
+    """Return the kind of processor, by which torch chooses its kernels."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

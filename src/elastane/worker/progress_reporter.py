@@ -1,8 +1,8 @@
-"""The signs of progress that a worker leaves on its page: what it is at, and that it moves.
+"""Reports a worker's progress on its status page: its activity, and that it moves.
 
-Owns the marks of this worker on its status page; the agent judges from them which worker hangs
-(`protocol.hangs`). A sign costs a store to memory, and nothing where there is no page. Torch's own
-callbacks tell a compilation from a body that stands still, once torch has loaded its compiler.
+Owns this worker's marks on the page; from them the agent judges which worker hangs
+(`protocol.hangs`). A mark costs one store to memory, and nothing without a page. Once torch has
+loaded its compiler, torch's callbacks tell a compilation from a body that does not progress.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DYNAMO = "torch._dynamo"
 
 
 class Pulse:
-    """One worker's; without a page (`page` is None) it shows nothing."""
+    """The progress reports of one worker; without a page it reports nothing."""
 
     def __init__(self) -> None:
         self._page: WorkerPage | None = None
@@ -26,12 +26,12 @@ class Pulse:
         self._compiler: Any = None
 
     def show_on(self, page: WorkerPage | None) -> None:
-        """Show on this page from now on: until the first step that the worker is not in any."""
+        """Report on this page from here on, at first that the worker is in no step."""
         self._page = page
         self.at(Activity.APART)
 
     def at(self, activity: Activity) -> None:
-        """Show what the worker is at from now on."""
+        """Report the worker's activity."""
         self._activity = activity
         if self._page is not None:
             self._page.be_at(activity)
@@ -39,22 +39,22 @@ class Pulse:
                 self._watch_compiler()
 
     def beat(self) -> None:
-        """Show that the worker moves; from any thread."""
+        """Report that the worker moves; from any thread."""
         if self._page is not None:
             self._page.beat()
 
     def step_made(self) -> None:
-        """Count a step that is done, and what follows it as the user's own."""
+        """Count a completed step; the code that follows is the user's own."""
         if self._page is not None:
             self._page.step_made()
         self.at(Activity.BETWEEN)
 
     def close(self) -> None:
-        """Show that the worker is in no step any more, and hear no more of the compiler."""
+        """Report that the worker is in no step, and remove the callbacks from the compiler."""
         self.at(Activity.APART)
         self._page = None
         if self._compiler is not None:
-            with contextlib.suppress(ValueError):  # The user may have cleared them all.
+            with contextlib.suppress(ValueError):  # The user may have cleared all callbacks.
                 self._compiler.remove_start_callback(self._compiles)
                 self._compiler.remove_end_callback(self._has_compiled)
             self._compiler = None

@@ -1,9 +1,8 @@
 """`elastane.record`: a worker that fails leaves its exception where its agent finds it.
 
-Owns what is done when a worker's main function raises. Scripts without it are recorded too where
-they are forked by the zygote; with it, the file is written where the exception is, before the
-interpreter's teardown, and also where the script is started by somebody else's launcher. It never
-replaces the script's own exception by one of its own.
+Owns what happens when a worker's main function raises. Scripts that the zygote forks are recorded
+without it too. With it, the file is written where the exception is raised, before the interpreter's
+teardown, also under another launcher. It never replaces the script's own exception.
 """
 
 from __future__ import annotations
@@ -34,31 +33,31 @@ class Handler(Protocol):
     """What `record` calls; torch's ErrorHandler has the same methods."""
 
     def initialize(self) -> None:
-        """Get ready before the function runs."""
+        """Prepare before the function runs."""
 
     def record_exception(self, e: BaseException) -> None:
         """Keep an exception that ended the function."""
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Keep the error of a child that was this function's to supervise."""
+        """Keep the error of a child that this function supervised."""
 
 
 class ErrorFileHandler:
-    """Writes to the file that TORCHELASTIC_ERROR_FILE names; does nothing where it is not set."""
+    """Writes to the file that TORCHELASTIC_ERROR_FILE names; does nothing without that variable."""
 
     def initialize(self) -> None:
-        """Have fatal signals show the stacks of all threads on stderr."""
+        """Make fatal signals print the stacks of all threads on stderr."""
         try:
             faulthandler.enable(all_threads=True)
         except (io.UnsupportedOperation, AttributeError, ValueError, RuntimeError) as error:
-            # Standard error is no file (a notebook, a test): then there is nowhere to show them.
+            # Standard error is not a file (in a notebook or a test), so stacks cannot be printed.
             _log.debug("no stacks of fatal signals: %s", error)
 
     def record_exception(self, e: BaseException) -> None:
         """Write the error file."""
         path = os.environ.get(_VARIABLE)
         if path:
-            _keep(lambda: write_error_file(path, e), path)
+            _try_to_write(lambda: write_error_file(path, e), path)
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
         """Copy the root cause's error file to this process's own, with its exit code."""
@@ -66,11 +65,11 @@ class ErrorFileHandler:
         if not path or found is None:
             return
         content = with_error_code(found.raw, error_code) if error_code else found.raw
-        _keep(lambda: write_content(path, content), path)
+        _try_to_write(lambda: write_content(path, content), path)
 
 
-def _keep(write: Callable[[], None], path: str) -> None:
-    """Write, or say why not: the script's own exception is what must be seen."""
+def _try_to_write(write: Callable[[], None], path: str) -> None:
+    """Write, or say why not: the script's own exception must stay the one that is raised."""
     try:
         write()
     except OSError as error:
@@ -88,12 +87,13 @@ def record(
 
 
 def record(fn: Any = None, error_handler: Handler | None = None) -> Any:
-    """Wrap a worker's main function, so that the exception that ends it is kept for its agent.
+    """Wrap a worker's main function, so that its agent learns which exception ended it.
 
-    Works bare (`@record`) and with a handler of one's own (`@record(error_handler=...)`), which
-    has torch's methods. The exception is raised again, whatever became of the file. As torch's:
-    SystemExit with code 0 returns None; a failed launch within the function (an error that has
-    `get_first_failure`) hands on the error file of its first failure, and writes none of its own.
+    Works bare (`@record`) and with a custom handler (`@record(error_handler=...)`), which has
+    torch's methods. The exception is raised again, whether or not the file was written. As in
+    torch, SystemExit with code 0 returns None. A launch that fails inside the function raises an
+    error with `get_first_failure`: the error file of that first failure is copied, and none is
+    written for the launch.
 
     Source: torch.distributed.elastic.multiprocessing.errors.record, whose file has whole seconds.
     """
@@ -127,5 +127,5 @@ def _record(handler: Handler, error: Exception) -> None:
     if failure.error_file and read_error_file(failure.error_file) is not None:
         handler.dump_error_file(failure.error_file, failure.exitcode)
     else:
-        # The launch is no cause: what its child said, if anything, is not known here.
+        # The launch is not the cause, and its child left no error file.
         _log.info("local rank %s failed without an error file", failure.local_rank)

@@ -1,9 +1,9 @@
-"""Replicas are compared every so many steps: one that differs is named, and takes the majority's.
+"""Compare replicas at a fixed interval of steps: name one that differs, and heal it.
 
-All members of a world hold the same parameters and the same state of optimizers, to the last bit;
-where one does not, its memory or its processor is at fault, or something drew on its own. Buffers
-and random streams are each member's own and are not compared. JobError where no more than half of
-the members agree: nobody can say who is right.
+All members of a world hold the same parameters and optimizer state, to the last bit. If one
+differs, its memory or processor is at fault, or its script used randomness of its own. Buffers and
+random streams are each member's own and are not compared. If no more than half of the members
+agree, nothing tells which state is right, and JobError is raised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAMES_MAX = 3
 
 
 class Replicas:
-    """One member's; `verify` is a collective of all of them. `differed` hears that this one did."""
+    """Compares one member; `verify` is a collective, and `differed` reports a difference here."""
 
     def __init__(
         self,
@@ -41,19 +41,19 @@ class Replicas:
         self._differed = differed
 
     def verify(self, committed: int) -> None:
-        """Compare what all members hold after so many steps; who differs takes the majority's."""
+        """Compare all members' state after `committed` steps, and heal one that differs."""
         digest = bytes.fromhex(state_digest(self._tracked.replicas()))
-        heard = gathered(self._group, [*_NUMBERS.unpack(digest), near.machine()])
-        verdict = judge([_NUMBERS.pack(*words) for *words, _ in heard])
+        received = gathered(self._group, [*_NUMBERS.unpack(digest), near.machine()])
+        verdict = judge([_NUMBERS.pack(*words) for *words, _ in received])
         if len(verdict.groups) == 1:
             return
         if not verdict.right:
             raise _undecided(verdict, committed)
         rank = self._group.rank()
         if rank == verdict.right[0]:
-            odd = [each for group in verdict.groups[1:] for each in group]
-            _tell(f"{_ranks(odd)} differ from {_ranks(verdict.right)}", committed)
-        healing = correct(verdict, [machine for *_, machine in heard], committed)
+            differing = [each for group in verdict.groups[1:] for each in group]
+            _report(f"{_ranks(differing)} differ from {_ranks(verdict.right)}", committed)
+        healing = correct(verdict, [machine for *_, machine in received], committed)
         for handover in of_member(healing, rank):
             if handover.receiver == rank:
                 found = take(
@@ -65,13 +65,13 @@ class Replicas:
                 names = _short(found.differed)
                 others = _ranks(verdict.right)
                 text = f"rank {rank} on node {_node()} differed from {others}: {names}"
-                self._differed(committed, _tell(text, committed))
+                self._differed(committed, _report(text, committed))
             else:
                 give(self._group, handover, self._tracked.replicas())
         self._group.check()
 
 
-def _tell(what: str, committed: int) -> str:
+def _report(what: str, committed: int) -> str:
     text = f"replicas after {committed} steps: {what}; the state of the majority is taken"
     sys.stderr.write(f"elastane: {text}\n")
     return text

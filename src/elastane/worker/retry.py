@@ -1,18 +1,18 @@
 """Collectives outside of steps that survive the loss of a peer: `job.retry(function, ...)`.
 
-The members of a world call it at the same place of the program. Where a peer is lost, the survivors
+The members of a world call it at the same place of the program. When a peer is lost, the survivors
 enter the next world, compare their state and run the function again. A barrier ends each call. A
-member that has passed it knows that all members have run the function to its end. So where one
-survivor has passed the barrier of a call, the others return the value that they hold; else all run
-the function again. No value travels between survivors.
+member that passed it knows that all members have run the function to its end. So if one survivor
+has passed the barrier of a call, the others return the value that they hold; otherwise all run the
+function again. No value travels between survivors.
 
-A worker that joins in the meantime has no part in a call behind a step: it never runs that body.
-The others go on without it, in a group of their own, until their loop asks for the next step
-(`Worlds.narrow`). A call between two loops is one that it comes to itself, so it takes part. Calls
-of earlier loops it answers by the values of the others, which it receives with the state.
+A worker that joins meanwhile takes no part in a call behind a step, since it never runs that body.
+The others continue without it, in a group of their own, until their loop asks for the next step
+(`Worlds.narrow`). A joining worker reaches a call between two loops itself, so it takes part. Calls
+of earlier loops return the others' values to it, which arrive with the state.
 
-Fails with JobError for a wrong use. An exception of the function that no lost peer explains is the
-script's own.
+Fails with JobError for a wrong use. An exception of the function that no lost peer explains is
+raised as it is.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from elastane.errors import ConfigurationError, JobError, StateError
 from elastane.worker.healing import gathered
 from elastane.worker.undo import Undo
 
-# The values of calls between loops that are kept for workers that join later: one for each epoch.
+# Values of calls between loops are kept for joining workers: enough for one in each epoch.
 VALUES_MAX = 10_000
 VALUE_BYTES_MAX = 4096
 
 _BEHIND_A_STEP, _BETWEEN_LOOPS = 1, 2
-# The kind of a call; then the steps made and its number behind the step, or the number of loops
-# that have ended and its number since. (0, 0, 0): no call.
+# (kind, steps committed, number behind the step) or (kind, loops ended, number since then). Three
+# zeros are no call.
 Place: TypeAlias = tuple[int, int, int]
 _NO_CALL: Place = (0, 0, 0)
 SLUG = "job-given-up"
 
 
 class Before:
-    """What a function may change that is no parameter, as it was before the call."""
+    """What a function may change besides parameters, as it was before the call."""
 
     def __init__(self, tracked: Tracked, group: ElasticGroup) -> None:
         self._undo = Undo(tracked)
@@ -53,7 +53,7 @@ class Before:
         self._modes = [(each, each.training) for root in roots for each in root.modules()]
 
     def restore(self) -> None:
-        """Put it back: random streams, buffers, settings, gradients, and train or eval."""
+        """Restore random streams, buffers, settings, gradients, and train or eval mode."""
         self._undo.restore()
         for module, training in self._modes:
             module.training = training
@@ -61,7 +61,7 @@ class Before:
 
 @dataclass
 class RetriedCall:
-    """A call in hand. `ran`: the function has run to its end in this world, and gave `value`.
+    """A call in progress. `ran`: the function has completed in this world and returned `value`.
 
     `before` is what the function may have changed. `is_over`: all members have run it.
     """
@@ -74,39 +74,39 @@ class RetriedCall:
 
     @property
     def is_between_loops(self) -> bool:
-        """Whether a worker that joins comes to this call itself."""
+        """Whether a joining worker reaches this call itself."""
         return self.place[0] == _BETWEEN_LOOPS
 
 
 class Calls:
-    """One member's calls; `meet` is a collective of a world's members."""
+    """The calls of one member; `meet` is a collective of a world's members."""
 
     def __init__(self, group: ElasticGroup) -> None:
         self._group = group
         self.call: RetriedCall | None = None
         self._where: Literal["nowhere", "step", "behind", "between"] = "nowhere"
         self._loops = 0
-        self._number = 0  # of calls behind this step, or since the last loop ended
+        self._number = 0  # number of the next call behind this step, or since the last loop ended
         self._done: Place = _NO_CALL
         self._completed: Place = _NO_CALL  # between loops, by any member
         self._values: dict[str, Any] = {}
-        self._heard: list[list[int]] = []
+        self._received: list[list[int]] = []
 
     def in_step(self) -> None:
-        """A body begins."""
+        """Record that a body begins."""
         self._where = "step"
 
     def behind_step(self) -> None:
-        """A step is yielded, or its body has ended."""
+        """Record that a step is yielded, or that its body has ended."""
         self._where, self._number = "behind", 0
 
     def loop_ended(self) -> None:
-        """The script leaves a loop of steps."""
+        """Record that the script leaves a loop of steps."""
         self._where, self._number = "between", 0
         self._loops += 1
 
     def begin(self, name: str, steps: int) -> RetriedCall:
-        """Begin a call; JobError at a place where none can be."""
+        """Begin a call; JobError at a place where no call is allowed."""
         if self.call is not None:
             raise _misplaced(f"job.retry({name}) inside of another job.retry()")
         if self._where == "step":
@@ -128,11 +128,11 @@ class Calls:
         return call
 
     def end(self) -> None:
-        """End the call in hand, however it ended."""
+        """End the current call, with a value or an exception."""
         self.call = None
 
     def complete(self, call: RetriedCall) -> None:
-        """All members have run the function of this call to its end."""
+        """Record that all members have run the function of this call to its end."""
         assert call.ran, "a barrier was passed that this member had not reached"
         call.is_over, self._done = True, call.place
         if not call.is_between_loops:
@@ -141,32 +141,32 @@ class Calls:
         if _is_small(call.value) and len(self._values) < VALUES_MAX:
             self._values[_key(call.place)] = call.value
 
-    def told(self) -> list[int]:
-        """Return the call in hand and the last one that is done, as the other members hear it."""
+    def encoded(self) -> list[int]:
+        """Return the current call and the last completed one, as the members exchange them."""
         return [*(self.call.place if self.call is not None else _NO_CALL), *self._done]
 
     def meet(self) -> None:
-        """Learn what the members of this world are at, and which calls they have completed."""
+        """Exchange calls with the members of this world, and learn which are completed."""
         call = self.call
-        self._heard = gathered(self._group, self.told())
+        self._received = gathered(self._group, self.encoded())
         if call is None:
             return
-        if any((*each[3:],) == call.place for each in self._heard):
+        if any((*each[3:],) == call.place for each in self._received):
             self.complete(call)
         elif call.before is not None:
             call.before.restore()
 
     def callers(self) -> list[int]:
-        """Return the ranks that are in the call in hand, as they met."""
-        assert self.call is not None, "a call is in hand"
-        return [r for r, each in enumerate(self._heard) if (*each[:3],) == self.call.place]
+        """Return the ranks that were in the current call at the exchange."""
+        assert self.call is not None, "callers() outside of a call"
+        return [r for r, each in enumerate(self._received) if (*each[:3],) == self.call.place]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a worker that joins has to know."""
+        """Return what a joining worker has to know."""
         return {"completed": list(self._completed), "values": dict(self._values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another member knows."""
+        """Accept another member's completed calls and their values."""
         kind, loops, number = state["completed"]
         self._completed, self._values = (kind, loops, number), dict(state["values"])
 
@@ -183,7 +183,7 @@ class Calls:
 
 
 class RetryProgress:
-    """How far a member is: its place in the data and its calls, as one state."""
+    """How far a member is: its position in the data and its calls, as one state."""
 
     def __init__(self, cursor: DataPosition, calls: Calls) -> None:
         self._cursor, self._calls = cursor, calls
@@ -194,17 +194,17 @@ class RetryProgress:
         return self._cursor.next_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both."""
+        """Return the position and the calls."""
         return {"cursor": self._cursor.state_dict(), "calls": self._calls.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over another member's."""
+        """Accept another member's."""
         self._cursor.load_state_dict(state["cursor"])
         self._calls.load_state_dict(state["calls"])
 
 
 def given_up(error: BaseException, where: str, steps: int, resumes: str) -> str:
-    """Say that an error outside of every guarded place ends a worker, and what is lost with it."""
+    """Describe an error outside of every guarded place that ends a worker, and what is lost."""
     said = str(error).partition("\n")[0]
     return (
         f"elastane: {where}: {type(error).__name__}: {said}\n"
@@ -220,7 +220,7 @@ def _key(place: Place) -> str:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether a value can be kept for workers that join later."""
+    """Whether a value is small enough to keep for joining workers."""
     try:
         parts = flatten(value)
     except (ConfigurationError, StateError):

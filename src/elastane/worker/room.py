@@ -1,10 +1,10 @@
-"""Memory for a state that is to come, made while nobody waits for it.
+"""Allocates memory for a state that will arrive, before other members wait for it.
 
-An optimizer that has not stepped has no state, and memory that is first touched while it is being
-received costs more than the receiving (67 MB of AdamW's: 20 to 50 ms, 2026-11-21). A newcomer waits
-for its place anyway. A twin of each optimizer, over one parameter of two numbers, tells how much
-there will be; it also makes torch load what the first step needs. A wrong guess costs the memory
-until the state has come, or the time that was to be saved.
+An optimizer that has not stepped has no state. Memory that is first touched while it is being
+received costs more than the receiving: 20 to 50 ms for the 67 MB of AdamW (2026-11-21). A joining
+worker waits for its place anyway. Stepping a copy of each optimizer over one parameter of two
+numbers shows how much is needed. It also makes torch load what the first step needs. A wrong guess
+wastes memory until the state has arrived, or saves no time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _OWN = "torch.optim."
 
 
 def room_for(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """Return touched tensors like those that the optimizers will hold, where they hold none."""
+    """Return touched tensors like those that optimizers without a state will hold."""
     found = []
     for optimizer in optimizers:
-        # Others' optimizers may do anything when they are made.
+        # Constructing an optimizer that is not torch's may have side effects.
         if optimizer.state or not type(optimizer).__module__.startswith(_OWN):
             continue
         for group in optimizer.param_groups:
@@ -39,11 +39,12 @@ def _moments(kind: type[torch.optim.Optimizer], settings: dict[str, object]) -> 
     probe = torch.nn.Parameter(torch.ones(2))
     probe.grad = torch.ones(2)
     try:
-        make: Callable[..., torch.optim.Optimizer] = kind  # Its settings are its group's.
+        # The settings of a group are arguments of the constructor.
+        make: Callable[..., torch.optim.Optimizer] = kind
         twin = make([{"params": [probe], **settings}])
         twin.step()
     except (TypeError, ValueError, RuntimeError) as error:
-        _log.debug("what a %s will hold is not known: %s", kind.__name__, error)
+        _log.debug("the state of a %s cannot be predicted: %s", kind.__name__, error)
         return 0
     held = twin.state[probe].values()
     return sum(isinstance(each, torch.Tensor) and each.shape == probe.shape for each in held)

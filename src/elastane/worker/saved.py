@@ -1,7 +1,7 @@
-"""A job as what a Checkpointer saves and restores: its tracked objects, and its place in the data.
+"""A job as what a Checkpointer saves: its registered objects, and its position in the data.
 
-A worker that waits for a place restores nothing: the members give it their state. What was
-restored is what this member holds, as if it had made those steps.
+A standby restores nothing, since the members give it their state. A restored state counts as if
+this member had made those steps.
 """
 
 from __future__ import annotations
@@ -23,96 +23,96 @@ from elastane.worker.world import Worlds
 if TYPE_CHECKING:
     from elastane.checkpoint.checkpointer import Checkpointer
 
-# Beside the user's own names, which are of keyword arguments and have no dot.
+# Cannot clash with the user's names, which are keyword arguments and have no dot.
 DATA = "elastane.data"
 
 
 class SavedJob:
-    """The subject of one job, whether or not it has a Checkpointer."""
+    """The state source of one job, with or without a Checkpointer."""
 
     def __init__(self, worlds: Worlds, tracked: Tracked, health: Health) -> None:
         self._worlds, self._tracked, self._health = worlds, tracked, health
         self._cursor: DataPosition | None = None
-        self._place: dict[str, Any] = {}  # of a state that was restored before there is a cursor
-        self._settles: list[Callable[[], None]] = []
+        self._place: dict[str, Any] = {}  # restored before there was a cursor
+        self._waits: list[Callable[[], None]] = []
         self._checkpointer: Checkpointer | None = None
 
     def saved_by(self, checkpointer: Checkpointer) -> Self:
-        """Take note of who saves this."""
+        """Record which Checkpointer saves this job."""
         self._checkpointer = checkpointer
         return self
 
     @property
     def restored_by(self) -> str:
-        """What has brought back the tracked objects, or found that there was nothing; or ""."""
+        """The call that restored the registered objects, or found nothing to restore; or ""."""
         return "checkpointer.restore(job)" if self._checkpointer is not None else ""
 
     def opened(self, cursor: DataPosition) -> None:
-        """Take the job's place in the data from now on, and go to where it was restored."""
+        """Read and write the position through `cursor`, and move it to the restored one."""
         self._cursor = cursor
         if self._place:
             cursor.load_state_dict(self._place)
 
     def settle(self) -> None:
-        """Wait until what is tracked may be changed by something else than a step's body."""
-        for settle in self._settles:
+        """Wait until registered objects may be changed outside of a step's body."""
+        for settle in self._waits:
             settle()
 
     def save_before_stop(self) -> None:
-        """Save where all workers are going to be stopped, if there is a Checkpointer."""
+        """Save before all workers are stopped, if there is a Checkpointer."""
         if self._checkpointer is not None and self._cursor is not None:
             self._checkpointer.save_before_stop(self._cursor.next_step)
 
     @property
     def is_new(self) -> bool:
-        """Whether nobody else gives this worker a state."""
+        """Whether this worker restores its state: no member gives it one."""
         return not self._worlds.came_later
 
     @property
     def why(self) -> str:
-        """Why all workers begin from what was saved; "" where nothing says so."""
+        """Why all workers restart from a checkpoint after a loss; "" if they recover in place."""
         return sharding.why_unhealed(self._tracked, self._worlds.mesh)
 
     @property
     def fence(self) -> tuple[int, int]:
-        """That of the world in hand."""
+        """The fence of the current world."""
         return self._worlds.fence.round, self._worlds.fence.attempt
 
     def members(self) -> Members:
-        """Return the members of the world in hand."""
+        """Return the members of the current world."""
         return OfGroup(self._worlds.group) if self._worlds.group.size() > 1 else Alone()
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return those that are tracked."""
+        """Return the registered optimizers."""
         return self._tracked.optimizers
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return those of the modules that are tracked."""
+        """Return the buffers of the registered modules."""
         return [buffer for module in self._tracked.modules for buffer in module.buffers()]
 
     def before_change(self, settle: Callable[[], None]) -> None:
-        """Call it before an optimizer's step, and before another member's state comes."""
-        self._settles.append(settle)
+        """Register a call to make before an optimizer's step, and before a peer's state arrives."""
+        self._waits.append(settle)
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether a member was lost, which the job's next step recovers from."""
+        """Whether the error means a lost peer, from which the job's next step recovers."""
         return isinstance(error, PeerLostError) or self._worlds.group.failed
 
     def prepare(self) -> None:
-        """Make the state of sharded optimizers."""
+        """Create the state of sharded optimizers."""
         self._tracked.prepare()
 
     def unprepare(self) -> None:
-        """Have them without a state again."""
+        """Remove the state of sharded optimizers again."""
         self._tracked.unprepare()
 
     def state(self) -> dict[str, Any]:
-        """Return what is to be saved."""
+        """Return the state to save."""
         place = self._cursor.state_dict() if self._cursor is not None else self._place
         return {**self._tracked.state(), DATA: place}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that was saved, before the first step."""
+        """Load a saved state, before the first step."""
         insist_on_names(state, self.state())
         self._tracked.load({name: held for name, held in state.items() if name != DATA})
         self._place = dict(state[DATA])

@@ -1,8 +1,8 @@
-"""Whose shard is right when a world begins, and who gives it to whom. Pure.
+"""Decides which member gives which shard to which, when a world begins. Pure.
 
-A member makes an update only when all members hold their whole reductions (`Shards.agree`). So
-where one has made it, each of the others that has not can make it by itself, from what it holds;
-and who holds nothing gets its shard from a member that holds the same one. Nothing is taken back.
+A member makes an update only when all members hold their whole reductions (`Shards.agree`). If one
+member has made an update, every other can make it from what it holds. A member without its shard
+receives it from a member that holds the same one. No update is undone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from elastane.comms.state_plan import Handover, MemberStatus, decide
 
 @dataclass(frozen=True, slots=True)
 class ShardClaim:
-    """What one member says of itself: steps committed, and whether it holds its shard then.
+    """What one member reports: its committed steps, and whether it holds its shard at that step.
 
-    `torn`: what it has instead is no beginning either, since half of it was overwritten, or since
-    it came later. `ready`: it holds its whole reduction of the step that comes
-    next. `machine`: as in `MemberStatus`.
+    `torn`: it does not hold the initial state either, since half of it was overwritten or since it
+    joined later. `ready`: it holds its whole reduction of the next step. `machine`: as in
+    `MemberStatus`.
     """
 
     committed: int
@@ -32,10 +32,10 @@ class ShardClaim:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """How all members come to `committed` steps, by rank.
+    """How all members reach `committed` steps, by rank.
 
-    `leader` gives to those who are `advancing` what does not follow from their own shard, then they
-    make the update; then all go through `handovers` in their order. `lost` shards nobody holds.
+    `leader` sends the `advancing` members what does not follow from their own shard, and they make
+    the update. Then all perform the `handovers` in order. No member holds the `lost` shards.
     """
 
     committed: int
@@ -48,7 +48,7 @@ class ShardPlan:
 def plan(claims: Sequence[ShardClaim], shards: int) -> ShardPlan:
     """Return how a world comes to one state; `claims` by rank, the same on all members.
 
-    `shards`: how many the state has. Where the world is of no whole replicas, nobody may hold one.
+    `shards`: how many shards the state has. In a world without whole replicas a shard may be lost.
     """
     assert claims, "a world has members"
     committed = max((claim.committed for claim in claims if claim.holds), default=0)
@@ -64,7 +64,7 @@ def plan(claims: Sequence[ShardClaim], shards: int) -> ShardPlan:
         ranks = [rank for rank, claim in enumerate(claims) if claim.shard == shard]
         givers = {rank for rank in ranks if rank in right or rank in advancing}
         if not givers and not committed:
-            # Nobody has made a step: who was there from the beginning holds what all begin with.
+            # Before the first step, members of the first world hold the common initial state.
             givers = {rank for rank in ranks if not claims[rank].torn}
         if not givers:
             lost.append(shard)
@@ -79,7 +79,7 @@ def _within(ranks: list[int], givers: set[int], claims: Sequence[ShardClaim]) ->
     healing = decide(
         [MemberStatus(0, rank in givers, machine=claims[rank].machine) for rank in ranks]
     )
-    assert healing is not None and not healing.fresh, "somebody gives"
+    assert healing is not None and not healing.fresh, "a giver exists"
     return [
         Handover(ranks[each.receiver], tuple(ranks[giver] for giver in each.givers), each.near)
         for wave in healing.waves

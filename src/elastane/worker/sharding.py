@@ -1,7 +1,7 @@
-"""Sharded state (`fully_shard`) in a job: whether others can heal it, and what is refused with it.
+"""Sharded state (`fully_shard`) in a job: whether peers can heal it, and what it excludes.
 
-Owns the answer and its words. Where no replica holds what a lost worker held, all workers are
-started anew and go on from a snapshot or checkpoint; nothing else of a job is different then.
+Owns that answer and its error texts. If no replica holds what a lost worker held, all workers
+restart from a snapshot or checkpoint. Nothing else about a job changes then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_REPLICA = "sharded state has no replica"
 
 
 def why_unhealed(tracked: Tracked, mesh: MeshGroups | None) -> str:
-    """Return why others cannot heal what a worker of this world holds; "" where they can."""
+    """Return why peers cannot heal what a worker of this world holds; "" if they can."""
     never = _why_never(tracked, mesh)
     if never or mesh is None or not tracked.sharded or not mesh.is_sole:
         return never
@@ -31,7 +31,7 @@ def why_unhealed(tracked: Tracked, mesh: MeshGroups | None) -> str:
 
 
 def _why_never(tracked: Tracked, mesh: MeshGroups | None) -> str:
-    """Return why they cannot in whatever world follows, of the same processes."""
+    """Return why peers cannot heal it in any later world of the same processes; "" if they can."""
     meshes = {each.device_mesh for each in tracked.sharded}
     if not meshes:
         return ""
@@ -46,7 +46,7 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
     """Begin the steps of a job whose state is sharded."""
     if verify_every:
         raise _refused("job.steps(verify_every=...)")
-    # Who came later came to others that heal, though of these one replica may be left.
+    # A joining worker enters a job that heals, even if one replica is left at the moment.
     why = "" if worlds.came_later else why_unhealed(health.tracked, worlds.mesh)
     worlds.restarts = why and _why_never(health.tracked, worlds.mesh)
     if not worlds.restarts and worlds.mesh is not None:
@@ -62,13 +62,13 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
 
 
 def refuse(tracked: Tracked, mode: Mode, trail: Trail | None) -> None:
-    """JobError where what is tracked is sharded, in a job that needs whole replicas."""
+    """Raise JobError if sharded objects are registered in a job that needs whole replicas."""
     if tracked.sharded and (mode.is_deterministic or trail is not None):
         raise _refused("deterministic=True" if mode.is_deterministic else "a trail")
 
 
 def open_mesh(worlds: Worlds, shards: int) -> Any:
-    """Return the mesh of a job's world, in replicas of so many workers; waits for a place in it."""
+    """Return the mesh of a job's world, in replicas of `shards` workers; wait for a place in it."""
     if worlds.mesh is not None:
         raise JobError(
             "job.device_mesh() was called before",

@@ -1,10 +1,10 @@
-"""Sharded state (`fully_shard`) that recovers in place: each shard has replicas, which heal it.
+"""Sharded state (`fully_shard`) that recovers in place: replicas of a shard heal it.
 
-Owns what a step adds for that, and how the members of a world come to one state again. An update
-is made only once all members hold their whole reductions: else one shard could be a step ahead of
-another that nobody could bring there. That costs one number's all-reduce a step. Who is ahead is
-decided in `worker.shard_plan`, who sits where in `comms.mesh`. Fails as a collective fails;
-JobError where nobody is left who holds some shard.
+Owns what a step adds for that, and how the members of a world come to one state again. An update is
+made only once all members hold their whole reductions. Otherwise one shard could be a step ahead of
+another that no member could advance. That costs an all-reduce of one number a step.
+`worker.shard_plan` decides which member is ahead, and `comms.mesh` the mesh coordinates. Fails as a
+collective fails, and by JobError if no member holds some shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastane.worker.undo import Undo
 
 
 class Shards:
-    """One worker's; `compare` is a collective of a world's members, `agree` of each step's."""
+    """The shards of one worker; `compare` is a collective of a world, `agree` of each step."""
 
     def __init__(
         self,
@@ -44,24 +44,25 @@ class Shards:
         self._health, self._undo, self._came_later = health, undo, came_later
         self.is_healing = False
         self._agreed = self._ready = False
-        # Whose update was agreed on last, or is in question; None: the end of the body.
+        # The optimizer whose update was agreed on last, or is being agreed on; None: the body's
+        # end.
         self._next: torch.optim.Optimizer | None = None
 
     def forget(self) -> None:
-        """Forget what was agreed on: the step in hand is over."""
+        """Drop the agreement: the current step is over."""
         self._agreed = self._ready = False
         self._next = None
 
     def agree(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Wait until all members hold what an update takes, and have made those before it.
+        """Wait until all members hold what an update needs, and have made the earlier updates.
 
-        Once for each optimizer in its turn; None: to the end of a body, in which not all have
-        stepped. Who is a step ahead then has left others behind that lack one update, and can make
-        it. Raises as a collective does. In one replica nobody waits: where a worker is lost, all
-        start again.
+        Called once for each optimizer in its turn, and with None at the end of a body in which not
+        all of them stepped. A member that is a step ahead then knows that the others lack one
+        update at most, and can make it. Raises as a collective does. With a single replica it does
+        not wait, since the loss of a worker restarts all workers.
         """
-        is_told = self._undo.is_whole if optimizer is None else self._next is optimizer
-        if self._agreed and is_told:
+        is_known = self._undo.is_whole if optimizer is None else self._next is optimizer
+        if self._agreed and is_known:
             return
         self._ready, self._agreed, self._next = True, False, optimizer
         try:
@@ -74,10 +75,10 @@ class Shards:
         self._agreed = True
 
     def put_back(self) -> None:
-        """End a step that failed here: as it began, or kept until it is known who was ahead."""
+        """End a failed step: undo it, or keep it until it is known which member was ahead."""
         if self._agreed or not self._ready:
             if not self._undo.restore():
-                self._health.half_written()  # The update itself failed, anywhere in it.
+                self._health.half_written()  # The update itself failed, at an unknown place.
             self.forget()
 
     def compare(self, progress: MemberProgress) -> None:
@@ -95,7 +96,7 @@ class Shards:
             self._advance(found, progress)
             for handover in found.handovers:
                 if rank == handover.receiver:
-                    self._take(handover, progress)
+                    self._receive(handover, progress)
                 elif rank in handover.givers:
                     healing.give(self._group, handover, self._state(progress))
         finally:
@@ -108,15 +109,15 @@ class Shards:
     def _claims(self, progress: MemberProgress) -> list[ShardClaim]:
         health = self._health
         torn = not health.holds and (health.torn or self._came_later)
-        said = [progress.next_step, health.holds, torn, self._ready, self._mesh.seat]
-        heard = healing.gathered(self._group, [*said, near.machine()])
+        own = [progress.next_step, health.holds, torn, self._ready, self._mesh.seat]
+        received = healing.gathered(self._group, [*own, near.machine()])
         return [
             ShardClaim(n, bool(holds), bool(torn), bool(ready), self._mesh.shard_of(seat), machine)
-            for n, holds, torn, ready, seat, machine in heard
+            for n, holds, torn, ready, seat, machine in received
         ]
 
     def _advance(self, found: ShardPlan, progress: MemberProgress) -> None:
-        """Have those make the update who are ready for one that others have made."""
+        """Let ready members make the update that others have already made."""
         rank = self._group.rank()
         for each in found.advancing:
             handover = Handover(each, (found.leader,), near=False)
@@ -141,7 +142,7 @@ class Shards:
         self.forget()
 
     def _small(self, progress: MemberProgress) -> dict[str, Any]:
-        """What the rest of a body may have changed, the same on all members."""
+        """Return what the rest of a body may have changed and is the same on all members."""
         tracked = self._tracked
         settings = [
             [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
@@ -150,9 +151,9 @@ class Shards:
         others = [thing.state_dict() for thing in tracked.others]
         return {"settings": settings, "others": others, "data": progress.state_dict()}
 
-    def _take(self, handover: Handover, progress: MemberProgress) -> None:
+    def _receive(self, handover: Handover, progress: MemberProgress) -> None:
         for parameter in self._tracked.parameters():
-            parameter.grad = None  # Else nothing can be prepared.
+            parameter.grad = None  # A state with gradients cannot be prepared.
         self._tracked.prepare()
         own = self._tracked.state()
         found = healing.take(
@@ -179,7 +180,7 @@ class Shards:
 
 
 def local(state: Any) -> Any:
-    """Return a state with this worker's own parts in the place of what is sharded."""
+    """Return a state in which this worker's own shards replace the sharded tensors."""
     if isinstance(state, DTensor):
         return _part(state)
     if isinstance(state, dict):
@@ -196,10 +197,7 @@ def _part(tensor: DTensor) -> torch.Tensor:
 
 
 def placed(own: Any, found: Any) -> Any:
-    """Return `found`, of another's `local`, with what is sharded here in the place of its parts.
-
-    JobError where another holds a tensor of a parameter's that has none here.
-    """
+    """Return the state `found`, of another's `local`, with this worker's sharded tensors."""
     if isinstance(found, torch.Tensor):
         if isinstance(own, DTensor):
             part = _part(own)
@@ -220,9 +218,9 @@ def placed(own: Any, found: Any) -> Any:
 
 
 def reset(tracked: Tracked) -> None:
-    """Let sharded modules forget a forward or backward that was cut short, and its gradients.
+    """Make sharded modules drop an interrupted forward or backward, and its gradients.
 
-    What torch leaves where it is (2.13): gradients of parameters that were whole by then.
+    torch (2.13) keeps gradients of parameters that were gathered at that moment.
     """
     for module in tracked.modules:
         for each in module.modules():

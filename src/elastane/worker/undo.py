@@ -1,11 +1,11 @@
-"""A step that did not happen: what its half-run body had changed is put back.
+"""Undo a step that failed: restore what its partly run body had changed.
 
-What every step may change before it is sure is saved at its beginning: buffers, random streams,
-small states, the optimizers' settings. Parameters are copied only where they may have changed when
-a step fails: before each update where the body holds several optimizers, before an update that
-runs the body itself (a closure), and at the beginning of each step once a body was seen to change
-them by itself. Where something changed of which there is no copy, `restore` says so, and the
-member takes the state from another.
+Everything that any step may change is saved at its beginning: buffers, random streams, small
+states, the optimizers' settings. Parameters are copied only if they may have changed when a step
+fails. That is before each update if there are several optimizers, and before an update that runs
+the body itself (a closure). Once a body was seen to change parameters by itself, it is at the
+beginning of each step. If something changed that was not copied, `restore` returns False, and the
+member receives the state from another.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from elastane.checkpoint.registered import RandomStreams, Tracked, load_exactly
-from elastane.worker.buffers import BufferStatus, standing
+from elastane.worker.buffers import BufferStatus, buffers_of
 
-# A GradScaler sets them for the time of a fused optimizer's step. If that raises they stay, and the
-# next step would divide by the product of both scales.
+# A GradScaler sets them during a fused optimizer's step. If that raises they stay set, and the next
+# step would divide by the product of both scales.
 _SCALED = ("grad_scale", "found_inf")
 
 
 class Undo:
-    """One job's; `begin` at each step's beginning, `restore` where it did not happen."""
+    """The saved state of the current step; `begin` at its beginning, `restore` if it failed."""
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
@@ -38,12 +38,12 @@ class Undo:
         self._small: list[tuple[Any, dict[str, Any]]] = []
         self._settings: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
         self._updates: dict[int, _Update] = {}
-        # Optimizers, by id: whose step was called, who are in the middle of an update, and who make
-        # several in one body.
+        # Optimizers, by id: steps called, updates in progress, and those with several steps in one
+        # body.
         self._called: Counter[int] = Counter()
         self._inside: Counter[int] = Counter()
         self._repeating: set[int] = set()
-        # Whether an update cannot be taken back, and is not the whole of the body's either.
+        # Whether an update cannot be undone, and is not all that the body would have made either.
         self._is_torn = False
         self.stepped: set[int] = set()
 
@@ -66,7 +66,7 @@ class Undo:
         self.stepped.clear()
 
     def called(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note that an optimizer is to step, whatever comes of it."""
+        """Record that an optimizer's step was called, whether or not it succeeds."""
         number = id(optimizer)
         self._called[number] += 1
         if number in self.stepped and self._called[number] == 1:
@@ -74,32 +74,32 @@ class Undo:
             self._is_torn |= number not in self._updates
 
     def before_update(self, optimizer: torch.optim.Optimizer, *, runs_body: bool = False) -> None:
-        """Save what an optimizer is about to change, where the body may still fail after that.
+        """Save what an optimizer is about to change, if the body may fail after that.
 
         `runs_body`: it changes parameters, and then runs part of the body by its closure.
         """
         number = id(optimizer)
         if not self.stepped and not self._inside.total():
-            self._parameters.learn()
+            self._parameters.copy_if_changed()
         copies = runs_body or self.has_copies or number in self._repeating
         if copies and number not in self._updates and number not in self.stepped:
             self._updates[number] = _Update(optimizer)
         self._inside[number] += 1
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note that an optimizer has stepped."""
+        """Record that an optimizer has stepped."""
         self._called[id(optimizer)] -= 1
         self._inside[id(optimizer)] -= 1
         self.stepped.add(id(optimizer))
 
     def committed(self) -> None:
-        """Take note that the step has happened."""
+        """Record that the step was committed."""
         if not self.stepped:
-            self._parameters.learn()
+            self._parameters.copy_if_changed()
 
     @property
     def has_copies(self) -> bool:
-        """Whether an update that has begun can be taken back."""
+        """Whether an update that has begun can be undone."""
         return len(self._tracked.optimizers) > 1
 
     @property
@@ -111,14 +111,14 @@ class Undo:
 
     @property
     def is_revocable(self) -> bool:
-        """Whether every update that was made or begun can be taken back."""
+        """Whether every update that was made or begun can be undone."""
         made = self.stepped | set(+self._inside)
         return not self._is_torn and made <= self._updates.keys()
 
     def restore(self) -> bool:
-        """Put everything back as it was at the step's beginning; returns whether all of it is."""
+        """Restore the state of the step's beginning; return whether all of it was restored."""
         is_revocable = self.is_revocable
-        # The one that was begun last first: one inside another is loaded before the outer one.
+        # In reverse order: an optimizer inside another is restored before the outer one.
         for update in reversed(self._updates.values()):
             update.restore()
         self._parameters.restore()
@@ -126,7 +126,8 @@ class Undo:
         for thing, state in self._small:
             thing.load_state_dict(state)
             if hasattr(thing, "_per_optimizer_states"):
-                thing._per_optimizer_states.clear()  # A GradScaler's, that has unscaled already.
+                # A GradScaler that has unscaled would refuse the retry.
+                thing._per_optimizer_states.clear()
         for optimizer, groups in self._settings:
             for name in _SCALED:
                 vars(optimizer).pop(name, None)
@@ -148,7 +149,7 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Update:
-    """What one optimizer held before it stepped."""
+    """The state and parameters of one optimizer before its update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -164,24 +165,25 @@ class _Update:
 
 
 class _Parameters:
-    """The parameters at a step's beginning: two numbers of each, or, once `learn` says so, all.
+    """The parameters at a step's beginning: two numbers of each, and copies if those are needed.
 
     Every update changes numbers all over a model, so a few of them show whether one was made.
-    Version counters would not: fused optimizers and writes to `.data` leave them as they are.
+    Version counters do not show it: fused optimizers and writes to `.data` leave them as they are.
+    `copy_if_changed` decides whether later steps copy all parameters.
     """
 
     def __init__(self) -> None:
         self._live: list[torch.Tensor] = []
         self._count = -1
         self._places: list[int] = []
-        self._ends: list[list[torch.Tensor]] = []
-        self._seen: list[torch.Tensor] = []
+        self._samples: list[list[torch.Tensor]] = []
+        self._sampled: list[torch.Tensor] = []
         self._is_copied = False
         self._kept: list[torch.Tensor] = []
 
     @torch.no_grad()
     def keep(self, tracked: Tracked) -> None:
-        """Look at them, and copy them where that is needed."""
+        """Sample the parameters, and copy them if that is needed."""
         groups = (group for each in tracked.optimizers for group in each.param_groups)
         count = sum(len(group["params"]) for group in groups)
         if count != self._count:
@@ -190,8 +192,8 @@ class _Parameters:
             self._places, self._kept = [], []
         places = [each.data_ptr() for each in self._live]
         if places != self._places:
-            self._places, self._ends = places, _ends_of(self._live)
-        self._seen = self._look()
+            self._places, self._samples = places, _ends_of(self._live)
+        self._sampled = self._sample()
         if not self._is_copied or not self._live:
             return
         if self._kept:
@@ -199,21 +201,21 @@ class _Parameters:
         else:
             self._kept = [each.detach().clone() for each in self._live]
 
-    def learn(self) -> None:
-        """Copy them from the next step on, where a body has changed them without an optimizer."""
+    def copy_if_changed(self) -> None:
+        """Copy them from the next step on, if a body has changed them without an optimizer."""
         if not self._is_copied:
             self._is_copied = self.is_changed()
 
     @torch.no_grad()
     def is_changed(self) -> bool:
-        """Whether they are other ones than at the step's beginning."""
+        """Whether they differ from the step's beginning."""
         if self._places != [each.data_ptr() for each in self._live]:
             return True
-        return not all(map(torch.equal, self._seen, self._look()))
+        return not all(map(torch.equal, self._sampled, self._sample()))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Let them hold again what they held."""
+        """Restore the copied values."""
         if self._kept:
             for live, place, kept in zip(self._live, self._places, self._kept, strict=True):
                 if live.data_ptr() != place:
@@ -221,11 +223,11 @@ class _Parameters:
                 else:
                     live.copy_(kept)
             self._places = [each.data_ptr() for each in self._live]
-            self._ends = _ends_of(self._live)
+            self._samples = _ends_of(self._live)
 
-    def _look(self) -> list[torch.Tensor]:
-        """The bytes of the numbers that are looked at."""
-        return [torch.cat(ends).view(torch.uint8) for ends in self._ends]
+    def _sample(self) -> list[torch.Tensor]:
+        """Return the bytes of the sampled numbers."""
+        return [torch.cat(ends).view(torch.uint8) for ends in self._samples]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -235,7 +237,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _ends_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Views of the first and the last number of each, by device and type."""
+    """Return views of the first and the last number of each tensor, by device and type."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for each in tensors:
         pairs = zip(each.shape, each.stride(), strict=True)
@@ -247,18 +249,18 @@ def _ends_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 class _Buffers:
-    """All buffers of some modules: where each stands, and what it held."""
+    """All buffers of some modules: where each is registered, and its value."""
 
     def __init__(self) -> None:
-        self._standing: list[BufferStatus] = []
+        self._registered: list[BufferStatus] = []
         self._kept: list[torch.Tensor] = []
 
     @torch.no_grad()
     def keep(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Copy them all, into the memory of the last copies where these are the same tensors."""
-        former = [each.tensor for each in self._standing]
-        self._standing = standing(modules)
-        live = [each.tensor for each in self._standing]
+        """Copy them all, into the memory of the last copies if the tensors are the same."""
+        former = [each.tensor for each in self._registered]
+        self._registered = buffers_of(modules)
+        live = [each.tensor for each in self._registered]
         if len(former) != len(live) or not all(map(operator.is_, former, live)):
             self._kept = [buffer.detach().clone() for buffer in live]
         elif live:
@@ -266,7 +268,7 @@ class _Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put each back where it stood, with what it held."""
-        for each, kept in zip(self._standing, self._kept, strict=True):
+        """Register each buffer again, with its value."""
+        for each, kept in zip(self._registered, self._kept, strict=True):
             each.tensor.copy_(kept)
             each.put_back()

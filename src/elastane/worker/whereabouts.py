@@ -1,7 +1,8 @@
-"""Where the main thread is, for the agent that asks: a collective, and the user's line.
+"""Describes where the main thread is, for the agent: a collective, and the user's line.
 
-Reads the frames of the main thread from another one, which costs microseconds and stops nobody.
-What it sees may be over a moment later; it only names a wait that has lasted for seconds.
+Reads the frames of the main thread from another thread, which costs microseconds and interrupts
+nothing. The description may be out of date a moment later. It is used only for a wait that has
+lasted for seconds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from types import FrameType
 
 from elastane.protocol.limits import WHERE_CHARS_MAX
 
-# Modules whose frames wait for a person: pdb and what is built on it, those of editors.
+# Modules whose frames mean that a person debugs: pdb, what is built on it, and editors.
 _DEBUGGERS = frozenset(("pdb", "bdb", "pydevd", "_pydevd_bundle", "debugpy"))
 _DDP = "torch.nn.parallel.distributed"
-# What DDP calls on its way to what it does.
+# Internal steps of DDP, which are less telling than what they call.
 _DDP_WAY = frozenset(("forward", "_pre_forward", "_post_forward", "_run_ddp_forward"))
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _BACKWARD = "torch.autograd"
@@ -32,28 +33,28 @@ def main_frames() -> list[FrameType]:
 
 
 def is_debugged(frames: Sequence[FrameType]) -> bool:
-    """Whether a person looks at this thread through a debugger, which may take its time."""
+    """Whether a debugger holds this thread, which may take any time."""
     return any(_module(frame).partition(".")[0] in _DEBUGGERS for frame in frames)
 
 
 def described(frames: Sequence[FrameType]) -> str:
-    """Say where a thread is, as "_sync_buffers (train.py:31, main)"."""
-    inner: list[FrameType] = []
+    """Describe where a thread is, as "_sync_buffers (train.py:31, main)"."""
+    inner_frames: list[FrameType] = []
     for frame in frames:
         if not _is_ours_or_torchs(frame):
             place = f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            what = _called(inner) or frame.f_code.co_name
+            what = _called(inner_frames) or frame.f_code.co_name
             return f"{what} ({place}, {frame.f_code.co_name})"[:WHERE_CHARS_MAX]
-        inner.append(frame)
-    return (_called(inner) or "an unknown place")[:WHERE_CHARS_MAX]
+        inner_frames.append(frame)
+    return (_called(inner_frames) or "an unknown place")[:WHERE_CHARS_MAX]
 
 
-def _called(inner: Sequence[FrameType]) -> str:
-    """Return what the user's code has called, by frames that lie within; "" where by none."""
-    outside_in = [*reversed(inner)]
+def _called(inner_frames: Sequence[FrameType]) -> str:
+    """Return what the user's code has called, given the frames inside of it; "" without frames."""
+    outside_in = [*reversed(inner_frames)]
     in_ddp = [frame.f_code.co_name for frame in outside_in if _module(frame) == _DDP]
     if in_ddp:
-        # Buckets are agreed on, in C++, at the end of the way.
+        # DDP agrees on its buckets in C++, below its last Python frame.
         return next((name for name in in_ddp if name not in _DDP_WAY), in_ddp[-1])
     for frame in outside_in:
         if _module(frame) == _COLLECTIVES:

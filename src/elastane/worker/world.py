@@ -1,10 +1,10 @@
-"""The worlds of one worker, one after the other: its place, its line, its process group.
+"""Moves one worker from world to world: its rank, its control socket, its process group.
 
 Owns the way from a world that broke into the next one, and the boundary at which a planned change
-waits. What state the members bring along, and what a step is, is `job`'s. Without an agent there
-is one world, of one; so there is for workers of which others could not recover (`restarts`): they
-are started anew, all of them. Fails with PeerLostError where a world cannot be entered, which its
-caller answers by entering the next; JobError where there is none.
+waits. `job` owns steps, and the state that members bring along. Without an agent there is a single
+world with one worker. Workers whose state peers cannot heal (`restarts`) also have a single world:
+all of them are restarted. Fails with PeerLostError if a world cannot be entered; the caller then
+enters the next one. Fails with JobError if there is no next one.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from elastane.worker.control_socket import AgentLine
 from elastane.worker.healing import gathered
 from elastane.worker.progress_reporter import Pulse
 
-# How long a gated worker pauses between two looks at its page.
+# How often a gated worker reads its status page.
 _POLL_S = 0.0005
 
 
 class Worlds:
-    """One worker's; the thread of its line may end the world in hand at any instant."""
+    """The worlds of one worker; its control socket's thread may end the current one at any time."""
 
     def __init__(self, line: AgentLine | None) -> None:
         self.group = ElasticGroup()
-        # None: a world of one without an agent, or no place yet.
+        # None: without an agent, or not in a world yet.
         self.place: AssignedPlace | None = None
-        # Whether this worker has no place in a world yet.
+        # Whether this worker is a standby: it has no place in a world yet.
         self.waits = False
         # The number of this worker on its node, the same in every world.
         self.local_rank = 0
         self._line = line
         self._page: WorkerPage | None = None
         self._building: tuple[WorldGroup, ...] = ()
-        # The whole world, while some of its members go on in a group of their own.
+        # The whole world, while some of its members continue in a group of their own.
         self._whole: WorldGroup | None = None
         self.mesh: MeshGroups | None = None
-        # Whether this worker came after the first step: others give it their state.
+        # Whether this worker joined after the first step: peers give it their state.
         self.came_later = False
-        # Why no other world follows one that lost a worker; "" where one does.
+        # Why the loss of a worker restarts all workers; "" if they recover in place.
         self.restarts = ""
-        self._sharding: Sharding | None = None  # as the agent knows it
-        # Whether this world is of no whole replicas: its members come to one step there, no more.
+        self._sharding: Sharding | None = None  # as last reported to the agent
+        # Whether this world has no whole replicas: its members only come to one step in it.
         self._is_uneven = False
         self.pulse = Pulse()
         self.group.when_begun = self.pulse.beat
@@ -66,8 +66,8 @@ class Worlds:
     def join(self, *, wait_for_place: bool) -> None:
         """Meet the other workers.
 
-        A worker that came later waits for its place; without `wait_for_place` it begins in a world
-        of one and enters that of the others by `enter`.
+        A joining worker waits for its place. Without `wait_for_place` it begins in a world of one,
+        and enters that of the others by `enter`.
         """
         if self._line is not None:
             self._page = drain.take_page()
@@ -77,7 +77,7 @@ class Worlds:
             self.waits = self.came_later = isinstance(word, Wait)
             self._line.begin(self._end_world, self._doing)
             if isinstance(word, AssignedPlace):
-                self._take(word)
+                self._set_place(word)
         if self.waits and wait_for_place:
             self._wait_for_place()
         else:
@@ -87,18 +87,18 @@ class Worlds:
     @property
     def rank(self) -> int:
         """This worker's rank."""
-        self._insist_on_place("rank")
+        self._check_place("rank")
         return self.group.rank()
 
     @property
     def size(self) -> int:
-        """How many workers the world has."""
-        self._insist_on_place("world_size")
+        """The world size."""
+        self._check_place("world_size")
         return self.group.size()
 
     @property
     def fence(self) -> Fence:
-        """The round and attempt of the world; of none, where there is no agent."""
+        """The round and attempt of the world; zeros without an agent."""
         return self.place.fence if self.place is not None else Fence(0, 0)
 
     @property
@@ -110,41 +110,41 @@ class Worlds:
 
     @property
     def has_agent(self) -> bool:
-        """Whether anybody could start another worker."""
+        """Whether an agent could start another worker."""
         return self._line is not None
 
     @property
     def has_news(self) -> bool:
-        """Whether the world in hand has ended, or there is a place in another."""
+        """Whether the current world has ended, or this worker has a place in another."""
         return self._line is not None and self._line.has_news
 
     def able(self) -> None:
-        """Say that this worker can enter another world as it is."""
+        """Report that this worker can recover in place."""
         if self._line is not None and not self.restarts:
             self._sharding = self._sharded()
             self._line.able(self._sharding)
 
     def begin(self) -> None:
-        """Go on with the members of the world in hand, where there is a place in it."""
-        self._be_apart(False)
+        """Continue with the members of the current world, if this worker has a place in it."""
+        self._set_apart(False)
         self.able()
 
     def finished(self) -> None:
-        """Say that this worker enters no other world."""
+        """Report that this worker enters no other world."""
         if self._line is not None and not self.restarts:
             self._line.finished()
 
     def differed(self, steps: int, reason: str) -> None:
-        """Say that this worker's replica was another one than most hold, after so many steps."""
+        """Report that this worker's replica differed from the majority after `steps` steps."""
         if self._line is not None:
             self._line.differed(self.rank, steps, reason)
 
     def reach(self, number: int, before_stop: Callable[[], None]) -> None:
-        """Come to the boundary before step `number`, counted from 1; wait where one is agreed on.
+        """Reach the boundary before step `number`, counted from 1; wait there if one is agreed on.
 
-        `before_stop` is called, on all workers, at a boundary where they are all going to be
-        stopped, which may turn out as they wait there. The gate is no longer there a moment before
-        the news is; a step in between would be begun in the old world.
+        `before_stop` is called on all workers at a boundary where they are going to be stopped.
+        That may become known only while they wait. The gate disappears a moment before the message
+        of the agent arrives. A step made in between would begin in the old world.
         """
         page = self._page
         if page is None or not page.reach(number):
@@ -152,7 +152,7 @@ class Worlds:
         self.pulse.at(Activity.ENTERING)
         is_saved = False
         while not self.has_news and (page.gated or not self.restarts):
-            target = page.target  # once: it may be set at any moment
+            target = page.target  # read once: it may change at any time
             if target > number:
                 break
             if target and page.stops and not is_saved:
@@ -164,7 +164,7 @@ class Worlds:
         self.pulse.at(Activity.BETWEEN)
 
     def met(self, number: int) -> None:
-        """Show that all members are in this world, and hold the state of `number` steps.
+        """Report that all members are in this world, and hold the state of `number` steps.
 
         Steps that others have committed count as if this worker had made them.
         """
@@ -174,9 +174,9 @@ class Worlds:
             self._page.meet(number, self.fence.round)
 
     def is_over(self) -> bool:
-        """Wait for the end of a world that is of no whole replicas; False where it is of such.
+        """Wait for the end of a world without whole replicas; return False for other worlds.
 
-        Its members are at one step: then the coordinator can say who is to give way.
+        The members are at one step by then, so the coordinator can choose which ones to displace.
         """
         if not self._is_uneven:
             return False
@@ -188,27 +188,27 @@ class Worlds:
         """Wait for a place in another world, and meet its members; raises PeerLostError."""
         assert self._line is not None, "lose() has refused"
         self.pulse.at(Activity.ENTERING)
-        self._take(self._line.next_place())
+        self._set_place(self._line.next_place())
         self._close_whole()
         self._build(self.place)
         if self.mesh is not None:
-            self._take_seat(self.mesh)
+            self._take_coordinate(self.mesh)
 
     def open_mesh(self, mesh: MeshGroups) -> None:
-        """Take a seat in a mesh, in this world and in those that follow.
+        """Choose a mesh coordinate, for this world and the later ones.
 
-        What a worker builds depends on its seat. A worker without a place waits for one here.
+        A worker's modules depend on its coordinate. A standby waits for a place in a world here.
         """
         self.mesh = mesh
         for group in mesh.groups:
             group.when_begun = self.pulse.beat
-        self._be_apart(False)
+        self._set_apart(False)
         if self.waits:
             self._wait_for_place()
             return
         try:
-            self._take_seat(mesh)
-            self._be_apart(self.came_later)
+            self._take_coordinate(mesh)
+            self._set_apart(self.came_later)
         except (ElastaneError, RuntimeError) as error:
             if not (self.came_later or isinstance(error, _UnevenError)):
                 raise
@@ -217,7 +217,7 @@ class Worlds:
             self._wait_for_place()
 
     def narrow(self, ranks: Sequence[int]) -> None:
-        """Go on among these members of the world alone, in a group of their own; see `widen`.
+        """Continue among some members of the world, in a group of their own; `widen` ends it.
 
         Rank and world size are those of that group. Raises as the construction of a group does.
         """
@@ -249,16 +249,16 @@ class Worlds:
         os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
 
     def widen(self) -> None:
-        """Be in the whole world again."""
+        """Return to the group of the whole world."""
         if self._whole is not None and self.place is not None:
             self.group.replace(self._whole)
             self._whole = None
             os.environ.update(self.place.env)
 
     def lose(self, error: Exception) -> None:
-        """Take an error for that of a lost peer, if it is one; else it is raised again.
+        """Treat an error as that of a lost peer if it can be one; otherwise raise it again.
 
-        Raises JobError where there is no other world to go on in.
+        Raises JobError if there is no other world to enter.
         """
         if not (self.group.failed or self.has_news or isinstance(error, PeerLostError)):
             raise error
@@ -275,7 +275,7 @@ class Worlds:
             self._line.lost(self.fence, f"lost a peer: {error}")
 
     def close(self) -> None:
-        """Leave for good: line and group are closed. Idempotent."""
+        """Close the control socket and all groups. Idempotent."""
         if self._line is not None:
             self._line.close()
         self.pulse.close()
@@ -289,13 +289,13 @@ class Worlds:
             self._whole.close()
             self._whole = None
 
-    def _take(self, place: AssignedPlace) -> None:
-        """Hold this place, and have the environment say so."""
+    def _set_place(self, place: AssignedPlace) -> None:
+        """Set the place of this worker, and the environment variables that describe it."""
         self.place, self.waits = place, False
         os.environ.update(place.env)
 
     def _wait_for_place(self) -> None:
-        """Enter a world as soon as its members take this worker in; then build apart from them."""
+        """Enter the first world that takes this worker in; then build the model apart from it."""
         _warm_up()
         self.able()
         while True:
@@ -304,16 +304,16 @@ class Worlds:
                 break
             except (ElastaneError, RuntimeError) as error:
                 self.lose(error)
-        self._be_apart(True)
+        self._set_apart(True)
 
-    def _be_apart(self, apart: bool) -> None:
-        """Build without the others, which wait for this worker's first step; or meet them."""
+    def _set_apart(self, apart: bool) -> None:
+        """Set whether this worker builds alone while the others wait for its first step."""
         for group in (self.group, *(self.mesh.groups if self.mesh is not None else ())):
             group.apart = apart
         if apart:
             self.pulse.at(Activity.BUILDING)
 
-    def _insist_on_place(self, what: str) -> None:
+    def _check_place(self, what: str) -> None:
         if self.waits:
             raise JobError(
                 f"job.{what} of a worker that has no place in a world yet",
@@ -326,51 +326,51 @@ class Worlds:
 
     def _build(self, place: AssignedPlace | None) -> None:
         self._building = ()
-        self._meet(self.group, self._wiring(place) if place is not None else ALONE)
+        self._connect(self.group, self._wiring(place) if place is not None else ALONE)
 
-    def _take_seat(self, mesh: MeshGroups) -> None:
-        """Agree on who sits where, and meet those of the same row and of the same column."""
+    def _take_coordinate(self, mesh: MeshGroups) -> None:
+        """Agree on all mesh coordinates, and connect to the same row and column."""
         rank, size = self.group.rank(), self.group.size()
-        said = gathered(self.group, [mesh.seat, _node(), mesh.shards, _node_size()])
-        claims, nodes, shards, sizes = ([each[part] for each in said] for part in range(4))
+        received = gathered(self.group, [mesh.seat, _node_number(), mesh.shards, _node_size()])
+        claims, nodes, shards, sizes = ([each[part] for each in received] for part in range(4))
         if len(set(shards)) > 1:
             raise _not_alike(shards)
-        mesh.span = _span(mesh.shards, *set(sizes))
-        spans = mesh.span > 1 and self._line is not None  # else there is no other world
+        mesh.span = _nodes_per_replica(mesh.shards, *set(sizes))
+        spans = mesh.span > 1 and self._line is not None  # without an agent there is no other world
         self._is_uneven = spans and not is_whole(claims, mesh.shards)
         self.group.parts = () if self._is_uneven else mesh.groups
         if self._is_uneven:
             if NO_SEAT in claims:
                 what = f"{size} workers make no whole replicas of {mesh.shards}"
                 raise _UnevenError(what, slug="job-mesh")
-            return  # They hold what they held, and come to one step in this world.
+            return  # They keep their shards, and come to one step in this world.
         if size % mesh.shards:
             raise _not_whole(size, mesh.shards)
         mesh.settle(seated(claims, nodes, mesh.shards), rank)
         for group, wiring in zip(mesh.groups, mesh.wirings(self.group.world.wiring), strict=True):
-            self._meet(group, wiring)
+            self._connect(group, wiring)
 
     def _sharded(self) -> Sharding | None:
-        """Return what to say of the state that this worker holds; None: it is not sharded."""
+        """Return how this worker's state is sharded, for the agent; None if it is not."""
         mesh = self.mesh
         if mesh is None or mesh.shards == 1:
             return None
-        span = mesh.span if mesh.seat != NO_SEAT else _span(mesh.shards, _node_size())
+        span = mesh.span if mesh.seat != NO_SEAT else _nodes_per_replica(mesh.shards, _node_size())
         part = NO_PART
         if span > 1 and mesh.seat != NO_SEAT:
             part = mesh.shard_of(mesh.seat) // _node_size()
         level = self.fence if self._is_uneven else None
         return Sharding(sole=mesh.is_sole, span=span, part=part, level=level)
 
-    def _meet(self, group: ElasticGroup, wiring: Wiring) -> None:
+    def _connect(self, group: ElasticGroup, wiring: Wiring) -> None:
         world = WorldGroup(wiring)
         self._building += (world,)
         if self.has_news:
-            world.abort()  # The thread may have looked a moment too early.
+            world.abort()  # The thread may have checked before this world was listed.
         group.replace(world.build())
 
     def _end_world(self) -> None:
-        """In the line's thread: let the main thread come out of whatever it waits in."""
+        """In the control socket's thread: abort the collectives that the main thread waits in."""
         if self.has_news:
             for world in self._building:
                 world.abort()
@@ -385,7 +385,7 @@ class Worlds:
         ) from error
 
     def _doing(self) -> Doing:
-        """In the line's thread: whether this worker waits for others, where, and if bytes move."""
+        """In the control socket's thread: whether this worker waits, where, and its traffic."""
         frames = whereabouts.main_frames()
         return Doing(
             waits=self.group.in_flight,
@@ -408,14 +408,14 @@ class Worlds:
 
 
 def _warm_up() -> None:
-    """Import what the first optimizer needs, 1 to 2 s of it, while nobody waits for this worker."""
+    """Import what the first optimizer needs (1 to 2 s), while no other member waits for it."""
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter], lr=0.0).step()
 
 
-def _node() -> int:
-    """Return a number that the workers of this node have alike, and hardly others."""
+def _node_number() -> int:
+    """Return a number that all workers of this node share, and workers of other nodes hardly do."""
     return zlib.crc32(os.environ.get("ELASTANE_NODE", "").encode())
 
 
@@ -424,13 +424,13 @@ def _node_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _span(shards: int, size: int, *others: int) -> int:
-    """Return of how many nodes a replica is: of several, where all have so many workers."""
+def _nodes_per_replica(shards: int, size: int, *others: int) -> int:
+    """Return how many nodes hold a replica; 1 if nodes differ in their number of workers."""
     return 1 if others or shards % size else shards // size
 
 
 class _UnevenError(PeerLostError):
-    """A world of no whole replicas has members that hold nothing yet."""
+    """A world without whole replicas has members that hold no shard yet."""
 
 
 def _not_whole(size: int, shards: int) -> JobError:
