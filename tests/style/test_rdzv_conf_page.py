@@ -15,7 +15,6 @@ import pytest
 from style_sources import ROOT
 
 from elastane.errors import ElastaneError
-from elastane.kubernetes.store.settings import CONF_KEYS as KUBERNETES_KEYS
 from elastane.kubernetes.store.settings import TIMING
 from elastane.kubernetes.store.trouble import REFUSED_S
 from elastane.options import backend, conf
@@ -23,7 +22,8 @@ from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.options.show import as_lines
 from elastane.protocol.limits import ISOLATION_LIMIT_S, OUTCOME_KEPT_S, PAIRS, Timing
-from elastane.stores.etcd.settings import CONF_KEYS, PREFIX, read_settings
+from elastane.stores import registry
+from elastane.stores.etcd.settings import CONF_KEYS, read_settings
 
 PAGE = (ROOT / "docs" / "rdzv-conf.md").read_text()
 DURATIONS = [name.removesuffix("_s") for name in Timing.__struct_fields__]
@@ -84,7 +84,7 @@ def built(words):
 def test_every_key_has_a_row_and_every_row_is_a_key():
     known = {*conf._TORCHRUN, "keep_alive_max_attempt", *DURATIONS}
     assert set(keyed("Durations")) == known
-    others = {*conf._OTHER, *conf._IDLE, *CONF_KEYS, *KUBERNETES_KEYS} - {"keep_alive_max_attempt"}
+    others = {*conf._OTHER, *conf._IDLE, *registry.known_keys()} - {"keep_alive_max_attempt"}
     assert set(keyed("Other keys")) == others
 
 
@@ -113,16 +113,19 @@ def test_what_contradicts_is_told_as_the_code_checks_it():
     ]
 
 
-def test_a_key_for_etcd_is_told_as_one_and_no_other_is():
+def test_a_key_of_a_store_is_described_as_its_backend_describes_it():
     for key, cells in keyed("Other keys").items():
-        if key in CONF_KEYS:
-            assert cells[1] == "`etcd`, `etcd-v2`", key
-        if key in KUBERNETES_KEYS:
-            assert cells[1] == "`kubernetes`", key
+        owners = registry.backends_of_key(key)
+        if owners:
+            assert cells[1] == ", ".join(f"`{name}`" for name in owners), key
+        for name in owners:
+            [described] = [one for one in registry.backend(name).keys if one.name == key]
+            assert cells[3] == described.unit, key
+            if described.default != "-":
+                assert described.default in cells[2], key
         assert ("with a note" in cells[4]) == (key in conf._IDLE), key
         assert ("with a note" in cells[4]) == bool(conf.read_conf(f"{key}=1").notes), key
     etcd = keyed("Other keys")
-    assert etcd["etcd_prefix"][2] == PREFIX
     assert read_settings("h", {}).urls[0].startswith(etcd["protocol"][2] + ":")
     assert read_settings("h", {"cacert": "ca.pem"}).urls[0].startswith("https:")
     for spelling in ("cacert", "ca_cert", "cert", "ssl_cert", "key", "ssl_cert_key"):
@@ -170,7 +173,7 @@ def test_every_backend_has_a_section_whose_line_means_it(here):
         config = build(parse(shlex.split(block.replace("\\\n", " "))[2:], {}), {})
         meant[title] = config.rendezvous
     names = {name for title in meant for name in re.findall("`([^`]+)`", title)}
-    assert names == {*backend._NAMES, "standalone"}
+    assert names == {*backend.names(), "standalone"}
     assert meant.pop("The sidecar").sidecar
     for title, rendezvous in meant.items():
         assert rendezvous.backend == re.findall("`([^`]+)`", title)[0]
@@ -193,7 +196,7 @@ def test_a_handler_differs_as_told():
     assert set(told) == {"store", "silence", "close_timeout"}
     assert float(told["silence"][1]) == ours._SILENCE_S
     assert float(told["close_timeout"][1]) == ours._CLOSE_GRACE_S
-    assert set(re.findall("`([^`]+)`", told["store"][3])) >= set(ours._WITH_STORE)
+    assert set(re.findall("`([^`]+)`", told["store"][3])) >= set(registry.names())
     with pytest.raises(ElastaneError):
         conf.read_conf("store=file")
 

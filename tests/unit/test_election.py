@@ -23,7 +23,6 @@ from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.stores.file import FileStore
 from elastane.stores.jobs import Filed, JobKeys
 from elastane.stores.memory import MemoryBackend, MemoryStore, StoreFaults
-from elastane.stores.registry import backends, make_store, register
 
 PATIENCE_S = 0.6
 TIMING = Timing(lease_ttl_s=0.3, lease_renew_s=0.05)
@@ -317,28 +316,3 @@ async def test_a_record_of_another_version_is_refused_with_the_next_step() -> No
     with pytest.raises(ConfigurationError, match="store-record"):
         await node.election.campaign()
     assert node.election.term == 0
-
-
-def test_each_backend_has_its_store_or_none(tmp_path) -> None:
-    for name in ("", "elastane", "c10d", "static"):
-        assert make_store(name, "host:1", {}) is None
-    store = make_store("file", str(tmp_path / "new"), {})
-    assert isinstance(store, FileStore)
-    assert not (tmp_path / "new").exists(), "making a store does no I/O"
-    with pytest.raises(ConfigurationError, match="--rdzv-endpoint is empty"):
-        make_store("file", "", {})
-
-
-def test_an_unknown_backend_is_refused_with_the_valid_names() -> None:
-    with pytest.raises(ConfigurationError, match="is unknown") as error:
-        make_store("zookeper", "", {})
-    assert all(known in error.value.expected for known in backends())
-
-
-def test_a_backend_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastane.stores.registry._FACTORIES", {})
-    store = MemoryStore(MemoryBackend())
-    register("mine", lambda endpoint, conf: store)
-    assert make_store("mine", "", {}) is store
-    with pytest.raises(ConfigurationError, match="exists already"):
-        register("mine", lambda endpoint, conf: store)

@@ -20,20 +20,20 @@ from elastane.agent.ending import show
 from elastane.errors import ConfigurationError, ExitCode, UsageError
 from elastane.observe import logging as say
 from elastane.observe.report import report_of, write_launcher_error, write_report
-from elastane.options.backend import is_builtin
+from elastane.options.backend import is_builtin, names
 from elastane.options.build import read_nnodes, read_nproc
 from elastane.options.command import read_command, read_logs, read_signals
 from elastane.options.nearest import nearest
 from elastane.options.parser import Options
 from elastane.process.execspawn import RUN_PATH_CODE
 from elastane.protocol.model import Outcome
+from elastane.stores.registry import GROUP
 
 if TYPE_CHECKING:
     from elastane.elastic.launcher.api import LaunchConfig
     from elastane.elastic.multiprocessing import LogsSpecs
 
 _GROUP, _LOGS_GROUP = "torchrun.handlers", "torchrun.logs_specs"
-_OURS = ("elastane", "c10d", "static", "file", "etcd", "etcd-v2")
 _REGISTRY = "elastane.elastic.rendezvous.api"
 _TORCHS_REGISTRY = "torch.distributed.elastic.rendezvous.registry"
 _LEADS = {"script": [], "module": ["-m"], "run-path": ["-c", RUN_PATH_CODE]}
@@ -48,13 +48,14 @@ def is_wanted(options: Options) -> bool:
     offered = _offered()
     if name in offered:
         return True
-    known = [*_OURS, *sorted(offered)]
+    known = [*names(), *sorted(offered)]
     near = nearest(name, known)
     raise UsageError(
         f"no such --rdzv-backend: {name}",
         slug="bad-option-value",
         expected=(f"did you mean {near}? " if near else "") + "one of " + ", ".join(known),
-        next_step=f"a package that brings it has an entry point {name!r} in the group {_GROUP}",
+        next_step=f"a package that brings it has an entry point {name!r} in the group {GROUP} "
+        f"(a store) or {_GROUP} (a handler)",
     )
 
 
@@ -209,8 +210,8 @@ def _pairs(text: str) -> dict[str, Any]:
 
 def _offered() -> set[str]:
     """Return the names that installed packages, or this process, offer besides ours."""
-    names = {entry.name for entry in entry_points(group=_GROUP)}
+    offered = {entry.name for entry in entry_points(group=_GROUP)}
     registry: Any = sys.modules.get(_REGISTRY)
     if registry is not None:
-        names |= set(registry.rendezvous_handler_registry._registry)
-    return {name for name in names if not is_builtin(name)}
+        offered |= set(registry.rendezvous_handler_registry._registry)
+    return {name for name in offered if not is_builtin(name)}

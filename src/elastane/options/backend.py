@@ -7,29 +7,19 @@ said. The rules are those of `--rdzv-backend`'s help; each refusal names what to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.kubernetes.store import settings as kubernetes
 from elastane.options.conf import Conf
-from elastane.options.config import Backend, RendezvousConfig
+from elastane.options.config import RendezvousConfig
+from elastane.options.nearest import nearest
 from elastane.options.parser import Options
 from elastane.process.endpoint import Endpoint, parse_endpoint
-from elastane.stores.etcd import settings as etcd
+from elastane.stores import registry
 
 PORT = 29400  # torchrun's for c10d
 STATIC_PORT = 29500  # torchrun's for static
-_NAMES: dict[str, Backend] = {
-    "elastane": "elastane",
-    "c10d": "elastane",
-    "static": "static",
-    "file": "file",
-    "etcd": "etcd",
-    "etcd-v2": "etcd-v2",
-    "kubernetes": "kubernetes",
-}
-# Which keys of --rdzv-conf are whose.
-_STORE_KEYS = {"etcd": tuple(etcd.CONF_KEYS), "kubernetes": kubernetes.CONF_KEYS}
+# The backends without a store; those with one are in stores.registry.
+_WITHOUT_STORE = {"elastane": "elastane", "c10d": "elastane", "static": "static"}
 _STATIC_OPTIONS = {"node_rank", "master_addr", "master_port"}
 
 
@@ -40,14 +30,12 @@ def resolve(
     _, max_nodes = nodes
     backend = _backend(options, max_nodes)
     _check_store_keys(conf, backend)
-    if backend.startswith("etcd"):
-        return _etcd(options, conf, nodes, backend)
-    if backend == "kubernetes":
-        return _kubernetes(options, conf, environ), []
     if backend == "standalone":
         return _standalone(options, nodes)
-    if backend == "file":
-        return _file(options), []
+    if backend not in _WITHOUT_STORE:
+        if options.flag("standalone"):
+            return _sidecar(options, conf, nodes)
+        return _in_store(backend, options, conf, environ), []
     if backend == "static":
         return _static(options, conf, nodes), []
     endpoint = options.text("rdzv_endpoint")
@@ -63,9 +51,14 @@ def resolve(
     return RendezvousConfig("elastane", where.host, where.port, hosts=conf.is_host), notes
 
 
+def names() -> list[str]:
+    """Return what `--rdzv-backend` takes, the handlers of other packages left out."""
+    return [*_WITHOUT_STORE, *registry.names()]
+
+
 def is_builtin(name: str) -> bool:
-    """Return whether `--rdzv-backend NAME` is one of ours."""
-    return name.lower() in _NAMES
+    """Return whether elastane's own engine runs `--rdzv-backend NAME`, in a store or without."""
+    return name.lower() in _WITHOUT_STORE or registry.is_store(name.lower())
 
 
 def wished_rank(options: Options, conf: Conf) -> int | None:
@@ -76,9 +69,9 @@ def wished_rank(options: Options, conf: Conf) -> int | None:
     return rank
 
 
-def _backend(options: Options, max_nodes: int) -> Backend:
+def _backend(options: Options, max_nodes: int) -> str:
     written = options.text("rdzv_backend").lower()
-    if options.flag("standalone") and not written.startswith("etcd"):
+    if options.flag("standalone") and not _brings_server(written):
         return "standalone"
     endpoint = options.text("rdzv_endpoint")
     backend = _known(written)
@@ -92,16 +85,22 @@ def _backend(options: Options, max_nodes: int) -> Backend:
     return backend
 
 
-def _known(written: str) -> Backend:
-    if written in _NAMES:
-        return _NAMES[written]
-    import difflib
+def _brings_server(written: str) -> bool:
+    return registry.is_store(written) and registry.backend(written).brings_server
 
-    near = difflib.get_close_matches(written, [*_NAMES], n=1)
+
+def _known(written: str) -> str:
+    if written in _WITHOUT_STORE:
+        return _WITHOUT_STORE[written]
+    if registry.is_store(written):
+        return written
+    near = nearest(written, names())
     raise UsageError(
         f"no such --rdzv-backend: {written}",
         slug="bad-option-value",
-        expected=f"did you mean {near[0]}?" if near else "one of " + ", ".join(_NAMES),
+        expected=f"did you mean {near}?" if near else "one of " + ", ".join(names()),
+        next_step=f"a package that brings it has an entry point {written!r} in the group "
+        f"{registry.GROUP}",
     )
 
 
@@ -123,14 +122,10 @@ def _check_alone(options: Options, nodes: tuple[int, int]) -> list[str]:
     return [] if max_nodes == 1 else [f"--standalone: one node, not up to {max_nodes}"]
 
 
-def _etcd(
-    options: Options, conf: Conf, nodes: tuple[int, int], backend: Backend
+def _sidecar(
+    options: Options, conf: Conf, nodes: tuple[int, int]
 ) -> tuple[RendezvousConfig, list[str]]:
-    """Servers that are there, or, with --standalone, one that the agent brings along."""
-    if not options.flag("standalone"):
-        endpoint = options.text("rdzv_endpoint")
-        etcd.read_settings(endpoint, conf.store)
-        return RendezvousConfig(backend, store=endpoint, store_conf=conf.store), []
+    """The etcd that the agent starts for a job of this machine alone."""
     if options.text("rdzv_endpoint"):
         raise ConfigurationError(
             f"--standalone with --rdzv-endpoint {options.text('rdzv_endpoint')}",
@@ -144,46 +139,25 @@ def _etcd(
     return RendezvousConfig("etcd", sidecar=True, alone=True), notes
 
 
-def _kubernetes(options: Options, conf: Conf, environ: Mapping[str, str]) -> RendezvousConfig:
-    """A namespace that is there to be asked; who we are there is found out now."""
+def _in_store(
+    backend: str, options: Options, conf: Conf, environ: Mapping[str, str]
+) -> RendezvousConfig:
     endpoint = options.text("rdzv_endpoint")
-    settings = kubernetes.read_settings(endpoint, conf.store, environ)
-    namespace = settings.access().namespace
-    kept = {key: value for key, value in conf.store.items() if key != "namespace"}
-    return RendezvousConfig("kubernetes", store=namespace, store_conf=kept)
+    place = registry.backend(backend).place(endpoint, conf.store, environ)
+    return RendezvousConfig(backend, store=place.endpoint, store_conf=place.conf)
 
 
-def _check_store_keys(conf: Conf, backend: Backend) -> None:
+def _check_store_keys(conf: Conf, backend: str) -> None:
     """Refuse pairs of --rdzv-conf that mean another store."""
-    mine = next((keys for name, keys in _STORE_KEYS.items() if backend.startswith(name)), ())
     for key in conf.store:
-        if key not in mine:
-            whose = next(name for name, keys in _STORE_KEYS.items() if key in keys)
+        owners = registry.backends_of_key(key)
+        if backend not in owners:
             raise ConfigurationError(
-                f"--rdzv-conf {key}=... is for {whose}, and the backend is {backend}",
+                f"--rdzv-conf {key}=... is for {' or '.join(owners)}, and the backend is {backend}",
                 slug="bad-rdzv-conf",
-                expected=f"--rdzv-backend {whose} with it; tls_cert, tls_key and tls_ca are for "
-                "the coordinator's own connections",
+                expected=f"--rdzv-backend {owners[0]} with it; tls_cert, tls_key and tls_ca are "
+                "for the coordinator's own connections",
             )
-
-
-def _file(options: Options) -> RendezvousConfig:
-    folder = options.text("rdzv_endpoint")
-    if not folder:
-        raise ConfigurationError(
-            "--rdzv-backend file without --rdzv-endpoint",
-            slug="endpoint-missing",
-            expected="a folder that all nodes share",
-            next_step="--rdzv-backend file --rdzv-endpoint /shared/folder",
-        )
-    path = Path(folder).expanduser().absolute()
-    if path.exists() and not path.is_dir():
-        raise ConfigurationError(
-            f"--rdzv-endpoint {folder} is no folder",
-            slug="endpoint-missing",
-            expected="a folder that all nodes share, which may not exist yet",
-        )
-    return RendezvousConfig("file", store=str(path))
 
 
 def _static(options: Options, conf: Conf, nodes: tuple[int, int]) -> RendezvousConfig:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.kubernetes.store import settings as kubernetes
 from elastane.options import backend, facts, identity
 from elastane.options.command import read_command, read_logs, read_signals
 from elastane.options.conf import Conf, read_conf, timing_of
@@ -22,6 +21,7 @@ from elastane.options.secret import secured
 from elastane.options.supervision import read_supervision, watch_notes
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
+from elastane.stores import registry
 
 
 def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
@@ -50,7 +50,7 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
             min_workers=_min_workers(options, nodes[1] * node.local_world_size),
             identical_workers=environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1",
             static=static,
-            timing=_timing(options, conf, environ, rendezvous.backend == "kubernetes"),
+            timing=_timing(options, conf, environ, rendezvous.backend),
         ),
         node=node,
         rendezvous=rendezvous,
@@ -147,9 +147,7 @@ def _at_least_0(options: Options, dest: str) -> int:
     return count
 
 
-def _timing(
-    options: Options, conf: Conf, environ: Mapping[str, str], is_kubernetes: bool
-) -> Timing:
+def _timing(options: Options, conf: Conf, environ: Mapping[str, str], backend_name: str) -> Timing:
     wished = dict(conf.durations)
     shutdown = options.seconds("shutdown_timeout")
     variable = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
@@ -167,7 +165,8 @@ def _timing(
     drain = options.seconds("drain_timeout")
     if drain is not None:
         wished["drain_timeout_s"] = drain
-    return timing_of(wished, kubernetes.TIMING if is_kubernetes else None)
+    is_store = registry.is_store(backend_name)
+    return timing_of(wished, registry.backend(backend_name).timing if is_store else None)
 
 
 def _node(options: Options, conf: Conf, environ: Mapping[str, str]) -> NodeWish:

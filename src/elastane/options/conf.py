@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from elastane.errors import ConfigurationError, UsageError
-from elastane.kubernetes.store.settings import CONF_KEYS as KUBERNETES_KEYS
 from elastane.protocol.limits import PAIRS, Timing, check
-from elastane.stores.etcd import settings as etcd
+from elastane.stores import registry
 
 # torchrun's spelling, and what it sets here.
 _TORCHRUN = {
@@ -28,7 +27,6 @@ _IDLE = {
     "read_timeout": "no store is read; see silence",
     "store_type": "the coordinator keeps the state itself",
 }
-CONF_KEYS = (*etcd.CONF_KEYS, *KUBERNETES_KEYS)
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 _OTHER = ("token", "is_host", "rank", "keep_alive_max_attempt", *_TLS)
 _FIELDS = Timing.__struct_fields__
@@ -51,12 +49,15 @@ def read_conf(text: str) -> Conf:
     """Read `k=v,k=v`; UsageError for what is no pair, no number or no key."""
     pairs = _pairs(text)
     durations: dict[str, float] = {}
+    store: dict[str, str] = {}
     for key, value in pairs.items():
         name = _duration_name(key)
         if name:
             durations[name] = _number(key, value)
-        elif key not in (*_IDLE, *_OTHER, *CONF_KEYS):
-            raise _unknown(key)
+        elif key not in (*_IDLE, *_OTHER):
+            if not registry.backends_of_key(key):
+                raise _unknown(key)
+            store[key] = value
     if "keep_alive_max_attempt" in pairs:
         beat = durations.get("heartbeat_s", Timing().heartbeat_s)
         attempts = _number("keep_alive_max_attempt", pairs["keep_alive_max_attempt"])
@@ -69,7 +70,7 @@ def read_conf(text: str) -> Conf:
         is_host=_yes(pairs["is_host"]) if "is_host" in pairs else None,
         rank=_whole("rank", pairs["rank"]) if "rank" in pairs else None,
         tls={key: pairs[key] for key in _TLS if key in pairs},
-        store={key: pairs[key] for key in CONF_KEYS if key in pairs},
+        store=store,
         notes=tuple(
             f"--rdzv-conf {key} has no effect here: {_IDLE[key]}" for key in pairs if key in _IDLE
         ),
@@ -160,7 +161,7 @@ def _unknown(key: str) -> UsageError:
     import difflib
 
     ours = [name.removesuffix("_s") for name in _FIELDS]
-    known = list(dict.fromkeys([*_TORCHRUN, *_OTHER, *CONF_KEYS, *_IDLE, *ours]))
+    known = list(dict.fromkeys([*_TORCHRUN, *_OTHER, *registry.known_keys(), *_IDLE, *ours]))
     near = difflib.get_close_matches(key, known, n=1)
     return UsageError(
         f"--rdzv-conf: no such key: {key}",

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from elastane.process.endpoint import meets_here, reach
 from elastane.process.process import WorkerKind
 from elastane.process.streams.places import ChooseFiles
 from elastane.process.streams.plan import LogPlan
 from elastane.protocol.model import JobSpec
-
-Backend = Literal["standalone", "elastane", "static", "file", "etcd", "etcd-v2", "kubernetes"]
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,15 @@ class TlsFiles:
 class RendezvousConfig:
     """Where this agent finds its coordinator, and what it proves itself with.
 
-    `hosts` is whether this node serves the coordinator; None where the address decides. `token`
+    `backend` is standalone, elastane, static, or the name of a store in stores.registry. `hosts` is
+    whether this node serves the coordinator; None where the address decides. `token`
     is empty where the job has no secret, and `token_file` where it is from no file; `alone` means
     that no other machine is to join. `store` is the store's place (a folder, servers, a
     namespace) and `store_conf` how it is reached; `sidecar` means that this agent brings the
     store's server along.
     """
 
-    backend: Backend
+    backend: str
     host: str = ""
     port: int = 0
     store: str = ""

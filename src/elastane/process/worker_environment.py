@@ -33,7 +33,7 @@ _LACKS_PLACE = re.compile(rf"KeyError: '({'|'.join(_PLACE)})'")
 SLUG = "variable-before-place"
 _SECRET = "ELASTANE_TOKEN"
 _CONF = "PET_RDZV_CONF"
-_SECRET_KEYS = ("token", "password")
+_SECRET_ENDINGS = ("token", "password", "passwd", "secret")
 # ROCm reads it too.
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _LOOPBACK_INTERFACE = "lo"
@@ -211,6 +211,8 @@ def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
     if _CONF in env:
         pairs = env[_CONF].split(",")
         env[_CONF] = ",".join(
-            pair for pair in pairs if pair.partition("=")[0].strip().lower() not in _SECRET_KEYS
+            pair
+            for pair in pairs
+            if not pair.partition("=")[0].strip().lower().endswith(_SECRET_ENDINGS)
         )
     return env

@@ -27,12 +27,12 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from elastane.errors import LeaseLostError
+from elastane.errors import ConfigurationError, LeaseLostError
 from elastane.process.offload import Offload
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
 from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
@@ -52,6 +52,7 @@ from elastane.stores.protocol import (
     check_ttl,
     check_value,
 )
+from elastane.stores.registry import StoreBackend, StorePlace
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -320,3 +321,24 @@ def _read_beat(terms: Pages, page: FolderPage) -> bytes:
 def _entry(reading: PageReading) -> Entry | None:
     page = reading.page
     return Entry(page.value, page.number) if page is not None and page.kind == "value" else None
+
+
+def _check_folder(place: StorePlace, environ: Mapping[str, str]) -> StorePlace:
+    path = Path(place.endpoint).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigurationError(
+            f"--rdzv-endpoint {place.endpoint} is no folder",
+            slug="endpoint-missing",
+            expected="a folder that all nodes share, which may not exist yet",
+        )
+    return StorePlace(str(path), place.conf)
+
+
+BACKEND = StoreBackend(
+    name="file",
+    make=lambda place: FileStore(Path(place.endpoint).expanduser().absolute()),
+    endpoint="a folder that all nodes share",
+    example="/shared/folder",
+    check=_check_folder,
+    forgets=False,
+)

@@ -24,15 +24,13 @@ from elastane.process.endpoint import STANDALONE, Endpoint, parse_endpoint
 from elastane.process.tls import TlsConfig
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
+from elastane.stores import registry
 from elastane.stores.etcd.settings import CONF_KEYS, read_settings
 from elastane.stores.protocol import Store
-from elastane.stores.registry import make_store
 
 PORT = 29400  # torchrun's for c10d
 # Whoever runs the workers counts their restarts; this budget is only never to be in its way.
 MAX_RESTARTS = 1_000_000
-_ETCD = ("etcd", "etcd-v2")
-_WITH_STORE = ("file", *_ETCD, "kubernetes")
 _WITHOUT_STORE = ("elastane", "c10d")
 _CLOSE_GRACE_S = 30.0
 # Longer than an agent's own 3 s: heartbeats share the interpreter with code that we do not know,
@@ -68,11 +66,12 @@ def membership_of(params: RendezvousParameters) -> Membership:
     kind = str(config.pop("store", "") or params.backend)
     if "join_timeout" in config or config.get("timeout") == _LAUNCH_CONFIG_TIMEOUT:
         config.pop("timeout", None)
-    if kind not in _WITH_STORE + _WITHOUT_STORE:
+    in_store = registry.is_store(kind)
+    if not in_store and kind not in _WITHOUT_STORE:
         raise ConfigurationError(
             f"--rdzv-conf store = {kind!r}",
             slug="bad-rdzv-conf",
-            expected="one of " + ", ".join(_WITH_STORE),
+            expected="one of " + ", ".join(registry.names()),
             next_step="--rdzv-conf store=file with a shared folder as --rdzv-endpoint",
         )
     close_grace_s = float(params.get_as_int("close_timeout") or _CLOSE_GRACE_S)
@@ -81,12 +80,12 @@ def membership_of(params: RendezvousParameters) -> Membership:
         params.run_id,
         params.min_nodes,
         params.max_nodes,
-        _timing(conf),
+        _timing(conf, registry.backend(kind).timing if in_store else None),
         params.local_addr,
         close_grace_s,
     )
     token = conf.token or _token()
-    if kind in _WITH_STORE:
+    if in_store:
         open_store = _opener(kind, params.endpoint, conf.store)
         return _membership(_member_config(wish, open_store=open_store, token=token), conf)
     where = _endpoint(params)
@@ -96,15 +95,9 @@ def membership_of(params: RendezvousParameters) -> Membership:
 
 
 def _opener(kind: str, endpoint: str, conf: dict[str, str]) -> Callable[[], Store]:
-    if kind in _ETCD:
-        read_settings(endpoint, conf)  # What is wrong there is said before anything starts.
-
-    def open_store() -> Store:
-        store = make_store(kind, endpoint, conf)
-        assert store is not None, kind
-        return store
-
-    return open_store
+    # What is wrong with it is said before anything starts.
+    place = registry.backend(kind).place(endpoint, conf, os.environ)
+    return lambda: registry.make_store(kind, place.endpoint, place.conf)
 
 
 def node_name() -> str:
@@ -165,7 +158,7 @@ def _endpoint(params: RendezvousParameters) -> Endpoint:
     return where
 
 
-def _timing(conf: Conf) -> Timing:
+def _timing(conf: Conf, defaults: Timing | None) -> Timing:
     wished = dict(conf.durations)
     if "heartbeat_s" not in wished:
         wished.setdefault("silence_s", _SILENCE_S)
@@ -173,7 +166,7 @@ def _timing(conf: Conf) -> Timing:
     text = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     if "shutdown_timeout_s" not in wished and text:
         wished["shutdown_timeout_s"] = max(0.0, float(text))
-    return timing_of(wished)
+    return timing_of(wished, defaults)
 
 
 def etcd_client(params: RendezvousParameters, backend: str) -> EtcdClient:

@@ -122,10 +122,4 @@ class EtcdClient(StoreClient):
     def opener(self, prefix: str = "") -> Callable[[], Store]:
         """Return what opens this etcd, with all keys below `prefix` where one is given."""
         conf = {**self.conf, "etcd_prefix": prefix} if prefix else self.conf
-
-        def open_store() -> Store:
-            store = make_store(self.backend, self.endpoint, conf)
-            assert store is not None, self.backend
-            return store
-
-        return open_store
+        return lambda: make_store(self.backend, self.endpoint, conf)

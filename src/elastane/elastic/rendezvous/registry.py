@@ -16,10 +16,10 @@ from elastane.elastic.rendezvous.api import (
     RendezvousParameters,
 )
 from elastane.elastic.rendezvous.api import rendezvous_handler_registry as handler_registry
+from elastane.stores import registry as stores
 
 __all__ = ["get_rendezvous_handler", "register"]
 
-_OURS = ("elastane", "file", "etcd", "etcd-v2")
 _TORCHS = ("c10d", "static")
 _GROUP = "torchrun.handlers"
 _log = logging.getLogger("elastane.rendezvous")
@@ -47,8 +47,12 @@ def _create_static_handler(params: RendezvousParameters) -> RendezvousHandler:
     return create_rdzv_handler(params)
 
 
+def _ours() -> list[str]:
+    return ["elastane", *stores.names()]
+
+
 def _register_default_handlers() -> None:
-    for name in _OURS:
+    for name in _ours():
         handler_registry.register(name, _create_builtin_handler)
     handler_registry.register("c10d", _create_c10d_handler)
     handler_registry.register("static", _create_static_handler)
@@ -57,7 +61,7 @@ def _register_default_handlers() -> None:
 def _register_out_of_tree_handlers() -> None:
     for entry in entry_points(group=_GROUP):
         # Our own entry brings our engine to torchrun; here it is built in.
-        if entry.name in _OURS + _TORCHS:
+        if entry.name in (*_ours(), *_TORCHS):
             continue
         try:
             handler_registry.register(entry.name, _Plugin(entry))

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from elastane.errors import ConfigurationError
+from elastane.process.environment import snapshot
 from elastane.protocol.limits import Timing
+from elastane.stores.protocol import Store
+from elastane.stores.registry import ConfKey, StoreBackend, StorePlace
 
 if TYPE_CHECKING:
     from elastane.kubernetes.client import ClusterAccess
 
-CONF_KEYS = ("kubeconfig", "context", "namespace")
 # Set in the pods of an ElasticJob by its operator.
 JOB_VARIABLE = "ELASTANE_ELASTICJOB"
 POD_VARIABLE = "ELASTANE_POD_UID"
@@ -76,3 +78,37 @@ def read_settings(
         context=conf.get("context", ""),
         environ=environ,
     )
+
+
+def _check(place: StorePlace, environ: Mapping[str, str]) -> StorePlace:
+    """Find the namespace; ConfigurationError where no cluster can be asked."""
+    namespace = read_settings(place.endpoint, place.conf, environ).access().namespace
+    return StorePlace(
+        namespace, {key: value for key, value in place.conf.items() if key != "namespace"}
+    )
+
+
+def _make(place: StorePlace) -> Store:
+    from elastane.kubernetes.store.store import KubernetesStore
+
+    return KubernetesStore(read_settings(place.endpoint, place.conf, snapshot()))
+
+
+BACKEND = StoreBackend(
+    name="kubernetes",
+    make=_make,
+    endpoint="a namespace of the cluster, or nothing for that of the pod or the kubeconfig",
+    example="training",
+    needs_endpoint=False,
+    check=_check,
+    keys=(
+        ConfKey("kubeconfig", "where the API server is, and who we are to it", unit="file"),
+        ConfKey("context", "a context of the kubeconfig"),
+        ConfKey("namespace", "where the job's objects are"),
+    ),
+    tls=True,
+    login=True,
+    timing=TIMING,
+    forgets=False,
+    late_s=1.5,  # a Lease's duration is whole seconds
+)
