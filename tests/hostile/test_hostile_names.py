@@ -85,7 +85,7 @@ def test_whatever_a_job_is_called_its_files_and_keys_stay_below_their_folder(tmp
     entry = JobEntry(job=name, node=name, endpoint="h:1", token="t", pid=1, process="x")
     path = registry.write(entry).resolve()
     assert path.parent.parent == (tmp_path / "jobs").resolve()
-    with NodeSlot.take(tmp_path, name, name) as slot:
+    with NodeSlot.acquire(tmp_path, name, name) as slot:
         assert slot._path.resolve().parent == (tmp_path / "slots").resolve()
     keys = JobKeys(MemoryStore(MemoryBackend()), name)
     for key in (keys.coordinator, keys.token_key, keys.record, keys.seat_lease):
@@ -160,7 +160,7 @@ def test_a_link_in_the_runtime_folder_is_not_followed(tmp_path):
     lock = Path(folder / "slots" / safe_name("j.host.0.lock"))
     lock.symlink_to(victim)
     with pytest.raises(OSError, match="symbolic"):
-        NodeSlot.take(folder, "j", "host")
+        NodeSlot.acquire(folder, "j", "host")
     assert victim.read_text() == "precious"
 
 

@@ -46,7 +46,7 @@ def family_of(one: Agent) -> set[int]:
     assert len(told) == 6
     found = one.family()
     assert told < found
-    assert any("warden.py" in command_line(pid) for pid in children(one.pid))
+    assert any("orphan_reaper.py" in command_line(pid) for pid in children(one.pid))
     return found
 
 
@@ -99,7 +99,7 @@ def test_a_killed_agent_takes_everything_along(
 
 def test_a_killed_warden_is_replaced_by_another(tmp_path: Path) -> None:
     def wardens() -> set[int]:
-        return {pid for pid in children(one.pid) if "warden.py" in command_line(pid)}
+        return {pid for pid in children(one.pid) if "orphan_reaper.py" in command_line(pid)}
 
     with agent(tmp_path, "--nproc-per-node", "2", body=FAMILY) as one:
         family_of(one)

@@ -16,7 +16,7 @@ from process_harness import SCRIPTS, eventually, until
 from supervise import alive, state
 
 from elastane.process.kernel import become_subreaper
-from elastane.process.orphan_reaper import LOOK_S, Warden, sweep
+from elastane.process.orphan_reaper import LOOK_S, OrphanReaper, sweep
 from elastane.protocol.limits import STANDSTILL_LOOK_S
 
 
@@ -93,7 +93,7 @@ def test_an_agent_that_stands_still_has_its_workers_killed_at_the_deadline(
 
 def test_another_warden_keeps_the_deadline_of_the_one_before(leash: str) -> None:
     async def scenario() -> None:
-        warden = Warden(leash)
+        warden = OrphanReaper(leash)
         await warden.start()
         assert warden.pid is not None
         os.kill(warden.pid, signal.SIGKILL)
@@ -119,11 +119,13 @@ def test_an_orderly_end_leaves_nothing(leash: str, tmp_path: Path) -> None:
 
 def test_the_warden_ignores_polite_signals_and_can_be_started_again(leash: str) -> None:
     async def scenario() -> None:
-        warden = Warden(leash)
+        warden = OrphanReaper(leash)
         await warden.start()
         first = warden.pid
         assert first is not None
-        await eventually(lambda: b"warden" in Path(f"/proc/{first}/cmdline").read_bytes(), "exec")
+        await eventually(
+            lambda: b"orphan_reaper" in Path(f"/proc/{first}/cmdline").read_bytes(), "exec"
+        )
         os.kill(first, signal.SIGKILL)
         assert await warden.wait() == -signal.SIGKILL
         assert warden.pid is None
@@ -147,7 +149,7 @@ def test_sweep_finds_a_grandchild_that_took_its_own_session(leash: str, tmp_path
     left = pids(tmp_path / "pids")[1:]
     assert all(alive(pid) for pid in left)
     spared = left[0]
-    assert sorted(sweep(leash, spare=(spared,))) == sorted(left[1:])
+    assert sorted(sweep(leash, excluded=(spared,))) == sorted(left[1:])
     assert alive(spared)
     until(lambda: not any(alive(pid) for pid in left[1:]), "what was swept is gone")
     assert sweep(leash) == [spared]

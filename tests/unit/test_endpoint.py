@@ -240,7 +240,7 @@ def test_agents_of_one_job_on_one_machine_get_numbers_and_successors_get_them_ag
 ) -> None:
     code = (
         "import sys, pathlib\nfrom elastane.process.files import NodeSlot\n"
-        "slot = NodeSlot.take(pathlib.Path(sys.argv[1]), 'job', 'host')\n"
+        "slot = NodeSlot.acquire(pathlib.Path(sys.argv[1]), 'job', 'host')\n"
         "print(slot.node_id, flush=True)\nsys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -248,24 +248,24 @@ def test_agents_of_one_job_on_one_machine_get_numbers_and_successors_get_them_ag
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "host\n"
-        with NodeSlot.take(tmp_path, "job", "host") as mine:
+        with NodeSlot.acquire(tmp_path, "job", "host") as mine:
             assert (mine.index, mine.node_id) == (1, "host.1")
-            with NodeSlot.take(tmp_path, "other", "host") as other:
+            with NodeSlot.acquire(tmp_path, "other", "host") as other:
                 assert other.node_id == "host"
             child.kill()
             child.wait()
-            with NodeSlot.take(tmp_path, "job", "host") as successor:
+            with NodeSlot.acquire(tmp_path, "job", "host") as successor:
                 assert successor.node_id == "host"
-    with NodeSlot.take(tmp_path, "job", "host") as again:
+    with NodeSlot.acquire(tmp_path, "job", "host") as again:
         assert again.node_id == "host"
 
 
 def test_a_slot_does_not_pass_to_programs_that_its_holder_starts(tmp_path: Path) -> None:
-    slot = NodeSlot.take(tmp_path, "job", "host")
+    slot = NodeSlot.acquire(tmp_path, "job", "host")
     with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
         slot.release()
         try:
-            with NodeSlot.take(tmp_path, "job", "host") as again:
+            with NodeSlot.acquire(tmp_path, "job", "host") as again:
                 assert again.node_id == "host"
         finally:
             child.kill()

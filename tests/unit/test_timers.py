@@ -22,7 +22,7 @@ def timer(scope="step", at=10.0, pid=7, signum=9):
 
 def test_a_timer_expires_at_its_deadline_and_not_before():
     table = TimerTable()
-    table.take(timer(at=10.0))
+    table.update(timer(at=10.0))
     assert table.due_s == 10.0
     assert table.expired(9.999) == []
     assert table.expired(10.0) == [timer(at=10.0)]
@@ -32,11 +32,11 @@ def test_a_timer_expires_at_its_deadline_and_not_before():
 
 def test_a_negative_time_takes_the_timer_back_and_a_new_one_replaces_the_old():
     table = TimerTable()
-    table.take(timer(at=10.0))
-    table.take(timer(at=20.0))
-    table.take(timer("load", 15.0))
+    table.update(timer(at=10.0))
+    table.update(timer(at=20.0))
+    table.update(timer("load", 15.0))
     assert table.expired(12.0) == []
-    table.take(timer("load", -1, signum=0))
+    table.update(timer("load", -1, signum=0))
     assert table.expired(16.0) == []
     assert table.expired(20.0) == [timer(at=20.0)]
 
@@ -44,17 +44,17 @@ def test_a_negative_time_takes_the_timer_back_and_a_new_one_replaces_the_old():
 def test_of_a_process_the_first_timer_with_a_signal_counts_and_all_its_others_go():
     table = TimerTable()
     for request in (timer("a", 1.0, signum=0), timer("c", 3.0), timer("b", 2.0), timer("d", 99.0)):
-        table.take(request)
-    table.take(timer("other", 2.5, pid=8, signum=0))
+        table.update(request)
+    table.update(timer("other", 2.5, pid=8, signum=0))
     assert table.expired(5.0) == [timer("b", 2.0), timer("other", 2.5, pid=8, signum=0)]
     assert len(table) == 0
 
 
 def test_there_are_only_so_many_timers():
     table = TimerTable()
-    assert all(table.take(timer(str(n))) for n in range(TIMERS_MAX))
-    assert not table.take(timer("one more"))
-    assert table.take(timer("0", 5.0)), "one that is set can still be changed"
+    assert all(table.update(timer(str(n))) for n in range(TIMERS_MAX))
+    assert not table.update(timer("one more"))
+    assert table.update(timer("0", 5.0)), "one that is set can still be changed"
     table.forget([7])
     assert len(table) == 0
 

@@ -29,7 +29,7 @@ from elastane.process.execspawn import ExecSpawner
 from elastane.process.files import JobRegistry, NodeSlot, runtime_folder, safe_name
 from elastane.process.health import HealthServer
 from elastane.process.kernel import become_subreaper
-from elastane.process.orphan_reaper import LEASH_VARIABLE, Warden
+from elastane.process.orphan_reaper import LEASH_VARIABLE, OrphanReaper
 from elastane.process.process import Spawner
 from elastane.process.strays import kill_strays
 from elastane.process.worker_environment import without_secrets
@@ -53,7 +53,7 @@ class NodeServices:
     id: str
     leash: str
     events: EventLog
-    warden: Warden
+    warden: OrphanReaper
     spawner: Spawner
     port: OfferedPort
     keeping: Keeping
@@ -95,7 +95,7 @@ def place(
     try:
         folder = runtime_folder(config.environment)
         node_id = (
-            wished or stack.enter_context(NodeSlot.take(folder, config.spec.job, host)).node_id
+            wished or stack.enter_context(NodeSlot.acquire(folder, config.spec.job, host)).node_id
         )
     except OSError as error:
         _log.warning(
@@ -114,7 +114,7 @@ async def node_of(config: AgentConfig, node_id: str, host: str) -> AsyncIterator
     become_subreaper()
     keeping = Keeping(config.environment)
     keeping.open()
-    warden = Warden(leash, keeping.path)
+    warden = OrphanReaper(leash, keeping.path)
     await warden.start()
     events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
     spawner = _spawner(config, leash, events, node_id)
@@ -161,7 +161,7 @@ async def _answer_health(port: int | None) -> HealthServer | None:
     return server
 
 
-async def _keep(warden: Warden) -> None:
+async def _keep(warden: OrphanReaper) -> None:
     """Start the warden again when it was killed: only it can end what outlives this agent."""
     while True:
         code = await warden.wait()

@@ -55,7 +55,7 @@ class TimerWatch:
     def _read(self) -> None:
         refused = self._pipe.refused
         for request in self._pipe.read():
-            if not self._table.take(request):
+            if not self._table.update(request):
                 _log.warning("too many timers: %r of process %d is not set",
                              request.scope_id, request.pid)  # fmt: skip
         if self._pipe.refused > refused:

@@ -203,7 +203,7 @@ class Coordinator:
     def _event_of(self, peer: Peer) -> RendezvousEvent | None:
         """Return the peer's next message, or its end after the last one."""
         link = peer.link
-        message = link.take()
+        message = link.next_message()
         if message is not None:
             if link.has_more or link.is_over:
                 self._turns.add(peer)

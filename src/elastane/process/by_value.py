@@ -1,8 +1,8 @@
-"""Pickles by value what another process cannot import, with the names of its files.
+"""Pickles by value the functions and classes that another process cannot import.
 
 cloudpickle 3.1.3 replaces the file name of each code object by `<dynamic-code>`, so that equal
-functions have equal pickles. A traceback of a worker would then show neither file nor line of the
-user's function, so the names travel beside the code here. It fails as cloudpickle does.
+functions have equal pickles. The traceback of a worker would then show neither file nor line of the
+user's function, so this module restores the file names. It fails as cloudpickle does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def dumps(thing: Any) -> bytes:
-    """Return `thing` pickled, functions and classes of `__main__` by value."""
+    """Return `thing` pickled, with functions and classes of `__main__` by value."""
     buffer = io.BytesIO()
     _pickler()(buffer).dump(thing)
     return buffer.getvalue()
@@ -24,7 +24,7 @@ def dumps(thing: Any) -> bytes:
 
 @functools.cache
 def _pickler() -> Callable[[io.BytesIO], Any]:
-    """Return cloudpickle's pickler with a reducer of code objects that keeps their file names."""
+    """Return cloudpickle's pickler with a reducer that keeps the file names of code objects."""
     import cloudpickle
 
     reducers = cloudpickle.CloudPickler.dispatch_table

@@ -1,8 +1,8 @@
-"""The line between an agent and one worker that recovers in place: a pair of sockets, and words.
+"""The control socket between an agent and one worker that recovers in place, and its messages.
 
-One message is one packet, so nothing has to be framed, and no name in the file system leads to
-it: the worker inherits its end. Knows nothing of what the words mean. What is no message of this
-version is a ValueError for the reader.
+It is a pair of SOCK_SEQPACKET sockets: one message is one packet, so no framing is needed. The
+socket has no name in the file system; the worker inherits its end. This module decides nothing. A
+packet that is no message of this version raises ValueError.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from elastane.protocol.unreadable import UNREADABLE
 Where = Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]
 Traffic = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None
 LINE_FD_VARIABLE = "ELASTANE_LINE_FD"
-# The longest holds a reason, which core bounds.
+# The longest messages hold a reason, which protocol.limits bounds.
 PACKET_BYTES_MAX = 64 << 10
 
 
 class AssignedPlace(msgspec.Struct, frozen=True, tag="place", kw_only=True):
-    """To a worker: its place in a world, and where that world meets.
+    """To a worker: its rank in a world, and the address at which that world meets.
 
-    `agent_store`: a server listens there already; else the worker of rank 0 is to. `env`: the
-    environment variables that say the same.
+    `agent_store`: a process-group store already listens there; otherwise the worker of rank 0
+    starts one. `env`: the same values as environment variables.
     """
 
     fence: Fence
@@ -43,30 +43,31 @@ class AssignedPlace(msgspec.Struct, frozen=True, tag="place", kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, tag="wait", kw_only=True):
-    """To a worker: it has no place in a world yet, and so no rank."""
+    """To a worker: it has no rank yet, because no world includes it."""
 
     local_rank: LocalRank
 
 
 class InterruptWorker(msgspec.Struct, frozen=True, tag="interrupt"):
-    """To a worker: its world is no more; end the step, and wait for a place."""
+    """To a worker: its world has ended. It ends the step and waits for another assignment."""
 
     reason: Text
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """To a worker: the agent stops it. One that waits for a place has nothing to lose, and ends."""
+    """To a worker: the agent stops it. A worker without a rank has nothing to save and exits."""
 
 
 class StatusQuery(msgspec.Struct, frozen=True, tag="ask"):
-    """To a worker: say what you are at."""
+    """To a worker: report the current activity."""
 
 
 class Doing(msgspec.Struct, frozen=True, tag="doing"):
-    """From a worker, asked: whether it waits for others, or is `held` in a debugger.
+    """From a worker, as the answer to `StatusQuery`: what it is doing.
 
-    `where` it is, in words, and with which rank. `traffic`: the bytes that went over its
-    connections to the other workers so far; None where it cannot count them.
+    `waits`: it waits for other workers. `held`: a debugger holds it. `where`: its position in the
+    program, in words. `rank`: its rank. `traffic`: bytes exchanged with the other workers so far;
+    None if they cannot be counted.
     """
 
     waits: bool
@@ -77,45 +78,49 @@ class Doing(msgspec.Struct, frozen=True, tag="doing"):
 
 
 class Spare(msgspec.Struct, frozen=True, tag="spare"):
-    """To a worker, first of all: it is a spare, and waits; `Begin` comes next, or its end."""
+    """To a worker, as its first message: it is a warm spare.
+
+    `Begin` follows, or the end of the socket.
+    """
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """To a spare: it is to start as a worker; `AssignedPlace` or `Wait` comes next.
+    """To a warm spare: start as a worker. `AssignedPlace` or `Wait` follows.
 
-    With it come two descriptors, for its standard output and its standard error. `env` are the
-    variables that change.
+    Two descriptors come with it, for standard output and standard error. `env`: the variables that
+    change.
     """
 
     env: dict[str, str]
 
 
 class SpareReady(msgspec.Struct, frozen=True, tag="ready"):
-    """From a spare: it has come to `init()`, and waits there."""
+    """From a warm spare: it has reached `init()` and waits there."""
 
 
 class CanRecoverInPlace(msgspec.Struct, frozen=True, tag="able"):
-    """From a worker: it can enter another world as it is.
+    """From a worker: it can enter another world with its process and its state.
 
-    `sharding`: of the state that it holds; it says so anew in each world where that has changed.
+    `sharding`: the layout of the state that it holds. The worker sends the message again in each
+    world in which that layout has changed.
     """
 
     sharding: Sharding | None = None
 
 
 class WorkerFinished(msgspec.Struct, frozen=True, tag="finished"):
-    """From a worker: all its steps are done; it enters no other world."""
+    """From a worker: it has completed all its steps and enters no further world."""
 
 
 class PeerLost(msgspec.Struct, frozen=True, tag="lost"):
-    """From a worker: a peer was lost in the world of this fence."""
+    """From a worker: it lost a peer in the world of this fence."""
 
     fence: Fence
     reason: Text
 
 
 class Differed(msgspec.Struct, frozen=True, tag="differed"):
-    """From a worker: after so many steps its replica was another one than most hold."""
+    """From a worker: after `steps` steps its replica differs from the majority's."""
 
     rank: Count
     steps: Count
@@ -130,25 +135,25 @@ _from_worker = msgspec.json.Decoder(FromWorker).decode
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Return the agent's end, which never blocks, and the worker's; raises OSError."""
+    """Return the agent's end, which is non-blocking, and the worker's end; raises OSError."""
     agent, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.setblocking(False)
     return agent, worker
 
 
 def send_begin(end: socket.socket, begin: Begin, stdout: int, stderr: int) -> None:
-    """Send `begin` with its descriptors; raises OSError."""
+    """Send `begin` with its two descriptors; raises OSError."""
     socket.send_fds(end, [_encode(begin)], [stdout, stderr])
 
 
 def receive_begin(end: socket.socket) -> tuple[Begin, int, int]:
-    """Wait for `Begin` and its descriptors; raises OSError or ValueError."""
+    """Wait for `Begin` and its two descriptors; raises OSError or ValueError."""
     packet, fds, _, _ = socket.recv_fds(end, PACKET_BYTES_MAX, 2)
     begin = to_worker(packet) if packet else None
     if not isinstance(begin, Begin) or len(fds) != 2:
         for fd in fds:
             os.close(fd)
-        raise ValueError("it ended" if not packet else "no word to begin")
+        raise ValueError("the socket was closed" if not packet else "no message to begin")
     return begin, fds[0], fds[1]
 
 
@@ -158,7 +163,7 @@ def encode(message: ToWorker | FromWorker) -> bytes:
 
 
 def to_worker(packet: bytes) -> ToWorker:
-    """Return what the agent says; raises ValueError."""
+    """Return the agent's message in a packet; raises ValueError."""
     try:
         message: ToWorker = _to_worker(packet)
     except UNREADABLE as error:
@@ -167,7 +172,7 @@ def to_worker(packet: bytes) -> ToWorker:
 
 
 def from_worker(packet: bytes) -> FromWorker:
-    """Return what a worker says, which may be anything; raises ValueError."""
+    """Return the worker's message in a packet, which may hold any bytes; raises ValueError."""
     try:
         message: FromWorker = _from_worker(packet)
     except UNREADABLE as error:

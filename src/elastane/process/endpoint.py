@@ -1,10 +1,11 @@
-"""Where a coordinator listens, and which machine that is.
+"""The endpoint of a coordinator: its syntax, its addresses, and the listening socket.
 
-Owns the form `host[:port]`, name resolution with a bound, the question whether an address is
-this machine's, and the listening socket. Knows nothing of what is spoken over it: whether a port
-in use is served by this job's coordinator or by a foreign program is told by the handshake of
-whoever connects, so `listen` returns None for both. How it fails: UsageError for what was typed,
-RendezvousError for a name that does not resolve, ConfigurationError for a port that cannot be had.
+This module owns the form `host[:port]`, name resolution with a timeout, the check whether an
+address is local, and the listening socket. It speaks no protocol. A port in use may be served by
+this job's coordinator or by another program, which only the handshake of a client can tell apart,
+so `listen` returns None for both. It fails with UsageError for a malformed endpoint,
+MembershipError for a name that does not resolve, and ConfigurationError for a port that cannot be
+opened.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from elastane.errors import ConfigurationError, MembershipError, UsageError
 from elastane.process.offload import Offload
 from elastane.protocol.limits import RESOLVE_TIMEOUT_S
 
-DEFAULT_PORT = 29400  # torchrun's, for its c10d backend
-_BACKLOG = 1024  # a job of 1,024 nodes may come at once
+DEFAULT_PORT = 29400  # as torchrun's c10d backend
+_BACKLOG = 1024  # the nodes of a job of 1,024 may all connect at once
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
 _offload = Offload()
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """A host, by name or number, and a TCP port."""
+    """A host, by name or address, and a TCP port."""
 
     host: str
     port: int
@@ -44,9 +45,9 @@ STANDALONE = Endpoint(LOOPBACK, 0)
 
 
 def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
-    """Return the address that `host`, `host:port`, `[v6]` or `[v6]:port` names.
+    """Return the endpoint in `host`, `host:port`, `[v6]` or `[v6]:port`.
 
-    Port 0 means: any that is free. Raises UsageError that names the value.
+    Port 0 selects a free port. Raises UsageError with the value.
     """
     value = text.strip()
     match = re.fullmatch(r"\[([^\]]*)\](?::(.*))?", value)
@@ -88,9 +89,9 @@ def _is_ipv6(host: str) -> bool:
 
 
 async def resolve(host: str, timeout_s: float = RESOLVE_TIMEOUT_S) -> tuple[str, ...]:
-    """Return the addresses of `host`, in the resolver's order, in one try.
+    """Return the addresses of `host`, in the resolver's order; tries once.
 
-    Raises RendezvousError after `timeout_s` at the latest, with the next step.
+    Raises MembershipError after at most `timeout_s`, with the next step.
     """
 
     def look_up() -> tuple[str, ...]:
@@ -115,12 +116,12 @@ def _unresolvable(host: str, why: str) -> MembershipError:
 
 
 def local_addresses() -> frozenset[str]:
-    """Return every address of this machine's interfaces, those that are down included."""
+    """Return every address of this machine's interfaces, including interfaces that are down."""
     return _ipv4_addresses() | _ipv6_addresses()
 
 
 def _ipv4_addresses() -> frozenset[str]:
-    """Read /proc/net/fib_trie: a leaf is followed by a line that says what it is."""
+    """Read /proc/net/fib_trie, in which the line after a leaf gives the leaf's type."""
     found, leaf = set(), ""
     for line in _lines("/proc/net/fib_trie"):
         words = line.split()
@@ -132,7 +133,7 @@ def _ipv4_addresses() -> frozenset[str]:
 
 
 def _ipv6_addresses() -> frozenset[str]:
-    """Read /proc/net/if_inet6: 32 hexadecimal digits are the first column."""
+    """Read /proc/net/if_inet6, whose first column has 32 hexadecimal digits."""
     lines = _lines("/proc/net/if_inet6")
     return frozenset(
         str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines if line
@@ -147,10 +148,10 @@ def _lines(path: str) -> list[str]:
 
 
 def is_mine(addresses: Iterable[str]) -> bool:
-    """Return whether one of `addresses` is this machine's own.
+    """Return whether one of `addresses` belongs to this machine.
 
-    A loopback address is every machine's. An address behind which another one stands (NAT, a
-    Kubernetes Service) is nobody's.
+    A loopback address belongs to every machine. An address that is translated (NAT, a Kubernetes
+    Service) belongs to none.
     """
     local = local_addresses()
     return any(_is_mine(address.partition("%")[0], local) for address in addresses)
@@ -162,7 +163,7 @@ def _is_mine(address: str, local: frozenset[str]) -> bool:
     number = mapped or number
     if number.is_loopback or number.is_unspecified or str(number) in local:
         return True
-    # Where /proc told us addresses of this family, it told us all of them.
+    # If /proc lists any address of this family, it lists all of them.
     known = any((":" in other) == (number.version == 6) for other in local)
     return not known and _can_bind(number)
 
@@ -178,32 +179,32 @@ def _can_bind(number: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def reach(local_addr: str, *, alone: bool) -> str:
-    """Return where others reach this node's listeners, "" where that is not known yet.
+    """Return the address at which others reach this node's listeners; "" if it is not known yet.
 
-    The address that the user names; else the loopback for a job on this machine `alone`.
+    It is the address that the user gave; for a job that is `alone` on this machine, the loopback.
     """
     return local_addr or (LOOPBACK if alone else "")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as it was typed, is the loopback."""
+    """Return whether a host, as the user wrote it, is the loopback."""
     number = _number(host)
     return host == "localhost" or (number is not None and number.is_loopback)
 
 
 def meets_here(endpoint_host: str, local_addr: str) -> bool:
-    """Whether agents that meet at this host, without a store, are all of this machine.
+    """Return whether all agents that meet at this host, without a store, are on this machine.
 
-    A coordinator at the loopback is out of reach for others. A node that is named by an address of
-    a network is held to be one of several machines: a tunnel may lead to that loopback.
+    Other machines cannot reach a coordinator on the loopback. A node with a network address counts
+    as one of several machines, because a tunnel may lead to that loopback.
     """
     return is_loopback(endpoint_host) and (not local_addr or is_loopback(local_addr))
 
 
 def listen(host: str, port: int) -> socket.socket | None:
-    """Return a listening, non-blocking socket for the endpoint; None where the port is served.
+    """Return a listening, non-blocking socket for the endpoint; None if the port is in use.
 
-    See `bound` for the addresses. Port 0 takes a free one. Raises ConfigurationError.
+    `bound` defines the addresses. Port 0 selects a free port. Raises ConfigurationError.
     """
     try:
         sock = bound(host, port)
@@ -225,14 +226,15 @@ def listen(host: str, port: int) -> socket.socket | None:
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound where others reach `host`; raises OSError.
 
-    The loopback, and a numeric address of this machine, are bound as such and are out of reach by
-    any other address. All addresses of this machine are bound for "", and for a name: other nodes
-    may know it by one that resolves differently there (Debian's own is 127.0.1.1 to itself).
+    The loopback, and a numeric address of this machine, are bound exactly; no other address reaches
+    them. For "" and for a name all addresses of this machine are bound: other nodes may resolve the
+    name differently (Debian resolves its own name to 127.0.1.1).
     """
     family, bind_host = _bind_address(host)
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart, at once
+        # a restarted coordinator can bind at once
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and bind_host == "::":
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.bind((bind_host, port))
@@ -252,7 +254,7 @@ def _bind_address(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return a numeric address; None for a name, and for an address of one link (`%eth0`)."""
+    """Return a numeric address; None for a name and for a link-local address (`%eth0`)."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

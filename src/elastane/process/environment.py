@@ -1,7 +1,7 @@
-"""The one place that reads this process's environment variables.
+"""The only module that reads this process's environment variables.
 
-Everything else is given a mapping, so that what a program does follows from its arguments. It
-knows no variable's meaning and cannot fail.
+All other modules receive a mapping, so that behaviour follows from arguments. It knows no
+variable's meaning and cannot fail.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ def snapshot() -> dict[str, str]:
 
 
 def get(name: str, default: str = "") -> str:
-    """Return one variable, or `default` where it is not set."""
+    """Return one variable, or `default` if it is not set."""
     return os.environ.get(name, default)

@@ -1,13 +1,13 @@
-"""The error file of a worker, in torch's format: written by who failed, read by who supervises.
+"""The error file of a worker, in torch's format: the failed worker writes it, its agent reads it.
 
     {"message": {"message": "ValueError: text",
                  "extraInfo": {"py_callstack": "...", "timestamp": "1795237719"},
                  "errorCode": 3}}
 
-Ours adds to `extraInfo` nanoseconds: `timestamp_ns` of the wall clock, and `monotonic_ns` of
-CLOCK_MONOTONIC, which all processes of a host share, so that two failures of one host have an order
-that torch's whole seconds do not give. Owns the format and nothing else; imports no torch. How it
-fails: a file that is absent, torn or none of this format is None; a write raises OSError.
+Elastane adds nanoseconds to `extraInfo`: `timestamp_ns` of the wall clock, and `monotonic_ns` of
+CLOCK_MONOTONIC. All processes of a host share that clock, so two failures of one host can be
+ordered, which torch's whole seconds do not allow. This module owns the format and imports no torch.
+A file that is absent, torn or of another format reads as None; a failed write raises OSError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class WorkerError:
-    """What an error file says. A time that it does not give is 0."""
+    """The content of an error file. A time that the file lacks is 0."""
 
     message: str
     callstack: str = ""
@@ -39,7 +39,7 @@ class WorkerError:
 
 
 def read_error_file(path: str) -> WorkerError | None:
-    """Return what the file says, None where there is none that can be read."""
+    """Return the content of the file, or None if it is absent or unreadable."""
     try:
         with Path(path).open("rb") as file:
             found = json.loads(file.read(ERROR_FILE_BYTES_MAX))
@@ -48,7 +48,7 @@ def read_error_file(path: str) -> WorkerError | None:
     if not isinstance(found, dict):
         return None
     message = found.get("message", "")
-    # A file whose message is a text has its time beside it.
+    # If the message is plain text, the time is at the top level.
     extra: dict[str, Any] = found
     code = None
     if isinstance(message, dict):
@@ -67,7 +67,7 @@ def read_error_file(path: str) -> WorkerError | None:
 
 
 def error_of(error: BaseException, time_ns: int, monotonic_ns: int) -> dict[str, Any]:
-    """Return the content for an exception; its traceback is of the deepest that is kept."""
+    """Return the error file's content for an exception; a long traceback loses its start."""
     stack = "".join(traceback.format_exception(error))
     return {
         "message": {
@@ -83,24 +83,24 @@ def error_of(error: BaseException, time_ns: int, monotonic_ns: int) -> dict[str,
 
 
 def write_error_file(path: str, error: BaseException, time_ns: int | None = None) -> None:
-    """Write an exception's error file; `time_ns` is when it happened, of the wall clock."""
+    """Write the error file of an exception at `time_ns` of the wall clock (default: now)."""
     now_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
     ago_ns = max(0, now_ns - time_ns) if time_ns is not None else 0
     write_content(path, error_of(error, now_ns - ago_ns, monotonic_ns - ago_ns))
 
 
 def write_content(path: str, content: Mapping[str, Any]) -> None:
-    """Write an error file whole: who reads it meanwhile finds the one before, or this one."""
+    """Write an error file atomically: a concurrent reader sees the previous file or this one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(target, json.dumps(content).encode(), mode=0o666)
 
 
 def with_error_code(content: Mapping[str, Any], code: int) -> dict[str, Any]:
-    """Return an error file's content with the exit code of the process that it is about."""
+    """Return an error file's content with the exit code of its process added."""
     message = content.get("message")
     if not isinstance(message, dict):
-        return dict(content)  # A text: the format has no place for it.
+        return dict(content)  # A plain text: the format has no field for the code.
     return {**content, "message": {**message, "errorCode": code}}
 
 

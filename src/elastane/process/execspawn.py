@@ -1,8 +1,9 @@
-"""Workers as fresh processes: fork, and exec of a new interpreter or program.
+"""Workers as fresh processes: fork, then exec of a new interpreter or program.
 
-Owns the few steps between the two: session, death with the parent, signals, descriptors, folder.
-Knows nothing of the zygote, which is itself started by `launch`. A program that cannot be run is
-a ConfigurationError that says which and why; a file system that hangs is one too, after a bound.
+This module owns the steps between fork and exec: session, death with the parent, signals,
+descriptors and folder. It knows nothing of the zygote, which is itself started by `launch`. A
+program that cannot be run raises ConfigurationError with the program and the cause; so does a file
+system that hangs, after a timeout.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from elastane.process.kernel import (
 )
 from elastane.process.process import WorkerCommand, WorkerProcess, adopt, spawning
 
-# From fork to exec: a few milliseconds, unless the program's file system hangs.
+# Fork to exec takes a few milliseconds, unless the program's file system hangs.
 EXEC_TIMEOUT_S = 30.0
 ERROR_BYTES_MAX = 1024
-# What `python -c` is given for a path to run as the launcher itself would (torchrun --run-path).
+# The code for `python -c` that runs a path as the launcher itself would (torchrun --run-path).
 RUN_PATH_CODE = (
     "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 
 
 def command_line(command: WorkerCommand, python: str) -> list[str]:
-    """Return the argument vector that runs `command` as a program of its own."""
+    """Return the argument vector that runs `command` as its own program."""
     leads = {
-        # As torchrun: without -u what a worker prints into a pipe would wait in its memory.
+        # -u, as in torchrun: otherwise output into a pipe waits in the worker's memory.
         "script": [python, "-u"],
         "module": [python, "-u", "-m"],
         "exec": [],
@@ -51,9 +52,9 @@ async def launch(
     descriptors: Mapping[int, int],
     cpus: frozenset[int] = frozenset(),
 ) -> WorkerProcess:
-    """Start a program in a session of its own that dies when this process does.
+    """Start a program in its own session; it dies when this process does.
 
-    `cpus`: the ones that it may run on; none for those of this process.
+    `cpus`: the CPUs that it may run on; empty for the CPUs of this process.
     """
     with spawning():
         read, write = os.pipe()
@@ -74,7 +75,7 @@ async def launch(
         process.kill_group(signal.SIGKILL)
         error = f"no answer in {EXEC_TIMEOUT_S:g} s".encode()
     except asyncio.CancelledError:
-        process.kill_group(signal.SIGKILL)  # nobody would hold it
+        process.kill_group(signal.SIGKILL)  # otherwise no object would hold the process
         raise
     finally:
         os.close(read)
@@ -91,12 +92,12 @@ async def launch(
 
 
 async def _read_to_end(fd: int) -> bytes:
-    """Return what comes until the other end closes, which exec does."""
+    """Return the bytes until the other end closes, which exec does."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(fd, _settle, readable)
+    loop.add_reader(fd, _set_done, readable)
     try:
-        # Not wait_for: that of Python 3.11 loses a cancellation that comes with the result.
+        # Not wait_for: in Python 3.11 it loses a cancellation that comes with the result.
         async with asyncio.timeout(EXEC_TIMEOUT_S):
             await readable
         return os.read(fd, ERROR_BYTES_MAX)
@@ -104,7 +105,7 @@ async def _read_to_end(fd: int) -> bytes:
         loop.remove_reader(fd)
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _set_done(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
@@ -116,7 +117,7 @@ def _become(
     descriptors: Mapping[int, int],
     rest: tuple[int, int, frozenset[int]],
 ) -> NoReturn:
-    """Turn this forked child into the program; never returns into the agent's code."""
+    """Turn this forked child into the program; never returns to the agent's code."""
     parent, report, cpus = rest
     try:
         signal.set_wakeup_fd(-1)
@@ -135,7 +136,7 @@ def _become(
 
 
 def _reset_signals() -> None:
-    """Undo what Python did to signals; what was ignored before Python stays ignored."""
+    """Reset the handlers that Python installed; signals ignored before Python stay ignored."""
     for signum in signal.valid_signals():
         handler = signal.getsignal(signum)
         mine = handler not in (signal.SIG_DFL, signal.SIG_IGN, None)
@@ -145,14 +146,14 @@ def _reset_signals() -> None:
 
 
 class ExecSpawner:
-    """Starts each worker as a program of its own; always as quick as it will ever be."""
+    """Starts each worker as its own program; `warm` is always set, because no preparation helps."""
 
     def __init__(self, python: str) -> None:
         self.warm = asyncio.Event()
         self._python = python
 
     async def start(self) -> None:
-        """There is nothing to get ready."""
+        """Set `warm`; nothing needs preparation."""
         self.warm.set()
 
     async def spawn(self, command: WorkerCommand) -> WorkerProcess:
@@ -161,13 +162,13 @@ class ExecSpawner:
         return await launch(argv, command.env, command.cwd, command.descriptors(), command.cpus)
 
     def learn(self, modules: tuple[str, ...]) -> None:
-        """Each worker imports for itself."""
+        """Do nothing: each worker imports its own modules."""
 
     async def serve_store(self, listener: socket.socket) -> WorkerProcess | None:
-        """Return None: without a zygote the worker of rank 0 serves the store."""
+        """Return None: without a zygote the worker of rank 0 serves the process-group store."""
         assert listener.fileno() >= 0
         return None
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Clear `warm`; nothing else runs."""
         self.warm.clear()

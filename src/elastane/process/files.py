@@ -1,10 +1,10 @@
 """Small private files of this user on this machine.
 
-Owns the runtime folder (mode 0700), atomic writes, names made safe for paths, the registry of
-running agents that `elastane status` reads, and the slots that number agents of one job on one
-machine. Knows nothing of what a job does. Each file may be left behind by a process that was
-killed: entries carry pid and start time, slots are locks that die with their process. How it
-fails: ConfigurationError for a folder that is not this user's own; OSError otherwise.
+This module owns the runtime folder (mode 0700), atomic writes, names made safe for paths, the
+registry of running agents that `elastane status` reads, and the slots that number agents of one job
+on one machine. A killed process may leave any of these files behind: registry entries carry pid and
+start time, and slots are locks that die with their process. It fails with ConfigurationError for a
+folder that other users can access, and with OSError otherwise.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _ENTRY_BYTES_MAX = 64 << 10
 
 
 def safe_name(name: str) -> str:
-    """Return a legal single path component for `name`: itself where it is one already.
+    """Return `name` as a legal path component; a name that is one already is unchanged.
 
-    Two different names never give the same one: what is replaced or cut off adds a digest.
+    Two different names never give the same result: a digest is added when characters are replaced
+    or cut off.
     """
     if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) and len(name) <= NAME_CHARS_MAX:
         return name
@@ -43,7 +44,7 @@ def safe_name(name: str) -> str:
 
 
 def runtime_folder(environ: Mapping[str, str]) -> Path:
-    """Return this user's private folder on this machine, made where it is missing."""
+    """Return this user's private folder on this machine; make it if it is missing."""
     uid = os.getuid()
     base = environ.get("XDG_RUNTIME_DIR", "")
     if base and _is_private(Path(base), uid):
@@ -71,9 +72,9 @@ def _is_private(path: Path, uid: int) -> bool:
 
 
 def write_atomic(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replace `path` by a file with `content`: a reader sees the old one or the new one, whole.
+    """Replace `path` by a file with `content`: a reader sees the old file or the new one, whole.
 
-    Not flushed to disk: it need not outlive the machine.
+    The file is not flushed to disk, because it need not survive the machine.
     """
     temp = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -87,16 +88,16 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 
 def process_start(pid: int) -> str:
-    """Return what tells this process from a later one with the same pid; "" if there is none.
+    """Return an identity that no later process with the same pid shares; "" if there is none.
 
-    The boot's id and the start in clock ticks since then, from /proc/<pid>/stat.
+    It consists of the boot's id and the start in clock ticks since the boot, from /proc/<pid>/stat.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-    fields = text.rpartition(")")[2].split()  # the command before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the command before it may hold any character
     return "" if fields[0] in {"Z", "X"} else f"{boot}:{fields[19]}"
 
 
@@ -113,22 +114,22 @@ class JobEntry(msgspec.Struct, frozen=True, kw_only=True):
     started: float = 0.0
 
     def is_alive(self) -> bool:
-        """Return whether the agent that wrote this still runs."""
+        """Return whether the agent that wrote this entry still runs."""
         return bool(self.process) and process_start(self.pid) == self.process
 
 
 class JobRegistry:
-    """The agents of this user that run on this machine: `jobs/<job>/<node>.json`, mode 0600."""
+    """This user's agents on this machine: `jobs/<job>/<node>.json`, mode 0600."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "jobs"
 
     def write(self, entry: JobEntry) -> Path:
-        """Add `entry`, or replace the one of the same job and node."""
+        """Add `entry`, or replace the entry of the same job and node."""
         path = self._folder / safe_name(entry.job) / f"{safe_name(entry.node)}.json"
         content = msgspec.json.encode(entry)
-        for _ in range(10):  # remove() of another agent may take the empty folder away
-            # One by one: parents=True would heed the umask alone.
+        for _ in range(10):  # another agent's remove() may delete the empty folder
+            # One by one, because parents=True would follow the umask.
             for folder in (self._folder.parent, self._folder, path.parent):
                 folder.mkdir(mode=0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
@@ -137,13 +138,13 @@ class JobRegistry:
         raise FileNotFoundError(path)
 
     def remove(self, entry: JobEntry) -> None:
-        """Take `entry` out, unless its place has been taken by another process since."""
+        """Remove `entry`, unless another process has replaced it since."""
         path = self._folder / safe_name(entry.job) / f"{safe_name(entry.node)}.json"
         if _read_entry(path) == entry:
             _unlink(path)
 
     def running(self, job: str = "") -> list[JobEntry]:
-        """Return the agents that run, oldest first, and forget those that do not."""
+        """Return the running agents, oldest first, and delete the entries of those that ended."""
         pattern = f"{safe_name(job)}/*.json" if job else "*/*.json"
         entries = []
         for path in sorted(self._folder.glob(pattern)):
@@ -164,17 +165,17 @@ def _read_entry(path: Path) -> JobEntry | None:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):  # gone already, or not ours to remove
+    with contextlib.suppress(OSError):  # already gone, or not removable by this user
         path.unlink()
         path.parent.rmdir()
 
 
 class NodeSlot:
-    """This agent's number among the agents of one job on one machine, for as long as it lives.
+    """The number of this agent among the agents of one job on one machine, held while it lives.
 
     `node_id` is the host name for number 0, else `<host>.<number>`. A restarted agent gets its
-    predecessor's number again, since the lock goes with the process that held it. The lock's
-    descriptor is not inherited by programs that this process starts.
+    predecessor's number again, because the lock ends with the process that held it. Programs that
+    this process starts do not inherit the lock's descriptor.
     """
 
     def __init__(self, index: int, node_id: str, path: Path, descriptor: int) -> None:
@@ -184,8 +185,8 @@ class NodeSlot:
         self._descriptor = descriptor
 
     @classmethod
-    def take(cls, folder: Path, job: str, hostname: str) -> NodeSlot:
-        """Take the lowest number that no living agent of `job` has."""
+    def acquire(cls, folder: Path, job: str, hostname: str) -> NodeSlot:
+        """Take the lowest number that no living agent of `job` holds."""
         slots = folder / "slots"
         slots.mkdir(mode=0o700, exist_ok=True)
         for index in range(_SLOTS_MAX):
@@ -199,10 +200,10 @@ class NodeSlot:
         )
 
     def release(self) -> None:
-        """Give the number back."""
+        """Release the number."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
-                self._path.unlink()  # while it is locked: whoever waits for it looks anew
+                self._path.unlink()  # while it is locked: a waiting agent then opens a new file
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -219,7 +220,7 @@ class NodeSlot:
 
 
 def _lock(path: Path) -> int | None:
-    """Return a descriptor that holds the lock on `path`, None where another process does."""
+    """Return a descriptor that holds the lock on `path`; None if another process holds it."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
@@ -235,4 +236,4 @@ def _lock(path: Path) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # a cleaner removed the file between open and lock: again
+        os.close(descriptor)  # a cleaner removed the file between open and lock: try again

@@ -1,8 +1,8 @@
-"""Small answers by HTTP, and the health check: 200 while there are signs of life, else 503.
+"""HTTP answers for probes and scrapers of a cluster, and the health check: 200 or 503.
 
-For probes and scrapers of a cluster: one answer a connection. It runs in the event loop that it
-speaks for: a loop that stands still answers nothing, which a probe takes for a failure too. It owns
-its socket and nothing else; a port that is taken is an OSError of `start`.
+The server sends one answer per connection. It runs in the event loop whose health it reports, so a
+blocked loop does not answer, which a probe counts as a failure too. It owns its socket; `start`
+raises OSError if the port is taken.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 
 from elastane.process.unproven import Unproven
 
-# What a probe sends is a few hundred bytes, and comes at once.
+# A probe sends a few hundred bytes at once.
 _REQUEST_BYTES_MAX = 8 << 10
 _REQUEST_S = 5.0
-# A probe is answered at once, so a crowd of open connections is slow on purpose. At this bound the
-# oldest one makes room: the descriptors are the agent's, which needs them for workers.
+# A probe is answered at once, so many open connections are slow on purpose. At this bound the
+# oldest connection is closed: the agent needs the descriptors for workers.
 _CONNECTIONS_MAX = 64
 # A probe's request follows its connection within a round trip.
-_PATIENCE_S = 0.1
-# So a probe waits 0.2 s behind a full queue; that of Kubernetes gives up after 1 s.
+_UNPROVEN_MIN_S = 0.1
+# A probe therefore waits 0.2 s behind a full queue; a Kubernetes probe times out after 1 s.
 _BACKLOG = 128
-# Pause where the system has no descriptor or memory for another connection.
+# The pause if the system has no descriptor or memory for another connection.
 _EXHAUSTED_PAUSE_S = 0.5
 _REASONS = {
     200: "OK",
@@ -40,7 +40,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said: a status of `_REASONS`, a body, and what that is."""
+    """An HTTP answer: a status of `_REASONS`, a body, and the body's type."""
 
     status: int
     body: bytes
@@ -48,23 +48,23 @@ class Answer:
 
 
 class AnswerServer:
-    """Gives `answer(method, path)` to each connection on `port`, and closes it.
+    """Sends `answer(method, path)` to each connection on `port`, then closes it.
 
-    What is no request of HTTP has the method "" and the path "". The path comes without its query.
+    A request that is not HTTP has the method "" and the path "". The path comes without its query.
     """
 
     def __init__(self, answer: Callable[[str, str], Answer], port: int) -> None:
         self._answer = answer
-        self._wished_port = port
+        self._requested_port = port
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._open = Unproven[asyncio.Task[None]](_CONNECTIONS_MAX, _PATIENCE_S)
+        self._open = Unproven[asyncio.Task[None]](_CONNECTIONS_MAX, _UNPROVEN_MIN_S)
 
     async def start(self) -> None:
-        """Listen on all addresses of this host; raises OSError where the port is taken."""
+        """Listen on all addresses of this host; raises OSError if the port is taken."""
         dual = socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
-            ("", self._wished_port),
+            ("", self._requested_port),
             family=socket.AF_INET6 if dual else socket.AF_INET,
             backlog=_BACKLOG,
             dualstack_ipv6=dual,
@@ -74,7 +74,7 @@ class AnswerServer:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """The port that the server listens on."""
         assert self._listener is not None, "start() comes first"
         port: int = self._listener.getsockname()[1]
         return port
@@ -90,7 +90,7 @@ class AnswerServer:
             serving.cancel()
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept one connection after the other, and no more than there is room for."""
+        """Accept connections one by one, within the bound."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._open.wait_s(loop.time()))
@@ -108,14 +108,16 @@ class AnswerServer:
             serving.add_done_callback(self._open.discard)
 
     async def _serve(self, sock: socket.socket) -> None:
-        # Bad requests, slow ones and callers that go away get no answer.
+        # Malformed requests, slow requests and closed connections get no answer.
         bad = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
         with sock, contextlib.suppress(*bad):
             async with asyncio.timeout(_REQUEST_S):
                 reader, writer = await asyncio.open_connection(sock=sock, limit=_REQUEST_BYTES_MAX)
                 try:
-                    method, path = _asked(await reader.readuntil(b"\r\n\r\n"))
-                    writer.write(_worded(self._answer(method, path), bodiless=method == "HEAD"))
+                    method, path = _parse_request(await reader.readuntil(b"\r\n\r\n"))
+                    writer.write(
+                        _encode_answer(self._answer(method, path), bodiless=method == "HEAD")
+                    )
                     await writer.drain()
                     writer.close()
                     await writer.wait_closed()
@@ -124,9 +126,9 @@ class AnswerServer:
 
 
 class HealthServer(AnswerServer):
-    """Answers on `port` whether `alive_s()`, a time since 1970, is at most `timeout_s` ago.
+    """Answers 200 if `alive_s()`, in seconds since 1970, is at most `timeout_s` ago, else 503.
 
-    Any path and any method will do.
+    It ignores path and method.
     """
 
     def __init__(self, alive_s: Callable[[], float], port: int, timeout_s: float = 60.0) -> None:
@@ -141,15 +143,15 @@ class HealthServer(AnswerServer):
         return Answer(status, body, "application/json")
 
 
-def _asked(head: bytes) -> tuple[str, str]:
-    """Return method and path of a request; two empty texts for what is none."""
+def _parse_request(head: bytes) -> tuple[str, str]:
+    """Return method and path of a request; two empty texts if it is not HTTP."""
     words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/"):
         return "", ""
     return words[0], words[1].partition("?")[0]
 
 
-def _worded(answer: Answer, *, bodiless: bool) -> bytes:
+def _encode_answer(answer: Answer, *, bodiless: bool) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}\r\n"
         f"Content-Type: {answer.content_type}\r\n"

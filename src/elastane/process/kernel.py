@@ -1,7 +1,7 @@
-"""Kernel calls that the standard library lacks, and the placing of descriptors.
+"""Kernel calls that the standard library lacks, and the placement of descriptors.
 
-Owns: prctl, membarrier, holes in files, private maps, affinity, the memory of the command line.
-Knows nothing of workers or commands. Fails with OSError as the os module does. Linux only.
+The calls are prctl, membarrier, fallocate, private maps, affinity and the display of the command
+line. Linux only. They fail with OSError, as the os module does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
-# Of proc(5), by the names of struct prctl_mm_map; `brk` is not among them.
+# Field numbers of proc(5), by the names of struct prctl_mm_map; `brk` has none.
 _STAT_PLACES = {
     "start_code": 26,
     "end_code": 27,
@@ -34,17 +34,17 @@ _STAT_PLACES = {
     "env_start": 50,
     "env_end": 51,
 }
-# Number of membarrier(2), which no header of Python names.
+# The number of membarrier(2), for which Python has no name.
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
 _BARRIER_FOR_REGISTERED, _BARRIER_REGISTER = 2, 4
-# Where there is no membarrier: a store buffer drains within microseconds.
+# The wait without membarrier: a store buffer drains within microseconds.
 _DRAIN_S = 0.001
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _NO_ACCESS, _MAP_FIXED, _MAP_FAILED, _MADV_POPULATE_WRITE = 0, 0x10, ctypes.c_void_p(-1).value, 23
-# Past the largest descriptor that anybody holds; close_range(2) is what closerange calls.
+# Larger than any open descriptor; closerange calls close_range(2).
 _DESCRIPTOR_MAX = 1 << 20
 
-# The soft and hard limit that this process was started with; it may raise its own.
+# The soft and hard limit that this process was started with; it may raise its own later.
 _DESCRIPTORS_AT_START = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -61,15 +61,15 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Adopt every descendant that loses its parent, so that it can be waited for here."""
+    """Adopt each descendant that loses its parent, so that this process can reap it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; raise when it already has.
+    """Make the kernel kill this process when its parent dies; raise if it has died already.
 
-    The signal comes at the death of the parent's thread that made this process (or adopted
-    it: then the main thread), so workers are started from the agent's main thread only.
+    The signal comes when the parent's thread that started this process dies (after an adoption: the
+    main thread). So workers are started only from the agent's main thread.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -77,24 +77,24 @@ def die_with_parent(parent: int) -> None:
 
 
 def restore_descriptor_limit() -> None:
-    """Give this child of the agent the limit that a program started by hand would have."""
+    """Give this child of the agent the descriptor limit of a program started by hand."""
     resource.setrlimit(resource.RLIMIT_NOFILE, _DESCRIPTORS_AT_START)
 
 
 def accept_barriers() -> None:
-    """Have this process pass a full barrier whenever another one calls `impose_barrier`."""
+    """Let `impose_barrier` in other processes impose a full memory barrier on this one."""
     if _MEMBARRIER is not None:
         _libc.syscall(_MEMBARRIER, _BARRIER_REGISTER, 0, 0)
 
 
 def impose_barrier() -> None:
-    """Make every running thread of processes that accept it pass a full memory barrier."""
+    """Impose a full memory barrier on every running thread of the processes that accept it."""
     if _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _BARRIER_FOR_REGISTERED, 0, 0) != 0:
         time.sleep(_DRAIN_S)
 
 
 def punch_hole(fd: int, end: int) -> None:
-    """Give back the memory of a file's first `end` bytes; its size stays, and it reads as NUL."""
+    """Free the memory of a file's first `end` bytes; its size stays, and the bytes read as NUL."""
     offset, length = ctypes.c_longlong(0), ctypes.c_longlong(end)
     if _libc.fallocate(fd, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length) != 0:
         number = ctypes.get_errno()
@@ -102,9 +102,9 @@ def punch_hole(fd: int, end: int) -> None:
 
 
 def allocate(fd: int, size_bytes: int) -> None:
-    """Have blocks set aside for a file of this size, where the file system has such a way.
+    """Reserve blocks for a file of this size, if the file system supports it; raises ENOSPC.
 
-    posix_fallocate(3) would write zeros there, which is worse than nothing. Raises ENOSPC.
+    posix_fallocate(3) would write zeros instead, which is worse than no reservation.
     """
     if _libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size_bytes)) != 0:
         number = ctypes.get_errno()
@@ -113,10 +113,11 @@ def allocate(fd: int, size_bytes: int) -> None:
 
 
 def map_privately(parts: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-    """Map parts of files one behind the other; returns address and size.
+    """Map parts of files one after the other, privately; return address and size.
 
-    Each part is (descriptor, offset, size): offsets are whole pages, and sizes all but the last's.
-    What is written there goes to nobody; a page that was not written to follows its file.
+    Each part is (descriptor, offset, size). Offsets are whole pages, and so are all sizes but the
+    last. A write goes to this process's memory only; a page without a write keeps following its
+    file.
     """
     size = sum(part_size for _, _, part_size in parts)
     address = at = _map(0, size, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -137,9 +138,9 @@ def unmap(address: int, size: int) -> None:
 
 
 def take_pages(address: int, size: int) -> None:
-    """Have this process's own pages under a range of its memory, with what can be read there.
+    """Copy the pages of a range into this process's own memory, with their present content.
 
-    OSError EINVAL where the kernel does not know how (before Linux 5.14).
+    Raises OSError EINVAL before Linux 5.14, which lacks the call.
     """
     before = address % mmap.PAGESIZE
     if _libc.madvise(address - before, size + before, _MADV_POPULATE_WRITE) != 0:
@@ -156,16 +157,17 @@ def _map(address: int, size: int, access: int, kind: int, descriptor: int, offse
 
 
 def bind_to_cpus(cpus: Iterable[int]) -> None:
-    """Let this process, which has one thread yet, run on these CPUs only; none: where it may."""
+    """Restrict this process, which has one thread so far, to these CPUs; empty: no change."""
     wanted = frozenset(cpus)
     if wanted:
         os.sched_setaffinity(0, wanted)
 
 
 def place_descriptors(wanted: Mapping[int, int], keep: Iterable[int] = ()) -> dict[int, int]:
-    """Make `wanted` (number -> descriptor here) so, inheritable, and close all others but `keep`.
+    """Give each descriptor of `wanted` (number -> descriptor) its number; close all but `keep`.
 
-    Those of `keep` may be in the way of a wanted number; returns where each of them went.
+    The placed descriptors are inheritable. Descriptors of `keep` are moved out of the way; returns
+    the new number of each.
     """
     floor = max(wanted, default=2) + 1
     high = {n: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for n, fd in wanted.items()}
@@ -195,41 +197,42 @@ class _MemoryMap(ctypes.Structure):
     )
 
 
-# What /proc shows of a process is read from its memory, for as long as it lives.
+# The kernel reads the displayed command line from this memory as long as the process lives.
 _shown: list[mmap.mmap] = []
 
 
 def show_program(argv: Iterable[str], env: Mapping[str, str] | None = None) -> None:
-    """Show `argv` and `env` where ps and /proc look, as an exec of them would.
+    """Display `argv` and `env` in ps and /proc, as an exec of them would.
 
-    Without `env` the environment shown stays. Where the kernel refuses the call, `argv` is shown as
-    one string, cut to the room that this process was started with, and the environment stays too.
+    Without `env` the displayed environment stays. If the kernel refuses the call, `argv` is
+    displayed as one string, cut to the room that this process was started with, and the environment
+    stays.
     """
     fields = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
     words = [os.fsencode(argument) for argument in argv]
     text = b"".join(word + b"\0" for word in words)
     room = end - start
-    # In the old place where it fits: there setproctitle writes as well.
-    at = start if len(text) <= room else _kept(text)
+    # Use the old place if the text fits, because setproctitle writes there as well.
+    at = start if len(text) <= room else _hold_text(text)
     areas = {"arg_start": at, "arg_end": at + len(text)}
     if env is not None:
         shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
-        at_env = _kept(shown)
+        at_env = _hold_text(shown)
         areas |= {"env_start": at_env, "env_end": at_env + len(shown)}
     if _show_areas(fields, areas):
         if at == start:
             ctypes.memmove(start, text, len(text))
         return
-    # One string whose area does not end in NUL: the kernel shows it up to its own NUL, where
-    # a list would show all the NULs that pad it (get_mm_proctitle of fs/proc/base.c).
+    # One string whose area does not end in NUL: the kernel displays it up to its own NUL. A list
+    # would show all the NULs that pad it (get_mm_proctitle of fs/proc/base.c).
     title = b" ".join(words)[: room - 2].ljust(room - 1, b"\0") + b"\1"
     ctypes.memmove(start, title, room)
 
 
-def _kept(text: bytes) -> int:
+def _hold_text(text: bytes) -> int:
     """Return the address of memory that holds `text` from now on."""
-    # Private: /proc reads no memory that may be a file's.
+    # Private, because /proc does not read memory that may belong to a file.
     memory = mmap.mmap(-1, max(1, len(text)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[: len(text)] = text
     _shown.append(memory)
@@ -237,10 +240,10 @@ def _kept(text: bytes) -> int:
 
 
 def _show_areas(fields: list[bytes], areas: Mapping[str, int]) -> bool:
-    """Tell the kernel where arguments and environment are; False where it takes no such word.
+    """Set the areas of arguments and environment; return False if the kernel does not support it.
 
-    PR_SET_MM_MAP needs no privilege, and sets all that it knows of: the rest to what it is.
-    `fields` are those of /proc/self/stat, from the third on.
+    PR_SET_MM_MAP needs no privilege and sets every field, so the other fields keep their present
+    values. `fields`: those of /proc/self/stat, from the third on.
     """
     number = {name: int(fields[place - 3]) for name, place in _STAT_PLACES.items()}
     wanted = _MemoryMap(**{**number, **areas}, auxv=0, auxv_size=0, exe_fd=0xFFFFFFFF)
@@ -249,13 +252,13 @@ def _show_areas(fields: list[bytes], areas: Mapping[str, int]) -> bool:
     libc.sbrk.argtypes = (ctypes.c_ssize_t,)
     where = ctypes.byref(wanted)
     option, kind, none = ctypes.c_int(_PR_SET_MM), ctypes.c_ulong(_PR_SET_MM_MAP), ctypes.c_ulong(0)
-    # Nothing between the two moves the break.
+    # Nothing between these two calls moves the break.
     wanted.brk = libc.sbrk(0)
     return bool(libc.prctl(option, kind, where, size, none) == 0)
 
 
 def suspended_s() -> float:
-    """Return for how long this host was suspended since its boot, as CLOCK_MONOTONIC leaves out."""
-    # In this order: what passes between the two makes it less, and nobody takes it for sleep.
+    """Return how long this host was suspended since its boot; CLOCK_MONOTONIC omits that time."""
+    # Read in this order, time between the two calls makes the result smaller, never larger.
     boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     return boot_s - time.monotonic()

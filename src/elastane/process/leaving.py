@@ -1,9 +1,9 @@
-"""The end of a process that called a function: all of the interpreter's exit but its teardown.
+"""The exit of a process that called a function: the interpreter's exit without its teardown.
 
-Owns the order of that exit: threads are joined, exit handlers run, streams are flushed. The
+This module owns the order of that exit: join threads, run exit handlers, flush streams. The
 teardown of modules and of C++'s static objects is left out, as multiprocessing does for its forked
-children: a thread of torch's that asks for the interpreter meanwhile ends the process by SIGABRT
-("terminate called without an active exception"), where a process group was not destroyed.
+children. If a process group was not destroyed, a thread of torch may call the interpreter during
+teardown, which ends the process by SIGABRT ("terminate called without an active exception").
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-# What the interpreter exits with where standard output cannot be flushed.
+# The interpreter's exit code if standard output cannot be flushed.
 _UNFLUSHED = 120
 
 
@@ -33,7 +33,7 @@ def run_and_leave(main: Callable[[], object]) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process: see the module."""
+    """End this process in the order that the module docstring states."""
     _attempt(getattr(threading, "_shutdown"))  # noqa: B009 - typeshed lacks it
     _attempt(atexit._run_exitfuncs)
     for stream in (sys.stdout, sys.stderr):
@@ -52,7 +52,7 @@ def _code_of(stop: SystemExit) -> int:
 
 
 def _attempt(step: Callable[[], Any]) -> bool:
-    """Run one step of the exit; what it raises is shown, and ends no other step."""
+    """Run one step of the exit; print its exception, so that the other steps still run."""
     try:
         step()
     except BaseException as error:

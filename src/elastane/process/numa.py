@@ -1,9 +1,9 @@
-"""Which CPUs each worker is bound to: --numa-binding, as a pure function of the machine.
+"""The CPUs that each worker is bound to (--numa-binding), as a pure function of the machine.
 
-The modes mean what they mean in torch (torch.numa.binding): local rank N goes with GPU N. Where no
-GPU is visible torch fails; here the local ranks are spread evenly over the NUMA nodes, in order,
-and take the part of the GPUs. Memory is not bound: it is taken from the node of the CPU that first
-writes to it, which is what torch's call of numactl does too.
+The modes are those of torch (torch.numa.binding): local rank N is placed with GPU N. Without a
+visible GPU torch fails; here the local ranks are spread evenly over the NUMA nodes, in order.
+Memory is not bound: it comes from the node of the CPU that writes to it first, as with torch's call
+of numactl.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MODES = ("node", "socket", "exclusive", "core-complex")
 
 @dataclass(frozen=True)
 class Topology:
-    """One machine, as far as this process may use it.
+    """The part of one machine that this process may use.
 
-    `nodes`: the CPUs of each NUMA node that has any. `sockets`, `cores`, `caches`: for each CPU
-    its socket, the first CPU of its core, the first CPU that shares its largest cache (none where
-    the kernel does not tell). `gpus`: the NUMA node of each visible GPU, by its number.
+    `nodes`: the CPUs of each NUMA node that has any. `sockets`, `cores`, `caches`: for each CPU its
+    socket, the first CPU of its core, and the first CPU that shares its largest cache; absent if
+    the kernel does not report it. `gpus`: the NUMA node of each visible GPU, by its number.
     """
 
     nodes: Mapping[int, frozenset[int]]
@@ -34,7 +34,7 @@ class Topology:
 
 
 def bind(topology: Topology, mode: str, local_world_size: int) -> tuple[frozenset[int], ...]:
-    """Return the CPUs of each local rank; raises ConfigurationError where there are none."""
+    """Return the CPUs of each local rank; raises ConfigurationError if one would have none."""
     homes = topology.gpus or spread(sorted(topology.nodes), local_world_size)
     if len(homes) < local_world_size:
         raise ConfigurationError(
@@ -57,13 +57,13 @@ def bind(topology: Topology, mode: str, local_world_size: int) -> tuple[frozense
 
 
 def spread(nodes: Iterable[int], count: int) -> tuple[int, ...]:
-    """Return a NUMA node for each of `count` workers: neighbours together, all nodes alike."""
+    """Return a NUMA node for each of `count` workers: neighbours together, nodes used equally."""
     order = list(nodes)
     return tuple(order[index * len(order) // count] for index in range(count))
 
 
 def unknown_gpu(what: str, next_step: str = "") -> ConfigurationError:
-    """Return the error where it is not certain which GPU a local rank has."""
+    """Return the error for a local rank whose GPU is not certain."""
     return ConfigurationError(
         f"--numa-binding: {what}",
         slug="numa-unknown-gpu",
@@ -77,7 +77,7 @@ def _node(topology: Topology, homes: tuple[int, ...], index: int) -> frozenset[i
 
 
 def _socket(topology: Topology, homes: tuple[int, ...], index: int) -> frozenset[int]:
-    """All nodes of the socket: a node is of the socket that its first CPU is of."""
+    """Return the CPUs of all nodes of the socket; a node belongs to the socket of its first CPU."""
 
     def socket(node: int) -> int:
         return topology.sockets[min(topology.nodes[node])]
@@ -87,7 +87,7 @@ def _socket(topology: Topology, homes: tuple[int, ...], index: int) -> frozenset
 
 
 def _exclusive(topology: Topology, homes: tuple[int, ...], index: int) -> frozenset[int]:
-    """A share of the node's cores, whole ones; the first shares are larger where some are over."""
+    """Return a share of the node's whole cores; the first shares are larger if some are left."""
     neighbours, place = _neighbours(homes, index)
     cores = _groups(topology.nodes[homes[index]], topology.cores)
     whole = [cores[key] for key in sorted(cores)]
@@ -105,9 +105,9 @@ def _exclusive(topology: Topology, homes: tuple[int, ...], index: int) -> frozen
 
 
 def _core_complex(topology: Topology, homes: tuple[int, ...], index: int) -> frozenset[int]:
-    """The CPUs that share one largest cache, each worker another; the larger ones go first.
+    """Return the CPUs that share one largest cache: another one per worker, larger ones first.
 
-    CPUs whose caches are not told count as one complex of their node.
+    CPUs without a known cache count as one complex of their node.
     """
     _, place = _neighbours(homes, index)
     complexes = _groups(topology.nodes[homes[index]], topology.caches)
@@ -116,7 +116,7 @@ def _core_complex(topology: Topology, homes: tuple[int, ...], index: int) -> fro
 
 
 def _neighbours(homes: tuple[int, ...], index: int) -> tuple[int, int]:
-    """Return how many share this one's node, and its place among them."""
+    """Return how many local ranks share this one's node, and its index among them."""
     same = [other for other, home in enumerate(homes) if home == homes[index]]
     return len(same), same.index(index)
 

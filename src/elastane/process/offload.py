@@ -1,12 +1,12 @@
-"""Blocking calls off the event loop, each with a bound in time, all with a bound in number.
+"""Runs blocking calls off the event loop, each with a timeout, all with a bound on their number.
 
-A file operation on a dead NFS server or a look-up at a dead resolver blocks its thread for
-minutes and cannot be cancelled. So calls run in daemon threads of their own: one that hangs
-neither holds up the loop, nor the executor that others use, nor the end of the process (the
-interpreter joins the threads of `asyncio.to_thread` at exit, and daemon threads never).
+A file operation on a dead NFS server or a look-up at a dead resolver blocks its thread for minutes
+and cannot be cancelled. So calls run in their own daemon threads. A hanging call then blocks
+neither the loop, nor a shared executor, nor the exit of the process: the interpreter joins the
+threads of `asyncio.to_thread` at exit, but no daemon threads.
 
-How it fails: TimeoutError when the bound passes, the thread then ends whenever its call does;
-OffloadFullError when too many calls hang already.
+It fails with TimeoutError when the timeout passes; the thread ends when its call does. It fails
+with OffloadFullError when too many calls hang already.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _IDLE_S = 5.0
 
 
 class OffloadFullError(TimeoutError):
-    """As many calls hang as may, so that no further one was begun."""
+    """The maximum number of calls hang, so no further call was started."""
 
 
 class Offload:
-    """Runs blocking calls for one event loop, `threads_max` at a time.
+    """Runs blocking calls for one event loop, at most `threads_max` at a time.
 
-    A thread that has returned waits a while for the next call: starting one costs several times
-    what a small file operation does (0.3 ms of CPU, cold), and a candidate looks ten times a
+    A thread whose call has returned waits for the next one. Starting a thread costs several times
+    as much as a small file operation (0.3 ms of CPU, cold), and a candidate polls ten times a
     second.
     """
 
@@ -45,7 +45,7 @@ class Offload:
 
     @property
     def running(self) -> int:
-        """Number of calls that have not returned yet."""
+        """Number of calls that have not returned."""
         return self._running
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T:
@@ -56,11 +56,11 @@ class Offload:
         def body() -> Callable[[], None]:
             outcome = _outcome(future, call)
 
-            def tell() -> None:
-                with contextlib.suppress(RuntimeError):  # the loop has closed: nobody asks any more
+            def notify() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has closed, so no caller waits
                     loop.call_soon_threadsafe(outcome)
 
-            return tell
+            return notify
 
         self._submit(body)
         async with asyncio.timeout(timeout_s):
@@ -83,31 +83,30 @@ class Offload:
         self._calls.put(body)
 
     def _work(self) -> None:
-        """Run calls until none has come for a while; each was counted in by `_submit`."""
+        """Run calls until none has come for `_IDLE_S`; `_submit` has counted each of them."""
         while True:
             try:
                 body = self._calls.get(timeout=_IDLE_S)
             except queue.Empty:
                 with self._lock:
-                    if self._idle == 0:  # counted in just now: a call is on its way
+                    if self._idle == 0:  # a call was counted just now and is about to arrive
                         continue
                     self._idle -= 1
                     return
-            tell = body()
-            # Before the caller hears of it, who may call again at once and must find room.
+            notify = body()
+            # Before the caller is notified, because it may call again at once and must find room.
             with self._lock:
                 self._running -= 1
                 self._idle += 1
-            tell()
-            del body, tell  # they hold the caller's future
+            notify()
+            del body, notify  # they hold the caller's future
 
 
 def _outcome(future: asyncio.Future[T], call: Callable[[], T]) -> Callable[[], None]:
-    """Run `call` and return what tells `future` of it, if anybody still waits there."""
+    """Run `call`; return the function that sets its result on `future`, if it is awaited."""
     try:
         result = call()
     except Exception as error:
-        # The frames' locals would keep the folder's files and buffers alive with the error.
-        failure = error
+        failure = error  # the name `error` is unbound when the block ends
         return lambda: None if future.done() else future.set_exception(failure)
     return lambda: None if future.done() else future.set_result(result)

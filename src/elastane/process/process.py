@@ -1,12 +1,12 @@
-"""A worker's process: how it is described, waited for, signalled and reaped.
+"""A worker's process: its description, and how the agent waits for it, signals it and reaps it.
 
-Owns the pidfds of all children of the agent and the reaping of orphans that the agent, as
-subreaper, adopts. There is no SIGCHLD handler and no wait by pid for a process that is not ours,
-so a signal never hits a stranger that got the same number. Knows nothing of how processes are
-made (execspawn, zygote) nor of ranks. A process that is gone is no error for any signal.
+This module owns the pidfds of all children of the agent, and reaps the orphans that the agent
+adopts as subreaper. It installs no SIGCHLD handler and waits by pid only for its own children, so a
+signal never hits another process that got the same number. It does not know how processes are made
+(execspawn, zygote). A signal to a process that is gone is no error.
 
-Contract: whatever the agent starts, it starts through a Spawner or `adopt`s; any other child
-would be taken for an orphan and reaped.
+Contract: the agent starts every child through a Spawner or passes it to `adopt`; any other child is
+taken for an orphan and reaped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 WorkerKind = Literal["script", "module", "exec", "run-path"]
-# The exit code of a worker whose status somebody else took.
+# The exit code of a worker whose status another wait consumed.
 EXIT_UNKNOWN = 255
 
 _ours: set[int] = set()
@@ -32,12 +32,12 @@ _spawns_in_flight = 0
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """What a worker is to run, with everything it inherits.
+    """The program of a worker, with everything that it inherits.
 
-    `kind`: script is a Python file, module is `python -m`, exec any program, run-path what
-    `runpy.run_path` takes. `env` is the whole environment. `stdin`, `stdout`, `stderr` are
-    descriptors of this process; `fds` maps a number in the worker to a descriptor here. `cpus` are
-    those that it may run on; none where it is not bound.
+    `kind`: `script` is a Python file, `module` is `python -m`, `exec` is any program, `run-path` is
+    a path for `runpy.run_path`. `env`: the whole environment. `stdin`, `stdout`, `stderr`:
+    descriptors of this process. `fds`: number in the worker -> descriptor here. `cpus`: the CPUs
+    that it may run on; empty: no binding.
     """
 
     kind: WorkerKind
@@ -52,17 +52,17 @@ class WorkerCommand:
     cpus: frozenset[int] = frozenset()
 
     def descriptors(self) -> dict[int, int]:
-        """Return number in the worker -> descriptor here, the standard three among them."""
+        """Return number in the worker -> descriptor here, including the standard three."""
         return {**self.fds, 0: self.stdin, 1: self.stdout, 2: self.stderr}
 
 
 class WorkerProcess:
-    """One child of this process, leader of its own session, held by a pidfd."""
+    """One child of this process, the leader of its own session, held by a pidfd."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
         self.exit_code: int | None = None
-        # The most memory that it held, once it has ended; 0: unknown.
+        # The peak of its memory, known once it has ended; 0: unknown.
         self.peak_bytes = 0
         self._pidfd = pidfd
         self._group_is_gone = False
@@ -75,7 +75,7 @@ class WorkerProcess:
 
     def _on_exit(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            # By the pidfd, that it is over; then by the pid, which nobody else has until this wait.
+            # The pidfd shows that it has ended. Its pid stays reserved until the wait by pid.
             if os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return
             _, status, usage = os.wait4(self.pid, 0)
@@ -92,23 +92,24 @@ class WorkerProcess:
         reap_orphans()
 
     async def wait(self) -> int:
-        """Return the exit code once the process has ended; negative is a signal."""
+        """Return the exit code once the process has ended; a negative one is a signal."""
         assert self._ended is not None, "made by adopt()"
         return await asyncio.shield(self._ended)
 
     def send_signal(self, signum: int) -> None:
-        """Send to the process alone."""
+        """Send a signal to this process only."""
         if self.exit_code is not None:
             return
         try:
             signal.pidfd_send_signal(self._pidfd, signum)
         except ProcessLookupError:
-            return  # it ended; _on_exit follows
+            return  # it has ended; _on_exit follows
 
     def abort(self) -> None:
-        """Have it end by SIGABRT, whose handlers show its stacks; also where it is stopped.
+        """End the process by SIGABRT, whose handlers print its stacks, even while it is stopped.
 
-        No core is dumped: what hangs may hold a machine's memory, and would be an hour in writing.
+        No core is dumped: a hanging process may hold a machine's memory, which takes an hour to
+        write.
         """
         with suppress(OSError):
             resource.prlimit(self.pid, resource.RLIMIT_CORE, (0, 0))
@@ -116,17 +117,17 @@ class WorkerProcess:
         self.send_signal(signal.SIGCONT)
 
     def kill_group(self, signum: int) -> None:
-        """Send to every process of its group that is left."""
+        """Send a signal to every process that is left in its group."""
         self._signal_group(signum)
 
     def group_is_alive(self) -> bool:
-        """Whether any process of its group is left; orphans that ended are reaped first."""
+        """Return whether any process of its group is left; ended orphans are reaped first."""
         reap_orphans()
         return self._signal_group(0)
 
     def _signal_group(self, signum: int) -> bool:
-        # While a group exists its number is given to no new process. So once the leader is
-        # reaped, a process of that number is a stranger, and the group is gone.
+        # While a group exists no new process gets its number. So a process with that number, after
+        # the leader was reaped, is unrelated, and the group is gone.
         if self.exit_code is not None and Path(f"/proc/{self.pid}").exists():
             self._group_is_gone = True
         if self._group_is_gone:
@@ -137,11 +138,11 @@ class WorkerProcess:
             self._group_is_gone = self.exit_code is not None
             return False
         except PermissionError:
-            return True  # a setuid program among them: alive, and not ours to signal
+            return True  # a setuid program is alive, and may not be signalled
         return True
 
     def catches(self, signum: int) -> bool:
-        """Whether the process has a handler for `signum`."""
+        """Return whether the process has a handler for `signum`."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
         except OSError:
@@ -153,28 +154,28 @@ class WorkerProcess:
 
 
 class Spawner(Protocol):
-    """What starts workers. `warm` is set while `spawn` would be quick."""
+    """A way to start workers. `warm` is set while `spawn` is quick."""
 
     warm: asyncio.Event
 
     async def start(self) -> None:
-        """Get ready; returns at once where getting ready goes on in the background."""
+        """Begin the preparation, which may continue in the background."""
 
     async def spawn(self, command: WorkerCommand) -> WorkerProcess:
-        """Start a worker; raises ConfigurationError where the command cannot be run."""
+        """Start a worker; raises ConfigurationError if the command cannot be run."""
 
     def learn(self, modules: tuple[str, ...]) -> None:
-        """Have later workers find these modules imported; returns at once, and may do nothing."""
+        """Import these modules for later workers, if the spawner supports it; returns at once."""
 
     async def serve_store(self, listener: socket.socket) -> WorkerProcess | None:
-        """Start a process that serves the process-group store, or None where none can be."""
+        """Start a process that serves the process-group store; None if the spawner has none."""
 
     async def close(self) -> None:
-        """End what the spawner itself runs; workers live on."""
+        """End the spawner's own processes; workers live on."""
 
 
 def adopt(pid: int, pidfd: int | None = None) -> WorkerProcess:
-    """Take charge of a child of this process that nobody has waited for."""
+    """Register a child of this process that was not waited for yet."""
     process = WorkerProcess(pid, os.pidfd_open(pid) if pidfd is None else pidfd)
     _ours.add(pid)
     process._watch()
@@ -182,14 +183,14 @@ def adopt(pid: int, pidfd: int | None = None) -> WorkerProcess:
 
 
 def is_ours(pid: int) -> bool:
-    """Whether `pid` is, or while one is being spawned may be, a child that was started here."""
+    """Return whether this process started the child `pid`; True while a spawn is in flight."""
     return pid in _ours or _spawns_in_flight > 0
 
 
 @contextmanager
 def spawning() -> Iterator[None]:
-    """Hold orphan reaping off: a child that just arrived may not be known as ours yet."""
-    global _spawns_in_flight  # noqa: PLW0603 - reaping is a matter of the whole process
+    """Suspend the reaping of orphans: a child that was just forked may not be registered yet."""
+    global _spawns_in_flight  # noqa: PLW0603 - reaping concerns the whole process
     _spawns_in_flight += 1
     try:
         yield
@@ -198,7 +199,7 @@ def spawning() -> Iterator[None]:
 
 
 def reap_orphans() -> list[int]:
-    """Reap ended processes that this one adopted as subreaper; returns their pids."""
+    """Reap ended processes that this one adopted as subreaper; return their pids."""
     reaped: list[int] = []
     while not _spawns_in_flight:
         try:
@@ -206,7 +207,7 @@ def reap_orphans() -> list[int]:
         except ChildProcessError:
             break
         if info is None or info.si_pid in _ours:
-            break  # none, or one whose own pidfd is about to be read
+            break  # none, or a registered child whose pidfd is about to be read
         os.waitid(os.P_PID, info.si_pid, os.WEXITED | os.WNOHANG)
         reaped.append(info.si_pid)
     return reaped

@@ -1,16 +1,17 @@
-"""The page of memory that an agent and one worker share: calls, marks of progress, the gate.
+"""The status page: memory that an agent and one worker share, with calls, progress and the gate.
 
-Owns its layout. A memfd, so that it needs no name and no clean-up, made by the agent: it outlives
-the worker. Each 64-byte line has one writer. Knows nothing of what calls mean; what a stranger
-finds under ELASTANE_PAGE_FD that is no page of this version is refused with ValueError.
+This module owns the layout. The page is a memfd that the agent makes, so it needs no name and no
+clean-up, and outlives the worker. Each 64-byte line has one writer. A descriptor in
+ELASTANE_PAGE_FD that is no page of this version raises ValueError.
 
-Memory order. The worker stores its call number, then loads the gate; the agent stores the gate,
-then loads the call number. If both loads could come before the other side's store became
-visible, a call would slip through the gate uncounted. Every field is an aligned 8-byte word, which
-x86-64 and aarch64 store and load whole, but both let a load pass an earlier store. So the agent,
-which gates rarely, pays for both: membarrier(2) makes every worker that opened its page pass a full
-barrier between the agent's store and its load, and the worker's hot path needs none. After it,
-either the worker sees the gate, or the agent sees the call.
+Memory order: the worker stores its call number, then loads the gate; the agent stores the gate,
+then loads the call number. If both loads came before the other side's store became visible, a call
+would pass the gate uncounted. Every field is an aligned 8-byte word, which x86-64 and aarch64 store
+and load whole, but both let a load pass an earlier store.
+
+The agent gates rarely, so it pays for both sides: membarrier(2) imposes a full barrier on every
+worker that opened its page, between the agent's store and its load. The worker's hot path then
+needs none. After the barrier, either the worker sees the gate, or the agent sees the call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from elastane.process.kernel import accept_barriers, impose_barrier
 from elastane.protocol.limits import COUNT_MAX
 
 PAGE_FD_VARIABLE = "ELASTANE_PAGE_FD"
-# One page of words, and room for the names of some 1,500 modules.
+# One page of words, then room for the names of about 1,500 modules.
 PAGE_BYTES = 64 << 10
 _NAMES_AT = 4096
 MAGIC = int.from_bytes(b"ELASTPG1", "little")
@@ -36,11 +37,11 @@ _CALLS, _PARKED, _OWNER = 8, 9, 10  # line 1: the worker
 _GATE, _TARGET, _STOPS, _UNTIL_NS = 16, 17, 18, 19  # line 2: the agent
 _MARK, _STEPS, _ROUND = 24, 25, 26  # line 3: the worker
 _NAMES_BYTES = 32  # line 4: the worker
-# What a worker that waits behind the target says.
+# The states of a worker that waits at the target.
 _WAITS, _HAS_SAVED = 1, 2
-# How often a worker past its deadline looks whether that has moved on.
+# The interval at which a worker past its deadline checks for a new one.
 _OVERDUE_POLL_S = 0.05
-# A mark is a count of signs of progress over the kind of work in hand, which takes these bits.
+# A mark counts signs of progress; its lowest bits hold the current activity.
 _ACTIVITY_BITS = 8
 _MARK_MAX = 1 << 63
 
@@ -59,7 +60,7 @@ class _Words:
 
 
 class StatusPage(_Words):
-    """The agent's side. `fd` goes to the worker, its number there in ELASTANE_PAGE_FD."""
+    """The agent's side. The worker inherits `fd`; ELASTANE_PAGE_FD holds its number there."""
 
     @classmethod
     def create(cls) -> StatusPage:
@@ -73,80 +74,82 @@ class StatusPage(_Words):
 
     @property
     def calls(self) -> int:
-        """How often the worker has asked; final only while it is gated.
+        """The number of calls that the worker has made; final only while the gate is set.
 
-        What it scribbled there instead is bounded: the number crosses the wire, and is added to.
+        The value is bounded, since a faulty worker may write any number, and it is sent and added
+        to.
         """
         return min(int(self._words[_CALLS]), COUNT_MAX - 1)
 
     @property
     def is_parked(self) -> bool:
-        """Whether the worker is at the target, or behind it, and waits there."""
+        """Whether the worker has reached or passed the target and waits."""
         return bool(self._words[_PARKED])
 
     @property
     def has_saved(self) -> bool:
-        """Whether it is parked, and has checkpointed: it may be stopped."""
+        """Whether the worker is parked and has checkpointed, so that it may be stopped."""
         return bool(self._words[_PARKED] == _HAS_SAVED)
 
     @property
     def mark(self) -> int:
-        """What changes with every sign of progress; 0: this worker shows none."""
+        """A number that changes with every sign of progress; 0: this worker reports none."""
         return int(self._words[_MARK])
 
     @property
     def activity(self) -> int:
-        """The number of what the worker says that it is at."""
+        """The number of the worker's current activity."""
         return int(self._words[_MARK]) % (1 << _ACTIVITY_BITS)
 
     @property
     def steps(self) -> int:
-        """How many steps this process says that it has made."""
+        """The number of steps that this worker process reports."""
         return min(int(self._words[_STEPS]), COUNT_MAX - 1)
 
     @property
     def round(self) -> int:
-        """The round of the last world whose members this worker has met; 0: of none."""
+        """The round of the last world whose members this worker has joined; 0: none."""
         return min(int(self._words[_ROUND]), COUNT_MAX - 1)
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """The modules that the worker says it has looked for, in their order."""
+        """The modules that the worker reports to have imported, in order."""
         end = _NAMES_AT + min(int(self._words[_NAMES_BYTES]), PAGE_BYTES - _NAMES_AT)
         names = self._memory[_NAMES_AT:end].decode("ascii", "replace").split("\n")
         return tuple(name for name in names if all(map(str.isidentifier, name.split("."))))
 
     def gate(self) -> None:
-        """Have the worker wait in its next call; once this returns, `calls` may be read."""
+        """Make the worker wait in its next call; once this returns, `calls` is final."""
         self._words[_TARGET] = self._words[_STOPS] = 0
         self._words[_GATE] = 1
         impose_barrier()
 
     def aim(self, calls: int, *, stops: bool = True) -> None:
-        """Set the call at which the worker is to checkpoint; those before it go on.
+        """Set the call at which the worker checkpoints; it does not wait in earlier calls.
 
-        `stops`: it is going to be stopped. One that recovers in place else only waits there.
+        `stops`: the worker is stopped there. Otherwise a worker that recovers in place only waits
+        there.
         """
         assert calls > 0, "the target is past a call that was counted"
         self._words[_STOPS] = stops
         self._words[_TARGET] = calls
 
     def allow_until(self, boot_ns: int) -> None:
-        """Let the worker pass boundaries until then, by CLOCK_BOOTTIME; 0: without a bound."""
+        """Let the worker pass boundaries until this time of CLOCK_BOOTTIME; 0: without a limit."""
         self._words[_UNTIL_NS] = boot_ns
 
     def release(self) -> None:
-        """Take gate and target back: the worker goes on as before."""
+        """Clear gate and target, so that the worker continues."""
         self._words[_GATE] = 0
         self._words[_TARGET] = self._words[_STOPS] = 0
 
 
 class WorkerPage(_Words):
-    """The worker's side."""
+    """The worker's side of the status page."""
 
     @classmethod
     def open(cls, fd: int) -> WorkerPage:
-        """Map the page that the agent passed as `fd`; raises OSError or ValueError if none is."""
+        """Map the page that the agent passed as `fd`; raises OSError, or ValueError for no page."""
         if os.fstat(fd).st_size != PAGE_BYTES:
             raise ValueError(f"descriptor {fd} is no page")
         page = cls(fd, mmap.mmap(fd, PAGE_BYTES))
@@ -158,13 +161,13 @@ class WorkerPage(_Words):
         return page
 
     def claim(self, pid: int) -> bool:
-        """Become the one process that counts; False where another one does."""
+        """Become the one process that writes the page; False if another process has claimed it."""
         if self._words[_OWNER] == 0:
             self._words[_OWNER] = pid
         return bool(self._words[_OWNER] == pid)
 
     def count(self) -> tuple[int, int]:
-        """Count one call; returns its number and the gate. The store comes before the load.
+        """Count one call; return its number and the gate. The store comes before the load.
 
         Blocks while the deadline has passed, as `reach` does.
         """
@@ -175,38 +178,38 @@ class WorkerPage(_Words):
         return calls, words[_GATE]
 
     def reach(self, number: int) -> int:
-        """Come to the boundary of this number, which is a call's; returns the gate."""
+        """Store the number of the boundary that was reached, which is a call's; return the gate."""
         words = self._words
         words[_CALLS] = number
         self._await_authority()
         return words[_GATE]
 
     def _await_authority(self) -> None:
-        """Block while the deadline has passed: another world may train by then.
+        """Block while the deadline has passed, because another world may be training by then.
 
-        The warden kills the workers of an agent that stands still. Where the warden stands still
-        too, a worker that asks does not begin another step.
+        The orphan reaper kills the workers of a blocked agent. If the orphan reaper is blocked too,
+        a worker that asks here begins no further step.
         """
         while 0 < self._words[_UNTIL_NS] < time.clock_gettime_ns(time.CLOCK_BOOTTIME):
             time.sleep(_OVERDUE_POLL_S)
 
     def meet(self, number: int, of_round: int) -> None:
-        """Have met the members of the world of this round, after that many boundaries."""
+        """Store the round of the world whose members the worker has joined, and its boundary."""
         self._words[_CALLS], self._words[_ROUND] = number, of_round
 
     def be_at(self, activity: int) -> None:
-        """Show progress, and what the worker is at from now on."""
+        """Report progress and the worker's activity from now on."""
         words = self._words
         count = (words[_MARK] >> _ACTIVITY_BITS) + 1
         words[_MARK] = (count << _ACTIVITY_BITS | activity) % _MARK_MAX
 
     def beat(self) -> None:
-        """Show progress."""
+        """Report progress."""
         words = self._words
         words[_MARK] = (words[_MARK] + (1 << _ACTIVITY_BITS)) % _MARK_MAX
 
     def note_import(self, name: str) -> bool:
-        """Add a module to those that were looked for; False where there is no room for more."""
+        """Add a module to the reported imports; False if the page has no room left."""
         used, data = self._words[_NAMES_BYTES], name.encode("ascii", "replace") + b"\n"
         begin, end = _NAMES_AT + used, _NAMES_AT + used + len(data)
         if end > PAGE_BYTES:
@@ -216,7 +219,7 @@ class WorkerPage(_Words):
         return True
 
     def step_made(self) -> None:
-        """Count a step that this process has made."""
+        """Count a step of this process."""
         self._words[_STEPS] += 1
 
     @property
@@ -226,16 +229,16 @@ class WorkerPage(_Words):
 
     @property
     def target(self) -> int:
-        """The call at which to checkpoint, 0 while none is set."""
+        """The call at which to checkpoint; 0 while none is set."""
         return int(self._words[_TARGET])
 
     @property
     def stops(self) -> bool:
-        """Whether all workers are going to be stopped at the target."""
+        """Whether all workers are stopped at the target."""
         return bool(self._words[_STOPS])
 
     def park(self, parked: bool, *, saved: bool = True) -> None:
-        """Say whether the worker waits behind the target, and whether it has checkpointed."""
+        """Set whether the worker waits at the target, and whether it has checkpointed."""
         self._words[_PARKED] = (_HAS_SAVED if saved else _WAITS) if parked else 0
 
 
@@ -243,10 +246,10 @@ _before_park: list[Callable[[], None]] = []
 
 
 def before_park(finish: Callable[[], None]) -> Callable[[], None]:
-    """Have `finish` called before this worker parks; return what cancels that.
+    """Register `finish` to be called before this worker parks; return a function that cancels it.
 
-    The agent kills a parked worker at once. Work that goes on behind the training, such as the
-    copy of a snapshot, has to be complete by then.
+    The agent may kill a parked worker at once. Background work, such as the copy of a snapshot,
+    must be complete by then.
     """
     _before_park.append(finish)
 
@@ -258,6 +261,6 @@ def before_park(finish: Callable[[], None]) -> Callable[[], None]:
 
 
 def finish_before_park() -> None:
-    """Complete what goes on behind the training. Call it before `WorkerPage.park(True)`."""
+    """Complete the registered background work. Call it before `WorkerPage.park(True)`."""
     for finish in list(_before_park):
         finish()

@@ -1,9 +1,9 @@
-"""Timers that workers set on themselves: torch's file timer, on the agent's side.
+"""The agent's side of torch's file timers, which workers set on themselves.
 
-A worker writes JSON lines to a named pipe: a scope, when it expires by the wall clock, which signal
-is then to end the worker; a negative time takes the timer back. `TimerTable` holds what is set and
-decides what has expired; it is pure. `TimerPipe` is the pipe. What is no request is not taken, and
-counted. The format is that of torch.distributed.elastic.timer.FileTimerClient, version 1.
+A worker writes JSON lines to a named pipe: a scope, an expiry by the wall clock, and the signal
+that ends the worker then; a negative time cancels the timer. `TimerTable` holds the timers and
+decides which have expired; it is pure. `TimerPipe` is the pipe; it rejects and counts malformed
+requests. The format is that of torch.distributed.elastic.timer.FileTimerClient, version 1.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from elastane.protocol.unreadable import UNREADABLE
 REQUEST_BYTES_MAX = select.PIPE_BUF
 # The kernel's own bound on process numbers, PID_MAX_LIMIT.
 PID_MAX = 4 << 20
-# Timers of one node: workers hold a few each, by nesting.
+# The timers of one node: each worker holds a few, by nesting.
 TIMERS_MAX = 10_000
 _READ_BYTES = 64 << 10
 
 
 class WorkerTimer(msgspec.Struct, frozen=True):
-    """One line of the pipe. `expiration_time` is in seconds since 1970; negative: taken back."""
+    """One line of the pipe. `expiration_time` is in seconds since 1970; a negative one cancels."""
 
     pid: int
     scope_id: str
@@ -41,9 +41,9 @@ class WorkerTimer(msgspec.Struct, frozen=True):
 
 
 def parse_request(line: bytes) -> WorkerTimer | None:
-    """Return the request of a line, or None where it is none."""
+    """Return the request in a line, or None if it is malformed."""
     if len(line) > REQUEST_BYTES_MAX:
-        return None  # A table full of such lines would hold hundreds of megabytes.
+        return None  # a table full of such lines would hold hundreds of megabytes
     try:
         request = msgspec.json.decode(line, type=WorkerTimer)
     except UNREADABLE:
@@ -62,11 +62,11 @@ class TimerTable:
 
     @property
     def due_s(self) -> float | None:
-        """When the next timer expires, by the wall clock; None where none is set."""
+        """The time at which the next timer expires, by the wall clock; None if no timer is set."""
         return min((t.expiration_time for t in self._set.values()), default=None)
 
-    def take(self, request: WorkerTimer) -> bool:
-        """Set a timer or take one back; False where there are too many."""
+    def update(self, request: WorkerTimer) -> bool:
+        """Set or cancel a timer; False if the table is full."""
         key = (request.pid, request.scope_id)
         if request.expiration_time < 0:
             self._set.pop(key, None)
@@ -77,9 +77,9 @@ class TimerTable:
         return True
 
     def expired(self, now_s: float) -> list[WorkerTimer]:
-        """Return one timer for each process that has any that expired, and forget that process.
+        """Return one timer for each process with an expired timer, and drop the process's timers.
 
-        It is the first one with a signal to send; one that has none sends none, as in torch.
+        The timer chosen is the first with a signal; a timer without one sends none, as in torch.
         """
         chosen: dict[int, WorkerTimer] = {}
         for timer in self.late(now_s):
@@ -90,7 +90,7 @@ class TimerTable:
         return list(chosen.values())
 
     def late(self, now_s: float) -> list[WorkerTimer]:
-        """Return the timers that have expired, the earliest first; they stay set."""
+        """Return the expired timers, the earliest first; they stay set."""
         found = [t for t in self._set.values() if t.expiration_time <= now_s]
         return sorted(found, key=lambda timer: timer.expiration_time)
 
@@ -100,15 +100,15 @@ class TimerTable:
         self._set = {key: timer for key, timer in self._set.items() if key[0] not in gone}
 
     def pids(self) -> set[int]:
-        """Return which processes have a timer."""
+        """Return the processes that have a timer."""
         return {pid for pid, _ in self._set}
 
 
 @dataclass
 class TimerPipe:
-    """The pipe, at `wished` or where nobody has to remove it; both its ends stay open here."""
+    """The pipe, at `requested_path` or anonymous; both its ends stay open here."""
 
-    wished: str = ""
+    requested_path: str = ""
     path: str = ""
     refused: int = 0
     _read_fd: int = -1
@@ -116,12 +116,12 @@ class TimerPipe:
     _rest: bytes = b""
 
     def open(self) -> int:
-        """Return the descriptor to watch; raises ConfigurationError for a path that cannot be.
+        """Return the descriptor to watch; raises ConfigurationError if the path cannot be used.
 
-        Without a path it is a pipe of this process, which workers open by way of /proc: it is
-        gone with the agent, however that ends.
+        Without a path it is an anonymous pipe of this process, which workers open through /proc. It
+        ends with the agent, however the agent ends.
         """
-        if self.wished:
+        if self.requested_path:
             self._open_named()
         else:
             self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -129,7 +129,7 @@ class TimerPipe:
         return self._read_fd
 
     def read(self) -> list[WorkerTimer]:
-        """Return the requests that have come."""
+        """Return the requests that have arrived."""
         try:
             data = self._rest + os.read(self._read_fd, _READ_BYTES)
         except BlockingIOError:
@@ -142,28 +142,28 @@ class TimerPipe:
         return found
 
     def close(self) -> None:
-        """Close both ends; a named pipe is removed."""
+        """Close both ends; remove a named pipe."""
         if self._read_fd < 0:
             return
-        if self.wished:
+        if self.requested_path:
             Path(self.path).unlink(missing_ok=True)
         os.close(self._read_fd)
         os.close(self._write_fd)
         self._read_fd = self._write_fd = -1
 
     def _open_named(self) -> None:
-        """Make the pipe; one that another agent reads keeps its place, and this one stands by."""
-        self.path = self.wished
+        """Make the named pipe; if another agent reads one there, use a name beside it."""
+        self.path = self.requested_path
         try:
             if _is_read_by_another(self.path):
-                self.path = f"{self.wished}.{os.getpid()}"
+                self.path = f"{self.requested_path}.{os.getpid()}"
             Path(self.path).unlink(missing_ok=True)
             os.mkfifo(self.path, 0o600)
             self._read_fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             self._write_fd = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigurationError(
-                f"TORCHELASTIC_TIMER_FILE = {self.wished!r}: {error.strerror or error}",
+                f"TORCHELASTIC_TIMER_FILE = {self.requested_path!r}: {error.strerror or error}",
                 slug="timer-file",
                 expected="a path at which a named pipe can be made, and where no other file is",
                 next_step="unset TORCHELASTIC_TIMER_FILE: then the agent finds a place by itself",
@@ -178,7 +178,8 @@ def _is_read_by_another(path: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        if error.errno == errno.ENXIO:  # nobody reads it: an agent that was killed left it
+        # no process reads it: an agent that was killed left it behind
+        if error.errno == errno.ENXIO:
             return False
         raise
     return True

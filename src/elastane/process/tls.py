@@ -1,9 +1,9 @@
-"""TLS by configuration: contexts for both sides of the control plane.
+"""TLS contexts for both sides of the control plane, from configuration.
 
-With a CA both sides present certificates and verify the other's against it; names are not
-checked, for an endpoint is an address that moves, and the handshake inside proves the job's
-secret. So the CA is the job's or the cluster's own, not a public one. Without a CA the connection
-is private against listeners only. A file that cannot be used is a ConfigurationError at the start.
+With a CA both sides present certificates and verify the other's against it. Names are not checked,
+because an endpoint is an address that moves; the handshake inside proves the job's secret. So the
+CA must be the job's or the cluster's own, not a public one. Without a CA the connection is
+protected against listeners only. An unusable file raises ConfigurationError at the start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Paths of PEM files; a coordinator needs `cert` and `key`, and so do agents where `ca` is."""
+    """Paths of PEM files. A coordinator needs `cert` and `key`; with `ca`, agents need them too."""
 
     cert: str = ""
     key: str = ""
@@ -27,7 +27,7 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_context(config: TlsConfig) -> ssl.SSLContext:
-    """Return the coordinator's context. Raises ConfigurationError for unusable files."""
+    """Return the coordinator's context; raises ConfigurationError for unusable files."""
     import ssl
 
     if not config.cert:
@@ -40,7 +40,7 @@ def server_context(config: TlsConfig) -> ssl.SSLContext:
 
 
 def client_context(config: TlsConfig) -> ssl.SSLContext:
-    """Return the agent's context. Raises ConfigurationError for unusable files."""
+    """Return the agent's context; raises ConfigurationError for unusable files."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -59,7 +59,7 @@ def _load(context: ssl.SSLContext, config: TlsConfig) -> None:
             context.load_cert_chain(config.cert, config.key or None)
         if config.ca:
             context.load_verify_locations(config.ca)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         files = ", ".join(path for path in (config.cert, config.key, config.ca) if path)
         raise _unusable(f"{files}: {error}", "readable PEM files that belong together") from error
 

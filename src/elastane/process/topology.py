@@ -1,9 +1,9 @@
 """This machine's CPUs, NUMA nodes and GPUs, as /sys and /proc show them.
 
-Reads and parses; decides nothing (that is `numa`). `root` stands before every path. What a kernel
-does not tell (caches in a virtual machine) is left out. GPUs are found without CUDA: the NVIDIA
-driver lists them, and CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER say which of them has which
-number. Where that is not certain, it is a ConfigurationError that says why.
+This module reads and parses; `numa` decides. `root` is prefixed to every path. Facts that a kernel
+does not report (caches in a virtual machine) are left out. GPUs are found without CUDA: the NVIDIA
+driver lists them, and CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER determine their numbers. If a
+number is not certain, it raises ConfigurationError with the cause.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that the driver lists: its PCI address, model, UUID and the N of /dev/nvidiaN."""
+    """One GPU of the driver's list: PCI address, model, UUID and the N of /dev/nvidiaN."""
 
     address: str
     model: str
@@ -30,7 +30,7 @@ class Gpu:
 
 
 def read_topology(environ: Mapping[str, str], root: Path = Path("/")) -> Topology:
-    """Return what placement of workers can depend on."""
+    """Return the facts about this machine that the placement of workers depends on."""
     allowed = frozenset(os.sched_getaffinity(0))
     cpus = root / "sys/devices/system/cpu"
     places = {cpu: cpus / f"cpu{cpu}/topology" for cpu in allowed}
@@ -45,7 +45,7 @@ def read_topology(environ: Mapping[str, str], root: Path = Path("/")) -> Topolog
 
 
 def parse_list(text: str) -> frozenset[int]:
-    """Read a list of /sys such as `0-3,8`."""
+    """Parse a list of /sys such as `0-3,8`."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")
@@ -54,7 +54,7 @@ def parse_list(text: str) -> frozenset[int]:
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[Gpu]:
-    """Return the GPUs that workers would see, in the order of their numbers there."""
+    """Return the GPUs that workers see, in the order of their numbers there."""
     gpus = _driver_gpus(root)
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     names = None if listed is None else [name.strip() for name in listed.split(",")]
@@ -70,7 +70,7 @@ def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[Gpu
 
 
 def _nodes(root: Path, allowed: frozenset[int]) -> dict[int, frozenset[int]]:
-    """Return the CPUs of each node that this process may use; nodes of memory alone have none."""
+    """Return the CPUs of each node that this process may use; a node without CPUs is left out."""
     found = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cpus = parse_list(_text(folder / "cpulist")) & allowed
@@ -80,7 +80,7 @@ def _nodes(root: Path, allowed: frozenset[int]) -> dict[int, frozenset[int]]:
 
 
 def _caches(cpus: Path, allowed: frozenset[int]) -> dict[int, int]:
-    """Return for each CPU the first of those that share its largest cache."""
+    """Return for each CPU the first of the CPUs that share its largest cache."""
     found = {}
     for cpu in allowed:
         best = (0, -1)
@@ -94,17 +94,17 @@ def _caches(cpus: Path, allowed: frozenset[int]) -> dict[int, int]:
 
 
 def _driver_gpus(root: Path) -> list[Gpu]:
-    """Return the GPUs of the NVIDIA driver that this process can open, by PCI address."""
+    """Return the NVIDIA driver's GPUs that this process can open, by PCI address."""
     found = []
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         lines = _text(folder / "information").splitlines()
         pairs = [line.partition(":") for line in lines]
-        told = {key.strip(): value.strip() for key, _, value in pairs}
+        facts = {key.strip(): value.strip() for key, _, value in pairs}
         gpu = Gpu(
-            address=told.get("Bus Location", folder.name).lower(),
-            model=told.get("Model", ""),
-            uuid=told.get("GPU UUID", ""),
-            minor=told.get("Device Minor", ""),
+            address=facts.get("Bus Location", folder.name).lower(),
+            model=facts.get("Model", ""),
+            uuid=facts.get("GPU UUID", ""),
+            minor=facts.get("Device Minor", ""),
         )
         if (root / f"dev/nvidia{gpu.minor}").exists():
             found.append(gpu)
@@ -112,7 +112,7 @@ def _driver_gpus(root: Path) -> list[Gpu]:
 
 
 def _refuse_others(root: Path) -> None:
-    """Refuse GPUs that are there and cannot be found: AMD's, WSL's, a driver without /proc."""
+    """Refuse GPUs that exist and cannot be listed: AMD's, WSL's, a driver without /proc."""
     for device in ("nvidia0", "kfd", "dxg"):
         if (root / "dev" / device).exists():
             raise unknown_gpu(
@@ -130,7 +130,7 @@ def _check_order(environ: Mapping[str, str]) -> None:
 
 
 def _chosen(names: list[str], gpus: list[Gpu]) -> list[Gpu]:
-    """Return those that CUDA_VISIBLE_DEVICES names; what follows a bad name is hidden."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names; names after an invalid one are ignored."""
     found: list[Gpu] = []
     for name in names:
         if name.startswith("MIG-"):

@@ -1,8 +1,9 @@
-"""Connections that have not proved themselves: a bound apart from that of the proven.
+"""Connections that have not authenticated, bounded apart from the authenticated ones.
 
 Every port that strangers can reach counts its unproven connections here. At the bound, the oldest
-one makes room for the next, once it has had its time. So silent connections cannot use up the
-places of those that know the secret. It owns no socket: the port's own code closes what is named.
+one is closed for the next, once its minimum time has passed. So silent connections cannot use up
+the places of authenticated ones. This module owns no socket: its caller closes the connection that
+it returns.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ T = TypeVar("T")
 
 
 class Unproven(Generic[T]):
-    """At most `most` connections, each of which may stay for `patience_s` whoever else comes."""
+    """At most `most` connections; each may stay for `min_s`, even if others arrive."""
 
-    def __init__(self, most: int, patience_s: float) -> None:
-        self._most, self._patience_s = most, patience_s
+    def __init__(self, most: int, min_s: float) -> None:
+        self._most, self._min_s = most, min_s
         self._since_s: dict[T, float] = {}
 
     def __len__(self) -> int:
@@ -31,17 +32,17 @@ class Unproven(Generic[T]):
 
     @property
     def is_full(self) -> bool:
-        """Whether the next connection needs another one's place."""
+        """Whether the next connection requires the close of another one."""
         return len(self._since_s) >= self._most
 
     def wait_s(self, now_s: float) -> float:
-        """Return how long the next connection has to wait in the kernel's queue; 0 for not."""
+        """Return how long the next connection has to wait in the kernel's queue; 0: no wait."""
         if not self.is_full:
             return 0.0
-        return max(0.0, next(iter(self._since_s.values())) + self._patience_s - now_s)
+        return max(0.0, next(iter(self._since_s.values())) + self._min_s - now_s)
 
     def make_room(self) -> T | None:
-        """Return the oldest connection, which is to be closed, or None while there is room."""
+        """Return the oldest connection, for the caller to close, or None while there is room."""
         if not self.is_full:
             return None
         oldest = next(iter(self._since_s))
@@ -54,5 +55,5 @@ class Unproven(Generic[T]):
         self._since_s[one] = now_s
 
     def discard(self, one: T) -> bool:
-        """Stop counting a connection that is proven or gone; returns whether it was counted."""
+        """Stop counting a connection that is proven or gone; return whether it was counted."""
         return self._since_s.pop(one, None) is not None

@@ -1,7 +1,7 @@
-"""The environment of a worker: torchrun's contract, and what elastane adds.
+"""The environment of a worker: torchrun's contract, and elastane's additions.
 
-A pure function of what the agent was assigned, what its job is, and the environment it was started
-in. It reads nothing itself, and what it returns never holds the job's secret.
+A pure function of the agent's assignment, the job, and the environment that the agent was started
+in. It reads nothing itself, and its result never holds the job's secret.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from elastane.errors import ConfigurationError
 from elastane.protocol.model import Assignment
 
-# Variables that mean something to one process of one attempt only: never handed on from the
-# environment of the agent, which may itself be a worker of another job.
+# Variables for one process of one attempt. They are not inherited from the agent's environment,
+# because the agent may itself be a worker of another job.
 _PER_WORKER = (
     "TORCHELASTIC_ERROR_FILE",
     "ELASTANE_PAGE_FD",
@@ -23,13 +23,13 @@ _PER_WORKER = (
     "ELASTANE_LEASH",
     "ELASTANE_KEEPER",
 )
-# Variables that say where a worker is in its world. A worker that waits for a place has none.
-_PLACE = (
+# Variables for a worker's rank in its world. A worker that waits for an assignment has none.
+_RANK_VARIABLES = (
     *("RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
     *("ELASTANE_ROUND", "ELASTANE_ATTEMPT"),
 )
-_LACKS_PLACE = re.compile(rf"KeyError: '({'|'.join(_PLACE)})'")
+_RANK_MISSING = re.compile(rf"KeyError: '({'|'.join(_RANK_VARIABLES)})'")
 SLUG = "variable-before-place"
 _SECRET = "ELASTANE_TOKEN"
 _CONF = "PET_RDZV_CONF"
@@ -42,12 +42,12 @@ LOCAL_RANK_MACRO = "${local_rank}"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What all local workers of a job have in common, whatever the round.
+    """The facts that all local workers of a job share in every round.
 
-    `virtual_local_rank`: each worker sees one device, as number 0. `timer_file` is where they set
-    timers on themselves, empty where nobody watches. `signals` are those at which the agent drains.
-    `keeper` is the path of the socket of the node's keeper, empty where there is none. Of a job
-    `on_one_machine` gloo listens on the loopback.
+    `virtual_local_rank`: each worker sees one device, as number 0. `timer_file`: the pipe on which
+    workers set timers on themselves; "" if no agent reads it. `signals`: the signals at which the
+    agent drains. `keeper`: the path of the snapshot server's socket; "" if there is none.
+    `on_one_machine`: gloo listens on the loopback.
     """
 
     job: str
@@ -63,9 +63,9 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What is one worker's own; what is empty or None is not there, nor is its variable.
+    """The facts about one worker; an empty or absent value sets no variable.
 
-    `leash` marks every process of this agent, so that none of them outlives it.
+    `leash`: the process mark of this agent, by which the orphan reaper finds its processes.
     """
 
     local_rank: int
@@ -78,15 +78,15 @@ class WorkerFacts:
 def worker_environment(
     base: Mapping[str, str], assignment: Assignment, run: RunFacts, worker: WorkerFacts
 ) -> dict[str, str]:
-    """Return the whole environment of one worker, `base` (the agent's own) included.
+    """Return the whole environment of one worker, based on `base`, the agent's own.
 
-    TORCHELASTIC_RESTART_COUNT is the job's count, the same on all nodes; torchrun's is each
-    agent's own. OMP_NUM_THREADS is 1 where several workers share a node, unless `base` sets it.
+    TORCHELASTIC_RESTART_COUNT is the job's count, the same on all nodes; torchrun's is each agent's
+    own. OMP_NUM_THREADS is 1 if several workers share a node, unless `base` sets it.
     """
     env = without_secrets(base)
-    for name in (*_PER_WORKER, *_PLACE):
+    for name in (*_PER_WORKER, *_RANK_VARIABLES):
         env.pop(name, None)
-    env.update(_lasting(assignment, run, worker))
+    env.update(_constant_variables(assignment, run, worker))
     if not assignment.waiting:
         env.update(place_variables(assignment, worker.local_rank))
     if run.virtual_local_rank:
@@ -107,8 +107,8 @@ def worker_environment(
 
 
 def _defaults(run: RunFacts) -> dict[str, str]:
-    """Return the variables that a worker has where the user set no other value."""
-    # By the fault handler a fatal signal shows the stacks of all threads, of children too.
+    """Return the variables that apply unless the user sets another value."""
+    # The fault handler prints the stacks of all threads at a fatal signal, in child processes too.
     found = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONFAULTHANDLER": "1"}
     if run.on_one_machine:
         found["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE
@@ -118,10 +118,9 @@ def _defaults(run: RunFacts) -> dict[str, str]:
 
 
 def only_device(base: Mapping[str, str], local_rank: int) -> str:
-    """Return the one device that a worker is to see, of those that `base` names.
+    """Return the one device of `base` that a worker sees.
 
-    Raises ConfigurationError where it names too few. An empty name in a list ends it, as CUDA
-    reads it.
+    Raises ConfigurationError if `base` names too few. An empty name ends the list, as in CUDA.
     """
     if _DEVICES not in base:
         return str(local_rank)
@@ -143,7 +142,7 @@ def worker_args(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
 
 
 def place_variables(assignment: Assignment, local_rank: int) -> dict[str, str]:
-    """Return the variables that say where a worker is in the world of its assignment.
+    """Return the variables for a worker's rank in the world of its assignment.
 
     They change with each world that it enters. The others are set once, when it starts.
     """
@@ -162,16 +161,16 @@ def place_variables(assignment: Assignment, local_rank: int) -> dict[str, str]:
         "ELASTANE_ROUND": str(assignment.fence.round),
         "ELASTANE_ATTEMPT": str(assignment.fence.attempt),
     }
-    assert found.keys() == {*_PLACE}, "a worker without a place lacks these, and no others"
+    assert found.keys() == {*_RANK_VARIABLES}, "a worker without a place lacks these, and no others"
     return {**found, **_restarts(assignment)}
 
 
 def why_without_place(message: str) -> str:
-    """Explain the end of a worker that had no place, where it lacked one of these variables.
+    """Explain the end of a worker without a rank, if one of these variables was missing.
 
-    `message`: its last words. Returns "" where they say something else.
+    `message`: the last lines of its output. Returns "" if the cause is another one.
     """
-    found = _LACKS_PLACE.search(message)
+    found = _RANK_MISSING.search(message)
     if found is None:
         return ""
     return (
@@ -185,8 +184,10 @@ def _restarts(assignment: Assignment) -> dict[str, str]:
     return {"TORCHELASTIC_RESTART_COUNT": str(assignment.restarts_used)}
 
 
-def _lasting(assignment: Assignment, run: RunFacts, worker: WorkerFacts) -> dict[str, str]:
-    """Return the variables that a worker has from its start, with a place or without."""
+def _constant_variables(
+    assignment: Assignment, run: RunFacts, worker: WorkerFacts
+) -> dict[str, str]:
+    """Return the variables that a worker has from its start, with or without a rank."""
     assert 0 <= worker.local_rank < run.local_world_size, worker
     return {
         **_restarts(assignment),
@@ -203,8 +204,8 @@ def _lasting(assignment: Assignment, run: RunFacts, worker: WorkerFacts) -> dict
 def without_secrets(base: Mapping[str, str]) -> dict[str, str]:
     """Return `base` without the job's secrets, for a process that needs none.
 
-    A fork shows in /proc what the program that it was forked from was started with, whatever it
-    does to its own environment later: so a zygote must never have had them.
+    After a fork, /proc shows the environment that the forked program was started with, whatever
+    that program changed later. So a zygote must be started without the secrets.
     """
     env = dict(base)
     env.pop(_SECRET, None)

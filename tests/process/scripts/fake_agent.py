@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastane.process.execspawn import ExecSpawner
 from elastane.process.kernel import become_subreaper
-from elastane.process.orphan_reaper import Warden
+from elastane.process.orphan_reaper import OrphanReaper
 from elastane.process.process import WorkerCommand
 from elastane.process.zygote.client import ZygoteSpawner
 
@@ -16,7 +16,7 @@ from elastane.process.zygote.client import ZygoteSpawner
 async def main(leash, out):
     become_subreaper()
     env = dict(os.environ, ELASTANE_LEASH=leash)
-    warden = Warden(leash)
+    warden = OrphanReaper(leash)
     await warden.start()
     zygote = ZygoteSpawner(("torch",) if "--torch" in sys.argv else (), env, sys.executable)
     await zygote.start()

@@ -6,7 +6,7 @@ import sys
 
 from elastane.agent.snapshot_server import Keeping
 from elastane.process.kernel import become_subreaper
-from elastane.process.orphan_reaper import Warden
+from elastane.process.orphan_reaper import OrphanReaper
 from elastane.snapshots.peers import Neighbours
 
 
@@ -14,7 +14,7 @@ async def main():
     become_subreaper()
     keeping = Keeping(dict(os.environ))
     keeping.open()
-    warden = Warden("none", keeping.path)
+    warden = OrphanReaper("none", keeping.path)
     await warden.start()
     if secret := os.environ.get("TEST_NEIGHBOURS"):
         keeping.meet(lambda: Neighbours("job", (secret.encode(),), "127.0.0.1"))

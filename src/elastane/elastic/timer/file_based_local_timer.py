@@ -155,7 +155,7 @@ class FileTimerServer:
             timer = timers.WorkerTimer(
                 each.worker_pid, each.scope_id, each.expiration_time, int(each.signal)
             )
-            self._table.take(timer)
+            self._table.update(timer)
 
     def clear_timers(self, worker_pids: set[int]) -> None:
         """Drop the timers of these processes, and of those that are gone."""
@@ -198,7 +198,7 @@ class FileTimerServer:
             if not last:
                 poller.poll(min(self._max_interval, 0.1) * 1000)
             for request in self._pipe.read():
-                self._table.take(request)
+                self._table.update(request)
             self._reap()
             self._last_progress_time = int(time.time())
             if last:

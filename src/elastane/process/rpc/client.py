@@ -61,7 +61,7 @@ class Session:
         where the coordinator broke the protocol, or was sent what no frame can hold.
         """
         while True:
-            message = self.link.take()
+            message = self.link.next_message()
             if message is not None:
                 return message
             if self.link.fault is not None:

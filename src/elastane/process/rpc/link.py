@@ -35,10 +35,10 @@ class LinkOwner(Protocol[Incoming, Outgoing]):
     """Who holds a link, and hears of it."""
 
     def proven(self, link: RpcLink[Incoming, Outgoing]) -> None:
-        """The handshake succeeded; from now on `send` and `take` are allowed."""
+        """The handshake succeeded; from now on `send` and `next_message` are allowed."""
 
     def readable(self, link: RpcLink[Incoming, Outgoing]) -> None:
-        """`take` would yield something now."""
+        """`next_message` would yield something now."""
 
     def ended(self, link: RpcLink[Incoming, Outgoing]) -> None:
         """The link is over, `link.reason` says why; what was received can still be taken."""
@@ -100,7 +100,7 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` would yield something at once."""
+        """Whether `next_message` would yield something at once."""
         return self._codec is not None and not self._spoilt and self._codec.ready
 
     def send(self, message: Outgoing) -> None:
@@ -125,7 +125,7 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         if unsent_bytes > SEND_BYTES_MAX:
             self.abort(f"the peer does not read: {unsent_bytes} bytes wait for it")
 
-    def take(self) -> Incoming | None:
+    def next_message(self) -> Incoming | None:
         """Return the next message, or None where there is none (yet, or for ever)."""
         if self._codec is None or self._spoilt:
             return None
