@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.report import machine
+from elastane.protocol.checkpoints import About, CheckpointPart, Key, folder_name
 from elastane.storage import FoundCheckpoint, Repository, open_storage
-from elastane.storage.checkpoints import About, CheckpointPart, Key, folder_name
 
 BLOCK_BYTES = 16 << 20
 GOAL = 0.85

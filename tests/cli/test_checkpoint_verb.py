@@ -10,7 +10,7 @@ import pytest
 from small_saves import ABOUT, begin, key_of, opened, save, steps, write_part
 
 from elastane.cli.main import main
-from elastane.storage.checkpoints import MANIFEST, folder_name
+from elastane.protocol.checkpoints import MANIFEST, folder_name
 from elastane.storage.digest import digest_of
 
 

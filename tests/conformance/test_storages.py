@@ -10,8 +10,8 @@ import s3_server
 from small_saves import FILES, begin, key_of, save, steps, write_part
 
 from elastane.errors import CheckpointError, FencedError
+from elastane.protocol.checkpoints import MANIFEST, folder_name
 from elastane.storage import Repository, objects, open_storage
-from elastane.storage.checkpoints import MANIFEST, folder_name
 from elastane.storage.digest import record_of
 from elastane.storage.folder import FolderStorage
 

@@ -18,9 +18,9 @@ import elastane
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out, misfit
 from elastane.checkpoint.stored import LAYOUT, STATE, layout_from
 from elastane.errors import CheckpointError, ElastaneError
+from elastane.protocol.checkpoints import CHUNK_BYTES, FileRecord, Manifest, folder_name
 from elastane.protocol.limits import CHECKPOINT_SMALL_BYTES_MAX
 from elastane.storage import Repository, open_storage
-from elastane.storage.checkpoints import CHUNK_BYTES, FileRecord, Manifest, folder_name
 from elastane.storage.digest import digest_of, record_of
 from elastane.storage.records import encode
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from process_harness import DEADLINE_S, SCRIPTS, until, worker_environment
 from supervise import alive, children, command_line
 
+from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_ANSWER_S
 from elastane.snapshots.client import Keeper
 from elastane.snapshots.messages import PersistRequest, Snapshot
-from elastane.storage.checkpoints import Key
 from elastane.storage.places import open_storage
 from elastane.storage.repository import Repository
 

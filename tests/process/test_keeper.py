@@ -23,11 +23,11 @@ from keeper_support import SLOT_BYTES, Node, Worker, keepers, persist_to, publis
 from process_harness import DEADLINE_S, SCRIPTS, until
 from supervise import alive
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots import messages
 from elastane.snapshots.channel import SnapshotChannel
 from elastane.snapshots.client import Keeper, KeeperSilentError, connected
 from elastane.snapshots.shared_memory import close_all
-from elastane.storage.checkpoints import Key
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 from keeper_support import SLOT_BYTES, Node, Worker, keepers, persist_to, published
 from process_harness import DEADLINE_S, until
 
+from elastane.protocol.checkpoints import Key, folder_name
 from elastane.snapshots import connection
 from elastane.snapshots.messages import LAST_GASP, Replica
 from elastane.snapshots.peers import TO_SENDER, Neighbours, PeerProof, ReplicaOffer
-from elastane.storage.checkpoints import Key, folder_name
 from elastane.storage.digest import digest_of
 
 ABOUT = Neighbours("job", (b"secret" * 6,), "127.0.0.1")

@@ -12,6 +12,7 @@ import pytest
 from process_harness import DEADLINE_S, until
 from rpc_support import make_papers
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots import connection, listener, replica_store, replicator
 from elastane.snapshots.listener import SnapshotListener
 from elastane.snapshots.messages import HeldPiece, HeldWords, Replica
@@ -20,7 +21,6 @@ from elastane.snapshots.replica_store import Neighbour
 from elastane.snapshots.replicator import Courier, Errand
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.writing import Source
-from elastane.storage.checkpoints import Key
 
 ABOUT = Neighbours("job", (b"secret" * 6,), "127.0.0.1")
 

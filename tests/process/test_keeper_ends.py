@@ -14,7 +14,7 @@ from keeper_support import SLOT_BYTES, Node, Worker, persist_to, published
 from process_harness import DEADLINE_S, until, worker_environment
 from supervise import alive
 
-from elastane.storage.checkpoints import Key
+from elastane.protocol.checkpoints import Key
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from supervise import agent, alive, command_line, state
 # Two workers, each with half of the image; a snapshot a step, from where the last ones got to.
 BODY = """
 import mmap, sys
-from elastane.storage.checkpoints import Key
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.client import Keeper
 from elastane.snapshots.messages import Persist, Snapshot
 

@@ -12,9 +12,9 @@ from keeper_support import SLOT_BYTES, Node, Worker, persist_to, snapshot
 from process_harness import DEADLINE_S, until
 from supervise import alive
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.messages import Done, encode
 from elastane.snapshots.status_page import WORDS_BYTES_MAX, OwnPage, SnapshotStatusPage
-from elastane.storage.checkpoints import Key
 
 FENCE = (1, 0)
 

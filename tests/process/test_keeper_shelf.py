@@ -12,12 +12,12 @@ from keeper_support import SLOT_BYTES, persist_to, snapshot
 from process_harness import DEADLINE_S, until
 
 from elastane.errors import CheckpointError
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots import store, writer
 from elastane.snapshots.messages import LayoutFiles, Replica, Slots
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.store import Shelf
 from elastane.snapshots.writing import WriteFailure, Written
-from elastane.storage.checkpoints import Key
 
 WORKER = 1
 

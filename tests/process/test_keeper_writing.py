@@ -6,11 +6,11 @@ import pytest
 from keeper_support import SLOT_BYTES, persist_to, published
 from small_saves import opened, save
 
+from elastane.protocol.checkpoints import Key, part_name
 from elastane.snapshots.messages import STREAMS_FILE
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.shared_memory import close_all, make_slot
 from elastane.snapshots.writing import Source, WriteFailure, WriteOrder, Writer, Written
-from elastane.storage.checkpoints import Key, part_name
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.snapshots import (
     WHOLE_MAX,
     Drop,
@@ -22,7 +23,6 @@ from elastane.snapshots.rules.snapshots import (
     Whole,
     Write,
 )
-from elastane.storage.checkpoints import Key
 
 SIZES = (1, 2)
 SLOTS = 3

@@ -10,8 +10,8 @@ import random
 
 import pytest
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.snapshots import Name, SnapshotPiece, Snapshots
-from elastane.storage.checkpoints import Key
 
 SLOTS = 3
 # A worker that asked so often in vain, while all others did too, waits for ever.

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.replicas import COPIES_MAX, Copy, Incoming, Outgoing
 from elastane.snapshots.rules.snapshots import Name, SnapshotPiece, Snapshots, Whole, Write
-from elastane.storage.checkpoints import Key
 
 NODES = range(3)
 

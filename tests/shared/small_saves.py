@@ -2,8 +2,8 @@
 
 import secrets
 
+from elastane.protocol.checkpoints import About, CheckpointPart, Key, folder_name
 from elastane.storage import Repository, open_storage
-from elastane.storage.checkpoints import About, CheckpointPart, Key, folder_name
 
 ABOUT = About("digits", 2, 1763740000.0, {"elastane": "0.1.0", "torch": "2.13.0"}, "step")
 FILES = {"__0_0.distcp": b"weights" * 30, "state.msgpack": b"\x81\xa4step\x07", ".metadata": b"m"}

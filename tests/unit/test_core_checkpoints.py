@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.protocol.limits import COUNT_MAX, NAME_CHARS_MAX
-from elastane.storage.checkpoints import (
+from elastane.protocol.checkpoints import (
     CHUNK_BYTES,
     FORMAT,
     About,
@@ -22,6 +21,7 @@ from elastane.storage.checkpoints import (
     parse_folder,
     part_name,
 )
+from elastane.protocol.limits import COUNT_MAX, NAME_CHARS_MAX
 
 ABOUT = About("job", 2, 0.0, {}, "step")
 KEY = Key(0, 3, 1, 12800)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastane.storage.checkpoints import Key, folder_name
+from elastane.protocol.checkpoints import Key, folder_name
 from elastane.storage.retention import SeenCheckpoint, kept, litter, surplus, to_remove
 
 HOUR = 3600.0

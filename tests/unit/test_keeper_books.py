@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.snapshots import (
     Drop,
     Forget,
@@ -14,7 +15,6 @@ from elastane.snapshots.rules.snapshots import (
     Whole,
     Write,
 )
-from elastane.storage.checkpoints import Key
 
 
 def name(step, nonce="n", **at):

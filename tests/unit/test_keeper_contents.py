@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_LAYOUTS_MAX
 from elastane.snapshots import messages
 from elastane.snapshots.contents import Contents, Layouts
@@ -15,7 +16,6 @@ from elastane.snapshots.messages import (
     Snapshot,
     WriteProgress,
 )
-from elastane.storage.checkpoints import Key
 
 
 def persist(**more):

@@ -1,8 +1,8 @@
 """What a keeper knows of the bytes of its snapshots, and what it forgets of that when."""
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.digests import Digests
 from elastane.snapshots.rules.snapshots import Name
-from elastane.storage.checkpoints import Key
 
 ONE, TWO = (Name(Key(0, 1, 0, step), "") for step in (1, 2))
 

@@ -7,10 +7,10 @@ import socket
 import pytest
 
 from elastane.agent.snapshot_events import note_of
+from elastane.protocol.checkpoints import Key
 from elastane.protocol.log_events import EventKind
 from elastane.snapshots import events
 from elastane.snapshots.events import NEWS, PersistFailed, Reporter, RestoredEvent, Saved
-from elastane.storage.checkpoints import Key
 
 
 def saved(step):

@@ -12,7 +12,7 @@ Thread 0x00007f7 (most recent call first):
 Current thread 0x00007ff9 (most recent call first):
   File "/lib/ctypes/__init__.py", line 519 in string_at
   File "/job/train.py", line 6 in <module>
-  File "/site/elastane/runtime/zygote/child.py", line 178 in _run
+  File "/site/elastane/process/zygote/child.py", line 178 in _run
   File "<frozen runpy>", line 88 in _run_code
 
 Extension modules: numpy._core (total: 13)

@@ -14,8 +14,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastane.protocol.checkpoints import CHUNK_BYTES
 from elastane.storage import aligned
-from elastane.storage.checkpoints import CHUNK_BYTES
 from elastane.storage.folder import FolderStorage
 
 FOLDER = "step-000000000001.e0000.r000001.a00.00000000"

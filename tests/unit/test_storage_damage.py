@@ -7,7 +7,7 @@ import pytest
 from small_saves import begin, key_of, opened, save, steps, write_part
 
 from elastane.errors import CheckpointError
-from elastane.storage.checkpoints import folder_name
+from elastane.protocol.checkpoints import folder_name
 from elastane.storage.folder import FolderStorage
 
 FILES = {"__0_0.distcp": b"weights" * 5, ".metadata": b"\x80meta", "state.msgpack": b"\x81"}
@@ -99,7 +99,8 @@ def test_a_file_that_is_something_else_now_is_found(place, kind):
 
 
 def test_two_chunks_that_changed_places_are_found(tmp_path, monkeypatch):
-    from elastane.storage import aligned, checkpoints, digest, reading
+    from elastane.protocol import checkpoints
+    from elastane.storage import aligned, digest, reading
 
     for module in (checkpoints, aligned, digest, reading):
         monkeypatch.setattr(module, "CHUNK_BYTES", 4096)

@@ -5,8 +5,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastane.protocol.checkpoints import CHUNK_BYTES
 from elastane.storage import digest
-from elastane.storage.checkpoints import CHUNK_BYTES
 from elastane.storage.digest import chunks, digest_of, record_of
 
 pieces = st.lists(st.binary(max_size=40), max_size=12)

@@ -8,7 +8,7 @@ import pytest
 from small_saves import ABOUT, FILES, begin, key_of, opened, save, steps, write_part
 
 from elastane.errors import CheckpointError, FencedError
-from elastane.storage.checkpoints import MANIFEST, CheckpointPart, folder_name, part_name
+from elastane.protocol.checkpoints import MANIFEST, CheckpointPart, folder_name, part_name
 from elastane.storage.publishing import Publication
 from elastane.storage.records import encode
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from small_saves import ABOUT, key_of
 
-from elastane.storage.checkpoints import FORMAT, CheckpointPart, FileRecord, Manifest, folder_name
+from elastane.protocol.checkpoints import FORMAT, CheckpointPart, FileRecord, Manifest, folder_name
 from elastane.storage.digest import digest_of
 from elastane.storage.records import NewerFormatError, RecordError, decode, encode
 

@@ -13,8 +13,8 @@ import pytest
 from small_saves import begin, key_of, opened, save, steps
 
 from elastane.errors import CheckpointError
+from elastane.protocol.checkpoints import CHUNK_BYTES, FORMAT, MANIFEST, folder_name
 from elastane.protocol.limits import CHECKPOINT_LITTER_S
-from elastane.storage.checkpoints import CHUNK_BYTES, FORMAT, MANIFEST, folder_name
 from elastane.storage.digest import digest_of
 from elastane.storage.folder import FolderStorage
 from elastane.storage.reading import Inspection

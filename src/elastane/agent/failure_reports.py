@@ -74,7 +74,7 @@ def _python_frames(lines: list[str]) -> list[str]:
     found = []
     for line in lines[_after(lines, "Current thread ") :]:
         # Those around the script are the start of a forked worker.
-        if not line.startswith("  File ") or "elastane/runtime/zygote/" in line:
+        if not line.startswith("  File ") or "elastane/process/zygote/" in line:
             break
         found.append(line)
     return found[:_PYTHON_FRAMES_MAX]

@@ -26,11 +26,11 @@ from elastane.checkpoint.state_source import Objects, Subject
 from elastane.errors import CheckpointError, ElastaneError
 from elastane.process import environment
 from elastane.process.status_page import before_park
+from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_PATIENCE_S
 from elastane.snapshots.client import Keeper
 from elastane.snapshots.messages import SaveFailed
 from elastane.storage import open_storage
-from elastane.storage.checkpoints import Key
 from elastane.storage.repository import Repository
 
 _log = logging.getLogger("elastane.checkpoint")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from elastane.storage.checkpoints import Fence, Key, folder_name
+from elastane.protocol.checkpoints import Fence, Key, folder_name
 
 
 class Save(msgspec.Struct, frozen=True, order=True, array_like=True):

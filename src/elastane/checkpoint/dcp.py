@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastane.checkpoint.layout import Layout, dtype_of
-from elastane.storage.checkpoints import Bytes, FileName
+from elastane.protocol.checkpoints import Bytes, FileName
 
 METADATA, PLAIN = ".metadata", "plain.distcp"
 _SCALARS = (int, float, str, bytes, bool, type(None))

@@ -20,6 +20,7 @@ import torch
 
 from elastane.checkpoint.blobs import Frame, frame_of
 from elastane.errors import CheckpointError
+from elastane.protocol.checkpoints import Bytes
 from elastane.protocol.limits import (
     CHECKPOINT_DIMENSIONS_MAX,
     CHECKPOINT_FILE_BYTES_MAX,
@@ -27,7 +28,6 @@ from elastane.protocol.limits import (
     CHECKPOINT_PIECES_MAX,
     CHECKPOINT_TENSORS_MAX,
 )
-from elastane.storage.checkpoints import Bytes
 
 # Small enough for even shares, large enough that a thousand bytes around each do not count.
 PIECE_BYTES = 4 << 20

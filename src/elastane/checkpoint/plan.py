@@ -18,9 +18,9 @@ from elastane.checkpoint.shares import SaveShare
 from elastane.checkpoint.slots import Slot, Sources
 from elastane.checkpoint.state_source import SavingWorld
 from elastane.checkpoint.stored import LAYOUT, STATE, StoredFiles, encoded
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.client import Keeper
 from elastane.snapshots.messages import PersistRequest, Replica, Snapshot
-from elastane.storage.checkpoints import Key
 
 SLOTS = 3
 # Copies have two snapshots stay where they are for a while: see snapshots/rules/snapshots.py.

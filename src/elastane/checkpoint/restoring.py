@@ -55,9 +55,9 @@ from elastane.checkpoint.stored import (
 )
 from elastane.comms.state import build
 from elastane.errors import CheckpointError, StateError
+from elastane.protocol.checkpoints import Key, era_beyond
 from elastane.snapshots.client import HeldSnapshot, Keeper
 from elastane.storage import Storage
-from elastane.storage.checkpoints import Key, era_beyond
 from elastane.storage.repository import Repository
 
 _log = logging.getLogger("elastane.checkpoint")

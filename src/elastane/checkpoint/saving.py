@@ -31,10 +31,10 @@ from elastane.checkpoint.shares import RankStatus, SaveShare, shares
 from elastane.checkpoint.state_source import SavingWorld
 from elastane.comms.digest import raw_bytes
 from elastane.errors import CheckpointError
+from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_PATIENCE_S
 from elastane.snapshots.client import Keeper, KeeperSilentError
 from elastane.snapshots.messages import WriteProgress
-from elastane.storage.checkpoints import Key
 
 _log = logging.getLogger("elastane.checkpoint")
 # How long a save waits for its slot: the keeper answers at once unless it is held up itself.

@@ -21,8 +21,8 @@ import torch
 from elastane.checkpoint.members import Members
 from elastane.checkpoint.reading import memory_of, read_whole
 from elastane.errors import CheckpointError
+from elastane.protocol.checkpoints import CHUNK_BYTES, MANIFEST, FileRecord, Manifest
 from elastane.storage.aligned import pages
-from elastane.storage.checkpoints import CHUNK_BYTES, MANIFEST, FileRecord, Manifest
 from elastane.storage.protocol import Storage
 from elastane.storage.records import RecordError, read_record
 

@@ -26,9 +26,9 @@ from elastane.checkpoint.save_schedule import at_least_one, steps_done
 from elastane.checkpoint.saving import Saver, insist_durable
 from elastane.checkpoint.state_source import fence_of_process, insist_on_mapping, insist_on_names
 from elastane.process import environment
+from elastane.protocol.checkpoints import Key, era_beyond
 from elastane.snapshots.client import Keeper
 from elastane.storage import FoundCheckpoint, Repository, open_storage
-from elastane.storage.checkpoints import Key, era_beyond
 from elastane.storage.errors import told_of
 
 

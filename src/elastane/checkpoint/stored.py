@@ -14,10 +14,10 @@ import msgspec
 from elastane.checkpoint.dcp import ByteRange
 from elastane.checkpoint.layout import Layout, misfit
 from elastane.errors import CheckpointError
+from elastane.protocol.checkpoints import Count
 from elastane.protocol.limits import CHECKPOINT_FILES_MAX, CHECKPOINT_SMALL_BYTES_MAX
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.storage import Storage
-from elastane.storage.checkpoints import Count
 
 LAYOUT, STATE = "layout.json", "state.msgpack"
 T = TypeVar("T")

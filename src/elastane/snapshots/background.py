@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from elastane.protocol.checkpoints import CHUNK_BYTES, chunks_of
 from elastane.snapshots.shared_memory import viewed
 from elastane.snapshots.writing import Source
-from elastane.storage.checkpoints import CHUNK_BYTES, chunks_of
 
 _log = logging.getLogger("elastane.snapshots")
 # A tenth of a processor, where the training wants all of them.

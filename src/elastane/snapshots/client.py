@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from elastane.process import environment
+from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import (
     KEEPER_ANSWER_BYTES_MAX,
     KEEPER_ANSWER_S,
@@ -31,7 +32,6 @@ from elastane.snapshots.channel import SnapshotChannel
 from elastane.snapshots.messages import HeldWords, PersistRequest, Snapshot, WriteProgress
 from elastane.snapshots.startup import KEEPER_VARIABLE, start_own_keeper
 from elastane.snapshots.status_page import SnapshotStatusPage
-from elastane.storage.checkpoints import Key
 
 # Between two looks at what one waits for: the first, and the longest.
 _PAUSE_S = 0.001

@@ -18,6 +18,7 @@ import msgspec
 
 from elastane.errors import ElastaneError, WireError
 from elastane.process import tls
+from elastane.protocol.checkpoints import CHUNK_BYTES
 from elastane.protocol.limits import (
     FRAME_BYTES_MAX,
     HANDSHAKE_BYTES_MAX,
@@ -35,7 +36,6 @@ from elastane.protocol.wire import (
 )
 from elastane.snapshots.peers import Neighbours
 from elastane.storage import digest
-from elastane.storage.checkpoints import CHUNK_BYTES
 
 T = TypeVar("T")
 _WHY = {

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_LAYOUTS_MAX
 from elastane.snapshots.messages import (
     HeldPiece,
@@ -20,7 +21,6 @@ from elastane.snapshots.messages import (
     Range,
     Snapshot,
 )
-from elastane.storage.checkpoints import Key
 
 
 class Layouts:

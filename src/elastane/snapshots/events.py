@@ -15,9 +15,9 @@ from typing import Annotated
 
 import msgspec
 
+from elastane.protocol.checkpoints import Count, Key, Text
 from elastane.protocol.limits import KEEPER_NEWS_S
 from elastane.snapshots.messages import Where, encode
-from elastane.storage.checkpoints import Count, Key, Text
 
 _Words = Annotated[str, msgspec.Meta(max_length=4096)]
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from elastane.protocol.checkpoints import Count, FileName, Key, Nonce, Text
 from elastane.protocol.limits import (
     CHECKPOINT_FILE_BYTES_MAX,
     CHECKPOINT_PARTS_MAX,
@@ -20,7 +21,6 @@ from elastane.protocol.limits import (
 )
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.rules.replicas import COPIES_MAX
-from elastane.storage.checkpoints import Count, FileName, Key, Nonce, Text
 
 # Both sides refuse another: they may be of two installations.
 VERSION = 5

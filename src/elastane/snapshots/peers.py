@@ -11,9 +11,9 @@ from typing import Annotated
 
 import msgspec
 
+from elastane.protocol.checkpoints import Key, Nonce, Text
 from elastane.protocol.limits import KEEPER_FRAME_BYTES_MAX, LOCAL_WORLD_SIZE_MAX
 from elastane.snapshots.messages import Door, Group, HeldWords, Size
-from elastane.storage.checkpoints import Key, Nonce, Text
 
 _Several = msgspec.Meta(max_length=LOCAL_WORLD_SIZE_MAX)
 _SECRETS_MAX = 2

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_HURRY_S, KEEPER_RETURN_S
 from elastane.snapshots.background import Background
 from elastane.snapshots.contents import Contents, Layouts, check_where, merged
@@ -47,7 +48,6 @@ from elastane.snapshots.shared_memory import close_all, duplicates, make_slots
 from elastane.snapshots.status import ServerStatus
 from elastane.snapshots.writer import Heard, Scribe, WriteThrottle, is_others
 from elastane.snapshots.writing import Source, WriteFailure, WriteOrder, last_gasp, with_copies
-from elastane.storage.checkpoints import Key
 
 _log = logging.getLogger("elastane.snapshots")
 # The reader that is no worker: who compares digests.

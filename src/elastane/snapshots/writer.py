@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_FAILURES_MAX, KEEPER_HURRY_S
 from elastane.snapshots import events
 from elastane.snapshots.background import digests_of, step_back
@@ -21,7 +22,6 @@ from elastane.snapshots.events import News
 from elastane.snapshots.messages import SaveFailed
 from elastane.snapshots.shared_memory import close_all
 from elastane.snapshots.writing import WriteFailure, WriteOrder, Writer, Written
-from elastane.storage.checkpoints import Key
 
 _log = logging.getLogger("elastane.snapshots")
 _INCOMPLETE = "checkpoint-incomplete"

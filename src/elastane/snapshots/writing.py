@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from elastane.errors import CheckpointError, ElastaneError, FencedError
-from elastane.protocol.limits import KEEPER_CLAIM_POLL_S, KEEPER_CLAIM_S
-from elastane.snapshots.contents import Given, packed_streams
-from elastane.snapshots.messages import LAST_GASP, STREAMS_FILE, PersistRequest
-from elastane.snapshots.rules.snapshots import Name
-from elastane.snapshots.shared_memory import close_all, viewed
-from elastane.storage.checkpoints import (
+from elastane.protocol.checkpoints import (
     About,
     CheckpointPart,
     FileRecord,
@@ -33,6 +28,11 @@ from elastane.storage.checkpoints import (
     parse_folder,
     part_name,
 )
+from elastane.protocol.limits import KEEPER_CLAIM_POLL_S, KEEPER_CLAIM_S
+from elastane.snapshots.contents import Given, packed_streams
+from elastane.snapshots.messages import LAST_GASP, STREAMS_FILE, PersistRequest
+from elastane.snapshots.rules.snapshots import Name
+from elastane.snapshots.shared_memory import close_all, viewed
 
 if TYPE_CHECKING:
     from elastane.storage.repository import Repository

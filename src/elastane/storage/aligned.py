@@ -16,8 +16,8 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from elastane.process.kernel import allocate
+from elastane.protocol.checkpoints import CHUNK_BYTES
 from elastane.storage.address import address_of
-from elastane.storage.checkpoints import CHUNK_BYTES
 from elastane.storage.digest import View, chunks, digest_of, new_digest
 from elastane.storage.protocol import Stop
 

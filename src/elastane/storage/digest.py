@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastane.errors import ConfigurationError
-from elastane.storage.checkpoints import CHUNK_BYTES, FileRecord
+from elastane.protocol.checkpoints import CHUNK_BYTES, FileRecord
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from elastane.protocol.checkpoints import MANIFEST, FileRecord, is_file_name, parse_folder
 from elastane.storage.aligned import AlignedFile
-from elastane.storage.checkpoints import MANIFEST, FileRecord, is_file_name, parse_folder
 from elastane.storage.digest import View, digest_of
 from elastane.storage.protocol import Stop, never
 from elastane.stores.pages import sync_folder, write_all

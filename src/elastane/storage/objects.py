@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from elastane.errors import ConfigurationError
-from elastane.storage.checkpoints import (
+from elastane.protocol.checkpoints import (
     CHUNK_BYTES,
     MANIFEST,
     FileRecord,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from elastane.storage.checkpoints import FileRecord
+from elastane.protocol.checkpoints import FileRecord
 from elastane.storage.digest import View
 
 # Tells how far something has come: bytes done, bytes in all.

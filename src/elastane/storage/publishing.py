@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 
 from elastane.errors import CheckpointError, FencedError
-from elastane.protocol.limits import CHECKPOINT_POLL_MAX_S, CHECKPOINT_POLL_S
-from elastane.storage.checkpoints import (
+from elastane.protocol.checkpoints import (
     FORMAT,
     MANIFEST,
     CheckpointPart,
@@ -29,6 +28,7 @@ from elastane.storage.checkpoints import (
     parse_folder,
     part_name,
 )
+from elastane.protocol.limits import CHECKPOINT_POLL_MAX_S, CHECKPOINT_POLL_S
 from elastane.storage.digest import record_of
 from elastane.storage.protocol import Stop, Storage, never
 from elastane.storage.reading import told

@@ -13,8 +13,8 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
+from elastane.protocol.checkpoints import CHUNK_BYTES, FileRecord, chunks_of
 from elastane.storage.aligned import ALIGNED_BYTES, pages
-from elastane.storage.checkpoints import CHUNK_BYTES, FileRecord, chunks_of
 from elastane.storage.digest import digest_of
 from elastane.storage.protocol import Progress, Stop, Storage, never
 

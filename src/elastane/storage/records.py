@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import msgspec
 
+from elastane.protocol.checkpoints import FORMAT, CheckpointPart, Manifest, fault
 from elastane.protocol.limits import CHECKPOINT_RECORD_BYTES_MAX
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.storage.checkpoints import FORMAT, CheckpointPart, Manifest, fault
 from elastane.storage.digest import digest_of
 from elastane.storage.protocol import Storage
 

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from elastane.errors import CheckpointError
+from elastane.protocol.checkpoints import MANIFEST, CheckpointPart, Key, Manifest, parse_folder
 from elastane.protocol.limits import CHECKPOINT_LITTER_S
 from elastane.storage import publishing, retention
-from elastane.storage.checkpoints import MANIFEST, CheckpointPart, Key, Manifest, parse_folder
 from elastane.storage.protocol import Progress, Stop, Storage, never
 from elastane.storage.reading import Inspection, told, wrong_size
 from elastane.storage.records import NewerFormatError, RecordError, read_record

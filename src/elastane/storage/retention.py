@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from elastane.storage.checkpoints import Fence, Key, parse_folder
+from elastane.protocol.checkpoints import Fence, Key, parse_folder
 
 # sound: as its record says, as far as was looked. newer: of a later format, which is not for us
 # to judge. pending: without a manifest, a save that goes on or did not end.

@@ -15,8 +15,8 @@ import sys
 import time
 from collections import Counter
 
+from elastane.protocol.checkpoints import About, CheckpointPart, Key, folder_name
 from elastane.storage import Repository, open_storage
-from elastane.storage.checkpoints import About, CheckpointPart, Key, folder_name
 
 ABOUT = About("kills", 1, 0.0, {}, "step")
 DATA = os.urandom(1_500_000)

@@ -15,9 +15,9 @@ import sys
 import time
 
 from elastane.process.kernel import die_with_parent
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.client import Keeper
 from elastane.snapshots.messages import Snapshot
-from elastane.storage.checkpoints import Key
 
 LIVES, LOCALS, SLOT_BYTES, SEED = map(int, sys.argv[1:5])
 # What a worker tells by memory that outlives it: the step it has kept, and whether it copies now.

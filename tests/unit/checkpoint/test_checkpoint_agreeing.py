@@ -8,10 +8,10 @@ from elastane.checkpoint.plan import SaveOrder
 from elastane.checkpoint.save_schedule import SaveInterval
 from elastane.checkpoint.saving import Saver
 from elastane.errors import CheckpointError
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.messages import WriteProgress
 from elastane.snapshots.writing import _is_gone
 from elastane.storage import Repository, open_storage
-from elastane.storage.checkpoints import Key
 
 
 class Known:

@@ -6,7 +6,7 @@ import pytest
 
 from elastane.checkpoint.choosing import Inventory, Save, StatePart, choose, first_of_each_place
 from elastane.checkpoint.inventory import without
-from elastane.storage.checkpoints import Key
+from elastane.protocol.checkpoints import Key
 
 
 def save(step, era=0, number=1, attempt=0, nonce="00000000"):

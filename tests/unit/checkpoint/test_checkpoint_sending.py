@@ -10,8 +10,8 @@ import torch
 import elastane
 from elastane.checkpoint.sending import Sending
 from elastane.errors import CheckpointError
+from elastane.protocol.checkpoints import CHUNK_BYTES, MANIFEST
 from elastane.storage import open_storage
-from elastane.storage.checkpoints import CHUNK_BYTES, MANIFEST
 from elastane.storage.repository import Repository
 
 RANKS = 3

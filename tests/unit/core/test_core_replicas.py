@@ -1,8 +1,8 @@
 """Copies of snapshots at other nodes: one at a time, and what is left of one that is cut short."""
 
+from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.replicas import Copy, Incoming, Outgoing
 from elastane.snapshots.rules.snapshots import Name
-from elastane.storage.checkpoints import Key
 
 
 def name(step):

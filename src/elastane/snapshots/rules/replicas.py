@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from elastane.protocol.checkpoints import Fence
 from elastane.snapshots.rules.snapshots import Name
-from elastane.storage.checkpoints import Fence
 
 # Copies that a node holds for its neighbour: the safe one, and one that comes.
 COPIES_MAX = 2

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from elastane.storage.checkpoints import Key
+from elastane.protocol.checkpoints import Key
 
 # Whole snapshots that are held, beside those that are written or read. The one before the newest is
 # for the case that the newest is not whole on another node, or does not pass its digest.
