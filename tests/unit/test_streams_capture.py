@@ -67,7 +67,7 @@ def test_every_byte_arrives_in_order_and_memory_stays_bounded(sink):
             at += os.write(write, block[at:])
         sent += len(block)
     os.close(write)
-    assert pump.settle(capture)
+    assert pump.drain(capture)
     tail = os.stat(capture.tail_path)
     assert tail.st_size == sent
     assert tail.st_blocks * 512 <= 4 * CAPTURE_TAIL_BYTES, "what was shown takes no memory"
@@ -127,10 +127,10 @@ def test_the_beginning_of_a_line_waits_for_its_end_however_long_nothing_came_bef
     capture = Capture(console)
     write = capture.open()
     os.write(write, b"half of ")
-    capture.take(1000.0)
+    capture.copy(1000.0)
     capture.flush(1000.01)
     os.write(write, b"a line\nand the next ")
-    capture.take(1000.02)
+    capture.copy(1000.02)
     capture.flush(1000.03)
     assert shown == [b"half of a line\n"]
     capture.flush(1001.0)
@@ -161,7 +161,7 @@ def test_a_console_that_is_full_holds_the_worker_up_and_loses_nothing(sink):
     assert len(sent) < 3 * PIPE_BYTES
     # A worker that ends now is settled all the same, within a bound: its last words are known.
     os.close(write)
-    assert not pump.settle(capture)
+    assert not pump.drain(capture)
     with open(capture.tail_path, "rb") as tail:
         assert tail.read()[-1000:] == sent[-1000:]
     gate.set()
@@ -194,7 +194,7 @@ def test_without_a_console_only_the_end_is_kept():
     for number in range(1000):
         os.write(write, b"%d\n" % number)
     os.close(write)
-    assert pump.settle(capture)
+    assert pump.drain(capture)
     assert last_lines(capture.tail_path).endswith("998\n999\n")
     finish(pump)
     assert not capture.is_open

@@ -117,5 +117,5 @@ class LocalWorker:
         )
 
     def _read(self) -> LastWords:
-        self.files.settle(self.streams)
+        self.files.drain(self.streams)
         return read_last_words(self.streams)

@@ -1,7 +1,7 @@
 """Sessions over TCP: the asyncio shell around `protocol.wire`, for both sides.
 
-It owns sockets, timers and buffers of connections. It knows nothing of what messages mean. A
-connection that breaks a bound or the protocol is cut and says why; nothing here ends a process.
+The package owns sockets, timers and buffers of connections, and does not interpret messages. A
+connection that breaks a bound or the protocol is closed with a reason; nothing here ends a process.
 """
 
 from elastane.process.rpc.client import Session, connect

@@ -1,4 +1,4 @@
-"""The agent's side of a session: `connect`, and messages in and out.
+"""The agent's side of a session: `connect`, and messages in both directions.
 
 Every way in which a connection can fail to become a session is a typed error with a next step.
 """
@@ -17,14 +17,14 @@ from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.wire import NONCE_BYTES, ClientHandshake
 
 ClientLink = RpcLink[ToAgent, ToCoordinator]
-# What the loop receives at once; a session gets a few hundred bytes a second.
+# What the loop receives at once; a session receives a few hundred bytes a second.
 _READ_BYTES = 16 << 10
-# A name may have several addresses; the next is tried after this long, beside the first.
+# A name may have several addresses; after this long the next one is tried in parallel.
 _NEXT_ADDRESS_S = 0.25
 
 
 class Session:
-    """An authenticated session with a coordinator. Made by `connect`; for one event loop."""
+    """An authenticated session with a coordinator, made by `connect`; for one event loop."""
 
     def __init__(self, handshake: ClientHandshake) -> None:
         self.link: ClientLink = RpcLink(handshake, self, memoryview(bytearray(_READ_BYTES)))
@@ -37,28 +37,28 @@ class Session:
 
     @property
     def local_host(self) -> str:
-        """The address of this host that the coordinator sees, translation aside."""
+        """The address of this host that the coordinator sees, before any address translation."""
         return self.link.local_host
 
     @property
     def closed(self) -> bool:
-        """Whether the session is over, from either side."""
+        """Whether either side has ended the session."""
         return self.link.is_over
 
     @property
     def reason(self) -> str:
-        """Why the session is over; empty while it is not."""
+        """The cause of the session's end; empty before it."""
         return self.link.reason
 
     def send(self, message: ToCoordinator) -> None:
-        """Enqueue a message; never blocks. After the end of the session it is dropped."""
+        """Enqueue a message; never blocks. After the end of the session the message is dropped."""
         self.link.send(message)
 
     async def receive(self) -> ToAgent | None:
-        """Return the next message, or None once the session is over; `reason` says why.
+        """Return the next message, or None once the session is over; `reason` has the cause.
 
-        For one receiver at a time. What came before the end is still returned. Raises WireError
-        where the coordinator broke the protocol, or was sent what no frame can hold.
+        For one receiver at a time. Messages that arrived before the end are still returned. Raises
+        WireError if the coordinator broke the protocol, or if a sent message exceeds a frame.
         """
         while True:
             message = self.link.next_message()
@@ -71,22 +71,22 @@ class Session:
             await self._wait_woken()
 
     def close(self, reason: str) -> None:
-        """Send what is enqueued, then close."""
+        """Send the enqueued messages, then close."""
         self.link.close(reason)
 
     def reset(self, reason: str) -> None:
-        """Close at once, by a reset: this process lives on, and the peer may be silent only."""
+        """Close at once with a TCP reset, because this process lives on and may connect again."""
         self.link.reset(reason)
 
     async def drain(self) -> None:
-        """Wait until all that was sent is with the kernel, or the session is over.
+        """Wait until the kernel has all sent messages, or the session is over.
 
-        Bounded by the time that a peer has to read, `SEND_STALL_S`.
+        Bounded by `SEND_STALL_S`, the time that a peer has to read.
         """
         await self.link.wait_sent()
 
     async def wait_proven(self) -> None:
-        """Wait until both sides have proved themselves. Raises what stood against it."""
+        """Wait until both sides have authenticated; raises the error that prevented it."""
         while not self.link.is_proven and not self.link.is_over:
             await self._wait_woken()
         if not self.link.is_proven:
@@ -95,15 +95,15 @@ class Session:
     # LinkOwner.
 
     def proven(self, link: ClientLink) -> None:
-        """Wake who waits."""
+        """Wake the waiting receiver."""
         self._wake()
 
     def readable(self, link: ClientLink) -> None:
-        """Wake who waits."""
+        """Wake the waiting receiver."""
         self._wake()
 
     def ended(self, link: ClientLink) -> None:
-        """Wake who waits."""
+        """Wake the waiting receiver."""
         self._wake()
 
     async def _wait_woken(self) -> None:
@@ -124,9 +124,9 @@ async def connect(
 ) -> Session:
     """Return a session with the coordinator of `job` at `host`:`port`.
 
-    Raises RendezvousRefusedError where another try cannot help (wrong job, token or version),
-    ConfigurationError for TLS files, and RendezvousError for all that may pass: nobody listens,
-    the name does not resolve, no answer in `timeout_s`, something else answers there.
+    Raises RendezvousRefusedError if another try cannot help (wrong job, token or version),
+    ConfigurationError for TLS files, and MembershipError for faults that may pass: no listener, an
+    unresolved name, no answer within `timeout_s`, or another program at that port.
     """
     context = client_context(tls) if tls else None
     session = Session(ClientHandshake(job, secret, os.urandom(NONCE_BYTES)))

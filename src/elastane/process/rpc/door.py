@@ -1,8 +1,8 @@
-"""The door: accepts connections and holds those that have proved nothing within bounds.
+"""The listener: accepts connections, and bounds those that have not authenticated.
 
-At most `UNPROVEN_MAX` of them at once, each with one small buffer and a few seconds; at that bound
-the one that waited longest makes room once its patience is over, and newcomers wait in the kernel.
-A refused or unproven connection leaves nothing behind but a line of words for whoever asks.
+At most `UNPROVEN_MAX` of them are open, each with one small buffer and a few seconds. At that bound
+the oldest one is closed once its minimum time is over, and new connections wait in the kernel. A
+refused connection leaves only a reason for `Host.refused`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 ServerLink = RpcLink[ToCoordinator, ToAgent]
 
-# Connections that one turn of the event loop accepts, so that the others go on meanwhile.
+# The connections that one turn of the event loop accepts, so that other tasks proceed.
 _ACCEPTS_PER_TURN = 32
-# Pause of the door when the system has no descriptor or memory for another connection.
+# The pause in accepting when the system has no descriptor or memory for another connection.
 _EXHAUSTED_PAUSE_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Access(msgspec.Struct, frozen=True):
-    """What a peer must know to take part in a job.
+    """The credentials that a peer needs to take part in a job.
 
-    `changing` tells the secrets that count now, where they may change while the job runs.
+    `changing` returns the secrets that are valid now, if they may change while the job runs.
     """
 
     job: str
@@ -54,7 +54,7 @@ class Access(msgspec.Struct, frozen=True):
     changing: Callable[[], tuple[bytes, ...]] | None = None
 
     def secrets(self) -> tuple[bytes, ...]:
-        """Return the secrets that count now; this side proves itself with the first."""
+        """Return the secrets that are valid now; this side authenticates with the first."""
         return self.changing() if self.changing is not None else (self.secret,)
 
     def __repr__(self) -> str:
@@ -62,26 +62,26 @@ class Access(msgspec.Struct, frozen=True):
 
 
 class Host(Protocol):
-    """Who takes over proven links from the door."""
+    """The owner of authenticated links, which it takes over from the listener."""
 
     def proven(self, link: ServerLink) -> None:
         """Become this link's owner."""
 
     def readable(self, link: ServerLink) -> None:
-        """As LinkOwner."""
+        """See `LinkOwner.readable`."""
 
     def ended(self, link: ServerLink) -> None:
-        """As LinkOwner."""
+        """See `LinkOwner.ended`."""
 
     def refused(self, peer_host: str, reason: str) -> None:
-        """A connection was turned away before it was proven."""
+        """A connection was refused before it authenticated."""
 
     def count_sessions(self) -> int:
-        """Return how many proven links there are."""
+        """Return the number of authenticated links."""
 
 
-class _Visitor:
-    """A connection that has proved nothing yet."""
+class _Unproven:
+    """A connection that has not authenticated."""
 
     def __init__(self, link: ServerLink, peer_host: str) -> None:
         self.link = link
@@ -90,57 +90,57 @@ class _Visitor:
 
 
 class Listener:
-    """Accept from `listener` until closed; links that are proven go to `host`."""
+    """Accepts from `listener` until closed; passes authenticated links to `host`."""
 
     def __init__(self, listener: socket.socket, access: Access, host: Host) -> None:
         self._listener = listener
         self._access = access
         self._host = host
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._visitors = Unproven[_Visitor](UNPROVEN_MAX, UNPROVEN_PATIENCE_S)
-        self._of_link: dict[ServerLink, _Visitor] = {}
+        self._unproven = Unproven[_Unproven](UNPROVEN_MAX, UNPROVEN_PATIENCE_S)
+        self._of_link: dict[ServerLink, _Unproven] = {}
         self._tls: ssl.SSLContext | None = None
         self._accepting = False
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Begin to accept. Raises ConfigurationError where TLS files cannot be used."""
+        """Begin to accept; raises ConfigurationError if the TLS files cannot be used."""
         self._tls = server_context(self._access.tls) if self._access.tls else None
         self._listener.setblocking(False)
         self._resume()
 
     def close(self) -> None:
-        """Stop accepting, drop all that is unproven, close the listener."""
+        """Stop accepting, drop every unproven connection, close the listening socket."""
         self._pause()
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         self._listener.close()
-        for visitor in self._visitors:
-            self._evict(visitor, "the coordinator is closing")
+        for connection in self._unproven:
+            self._evict(connection, "the coordinator is closing")
 
     def count_unproven(self) -> int:
-        """Return how many connections have proved nothing yet."""
-        return len(self._visitors)
+        """Return how many connections have not authenticated."""
+        return len(self._unproven)
 
     # LinkOwner, while a link is unproven.
 
     def proven(self, link: ServerLink) -> None:
-        """Hand the link over."""
+        """Hand the link over to the host."""
         self._forget(self._of_link[link])
         link.owner = self._host
         self._host.proven(link)
 
     def readable(self, link: ServerLink) -> None:
-        """Never called: an unproven link has nothing to read."""
+        """Never called: an unproven link has no messages."""
         raise AssertionError("an unproven link became readable")
 
     def ended(self, link: ServerLink) -> None:
-        """Tell of the refusal; not of a mere probe of the port."""
-        visitor = self._of_link.get(link)
-        if visitor is not None:
-            self._forget(visitor)
+        """Report the refusal to the host, unless the connection was a mere probe of the port."""
+        connection = self._of_link.get(link)
+        if connection is not None:
+            self._forget(connection)
         if not link.is_probe and not self._closed:
             self._host.refused(link.peer_host, link.reason)
 
@@ -159,65 +159,65 @@ class Listener:
                     raise
                 self._exhausted(f"no connection can be accepted: {error.strerror}")
                 return
-            self._take_in(sock, host_of(address))
+            self._begin(sock, host_of(address))
 
     def _has_room(self) -> bool:
-        """Whether another connection fits; where not, accepting is paused until it may."""
+        """Return whether another connection fits; if not, pause accepting until it may."""
         loop = asyncio.get_running_loop()
-        if (wait_s := self._visitors.wait_s(loop.time())) > 0:
+        if (wait_s := self._unproven.wait_s(loop.time())) > 0:
             self._pause(wait_s)
             return False
-        if (oldest := self._visitors.make_room()) is not None:
-            self._evict(oldest, "made room for others before it had proved itself")
-        connections = self._host.count_sessions() + len(self._visitors)
+        if (oldest := self._unproven.make_room()) is not None:
+            self._evict(oldest, "closed for a newer connection before it had authenticated")
+        connections = self._host.count_sessions() + len(self._unproven)
         needed = connections + DESCRIPTORS_SPARED + 1
         if connections >= SESSIONS_MAX or make_room_for(needed) < needed:
-            self._exhausted(f"{connections} connections are as many as this process may hold")
+            self._exhausted(f"{connections} connections are the most that this process may hold")
             return False
         return True
 
-    def _take_in(self, sock: socket.socket, peer_host: str) -> None:
+    def _begin(self, sock: socket.socket, peer_host: str) -> None:
         loop = asyncio.get_running_loop()
         sock.setblocking(False)
         nonce = os.urandom(NONCE_BYTES)
         first, *others = self._access.secrets()
         handshake = ServerHandshake(self._access.job, first, nonce, tuple(others))
         link = RpcLink(handshake, self, self._buffer)
-        visitor = _Visitor(link, peer_host)
-        self._visitors.add(visitor, loop.time())
-        self._of_link[link] = visitor
-        visitor.task = loop.create_task(self._welcome(visitor, sock))
-        # Also where it is cancelled before its first step.
-        visitor.task.add_done_callback(lambda task: sock.close() if task.cancelled() else None)
+        connection = _Unproven(link, peer_host)
+        self._unproven.add(connection, loop.time())
+        self._of_link[link] = connection
+        connection.task = loop.create_task(self._attach(connection, sock))
+        # Also if the task is cancelled before its first step.
+        connection.task.add_done_callback(lambda task: sock.close() if task.cancelled() else None)
 
-    async def _welcome(self, visitor: _Visitor, sock: socket.socket) -> None:
-        """Give an accepted socket to its link; with TLS this takes the TLS handshake."""
+    async def _attach(self, connection: _Unproven, sock: socket.socket) -> None:
+        """Attach an accepted socket to its link; with TLS this includes the TLS handshake."""
         loop = asyncio.get_running_loop()
         tls_timeout_s = HANDSHAKE_TIMEOUT_S if self._tls else None
         try:
             await loop.connect_accepted_socket(
-                lambda: visitor.link, sock, ssl=self._tls, ssl_handshake_timeout=tls_timeout_s
+                lambda: connection.link, sock, ssl=self._tls, ssl_handshake_timeout=tls_timeout_s
             )
-        except OSError as error:  # TLS failed: the link never began
-            self._forget(visitor)
+        except OSError as error:  # TLS failed, so the link never began
+            self._forget(connection)
             sock.close()
             if not self._closed:
-                self._host.refused(visitor.peer_host, f"no TLS session: {error}")
+                self._host.refused(connection.peer_host, f"no TLS session: {error}")
 
-    def _evict(self, visitor: _Visitor, reason: str) -> None:
-        self._forget(visitor)
-        visitor.link.abort(reason)
-        if visitor.task is not None:
-            visitor.task.cancel()
+    def _evict(self, connection: _Unproven, reason: str) -> None:
+        self._forget(connection)
+        connection.link.abort(reason)
+        if connection.task is not None:
+            connection.task.cancel()
 
-    def _forget(self, visitor: _Visitor) -> None:
-        self._visitors.discard(visitor)
-        self._of_link.pop(visitor.link, None)
-        if not self._accepting and not self._closed and not self._visitors.is_full:
+    def _forget(self, connection: _Unproven) -> None:
+        self._unproven.discard(connection)
+        self._of_link.pop(connection.link, None)
+        if not self._accepting and not self._closed and not self._unproven.is_full:
             self._resume()
 
     def _exhausted(self, what: str) -> None:
-        """Leave newcomers in the kernel's queue for a while, and say so."""
+        """Leave new connections in the kernel's queue for a while, and report it."""
         self._host.refused("", f"{what}; raise the limit of open files (ulimit -n)")
         self._pause(_EXHAUSTED_PAUSE_S)
 

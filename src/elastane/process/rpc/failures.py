@@ -1,6 +1,6 @@
-"""Why no session came about: the operating system's errors and the wire's, as elastane's.
+"""The errors of `connect`: those of the operating system and of the wire, as elastane's.
 
-Owns the words only; it opens nothing and decides nothing.
+A pure mapping from exceptions to messages with a next step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastane.errors import (
     WireError,
 )
 
-# Of these another try is of no use: somebody has to change something.
+# Another try cannot help with these: the configuration must change.
 _FINAL = ("wrong-job", "wrong-token", "protocol-version")
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
@@ -25,7 +25,7 @@ class ClosedEarlyError(Exception):
 
 
 def explain(error: Exception, endpoint: str, timeout_s: float, linked: bool) -> ElastaneError:
-    """Return the error to raise for `error`; `linked` tells whether TCP and TLS had succeeded."""
+    """Return the error to raise for `error`; `linked`: TCP and TLS had succeeded."""
     if isinstance(error, WireError):
         return _of_wire(error, endpoint)
     if isinstance(error, ElastaneError):
@@ -88,7 +88,7 @@ def _of_tls(error: Exception, endpoint: str) -> MembershipError:
 
 def _of_system(error: Exception, endpoint: str) -> MembershipError:
     number = error.errno if isinstance(error, OSError) else None
-    # Several addresses were tried: asyncio joins the errors' texts and drops their numbers.
+    # If several addresses failed, asyncio joins the errors' texts and drops their numbers.
     refused = number == errno.ECONNREFUSED or f"Errno {errno.ECONNREFUSED}]" in str(error)
     if refused:
         return _unserved(

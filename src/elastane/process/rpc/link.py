@@ -1,9 +1,9 @@
 """One connection, from its first byte to its last: handshake, frames, and every bound on them.
 
-A link tells its owner three things, each from the event loop and never from inside a call that
-the owner made: it is proven, it has something to take, it has ended (once, with the reason). It
-holds at most one frame and `INBOX_BYTES_MAX` of what was received, and `SEND_BYTES_MAX` of what
-is to be sent.
+A link calls its owner for three events: it is proven, it has a message, it has ended (once, with
+the reason). Each call comes from the event loop, never from inside a call of the owner. A link
+holds at most one frame and `INBOX_BYTES_MAX` of received data, and `SEND_BYTES_MAX` of data to
+send.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Outgoing = TypeVar("Outgoing")
 
 
 class LinkOwner(Protocol[Incoming, Outgoing]):
-    """Who holds a link, and hears of it."""
+    """The holder of a link, which receives the link's events."""
 
     def proven(self, link: RpcLink[Incoming, Outgoing]) -> None:
         """The handshake succeeded; from now on `send` and `next_message` are allowed."""
 
     def readable(self, link: RpcLink[Incoming, Outgoing]) -> None:
-        """`next_message` would yield something now."""
+        """`next_message` has a message now."""
 
     def ended(self, link: RpcLink[Incoming, Outgoing]) -> None:
-        """The link is over, `link.reason` says why; what was received can still be taken."""
+        """The link is over, for `link.reason`; `next_message` still returns received messages."""
 
 
 class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
     """The asyncio protocol of one connection.
 
-    `buffer` is where the loop receives to; links of one loop may share it, for its content is
-    taken over before the loop goes on.
+    `buffer`: memory that the loop receives into. Links of one loop may share it, because the data
+    is copied out before the loop continues.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         self._outbox_bytes = 0
         self._paused = False
         self._over = False
-        self._spoilt = False
+        self._corrupt = False
         self._sent: asyncio.Future[None] | None = None
 
-    # What the owner asks.
+    # Called by the owner.
 
     @property
     def is_proven(self) -> bool:
@@ -85,7 +85,7 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can be sent or will arrive."""
+        """Whether nothing more can be sent or received."""
         return self._over
 
     @property
@@ -95,19 +95,19 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
 
     @property
     def is_probe(self) -> bool:
-        """Whether the peer never sent a byte, as a check of the port does."""
+        """Whether the peer never sent a byte, as in a check of the port."""
         return self._handshake is not None and self._handshake.received_bytes == 0
 
     @property
     def has_more(self) -> bool:
-        """Whether `next_message` would yield something at once."""
-        return self._codec is not None and not self._spoilt and self._codec.ready
+        """Whether `next_message` has a message now."""
+        return self._codec is not None and not self._corrupt and self._codec.ready
 
     def send(self, message: Outgoing) -> None:
-        """Enqueue a message; all that is enqueued in one turn of the loop is one write.
+        """Enqueue a message; all messages of one turn of the loop are one write.
 
-        Never blocks. A peer that does not read is cut at a bound; on a link that is over the
-        message is dropped.
+        Never blocks. A peer that does not read is disconnected at a bound. A link that is over
+        drops the message.
         """
         assert self._codec is not None
         if self._over or self._transport is None:
@@ -126,13 +126,13 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
             self.abort(f"the peer does not read: {unsent_bytes} bytes wait for it")
 
     def next_message(self) -> Incoming | None:
-        """Return the next message, or None where there is none (yet, or for ever)."""
-        if self._codec is None or self._spoilt:
+        """Return the next message, or None if there is none now or any more."""
+        if self._codec is None or self._corrupt:
             return None
         try:
             message = self._codec.next()
         except WireError as error:
-            self._spoilt = True
+            self._corrupt = True
             self._fail(error)
             return None
         if self._paused and not self._over and not self._is_full():
@@ -142,7 +142,7 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         return message
 
     def close(self, reason: str) -> None:
-        """Send what is enqueued, then close; a peer that does not read has CLOSE_S for it."""
+        """Send the enqueued messages, then close; a peer that does not read has CLOSE_S."""
         if self._over or self._transport is None:
             return
         self._flush()
@@ -151,13 +151,13 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         self._end(reason)
 
     def abort(self, reason: str) -> None:
-        """Close at once, and drop what is enqueued."""
+        """Close at once, and drop the enqueued messages."""
         if self._transport is not None:
             self._transport.abort()
         self._end(reason)
 
     def reset(self, reason: str) -> None:
-        """Abort so that the peer, if it lives, does not take this for the end of the process."""
+        """Abort with a TCP reset, so that a living peer does not take it for the process's end."""
         if self._transport is not None:
             sock = self._transport.get_extra_info("socket")
             # Zero linger: the kernel sends a reset instead of an orderly end.
@@ -165,9 +165,10 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         self.abort(reason)
 
     async def wait_sent(self) -> None:
-        """Wait until nothing that was sent waits in this process any more.
+        """Wait until the kernel has every sent message.
 
-        For one waiter. Ends with the link; a peer that does not read ends it in SEND_STALL_S.
+        For one waiter. Returns when the link ends; a peer that does not read ends it after
+        SEND_STALL_S.
         """
         self._flush()
         if self._transport is None or not self._transport.get_write_buffer_size():
@@ -179,7 +180,7 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         finally:
             self._sent = None
 
-    # What the event loop calls.
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin the handshake."""
@@ -189,7 +190,8 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
             transport.abort()
             return
         tune(transport.get_extra_info("socket"))
-        transport.set_write_buffer_limits(high=0)  # so pause_writing tells of any unsent byte
+        # pause_writing is then called for any unsent byte
+        transport.set_write_buffer_limits(high=0)
         self.peer_host = host_of(transport.get_extra_info("peername"))
         self.local_host = host_of(transport.get_extra_info("sockname"))
         self._set_timer(HANDSHAKE_TIMEOUT_S, self._handshake_late)
@@ -198,16 +200,16 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
             transport.write(hello)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where to receive to."""
+        """Return the memory to receive into."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take over what was received."""
+        """Process received bytes."""
         if self._over:
             return
         data = bytes(self._buffer[:nbytes])
         if self._codec is None:
-            self._shake(data)
+            self._feed_handshake(data)
         else:
             self._codec.feed(data)
         if self._codec is not None and self._codec.ready and not self._over:
@@ -218,12 +220,12 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
             self.owner.readable(self)
 
     def eof_received(self) -> None:
-        """Let the transport close: a half-open session is of no use."""
+        """Let the transport close: a half-open session has no use."""
         self.clean = self.clean or not self._over
         self._end("the other side closed the connection")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the transport."""
+        """Drop the transport."""
         self._clear_timer()
         self._transport = None
         self._wake_sender()
@@ -233,20 +235,20 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         self._end(f"the connection broke: {exc}" if exc else "the other side closed the connection")
 
     def pause_writing(self) -> None:
-        """The kernel takes no more: the peer has SEND_STALL_S to read it all."""
+        """The kernel's buffer is full: give the peer SEND_STALL_S to read everything."""
         if not self._over and self.is_proven:
             reason = f"the peer does not read: bytes have waited for it for {SEND_STALL_S:g} s"
             self._set_timer(SEND_STALL_S, lambda: self.abort(reason))
 
     def resume_writing(self) -> None:
-        """All that was sent is with the kernel."""
+        """The kernel has everything that was sent."""
         self._wake_sender()
         if not self._over and self.is_proven:
             self._clear_timer()
 
     # Private.
 
-    def _shake(self, data: bytes) -> None:
+    def _feed_handshake(self, data: bytes) -> None:
         assert self._handshake is not None and self._transport is not None
         try:
             answer = self._handshake.feed(data)
@@ -273,7 +275,7 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         )
 
     def _fail(self, error: ElastaneError, gently: bool = False) -> None:
-        """End the link for its peer's (or a message's) fault."""
+        """End the link because of its peer's fault or an unsendable message."""
         if self._over:
             return
         self.fault = error
@@ -292,9 +294,9 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         self.reason = reason
         self._outbox.clear()
         self._outbox_bytes = 0
-        asyncio.get_running_loop().call_soon(self._tell_end)
+        asyncio.get_running_loop().call_soon(self._notify_end)
 
-    def _tell_end(self) -> None:
+    def _notify_end(self) -> None:
         self.owner.ended(self)
 
     def _flush(self) -> None:

@@ -1,7 +1,7 @@
 """Socket options, addresses and descriptor limits of the control plane.
 
-Knows nothing of what is spoken. `make_room_for` never fails: it returns what could be had.
-`insist_on_room` raises ConfigurationError where that is too little for a coordinator's job.
+`make_room_for` never fails: it returns the limit that it reached. `insist_on_room` raises
+ConfigurationError if that limit is too low for a coordinator's job.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from elastane.protocol.limits import DESCRIPTORS_SPARED, TCP_USER_TIMEOUT_S
 _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 3
 _KEEPALIVE_PROBES = 3
-# More than this is never asked for: some programs walk all descriptors up to the limit.
+# The largest limit to ask for, because some programs walk all descriptors up to the limit.
 _DESCRIPTORS_MAX = 65_536
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what every connection of the control plane has: small frames at once, dead peers seen."""
+    """Set the options of every control connection: small frames at once, dead peers detected."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -41,7 +41,7 @@ def host_of(address: object) -> str:
 def make_room_for(descriptors: int) -> int:
     """Raise this process's soft descriptor limit towards `descriptors`; return the limit.
 
-    Only where it is too low: workers inherit it, and few programs are tested with large ones.
+    A sufficient limit stays: workers inherit it, and few programs are tested with large ones.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ceiling = _DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS_MAX)
@@ -53,11 +53,11 @@ def make_room_for(descriptors: int) -> int:
 
 
 def insist_on_room(nodes: int) -> None:
-    """Refuse to serve where this process may not hold a connection for each of so many nodes.
+    """Check that this process can hold a connection for each node; raises ConfigurationError.
 
-    Its own agent's connection is one of them: it would be refused until the job is given up.
+    Its own agent's connection is one of them, and would be refused until the job is given up.
     """
-    needed = DESCRIPTORS_SPARED + nodes + 1  # One more for a connection that is not proven yet.
+    needed = DESCRIPTORS_SPARED + nodes + 1  # one more for a connection that is not proven yet
     limit = make_room_for(needed)
     if limit < needed:
         raise ConfigurationError(

@@ -1,10 +1,9 @@
-"""Worker output: where it goes, the files it is kept in, and how the console shows it.
+"""Worker output: its destination, the files that hold it, and its display on the console.
 
-`plan` says what is asked for; `group` opens the streams of one start of a local worker group;
-`tailer` shows files on the console through `console`, keeps the `index` that lets logs be merged
-by time, and copies `filtered` lines. What a worker writes to a file never passes through the agent;
-a stderr that would be neither in a file nor on a terminal does (`capture`, `pump`), so that what a
-worker said last is known.
+`plan` parses the options. `group` opens the streams of one start of a local worker group. `tailer`
+displays files on `console`, copies lines that match a filter, and keeps the time index by which
+logs are merged. A file that a worker writes never passes through the agent. A stderr that would
+reach neither a file nor a terminal does (`capture`), so that a worker's last lines are known.
 """
 
 from elastane.process.streams.console import Console, process_console

@@ -1,14 +1,14 @@
-"""One stream of a worker on its way to the agent's: a pipe, a memory of its end, and a copy.
+"""Captures one stream of a worker on its way to the console: a pipe, its tail, and a copy.
 
-It owns the pipe and the memory, and fills the copy, a file (see `kept`). The pipe holds a worker up
-only where the console does, as when the worker wrote to the console itself; no byte is lost,
-changed or put in another order. Not a file in memory: a program that opens /dev/stderr anew would
-cut a file off, and write over what others appended. Where the console is a terminal, the pipe is a
-pseudoterminal that changes nothing either, so that progress bars and colours stay. Lines are kept
-whole where their ends come soon, so those of two workers do not tear each other.
+This module owns the pipe and the tail in memory, and fills the copy, a file (see `kept`). A slow
+console slows the worker exactly as if the worker wrote to the console itself; no byte is lost,
+changed or reordered. A file in memory would not do: a program that opens /dev/stderr again would
+truncate it and overwrite what others appended. If the console is a terminal, the pipe is a raw
+pseudoterminal, so that progress bars and colours stay. Lines whose ends come soon are written
+whole, so that those of two workers do not mix.
 
-Not safe for threads: `pump` calls all but `open` and `start` from its own. It fails softly: where
-the memory of the end cannot be written any more (a limit on file sizes), there is none.
+Not safe for threads: `pump` calls everything but `open` from its thread. If the tail can no longer
+be written (a limit on file sizes), there is no tail.
 """
 
 from __future__ import annotations
@@ -57,24 +57,25 @@ class Capture:
         else:
             self.fd, write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.fd, False)
-        with contextlib.suppress(OSError):  # this user's pipes hold enough already; no pipe
+        # this user's pipes hold the allowed total already, or it is no pipe
+        with contextlib.suppress(OSError):
             fcntl.fcntl(write, _F_SETPIPE_SZ, PIPE_BYTES)
         self._tail.open()
         return write
 
     @property
     def tail_path(self) -> str:
-        """The path, for this process only, under which the stream's end can be read."""
+        """The path, for this process only, at which the stream's tail can be read."""
         return self._tail.path
 
     @property
     def is_open(self) -> bool:
-        """Whether more may come."""
+        """Whether more output may come."""
         return self.fd >= 0
 
     @property
     def has_room(self) -> bool:
-        """Whether the console takes more, so that there is a reason to read."""
+        """Whether the console accepts more, so that a read is useful."""
         return self.console is None or (
             self.console.spare_bytes > 0 and len(self._unsent) <= LINE_BYTES_MAX
         )
@@ -84,13 +85,13 @@ class Capture:
         """Bytes that were read and not yet given to the console."""
         return len(self._unsent)
 
-    def take(self, now_s: float, *, settling: bool = False) -> int:
-        """Read what is there, and show it; return how many bytes came.
+    def copy(self, now_s: float, *, drain: bool = False) -> int:
+        """Read the available output and display it; return the number of bytes read.
 
-        `settling`: take in all that the kernel holds, whatever the console takes now.
+        `drain`: read everything that the kernel holds, even if the console accepts nothing now.
         """
         taken_bytes = 0
-        while self.is_open and (self.has_room or settling):
+        while self.is_open and (self.has_room or drain):
             try:
                 data = os.read(self.fd, CAPTURE_READ_BYTES)
             except BlockingIOError:
@@ -98,7 +99,7 @@ class Capture:
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
-                data = b""  # So a pseudoterminal says that nobody holds the other side.
+                data = b""  # EIO from a pseudoterminal: no process holds the other side.
             if not data:
                 self._end()
                 break
@@ -111,20 +112,20 @@ class Capture:
                     self._unsent_since_s = now_s
                 self._unsent += data
                 self._send_lines(now_s)
-            settling = settling and taken_bytes < SETTLE_BYTES_MAX
-            if taken_bytes >= PIPE_BYTES and not settling:
-                break  # The others have their turn.
+            drain = drain and taken_bytes < SETTLE_BYTES_MAX
+            if taken_bytes >= PIPE_BYTES and not drain:
+                break  # Let the other streams have their turn.
         return taken_bytes
 
     def flush(self, now_s: float, *, final: bool = False) -> None:
-        """Show a line without its end, once it has waited for it long enough."""
+        """Display a line without its end once it has waited for CAPTURE_PARTIAL_S."""
         self._send_lines(now_s)
         late = now_s - self._unsent_since_s >= CAPTURE_PARTIAL_S
         if self._unsent and (late or final):
             self._send(len(self._unsent), now_s)
 
     def close(self) -> int:
-        """Close what is open; return how many bytes were never shown."""
+        """Close everything that is open; return how many bytes were never displayed."""
         self._end()
         self._tail.close()
         if self._kept is not None:
@@ -133,7 +134,7 @@ class Capture:
         return left
 
     def _send_lines(self, now_s: float) -> None:
-        # A progress bar ends what it says with a carriage return.
+        # A progress bar ends its text with a carriage return.
         end = max(self._unsent.rfind(b"\n"), self._unsent.rfind(b"\r")) + 1
         if len(self._unsent) - end > LINE_BYTES_MAX:
             end = len(self._unsent)
@@ -151,7 +152,7 @@ class Capture:
 
 
 def _terminal_like(console_fd: int) -> tuple[int, int]:
-    """Return both sides of a pseudoterminal of the console's size that passes all bytes on."""
+    """Return both sides of a raw pseudoterminal of the console's size."""
     own, workers = os.openpty()
     tty.setraw(workers)
     with contextlib.suppress(OSError):
@@ -161,7 +162,7 @@ def _terminal_like(console_fd: int) -> tuple[int, int]:
 
 
 class _CaptureTail:
-    """The end of a stream as a file in memory, whose beginning is given back."""
+    """The tail of a stream as a file in memory, whose beginning is freed."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -184,7 +185,7 @@ class _CaptureTail:
                 self._punched_bytes = self._size_bytes - CAPTURE_TAIL_BYTES
                 punch_hole(self._fd, self._punched_bytes)
         except OSError:
-            self.close()  # A limit on file sizes (ulimit -f): a diagnosis less, nothing else.
+            self.close()  # A limit on file sizes (ulimit -f) costs the diagnosis only.
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -1,8 +1,8 @@
-"""The agent's own stdout and stderr, written to by a thread of their own.
+"""The agent's own stdout and stderr, each with its own writer thread.
 
-It owns the order and the wholeness of lines on a console, and knows nothing of where they come
-from. A console that is stuck, slow or gone harms nobody: what does not fit its queue is
-dropped, and once the console takes lines again, it says how many were lost.
+This module owns the order and the wholeness of lines on a console. A console that is stuck, slow or
+gone blocks no caller: output beyond its queue is dropped, and once the console accepts lines again,
+it shows how many pieces were lost.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from elastane.process.streams.writer import BackgroundWriter
 
 
 class Console:
-    """A descriptor that whole lines are written to.
+    """A descriptor for whole lines.
 
-    `put` takes one or more whole lines. The descriptor's flags are never touched, for it is
-    shared with the user's shell and with the workers.
+    `put` accepts one or more whole lines. The descriptor's flags are never changed, because the
+    user's shell and the workers share it.
     """
 
     def __init__(self, fd: int, *, bytes_max: int = CONSOLE_BYTES_MAX) -> None:
@@ -30,7 +30,7 @@ class Console:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that can be put now without loss."""
+        """Bytes that `put` accepts now without loss."""
         return self._writer.room_bytes
 
     @property
@@ -39,7 +39,7 @@ class Console:
         return self._writer.spare_bytes
 
     def put(self, lines: bytes) -> bool:
-        """Queue whole lines; False where they were dropped."""
+        """Queue whole lines; False if they were dropped."""
         return self._writer.put(lines)
 
     def offer(self, data: bytes) -> bool:
@@ -47,15 +47,15 @@ class Console:
         return self._writer.offer(data)
 
     def wait_spare(self, timeout_s: float) -> bool:
-        """Wait until `offer` would take something; False where that took too long."""
+        """Wait until `offer` accepts bytes; False after `timeout_s`."""
         return self._writer.wait_spare(timeout_s)
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until all lines are written; False where that took too long."""
+        """Wait until all lines are written; False after `timeout_s`."""
         return self._writer.wait_empty(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued and end the thread; the descriptor stays open."""
+        """Write the queue and end the thread; the descriptor stays open."""
         return self._writer.close(timeout_s)
 
     def _write(self, lines: bytes, dropped: int) -> None:
@@ -66,14 +66,14 @@ class Console:
         self._lost_writes = 0 if written else lost + 1
 
     def _write_chunk(self, chunk: bytes) -> bool:
-        """Write one chunk; False where the console does not take it (gone, or disk full)."""
+        """Write one chunk; False if the console rejects it (gone, or disk full)."""
         while chunk:
             try:
                 written = os.write(self.fd, chunk)
                 self.written_bytes += written
                 chunk = chunk[written:]
             except BlockingIOError:
-                # Somebody else made the shared descriptor non-blocking: wait as if it were not.
+                # Another process made the shared descriptor non-blocking: wait for room.
                 poller = select.poll()
                 poller.register(self.fd, select.POLLOUT)
                 poller.poll(RETRY_S * 1000)
@@ -83,7 +83,7 @@ class Console:
 
 
 def _chunks(lines: bytes) -> list[bytes]:
-    """Cut at the ends of lines, so that each write stays whole between other writers' ones."""
+    """Cut at the ends of lines, so that other writers' output does not split a line."""
     if len(lines) <= WRITE_BYTES:
         return [lines]
     chunks, start = [], 0
@@ -103,7 +103,7 @@ _consoles_lock = threading.Lock()
 def process_console(fd: int) -> Console:
     """Return this process's one console for stdout (1) or stderr (2).
 
-    Where both are the same terminal or pipe they share a console, so lines never interleave.
+    If both are the same terminal or pipe they share a console, so that lines never interleave.
     """
     with _consoles_lock:
         if fd not in _consoles:

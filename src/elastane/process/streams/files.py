@@ -1,8 +1,7 @@
-"""The files of one worker: its folder, its logs, its error file, the last lines of one.
+"""The files of one worker: its folder, its logs, its error file, and the last lines of a file.
 
-It owns how they are opened: nothing that an earlier attempt or an earlier run of the job wrote
-is ever deleted, truncated or taken for this worker's. It fails with OSError; what then becomes
-of the worker's output is `group`'s business.
+This module opens them so that output of an earlier attempt or run is never deleted, truncated or
+taken for this worker's. It raises OSError; `group` decides what then becomes of the output.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _CUT_MARK = "[... earlier output is in the file]\n"
 
 
 def default_base_dir() -> str:
-    """Return the folder for logs where none is given: one for each user of this machine."""
+    """Return the default folder for logs: one for each user of this machine."""
     return str(Path(environment.get("TMPDIR") or "/tmp") / f"elastane-logs-{os.getuid()}")
 
 
 def ensure_base_dir(base_dir: str) -> None:
-    """Make the folder; where it is the default one, insist that it is this user's alone.
+    """Make the folder; require that the default one belongs to this user.
 
-    Anybody may make names in the folder for temporary files: one that another user made, or a
+    Any user may create names in the folder for temporary files: a folder of another user, or a
     link, raises PermissionError.
     """
     is_default = base_dir == default_base_dir()
@@ -43,19 +42,19 @@ def ensure_base_dir(base_dir: str) -> None:
 
 
 def open_append(path: Path) -> int:
-    """Open a file that only grows; the descriptor is not inherited unless it is handed on.
+    """Open a file for appending; the descriptor is not inherited unless it is passed on.
 
-    A link in its place is an error: where others may write to the folder, it leads elsewhere.
+    A symbolic link is an error, because other users of the folder could make it lead elsewhere.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 
 
 def make_rank_dir(folder: Path, place: WorkerPlace, host: str) -> None:
-    """Make a worker's folder and note there who it is.
+    """Make a worker's folder and write a note of the worker's identity there.
 
-    The note also proves that the disk takes a byte: a full one often still makes files, and a
-    worker would meet the failure at its first line of output.
+    The note also proves that the disk accepts data: a full disk often still makes files, and the
+    worker would fail at its first line of output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     line = {
@@ -73,10 +72,10 @@ def make_rank_dir(folder: Path, place: WorkerPlace, host: str) -> None:
 
 
 def fresh_error_file(folder: Path) -> str:
-    """Return a name for an error file that no worker has written to yet.
+    """Return the name of an error file that no worker has written to yet.
 
-    The same fence comes again when a job is run anew under its name; what the earlier worker
-    said must not be taken for this one's words.
+    A job that runs again under its name has the same fence; the earlier worker's error must not be
+    taken for this one's.
     """
     names = ["error.json", *(f"error.{n}.json" for n in range(1, ERROR_FILES_MAX))]
     return str(next((p for n in names if not (p := folder / n).exists()), folder / names[-1]))
@@ -85,7 +84,7 @@ def fresh_error_file(folder: Path) -> str:
 def last_lines(
     path: str, *, lines_max: int = TAIL_LINES_MAX, bytes_max: int = TAIL_BYTES_MAX
 ) -> str:
-    """Return the end of a file as text, bounded; empty where there is none."""
+    """Return the end of a file as text, bounded; "" if it cannot be read."""
     if not path:
         return ""
     try:

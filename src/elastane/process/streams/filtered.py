@@ -1,8 +1,8 @@
-"""Lines of one log file that hold one of some texts, copied to a file that all ranks share.
+"""Copies the lines of one log file that contain one of several texts to a file of all ranks.
 
-It reads the log file by itself, so that no console can make it miss a line. It owns one position
-and one line without its end; a line is written whole, under the prefix that the console has for
-the worker. A file that cannot be read or written any more is given up, with one warning.
+It reads the log file itself, so that a slow console makes it miss no line. It owns one position and
+one line without its end; a line is written whole, with the worker's console prefix. A file that can
+no longer be read or written is given up, with one warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger("elastane.streams")
 
 
 class Filtered:
-    """Copies the lines of `source` with any of `needles` in them to `target`."""
+    """Copies the lines of `source` that contain any of `needles` to `target`."""
 
     console: Console | None = None
     lag_bytes = 0
@@ -43,7 +43,7 @@ class Filtered:
         return self._read_fd >= 0
 
     def open(self) -> None:
-        """Begin at the file's present end, for what is there is of an earlier run."""
+        """Start at the file's present end, because earlier output belongs to an earlier run."""
         self._write_fd = open_append(self._target)
         try:
             self._read_fd = os.open(self._source, os.O_RDONLY | os.O_CLOEXEC)
@@ -53,9 +53,9 @@ class Filtered:
         self._seen_bytes = os.fstat(self._read_fd).st_size
 
     def look(self, *, final: bool = False) -> None:
-        """Copy what matches of what is new."""
+        """Copy the matching lines of the new output."""
         try:
-            if os.fstat(self._read_fd).st_size < self._seen_bytes:  # somebody emptied the file
+            if os.fstat(self._read_fd).st_size < self._seen_bytes:  # the file was truncated
                 self._seen_bytes = 0
             while data := os.pread(self._read_fd, READ_BYTES_MAX, self._seen_bytes):
                 self._seen_bytes += len(data)
@@ -67,7 +67,7 @@ class Filtered:
             self.close()
 
     def skip_rest(self) -> None:
-        """There is no rest: the last look took all."""
+        """Do nothing: the last check has read everything."""
 
     def close(self) -> None:
         """Close what is open."""

@@ -1,8 +1,7 @@
-"""Worker output of one start of a local worker group: descriptors to hand out, and their end.
+"""Worker output of one start of a local worker group: its descriptors, and their end.
 
-It owns the decision which descriptor each stream gets, and what happens when a log folder fails:
-the worker starts all the same, with its output on the console and one warning for the group. It
-knows nothing of processes.
+This module decides which descriptor each stream gets. If a log folder fails, the worker still
+starts, with its output on the console and one warning for the group. It knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _CONSOLE_FDS = {StreamChoice.OUT: 1, StreamChoice.ERR: 2}
 
 @dataclass(frozen=True, slots=True)
 class WorkerStreams:
-    """What one worker is started with; a path is empty where there is no file.
+    """The streams that one worker is started with; a path is empty if there is no file.
 
-    The descriptors stay the group's: the worker gets duplicates of them. `stderr_tail` is where
-    this process finds the last lines of stderr, though there be no file that a user could open.
+    The group keeps the descriptors; the worker gets duplicates. `stderr_tail`: where this process
+    reads the last lines of stderr, even without a file that a user could open.
     """
 
     stdout: int
@@ -76,7 +75,7 @@ class GroupStreams:
         self._pump = Pump(f"stderr-{fence.round}.{fence.attempt}")
 
     def choose(self, files: GroupFiles) -> None:
-        """Put the workers' output where `files` says, and not where the plan does."""
+        """Use the destinations in `files` instead of the plan's."""
         self._files = files
 
     def chosen_env(self, local_rank: int) -> Mapping[str, str]:
@@ -86,7 +85,7 @@ class GroupStreams:
     async def open_soon(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
         """Open the streams of one worker, off the event loop and within `OPEN_S`.
 
-        A log folder that hangs costs this group its files, once, and the console takes over.
+        If the log folder hangs, this group has no files from then on and uses the console.
         """
         if not self._gave_up:
             try:
@@ -104,7 +103,7 @@ class GroupStreams:
     def _open_files(
         self, local_rank: int, rank: int, role: str
     ) -> tuple[WorkerStreams, dict[StreamChoice, KeptFile]]:
-        """Return the streams of one worker, and the files of those that the console gets."""
+        """Return the streams of one worker, and the files for copies of those on the console."""
         place = WorkerPlace(self._fence, local_rank, rank, role, self._node)
         files = self._files_of(place)
         stdout, stdout_path = self._open_stream(place, StreamChoice.OUT, files)
@@ -132,9 +131,9 @@ class GroupStreams:
     def _captured(
         self, streams: WorkerStreams, kept: Mapping[StreamChoice, KeptFile]
     ) -> WorkerStreams:
-        """See to it that the end of stderr can be read, and that what is kept is captured.
+        """Capture stderr so that its tail can be read, and every stream that has a copy.
 
-        Where nothing is kept, a terminal stays the worker's own.
+        Without a copy, a terminal stays the worker's own.
         """
         if StreamChoice.OUT in kept:
             write, _ = self._capture(streams.stdout, kept[StreamChoice.OUT])
@@ -160,19 +159,19 @@ class GroupStreams:
         return write, capture.tail_path
 
     def close_worker_ends(self) -> None:
-        """Close the descriptors that `open` made; to be called once the workers have theirs."""
+        """Close the descriptors that `open` made; call it once the workers have theirs."""
         for fd in self._ends:
             os.close(fd)
         self._ends.clear()
 
-    def settle(self, streams: WorkerStreams) -> None:
-        """Wait, within a bound, until `stderr_tail` has all that a worker wrote that has ended."""
+    def drain(self, streams: WorkerStreams) -> None:
+        """Wait, within a bound, until `stderr_tail` has all output of a worker that has ended."""
         capture = self._captures.get(streams.stderr_tail)
         if capture is not None:
-            self._pump.settle(capture)
+            self._pump.drain(capture)
 
     async def finish(self) -> None:
-        """Show what the workers wrote last, once they are gone; takes `FINISH_S` at most.
+        """Display the last output of the workers, once they are gone; takes at most `FINISH_S`.
 
         May be called again, and without any worker having started.
         """
@@ -203,7 +202,7 @@ class GroupStreams:
     def _open_stream(
         self, place: WorkerPlace, std: StreamChoice, files: WorkerFiles
     ) -> tuple[int, str]:
-        """Return the descriptor for a stream, and its file's path if it has one."""
+        """Return the descriptor for a stream, and the path of its file if it has one."""
         path = files.paths.get(std, "")
         if path and path != os.devnull:
             try:
@@ -223,7 +222,7 @@ class GroupStreams:
             raise TimeoutError("opened too late")
         self._ends.append(fd)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd  # A class may name a device or a pipe: there is nothing to look back at.
+            return fd  # A class may choose a device or a pipe, which has no history to read.
         prefix = self._plan.line_prefix(place)
         tail = Tail(path, process_console(_CONSOLE_FDS[std]) if tee else None, prefix)
         tail.open()
@@ -248,13 +247,13 @@ class GroupStreams:
             self._tailer.add(filtered)
 
     def _warn_kept(self, path: Path, error: OSError) -> None:
-        """Say once that the console alone has the rest of the output."""
+        """Warn once that only the console has the rest of the output."""
         if not self._warned:
             self._warned = True
             _log.warning("%s: no more is kept: %s [log-dir]", path, error.strerror or error)
 
     def _warn(self, path: Path, error: OSError) -> None:
-        """Say once for the group that files fail; the causes of the others are the same."""
+        """Warn once for the group that files fail; the other files fail for the same cause."""
         if self._warned:
             return
         self._warned = True
@@ -273,13 +272,13 @@ async def _end(each: Tailer | Pump) -> None:
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 
-    def tell_done() -> None:
-        # The loop may have ended meanwhile; then nobody waits.
+    def notify_done() -> None:
+        # If the loop has ended, no caller waits.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set)
 
     stop: Callable[[Callable[[], None]], None] = each.stop
-    stop(tell_done)
+    stop(notify_done)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(FINISH_S * 2):
             await done.wait()

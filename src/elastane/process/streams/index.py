@@ -1,9 +1,9 @@
-"""The time index of a log file: how long the file was at which moment.
+"""The time index of a log file: the file's size at known moments.
 
-Plain output carries no times. The agent looks at its workers' files anyway, and notes at each
-look at which a file grew a pair of (bytes, wall-clock nanoseconds), 16 bytes each, in a file
-beside the log. So a line's time is known to within one look, and logs can be merged by time.
-A missing or torn index makes times coarser and loses no line.
+Plain output carries no times. The agent checks its workers' files anyway. For each check that finds
+growth it appends a pair of (bytes, wall-clock nanoseconds), 16 bytes, to a file beside the log. So
+a line's time is known to within one check, and logs can be merged by time. A missing or torn index
+makes times coarser and loses no line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ENTRY = struct.Struct("<QQ")
 
 
 class IndexWriter:
-    """Append entries for one log file; thins out as they grow many, so its size is bounded."""
+    """Appends entries for one log file; the rate falls as entries grow, so the size is bounded."""
 
     def __init__(self, log_path: Path, interval_s: float) -> None:
         self._path = log_path.with_name(log_path.name + INDEX_SUFFIX)
@@ -34,12 +34,12 @@ class IndexWriter:
         self._due_ns = 0
 
     def open(self) -> None:
-        """Open the file; where that fails, there is no index, and nothing else is lost."""
+        """Open the file; if that fails, there is no index, and nothing else is lost."""
         with contextlib.suppress(OSError):
             self._fd = open_append(self._path)
 
     def note(self, size_bytes: int, now_ns: int, *, final: bool = False) -> bool:
-        """Note a new size, unless the last note is too recent; True where it was noted.
+        """Append a new size, unless the last entry is too recent; return whether it was appended.
 
         Never raises: a full disk makes the index coarser.
         """
@@ -67,7 +67,7 @@ class IndexWriter:
 
 
 class TimeIndex:
-    """Tell when the byte at an offset of a log file was written."""
+    """Maps an offset of a log file to the time at which its byte was written."""
 
     def __init__(self, entries: Iterable[tuple[int, int]], fallback_ns: int) -> None:
         self._sizes, self._times = array("Q"), array("Q")
@@ -77,7 +77,7 @@ class TimeIndex:
 
     @classmethod
     def load(cls, log_path: Path) -> TimeIndex:
-        """Read the index of a log file; without one, all is as old as the file's last change."""
+        """Read the index of a log file; without one, all bytes have the file's time of change."""
         try:
             data = log_path.with_name(log_path.name + INDEX_SUFFIX).read_bytes()
         except OSError:
@@ -90,14 +90,14 @@ class TimeIndex:
         return cls(_ENTRY.iter_unpack(whole), changed_ns)
 
     def time_ns(self, offset: int) -> int:
-        """Return the wall-clock time at which the byte at `offset` had been written."""
+        """Return the wall-clock time by which the byte at `offset` had been written."""
         place = bisect_right(self._sizes, offset)
         if place < len(self._times):
             return self._times[place]
         return max(self._fallback_ns, self._times[-1] if self._times else 0)
 
     def _add(self, size_bytes: int, time_ns: int) -> None:
-        """Keep what grows in both: a file may have been emptied, a clock set back."""
+        """Keep entries that grow in both values: the file may be truncated, the clock set back."""
         if self._sizes and size_bytes <= self._sizes[-1]:
             return
         self._sizes.append(size_bytes)

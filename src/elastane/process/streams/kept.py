@@ -1,9 +1,9 @@
-"""A bounded copy of a worker's stream in a file, beside what the console gets.
+"""A bounded copy in a file of a worker's stream that goes to the console.
 
-It owns the file: a thread of its own writes it, so a slow disk or a hung folder delays neither the
-worker nor the console. What does not fit the queue meanwhile is left out of the copy, and a line
-there says how much. At `KEPT_BYTES_MAX` the file becomes `NAME.1.log`, in place of an earlier one,
-and a new one begins: the end of the output is always there.
+A thread of its own writes the file, so a slow disk or a hung folder delays neither the worker nor
+the console. Output beyond the queue is missing in the copy, and a line there says how much. At
+`KEPT_BYTES_MAX` the file is renamed to `NAME.1.log`, which replaces an earlier one, and a new one
+begins: the end of the output is always there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from elastane.process.streams.writer import BackgroundWriter
 
 
 def earlier(path: Path) -> Path:
-    """Return where the part of a file is that was full."""
+    """Return the path of the previous part of a file, which was full."""
     return path.with_suffix(f".1{path.suffix}")
 
 
 class KeptFile:
-    """`put` takes what the stream said; `failed` hears once why there is no copy any more."""
+    """A copy of a stream; `failed` is called once with the cause if the copy ends early."""
 
     def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
         self.path = path
@@ -37,17 +37,17 @@ class KeptFile:
         self._writer = BackgroundWriter(self._write, KEPT_QUEUE_BYTES, f"kept-{path.stem}")
 
     def open(self) -> None:
-        """Open the file, to append to it; raises OSError."""
+        """Open the file for appending; raises OSError."""
         self._fd = open_append(self.path)
         self._size_bytes = os.fstat(self._fd).st_size
         self._index.open()
 
     def put(self, data: bytes) -> None:
-        """Have `data` written; never waits."""
+        """Queue `data` to be written; never waits."""
         self._writer.put(data)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is queued and close the file; within the time, or it is left to its thread."""
+        """Write the queue and close the file; after `timeout_s` its thread is left with it."""
         if self._writer.close(timeout_s):
             self._index.note(self._size_bytes, time.time_ns(), final=True)
             self._end()
@@ -74,7 +74,7 @@ class KeptFile:
         self._end()
         full = earlier(self.path)
         self.path.replace(full)
-        with contextlib.suppress(OSError):  # Without it times are coarser.
+        with contextlib.suppress(OSError):  # without the renamed index, times are coarser
             index = self.path.with_name(self.path.name + INDEX_SUFFIX)
             index.replace(full.with_name(full.name + INDEX_SUFFIX))
         self._index = IndexWriter(self.path, INDEX_POLL_S)

@@ -1,7 +1,7 @@
-"""Bytes as they come from a file, cut into the lines that a console shows.
+"""Cuts the bytes of a file into the lines that a console displays.
 
-Pure. It owns what becomes of lines without an end, of lines that are too long, and of progress
-bars; it knows no file and no clock but the times it is given.
+Pure: the times are arguments. This module handles lines without an end, lines that are too long,
+and progress bars.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ LONG_LINE_MARK = b" [the line goes on]"
 
 
 class LineCutter:
-    """Collect bytes and give them back as prefixed lines, each with its end."""
+    """Collects bytes and returns them as prefixed lines, each with its end."""
 
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
@@ -25,7 +25,7 @@ class LineCutter:
         return len(self._pending)
 
     def feed(self, data: bytes, now_s: float) -> bytes:
-        """Take more bytes; return the lines that are complete."""
+        """Add bytes; return the complete lines."""
         if not self._pending:
             self._pending_since_s = now_s
         *whole, rest = (self._pending + data).split(b"\n")
@@ -39,7 +39,7 @@ class LineCutter:
         return b"".join(out)
 
     def flush(self, now_s: float, *, final: bool = False) -> bytes:
-        """Return a line without its end, once it has waited for it long enough."""
+        """Return a line without its end, once it has waited for PARTIAL_WAIT_S."""
         waited_s = now_s - self._pending_since_s
         if not self._pending or (waited_s < PARTIAL_WAIT_S and not final):
             return b""
@@ -47,12 +47,12 @@ class LineCutter:
         return self._shown(line)
 
     def drop(self) -> int:
-        """Forget a line without its end; return its bytes."""
+        """Drop a line without its end; return its size."""
         dropped, self._pending = len(self._pending), b""
         return dropped
 
     def _shown(self, line: bytes) -> bytes:
-        """Return the line as a terminal would have left it: a progress bar's last state."""
+        """Return the line as a terminal would leave it: the last state of a progress bar."""
         if b"\r" in line:
             line = line.rstrip(b"\r").rpartition(b"\r")[2]
         if len(line) <= LINE_BYTES_MAX:

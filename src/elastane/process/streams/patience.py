@@ -1,4 +1,4 @@
-"""How long the end of a job waits for a console that is slow or stuck."""
+"""The time that the end of a job waits for a console that is slow or stuck."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class ConsoleTimeout:
-    """Waits for the last lines: `total_s` in all, `stall_s` without any progress."""
+    """A timeout for the last lines: `total_s` in all, `stall_s` without progress."""
 
     def __init__(self, total_s: float, stall_s: float) -> None:
         self._stall_s = stall_s
@@ -15,7 +15,7 @@ class ConsoleTimeout:
         self._written_bytes = -1
 
     def lasts(self, written_bytes: int) -> bool:
-        """Tell whether to wait on, now that `written_bytes` were written in all."""
+        """Return whether to keep waiting, given the total of bytes written so far."""
         now_s = time.monotonic()
         if written_bytes != self._written_bytes:
             self._written_bytes, self._progress_s = written_bytes, now_s

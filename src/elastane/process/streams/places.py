@@ -1,6 +1,6 @@
-"""Where the streams of each worker of a group go: as the plan says, or a LogsSpecs class.
+"""The destinations of each worker's streams, chosen by the plan or by a LogsSpecs class.
 
-Values only. A stream's path is empty for the console, `/dev/null` for nowhere.
+Values only. An empty path is the console, `/dev/null` discards.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ _FILTERED = {StreamChoice.OUT: "filtered_stdout", StreamChoice.ERR: "filtered_st
 
 @dataclass(frozen=True, slots=True)
 class WorkerFiles:
-    """One worker's: the path of each stream, which of them the console shows as well.
+    """One worker's destinations: the path of each stream, and the streams displayed as well.
 
-    `kept` are the files that get a copy of what goes to the console.
+    `kept`: the files that get a copy of the streams that go to the console.
     """
 
     paths: Mapping[StreamChoice, str]
     tees: StreamChoice = StreamChoice.NONE
     error_file: str = ""
-    # What the class that chose the files wants changed in the worker's environment.
+    # The changes to the worker's environment, by the class that chose the files.
     env: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[StreamChoice, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFiles:
-    """All workers' by local rank, and the files that lines with certain texts are copied to."""
+    """The destinations of all workers by local rank, and the files for filtered lines."""
 
     workers: Mapping[int, WorkerFiles]
     filtered: Mapping[StreamChoice, str] = field(default_factory=dict)
 
 
-# Asked anew for each attempt, with the environments of its workers by local rank.
+# Called for each attempt, with the environments of its workers by local rank.
 ChooseFiles = Callable[[Mapping[int, Mapping[str, str]]], GroupFiles]
 
 
 def filtered_name(std: StreamChoice, first_rank: int) -> str:
-    """Return the name of a node's file of copied lines, in the attempt's folder.
+    """Return the name of a node's file of filtered lines, in the attempt's folder.
 
-    Other nodes than the first have their first rank in it: over a network file system, two hosts
-    that append to one file overwrite each other.
+    Nodes other than the first include their first rank: over a network file system, two hosts that
+    append to one file overwrite each other.
     """
     return f"{_FILTERED[std]}.rank_{first_rank}.log" if first_rank else f"{_FILTERED[std]}.log"
 
 
 def planned(plan: LogPlan, place: WorkerPlace, folder: Path | None, error_file: str) -> WorkerFiles:
-    """Return what `plan` says for one worker, whose folder is None where there are no files."""
+    """Return the plan's destinations for one worker; `folder` is None if there are no files."""
     nowhere = "" if plan.shows(place.local_rank) else os.devnull
     paths, tees = {}, StreamChoice.NONE
     for std, name in FILE_NAMES.items():

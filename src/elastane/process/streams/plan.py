@@ -1,7 +1,7 @@
-"""Where the output of workers is to go: the options, the names of files, the console's prefix.
+"""The plan for worker output: its options, the names of files, the console's prefix.
 
-Pure: it parses and names, and touches no file. It does not know how files are opened or read.
-It fails with `UsageError`, which names the value and the valid choices.
+Pure: this module parses and names, and touches no file. It fails with `UsageError`, which names the
+value and the valid choices.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from elastane.errors import UsageError
 from elastane.process.files import safe_name
 from elastane.protocol.model import Fence
 
-# torchrun's is "[${role_name}${rank}]:"; ranks change, so ours says where and in which round.
+# torchrun's is "[${role_name}${rank}]:". Ranks change here, so the prefix adds node and round.
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${rank} ${node} r${round}.${attempt}]: "
 PREFIX_TEMPLATE_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-# torchrun's way to ask for no files at all.
+# torchrun's values for no files at all.
 NO_FILES = ("", "/dev/null")
 
 _STD_MAP = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
@@ -28,7 +28,7 @@ _RANK_DIR = re.compile(r"round_(\d+)/attempt_(\d+)/rank_(\d+)")
 
 
 class StreamChoice(IntFlag):
-    """Which of a worker's standard streams; the numbers are torchrun's."""
+    """A set of a worker's standard streams; the numbers are torchrun's."""
 
     NONE = 0
     OUT = 1
@@ -40,11 +40,11 @@ StdMap = dict[int, StreamChoice]
 
 
 def parse_std_map(text: str, local_world_size: int, *, option: str = "--redirects") -> StdMap:
-    """Return for each local rank which streams `text` names, as torchrun writes it.
+    """Return for each local rank the streams that `text` selects, in torchrun's syntax.
 
-    `text` is one value for all local ranks, `3`, or a map, `0:3,1:2`; local ranks that a map
-    leaves out have none, and those that this node does not have are of no effect, for nodes may
-    differ. Unlike in torchrun's a local rank may have several digits.
+    `text` is one value for all local ranks, `3`, or a map, `0:3,1:2`. A local rank that is missing
+    in the map has none. A local rank that this node lacks has no effect, because nodes may differ.
+    Unlike in torchrun, a local rank may have several digits.
     """
     text = text.strip()
     if re.fullmatch("[0-3]", text):
@@ -78,22 +78,22 @@ def parse_ranks(text: str, *, option: str = "--local-ranks-filter") -> frozenset
 
 
 def parse_needles(text: str) -> tuple[str, ...]:
-    """Return the texts of a list such as `loss,a,,b`: two commas are one that belongs to a text.
+    """Return the texts of a list such as `loss,a,,b`, in which two commas are one literal comma.
 
-    An empty text would match every line, so there is none.
+    An empty text would match every line, so it is left out.
     """
     items = text.replace(",,", "\0").split(",")
     return tuple(item.replace("\0", ",") for item in items if item)
 
 
 def prefix_template(environ: Mapping[str, str]) -> str:
-    """Return the console's prefix template: the one of the environment, or elastane's own."""
+    """Return the console's prefix template: the environment's, or else elastane's."""
     return environ.get(PREFIX_TEMPLATE_ENV) or DEFAULT_PREFIX_TEMPLATE
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Which worker it is: what its folder and its prefix say."""
+    """The identity of a worker, for its folder and its prefix."""
 
     fence: Fence
     local_rank: int
@@ -104,10 +104,10 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class LogPlan:
-    """What `--log-dir`, `--redirects`, `--tee` and `--local-ranks-filter` ask for on one node.
+    """The plan of `--log-dir`, `--redirects`, `--tee` and `--local-ranks-filter` for one node.
 
     `base_dir` empty or `/dev/null`: no files, all output goes to the console, as in torchrun.
-    `console_ranks` are the local ranks that the console shows; empty means all. `needles` are the
+    `console_ranks`: the local ranks that the console displays; empty means all. `needles`: the
     texts of --duplicate-stdout-filters and --duplicate-stderr-filters.
     """
 
@@ -124,27 +124,27 @@ class LogPlan:
         return self.base_dir not in NO_FILES
 
     def keeps(self, local_rank: int, std: StreamChoice) -> bool:
-        """Tell whether this stream goes to a file (tee implies it)."""
+        """Return whether this stream goes to a file (tee implies it)."""
         asked = self.redirects.get(local_rank, StreamChoice.NONE) | self.tee.get(
             local_rank, StreamChoice.NONE
         )
         return self.has_files and std in asked
 
     def shows(self, local_rank: int) -> bool:
-        """Tell whether the console may show this local rank."""
+        """Return whether the console may display this local rank."""
         return not self.console_ranks or local_rank in self.console_ranks
 
     def tees(self, local_rank: int, std: StreamChoice) -> bool:
-        """Tell whether the console shows what the file of this stream gets."""
+        """Return whether the console displays the file of this stream."""
         asked = self.tee.get(local_rank, StreamChoice.NONE)
         return self.has_files and std in asked and self.shows(local_rank)
 
     def job_dir(self, job: str) -> Path:
-        """Return the folder of all that is kept of `job`."""
+        """Return the folder of all output of `job`."""
         return Path(self.base_dir) / safe_name(job)
 
     def attempt_dir(self, job: str, fence: Fence) -> Path:
-        """Return the folder of one attempt; on shared storage, all nodes' own."""
+        """Return the folder of one attempt; on shared storage, all nodes share it."""
         return self.job_dir(job) / f"round_{fence.round}" / f"attempt_{fence.attempt}"
 
     def rank_dir(self, job: str, fence: Fence, rank: int) -> Path:
@@ -152,7 +152,7 @@ class LogPlan:
         return self.attempt_dir(job, fence) / f"rank_{rank}"
 
     def line_prefix(self, place: WorkerPlace) -> bytes:
-        """Return what stands before each line of this worker on the console."""
+        """Return the prefix of each console line of this worker."""
         text = Template(self.prefix).safe_substitute(
             role_name=place.role,
             rank=place.rank,
@@ -165,7 +165,7 @@ class LogPlan:
 
 
 def parse_rank_dir(relative: str) -> tuple[Fence, int] | None:
-    """Return fence and rank of a folder below the job's, or None where it is not a worker's."""
+    """Return fence and rank of a folder below the job's, or None if it is not a worker's."""
     match = _RANK_DIR.fullmatch(relative)
     if match is None:
         return None

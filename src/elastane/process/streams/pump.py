@@ -1,9 +1,9 @@
 """One thread that copies the captured streams of a group to the console, and ends with them.
 
-It owns the order of turns: a stream whose console is full is not read, so its worker waits as it
-would for the console itself; the others go on. A worker that has ended is settled: what it left
-in the kernel is taken in before anybody asks for its last words. At the end all is shown, unless
-the console takes nothing for `CAPTURE_STALL_S`; what is lost then is said.
+This module owns the order of turns. A stream whose console is full is not read, so its worker waits
+as it would for the console itself; other streams continue. When a worker has ended, the rest of its
+output is read from the kernel before its last lines are reported. At the end everything is
+displayed, unless the console accepts nothing for `CAPTURE_STALL_S`; the loss is then reported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pump:
         self._name = name
         self._lock = threading.Lock()
         self._captures: list[Capture] = []
-        self._settles: list[tuple[Capture, threading.Event]] = []
+        self._drains: list[tuple[Capture, threading.Event]] = []
         self._wake_fd = -1
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -41,7 +41,7 @@ class Pump:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is anything to wait for."""
+        """Whether there is output to wait for."""
         return self._thread is not None
 
     def add(self, capture: Capture) -> None:
@@ -54,21 +54,21 @@ class Pump:
             self._thread.start()
         self._wake()
 
-    def settle(self, capture: Capture) -> bool:
-        """Wait until all that was written so far is in the memory of the stream's end.
+    def drain(self, capture: Capture) -> bool:
+        """Wait until the tail holds all output so far and, within `SETTLE_S`, the console has it.
 
-        And, within `SETTLE_S`, until the console has it: before the agent says what it makes of it.
+        The agent calls this before it reports on the output.
         """
         if not self.is_running:
             return True
         done = threading.Event()
         with self._lock:
-            self._settles.append((capture, done))
+            self._drains.append((capture, done))
         self._wake()
         return done.wait(SETTLE_S)
 
     def stop(self, on_done: Callable[[], None]) -> None:
-        """Show the rest, close all, call `on_done` in the thread."""
+        """Display the rest, close everything, call `on_done` in the thread."""
         self._on_done = on_done
         self._stopping = True
         self._wake()
@@ -84,17 +84,17 @@ class Pump:
             self._wait()
             now_s = time.monotonic()
             taken_bytes = sum(self._copy(capture, now_s) for capture in self._open())
-            self._settle_all(now_s)
+            self._drain_all(now_s)
             if taken_bytes < CAPTURE_READ_BYTES:
                 time.sleep(
                     CAPTURE_PAUSE_S
-                )  # So that a trickle of lines does not wake this for each.
+                )  # So that a trickle of lines does not wake this thread for each line.
         self._finish()
         self._on_done()
 
     @staticmethod
     def _copy(capture: Capture, now_s: float) -> int:
-        taken_bytes = capture.take(now_s)
+        taken_bytes = capture.copy(now_s)
         capture.flush(now_s)
         return taken_bytes
 
@@ -103,13 +103,13 @@ class Pump:
             return [c for c in self._captures if c.is_open or c.unsent_bytes]
 
     def _wait(self) -> None:
-        """Wait until a stream that may be read has something, or a time has come."""
+        """Wait until a readable stream has output, or a timeout passes."""
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
         timeout_s: float | None = None
         for capture in self._open():
             if not capture.has_room and capture.console is not None:
-                # Those that share the console wait as well; nothing else is so urgent.
+                # The other streams of this console wait too; nothing else is as urgent.
                 capture.console.wait_spare(CAPTURE_PAUSE_S)
                 timeout_s = 0.0
             elif capture.is_open:
@@ -120,32 +120,33 @@ class Pump:
         if any(fd == self._wake_fd for fd, _ in ready):
             os.eventfd_read(self._wake_fd)
 
-    def _settle_all(self, now_s: float) -> None:
+    def _drain_all(self, now_s: float) -> None:
         with self._lock:
-            settles, self._settles = self._settles, []
-        for capture, done in settles:
-            capture.take(now_s, settling=True)
+            drains, self._drains = self._drains, []
+        for capture, done in drains:
+            capture.copy(now_s, drain=True)
             capture.flush(now_s, final=True)
             if capture.unsent_bytes and not self._stopping:
                 with self._lock:
-                    self._settles.append((capture, done))
+                    self._drains.append((capture, done))
             else:
                 done.set()
 
     def _finish(self) -> None:
-        """Show the rest, for as long as the consoles take it."""
+        """Display the rest while the consoles accept it."""
         consoles = {c.console for c in self._captures if c.console is not None}
-        patience = ConsoleTimeout(FINISH_S, CAPTURE_STALL_S)
+        timeout = ConsoleTimeout(FINISH_S, CAPTURE_STALL_S)
         while True:
             now_s = time.monotonic()
             for capture in self._captures:
-                # What is still open is held by nobody who is to be heard: take what is there.
-                capture.take(now_s)
+                # Only processes whose output does not matter hold these streams: read what is
+                # there.
+                capture.copy(now_s)
                 capture.flush(now_s, final=True)
-            self._settle_all(now_s)
+            self._drain_all(now_s)
             behind = any(c.unsent_bytes or not c.has_room for c in self._captures)
             behind = behind or not all(console.wait_empty(0) for console in consoles)
-            if not behind or not patience.lasts(sum(c.written_bytes for c in consoles)):
+            if not behind or not timeout.lasts(sum(c.written_bytes for c in consoles)):
                 break
             time.sleep(CAPTURE_PAUSE_S)
         for capture in self._captures:

@@ -1,10 +1,9 @@
-"""One thread that watches the files of a local worker group: shows their growth on the console,
-and keeps their time index.
+"""One thread that watches the files of a local worker group, for the console and the time index.
 
-It owns positions in files, never the files: those belong to the workers, who write to them
-without any help. So nothing here can slow or lose what goes to a file. A console that is slower
-than a worker gets the newest output and a line that says how much was left out, and where it
-is. A file that cannot be read any more is given up, with one line that says so.
+This module owns positions in files, never the files: workers write to them directly, so nothing
+here can slow or lose output to a file. A console that is slower than a worker gets the newest
+output, and a line with the size and the place of the omitted part. A file that can no longer be
+read is given up, with one line that says so.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from elastane.process.streams.index import IndexWriter
 from elastane.process.streams.lines import LineCutter
 from elastane.process.streams.patience import ConsoleTimeout
 
-# While the last lines are shown: the pause that lets a console take what it was given.
+# The pause that lets a console accept output while the last lines are displayed.
 _FINAL_PAUSE_S = 0.005
 
 
 class TailedFile(Protocol):
-    """One file that the thread looks at. `lag_bytes` are what its console still lacks."""
+    """One file that the thread checks. `lag_bytes`: output that its console still lacks."""
 
     @property
     def console(self) -> Console | None:
-        """Where its lines are shown; None where they are not."""
+        """The console for its lines; None for no display."""
 
     @property
     def is_open(self) -> bool:
@@ -50,24 +49,24 @@ class TailedFile(Protocol):
 
     @property
     def lag_bytes(self) -> int:
-        """Bytes that were written and not yet shown."""
+        """Bytes that were written and not yet displayed."""
 
     @property
     def poll_s(self) -> float:
-        """How often it is to be looked at."""
+        """The interval at which to check it."""
 
     def look(self, *, final: bool = False) -> None:
-        """Take in what is new."""
+        """Read new output."""
 
     def skip_rest(self) -> None:
-        """Give up what is left, and say so."""
+        """Give up the rest, and say so."""
 
     def close(self) -> None:
         """Close what is open."""
 
 
 class Tail:
-    """One log file: how far it was seen, and how far it was shown."""
+    """One log file, with the positions up to which it was seen and displayed."""
 
     def __init__(self, path: Path, console: Console | None, prefix: bytes) -> None:
         self.console = console
@@ -80,7 +79,7 @@ class Tail:
         self._size_bytes = 0
         self._shown_bytes = 0
         self._skipped_bytes = 0
-        self._told_s = 0.0
+        self._announced_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -89,33 +88,33 @@ class Tail:
 
     @property
     def lag_bytes(self) -> int:
-        """Bytes that were written and not yet shown."""
+        """Bytes that were written and not yet displayed."""
         if self.console is None or not self.is_open:
             return 0
         return self._size_bytes - self._shown_bytes + self._cutter.pending_bytes
 
     def open(self) -> None:
-        """Begin at the file's present end, for what is there is of an earlier run."""
+        """Start at the file's present end, because earlier output belongs to an earlier run."""
         self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         self._size_bytes = self._shown_bytes = os.fstat(self._fd).st_size
         self._index.open()
 
     def look(self, *, final: bool = False) -> None:
-        """Note growth in the index; show what the console has room for."""
+        """Record growth in the index; display as much as the console has room for."""
         try:
             self._size_bytes = os.fstat(self._fd).st_size
             self._index.note(self._size_bytes, time.time_ns(), final=final)
             if self.console is not None:
                 self._show(self.console, final=final)
         except OSError as error:
-            self._tell(f"{self._path} can no longer be read here: {error.strerror}")
+            self._announce(f"{self._path} can no longer be read here: {error.strerror}")
             self.close()
 
     def skip_rest(self) -> None:
-        """Give up showing what is left, and say so."""
+        """Give up displaying the rest, and say so."""
         if self.lag_bytes:
             self._skip_to(self._size_bytes)
-        self._tell_skipped(math.inf)
+        self._announce_skipped(math.inf)
 
     def close(self) -> None:
         """Close what is open."""
@@ -125,7 +124,7 @@ class Tail:
         self._index.close()
 
     def _show(self, console: Console, *, final: bool) -> None:
-        if self._size_bytes < self._shown_bytes:  # somebody emptied the file
+        if self._size_bytes < self._shown_bytes:  # the file was truncated
             self._shown_bytes = 0
         if self._size_bytes - self._shown_bytes > LAG_BYTES_MAX:
             self._skip_to(self._size_bytes - LAG_KEEP_BYTES)
@@ -133,7 +132,7 @@ class Tail:
         if not console.room_bytes:
             return
         now_s = time.monotonic()
-        self._tell_skipped(now_s)
+        self._announce_skipped(now_s)
         wanted_bytes = min(room_bytes, self._size_bytes - self._shown_bytes)
         data = os.pread(self._fd, wanted_bytes, self._shown_bytes) if wanted_bytes else b""
         self._shown_bytes += len(data)
@@ -147,13 +146,13 @@ class Tail:
         self._skipped_bytes += offset - self._shown_bytes + self._cutter.drop()
         self._shown_bytes = offset
 
-    def _tell_skipped(self, now_s: float) -> None:
-        if not self._skipped_bytes or now_s - self._told_s < SKIP_TELL_S:
+    def _announce_skipped(self, now_s: float) -> None:
+        if not self._skipped_bytes or now_s - self._announced_s < SKIP_TELL_S:
             return
-        self._tell(f"{self._skipped_bytes} bytes were not shown here: they are in {self._path}")
-        self._skipped_bytes, self._told_s = 0, now_s
+        self._announce(f"{self._skipped_bytes} bytes were not shown here: they are in {self._path}")
+        self._skipped_bytes, self._announced_s = 0, now_s
 
-    def _tell(self, text: str) -> None:
+    def _announce(self, text: str) -> None:
         if self.console is not None:
             self.console.put(self._prefix + f"[elastane: {text}]\n".encode())
 
@@ -170,7 +169,7 @@ class Tailer:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is anything to wait for."""
+        """Whether there is output to wait for."""
         return self._thread is not None
 
     def add(self, tail: TailedFile) -> None:
@@ -181,7 +180,7 @@ class Tailer:
             self._thread.start()
 
     def stop(self, on_done: Callable[[], None]) -> None:
-        """Show the rest, within a bound, close all, call `on_done` in the thread."""
+        """Display the rest, within a bound, close everything, call `on_done` in the thread."""
         self._on_done = on_done
         self._stopping.set()
 
@@ -197,18 +196,18 @@ class Tailer:
         return min(tail.poll_s for tail in self._tails)
 
     def _look_at_all(self, turn: int, *, final: bool = False) -> None:
-        """Look at each file; a different one first each time, for the room is given in turn."""
+        """Check each file, each time with a different first one: they share the console's room."""
         tails = [tail for tail in self._tails if tail.is_open]
         first = turn % len(tails) if tails else 0
         for tail in tails[first:] + tails[:first]:
             tail.look(final=final)
 
     def _finish(self) -> None:
-        """Show the rest, for as long as the consoles take it."""
+        """Display the rest while the consoles accept it."""
         consoles = {tail.console for tail in self._tails if tail.console}
-        patience = ConsoleTimeout(FINISH_S, STALL_S)
+        timeout = ConsoleTimeout(FINISH_S, STALL_S)
         self._look_at_all(0, final=True)
-        while self._is_behind(consoles) and patience.lasts(sum(c.written_bytes for c in consoles)):
+        while self._is_behind(consoles) and timeout.lasts(sum(c.written_bytes for c in consoles)):
             time.sleep(_FINAL_PAUSE_S)
             self._look_at_all(0, final=True)
         for tail in self._tails:

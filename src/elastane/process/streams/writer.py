@@ -1,10 +1,9 @@
-"""A bounded queue with one thread that writes it away, so that no caller ever waits for a disk
-or a terminal.
+"""A bounded queue with a writer thread, so that no caller waits for a disk or a terminal.
 
-It owns the queue and the thread, and knows nothing of what the bytes mean. Where the target
-takes nothing, the queue fills up and further items are dropped and counted; the count is told
-to the target with the next item that it accepts. The thread is a daemon: a write that never
-returns holds up nobody's exit.
+This module owns the queue and the thread, and does not interpret the bytes. If the target accepts
+nothing, the queue fills up, and further items are dropped and counted; the next accepted item comes
+with the count. The thread is a daemon: a write that never returns does not block the process's
+exit.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-# Writes one item; may block; gets the number of items that were dropped before it.
+# Writes one item and may block; also gets the number of items that were dropped before it.
 WriteItem = Callable[[bytes, int], None]
 
 
 class BackgroundWriter:
-    """Write items in order, in a thread that starts with the first of them.
+    """Writes items in order, in a thread that starts with the first of them.
 
-    `write` handles the target's errors itself: what it raises is a bug, and ends the thread.
+    `write` must handle the target's errors: an exception is a bug, and ends the thread.
     """
 
     def __init__(self, write: WriteItem, bytes_max: int, name: str) -> None:
@@ -43,31 +42,32 @@ class BackgroundWriter:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that `offer` accepts now: half of the room is left to what comes by `put`."""
+        """Bytes that `offer` accepts now: half of the room is reserved for `put`."""
         return max(0, self._bytes_max // 2 - self._queued_bytes)
 
     def put(self, item: bytes) -> bool:
-        """Queue an item, never wait; False where it was dropped for want of room.
+        """Queue an item without waiting; False if it was dropped for lack of room.
 
-        The item that crosses the bound is still taken: the bound is one of items waiting.
+        The item that crosses the bound is accepted: the bound applies to the items that wait
+        already.
         """
         with self._changed:
-            taken = self._take_in(item)
-            self._dropped += not taken
-        return taken
+            accepted = self._enqueue(item)
+            self._dropped += not accepted
+        return accepted
 
     def offer(self, item: bytes) -> bool:
-        """Queue an item if there is room; else it stays the caller's, and nothing is lost."""
+        """Queue an item if there is room; otherwise the caller keeps it, and nothing is lost."""
         with self._changed:
-            return self.spare_bytes > 0 and self._take_in(item)
+            return self.spare_bytes > 0 and self._enqueue(item)
 
     def wait_spare(self, timeout_s: float) -> bool:
-        """Wait until `offer` would take something; False where that took too long."""
+        """Wait until `offer` accepts an item; False after `timeout_s`."""
         with self._changed:
             return self.spare_bytes > 0 or (self._changed.wait(timeout_s) and self.spare_bytes > 0)
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until all that was put is written; False where that took too long."""
+        """Wait until every queued item is written; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._items or self._busy:
@@ -78,7 +78,7 @@ class BackgroundWriter:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued, then end the thread; False where something was left."""
+        """Write the queue, then end the thread; False if items are left."""
         done = self.wait_empty(timeout_s)
         with self._changed:
             self._closed = True
@@ -87,7 +87,7 @@ class BackgroundWriter:
             self._thread.join(timeout_s)
         return done
 
-    def _take_in(self, item: bytes) -> bool:
+    def _enqueue(self, item: bytes) -> bool:
         if self._closed or self._queued_bytes >= self._bytes_max:
             return False
         self._items.append(item)
@@ -102,14 +102,14 @@ class BackgroundWriter:
             self._thread.start()
 
     def _run(self) -> None:
-        while (taken := self._take()) is not None:
-            item, dropped = taken
+        while (queued := self._next()) is not None:
+            item, dropped = queued
             self._write(item, dropped)
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _take(self) -> tuple[bytes, int] | None:
+    def _next(self) -> tuple[bytes, int] | None:
         """Wait for the next item; None once the writer is closed."""
         with self._changed:
             while not self._items:
