@@ -36,7 +36,7 @@ def first_failure(seeds, *, store_backed=True, first=0):
 
 
 def test_a_fence_that_starts_anew_is_found(monkeypatch):
-    monkeypatch.setattr(State, "hold_up", lambda self, fence: None)
+    monkeypatch.setattr(State, "note_fence", lambda self, fence: None)
     assert "after it started" in first_failure(600, store_backed=False)
 
 
@@ -50,7 +50,7 @@ def test_a_membership_changed_within_a_round_is_found(monkeypatch):
 
 def test_departures_that_are_charged_are_found(monkeypatch):
     charged = property(lambda self: not self.planned)
-    monkeypatch.setattr(Incident, "is_charged", charged)
+    monkeypatch.setattr(Incident, "is_chargeable", charged)
     first_failure(200)
 
 
@@ -87,9 +87,9 @@ def test_a_holder_that_is_forgotten_is_found(monkeypatch):
 
     def forget_one(state, reason):
         result = original(state, reason)
-        for node in [state.nodes[i] for i in sorted(state.holding)][:1]:
+        for node in [state.nodes[i] for i in sorted(state.with_workers)][:1]:
             node.fence = None
-            state.refile(node)
+            state.reindex(node)
         return result
 
     monkeypatch.setattr(machine, "_stop_world", forget_one)
@@ -159,7 +159,7 @@ def test_a_round_number_that_a_coordinator_restart_resets_is_found(monkeypatch):
         original(state, msgspec.structs.replace(record, world=None))
 
     monkeypatch.setattr(machine, "load_record", forgets_the_world)
-    monkeypatch.setattr(State, "hold_up", lambda self, fence: None)
+    monkeypatch.setattr(State, "note_fence", lambda self, fence: None)
     assert "forgotten" in first_failure(100) or "was settled after" in first_failure(100)
 
 
@@ -284,7 +284,7 @@ def test_a_late_joiner_in_a_settled_round_is_found(monkeypatch):
             reason="late",
         )
         node.fence = state.world.fence
-        state.refile(node)
+        state.reindex(node)
         state.persist()
         state.send(node, Assign(assignments(state.world, place)[-1]))
 
@@ -293,14 +293,14 @@ def test_a_late_joiner_in_a_settled_round_is_found(monkeypatch):
 
 
 def test_a_drained_node_that_is_started_again_is_found(monkeypatch):
-    original = State.refile
+    original = State.reindex
 
     def takes_leaving_too(self, node):
         original(self, node)
         if node.session is not None and node.fence is None:
             self.idle.add(node.id)
 
-    monkeypatch.setattr(State, "refile", takes_leaving_too)
+    monkeypatch.setattr(State, "reindex", takes_leaving_too)
     monkeypatch.setattr(machine, "_release_leaving", lambda state: None)
     assert "is to leave" in first_failure(200)
 
@@ -310,8 +310,8 @@ def test_an_end_that_is_told_before_it_is_durable_is_found(monkeypatch):
 
     def tells_first(state, outcome):
         original(state, outcome)
-        late = [e for e in state.out if isinstance(e, Persist)][-1:]
-        state.out = [e for e in state.out if isinstance(e, Send)] + late
+        late = [e for e in state.effects if isinstance(e, Persist)][-1:]
+        state.effects = [e for e in state.effects if isinstance(e, Send)] + late
         return True
 
     monkeypatch.setattr(ending, "_close", tells_first)
@@ -327,9 +327,9 @@ def test_a_world_settled_without_waiting_for_its_predecessor_is_found(monkeypatc
     original = machine._stopping
 
     def impatient(state):
-        for node in [state.nodes[i] for i in sorted(state.holding)]:
+        for node in [state.nodes[i] for i in sorted(state.with_workers)]:
             node.fence = None
-            state.refile(node)
+            state.reindex(node)
         return original(state)
 
     monkeypatch.setitem(machine.RULES, machine.Phase.STOPPING, impatient)

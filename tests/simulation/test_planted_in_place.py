@@ -26,7 +26,7 @@ def first_failure(seeds, *, store_backed=True, first=0, **drawn):
 
 def test_a_successor_that_is_placed_before_survivors_is_found(monkeypatch):
     monkeypatch.setattr(
-        NodeWorkers, "workers", property(lambda self: self.joiners + self.survivors)
+        NodeWorkers, "workers", property(lambda self: self.joining + self.survivors)
     )
     found = first_failure(300)
     assert "joiner" in found or "have the order" in found
@@ -40,14 +40,14 @@ def test_nodes_of_survivors_that_are_put_in_another_order_are_found(monkeypatch)
 
 
 def test_a_worker_that_died_and_is_given_a_place_is_found(monkeypatch):
-    original = KnownNode.lose
+    original = KnownNode.lose_workers
 
     def stays_able(self, failures):
-        able = {*self.able}
+        able = {*self.recoverable}
         original(self, failures)
-        self.able, self.lost = able, set()
+        self.recoverable, self.lost = able, set()
 
-    monkeypatch.setattr(KnownNode, "lose", stays_able)
+    monkeypatch.setattr(KnownNode, "lose_workers", stays_able)
     first_failure(300)
 
 
@@ -72,9 +72,9 @@ def test_a_waiting_node_that_is_taken_for_a_member_is_found(monkeypatch):
     def at_once(state):
         look_after(state)
         for node in state.nodes.values():
-            if node.waiting and node.fence is not None and not node.able:
-                node.able = set(range(node.spec.local_world_size))
-                state.refile(node)
+            if node.standby and node.fence is not None and not node.recoverable:
+                node.recoverable = set(range(node.spec.local_world_size))
+                state.reindex(node)
 
     look_after = recovery.prepare_standbys
     monkeypatch.setattr(recovery, "prepare_standbys", at_once)
@@ -88,7 +88,7 @@ def test_a_regroup_that_meets_at_the_old_port_is_found(monkeypatch):
         original(*args)
         state = args[0]
         for node in state.nodes.values():
-            node.spent = False
+            node.offer_used = False
 
     monkeypatch.setattr(forming, "commit_world", not_spent)
     assert "which is free" in first_failure(1000)
@@ -128,7 +128,7 @@ def test_a_drained_boundary_that_regroups_before_all_are_parked_is_found(monkeyp
     original = machine._draining
 
     def impatient(state):
-        if state.aimed and state.in_place and state.incident.planned:
+        if state.drain_target_sent and state.in_place and state.incident.planned:
             state.undrained.clear()
         return original(state)
 

@@ -61,7 +61,7 @@ def test_a_drained_node_that_is_counted_as_departed_is_found(monkeypatch):
     original = liveness.depart
 
     def releases_and_remembers(state):
-        for node in [state.nodes[i] for i in sorted(state.leaving - state.holding)]:
+        for node in [state.nodes[i] for i in sorted(state.leaving - state.with_workers)]:
             state.send(node, Release(node.leaving))
 
     def forgets_that_it_left(state, node, why):

@@ -105,7 +105,7 @@ def test_one_that_is_heard_in_the_world_in_force_answers_for_all_that_went_befor
     steps(job, "a", "b")
     trains_on(job, 4.0, "a")
     assert settled(job)[-1] == Fence(2, 0)
-    assert job.machine._state.unseen == {}
+    assert job.machine._state.possibly_training == {}
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "its connection ended"])
@@ -115,7 +115,7 @@ def test_the_certain_end_of_one_that_held_the_state_ends_all_worlds_that_it_was_
     job.passes(4.0, alive="ab")
     able(job, "a", "b")
     steps(job, "a", "b")
-    job.machine._state.unseen["b"] = job.now_s
+    job.machine._state.possibly_training["b"] = job.now_s
     if how == "killed":
         dies(job, "a", local_rank=0)
     elif how == "stopped":
@@ -123,7 +123,7 @@ def test_the_certain_end_of_one_that_held_the_state_ends_all_worlds_that_it_was_
     else:
         job.breaks("a")
         job.passes(0.2, alive="b")
-    assert job.machine._state.unseen == {}
+    assert job.machine._state.possibly_training == {}
 
 
 def narrowed():

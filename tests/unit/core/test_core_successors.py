@@ -84,7 +84,7 @@ def test_so_it_is_where_its_node_has_not_heard_of_its_world_either():
     after = Driver(job.spec, job.persisted[-1], store_backed=True)
     after.assigned = dict(job.assigned)
     # It had told of this end before it departed.
-    after.machine._state.ends_before["a"] = ("1", {1: 77})
+    after.machine._state.departed_lost_pids["a"] = ("1", {1: 77})
     lost = {"failures": (failure(1, 77),), "state": "failed", "able": (0,)}
     after.join("a", holding=Holding(assignment=first, **lost))
     after.join("b", holding=holding(after, "b", able=(0,)))
@@ -98,7 +98,7 @@ def test_so_it_is_where_it_came_before_anybody_knew_that_the_world_recovers_in_p
     job = Driver(job_spec(1, 3, 3))
     job.join("a")
     job.passes(4.0, alive="a")
-    job.machine._state.ends_before["c"] = ("1", {1: 77})
+    job.machine._state.departed_lost_pids["c"] = ("1", {1: 77})
     lost = {"failures": (failure(1, 77),), "state": "failed", "able": (0,), "in_place": True}
     job.join("c", holding=Holding(assignment=beside, **lost))
     assert not kinds(job, "c").count(Prepare)

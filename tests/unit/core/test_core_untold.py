@@ -41,4 +41,4 @@ def test_a_node_that_stopped_its_workers_before_it_heard_of_their_world_has_none
     assert after.machine._state.nodes["a"].workers == (0, 1)
     after.says("a", Stopped(Fence(1, 0), PortOffer(9000, True)))
     node = after.machine._state.nodes["a"]
-    assert node.fence is None and not node.workers and not node.able
+    assert node.fence is None and not node.workers and not node.recoverable

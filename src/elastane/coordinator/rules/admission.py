@@ -47,7 +47,7 @@ def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
     old = state.nodes.get(event.message.node.node_id)
     if old is not None:
         state.forget(old)
-    state.out += [Send(event.session, Close(outcome)), Hangup(event.session, outcome.reason)]
+    state.effects += [Send(event.session, Close(outcome)), Hangup(event.session, outcome.reason)]
 
 
 def resolve_contests(state: State) -> None:
@@ -73,7 +73,7 @@ def resolve_contests(state: State) -> None:
         if old is not None:
             liveness.depart(state, old, "the same node came back as a new agent")
         handle_join(state, contest.join)
-        for message in contest.said.values():
+        for message in contest.messages.values():
             reports.record_message(state, contest.join.session, message)
 
 
@@ -100,8 +100,8 @@ def _duplicate(event: Received, old: KnownNode | None) -> Refused:
 
 
 def _refuse(state: State, session: int, node_id: str, refusal: Refused) -> None:
-    state.tell(EventKind.NODE_REFUSED, f"{refusal.what} [{refusal.slug}]", node_id)
-    state.out += [Send(session, refusal), Hangup(session, refusal.what)]
+    state.log(EventKind.NODE_REFUSED, f"{refusal.what} [{refusal.slug}]", node_id)
+    state.effects += [Send(session, refusal), Hangup(session, refusal.what)]
 
 
 def _refusal(state: State, join: Join) -> Refused | None:
@@ -265,7 +265,7 @@ def apply_fencing(state: State, incarnations: tuple[str, ...], dead: tuple[str, 
         if refused is None:
             continue
         if node.session is not None:
-            state.out.append(Send(node.session, refused))
+            state.effects.append(Send(node.session, refused))
         liveness.depart(state, node, "it is fenced: the job's owner has given it up")
 
 
@@ -283,21 +283,21 @@ def _admit(state: State, event: Received) -> None:
         heard_s=state.now_s,
         ready=join.ready,
     )
-    incarnation, ends = state.ends_before.pop(node.id, ("", {}))
+    incarnation, ends = state.departed_lost_pids.pop(node.id, ("", {}))
     if incarnation == node.spec.incarnation:
-        node.ends = ends  # What was paid for is not paid for again.
+        node.lost_pids = ends  # What was paid for is not paid for again.
     _learn_from(state, join)
     state.nodes[node.id] = node
     state.by_session[event.session] = node.id
-    state.presence_s = min(state.presence_s, state.now_s + state.spec.timing.silence_s)
+    state.liveness_due_s = min(state.liveness_due_s, state.now_s + state.spec.timing.silence_s)
     if state.versions is None:
         state.versions = join.node.versions
     record_workers(state, node, join.holding)
-    state.refile(node)
+    state.reindex(node)
     state.note_arrival()
     kind = EventKind.NODE_REGISTERED_AGAIN if join.holding else EventKind.NODE_JOINED
     held = f", with the workers of {join.holding.assignment.fence}" if join.holding else ""
-    state.tell(
+    state.log(
         kind,
         f"from {event.peer_host}, {join.node.local_world_size} workers{held}",
         node.id,
@@ -312,12 +312,12 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
     join = event.message
     if node.session is not None:
         state.by_session.pop(node.session, None)
-        state.out.append(Hangup(node.session, "the agent has a newer connection"))
+        state.effects.append(Hangup(node.session, "the agent has a newer connection"))
     _learn_from(state, join)
     node.session, node.heard_s, node.offer = event.session, state.now_s, join.offer
     node.peer_host, node.local_host, node.ready = event.peer_host, event.local_host, join.ready
     state.by_session[event.session] = node.id
-    node.spent = False
+    node.offer_used = False
     held = join.holding.assignment.fence if join.holding else None
     _welcome(state, node)
     member = state.is_member(node) and state.phase is not Phase.STOPPING
@@ -328,15 +328,15 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
             node.id
         )
     record_workers(state, node, join.holding)
-    state.refile(node)
+    state.reindex(node)
     if state.phase is Phase.DRAINING and state.is_member(node):
         drain.send_drain_request(state, node)
-    state.tell(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
+    state.log(EventKind.NODE_REGISTERED_AGAIN, "over a new connection", node.id)
 
 
 def _learn_from(state: State, join: Join) -> None:
     """Take in what this agent knows of the job's past."""
-    state.hold_up(join.seen)
+    state.note_fence(join.seen)
     if not state.store_backed:
         used = min(join.restarts_seen, state.budget.allowed)
         state.budget.used = max(state.budget.used, used)
@@ -358,11 +358,11 @@ def _welcome(state: State, node: KnownNode) -> None:
 
 def record_workers(state: State, node: KnownNode, holding: Holding | None) -> None:
     """Record what workers an agent brings along, and have them stopped where they are stale."""
-    node.fence, ends = holding.assignment.fence if holding else None, node.ends
+    node.fence, ends = holding.assignment.fence if holding else None, node.lost_pids
     node.forget_workers()
-    node.draining, node.stray = False, False
+    node.draining, node.stale = False, False
     _take_workers(state, node, holding, ends)
-    if not node.stray:
+    if not node.stale:
         state_holders.note_accounted(state, node)
 
 
@@ -373,43 +373,47 @@ def _take_workers(
         return
     assignment = holding.assignment
     fence = assignment.fence
-    node.take_places(assignment.workers or tuple(range(node.spec.local_world_size)))
-    node.waiting, node.able, node.ends = assignment.waiting, {*holding.able}, ends
-    node.in_place, node.sharding = holding.in_place, holding.sharding
+    node.enter_world(assignment.workers or tuple(range(node.spec.local_world_size)))
+    node.standby, node.recoverable, node.lost_pids = assignment.waiting, {*holding.able}, ends
+    node.recovers_in_place, node.sharding = holding.in_place, holding.sharding
     sizing.record_sharding(state, node)
     place = missed_place(state, node, holding)
     if place is not None and state.world is not None:
-        node.fence, node.untold = state.world.fence, True
-        node.take_places(place.local_ranks)
+        node.fence, node.uninformed = state.world.fence, True
+        node.enter_world(place.local_ranks)
         _bring(state, node, holding)
         return
     if _is_kept(state, node, holding):
-        node.waiting = True
+        node.standby = True
         _bring(state, node, holding)
         return
-    if node.waiting:
+    if node.standby:
         _bring(state, node, holding)
         _take_waiting(state, node, fence)
         return
-    state.hold_up(fence)
+    state.note_fence(fence)
     node.draining = holding.draining
     if state.world is None and state.phase in (Phase.FORMING, Phase.RECOVERING):
         _claim(state, node, holding)
-    current = state.world.fence if state.world else (state.claim.fence if state.claim else None)
+    current = (
+        state.world.fence
+        if state.world
+        else (state.unrecorded_world.fence if state.unrecorded_world else None)
+    )
     if state.store_backed and current is not None and fence > current:
         # Another coordinator has settled it: this one is deposed, and its shell is to learn it.
-        state.authority, node.stray = False, True
-        state.tell(EventKind.AUTHORITY_LOST, f"node {node.id} has workers of {fence}", node.id)
+        state.authority, node.stale = False, True
+        state.log(EventKind.AUTHORITY_LOST, f"node {node.id} has workers of {fence}", node.id)
         return
-    node.stray = fence != current or not _in_world(state, node, assignment)
-    if node.stray or state.phase is Phase.STOPPING:
+    node.stale = fence != current or not _in_world(state, node, assignment)
+    if node.stale or state.phase is Phase.STOPPING:
         _stop(state, node, fence)
         return
     if holding.state == "succeeded":
         node.state = "succeeded"
         return
     if holding.state == "stopping":
-        node.parting, node.able = True, set()
+        node.stopping, node.recoverable = True, set()
     else:
         _interrupt_again(state, node, holding)
     _bring(state, node, holding)
@@ -440,16 +444,16 @@ def missed_place(state: State, node: KnownNode, holding: Holding | None) -> Memb
 def _is_kept(state: State, node: KnownNode, holding: Holding) -> bool:
     """Whether the workers gave their places up to the world in force, and may have to stand in."""
     in_force = state.phase not in (Phase.FORMING, Phase.STOPPING)
-    if not in_force or state.world is None or node.id not in state.kept:
+    if not in_force or state.world is None or node.id not in state.displaced:
         return False
-    older = holding.assignment.fence < state.world.fence and not node.waiting
+    older = holding.assignment.fence < state.world.fence and not node.standby
     return older and bool(holding.able) and holding.state != "stopping"
 
 
 def _bring(state: State, node: KnownNode, holding: Holding) -> None:
     """Take in failures; those whose successors were paid for cost nothing again."""
-    node.halted = holding.halted
-    state.refile(node)
+    node.interrupted = holding.halted
+    state.reindex(node)
     failures = recovery.drop_charged(state, node, holding.failures, {*holding.renewed})
     reports.record_failures(state, node, failures)
 
@@ -457,8 +461,8 @@ def _bring(state: State, node: KnownNode, holding: Holding) -> None:
 def _take_waiting(state: State, node: KnownNode, fence: Fence) -> None:
     """Workers that wait for a place keep doing so where there will be one."""
     if state.phase in (Phase.FORMING, Phase.STOPPING):
-        node.waiting = False
-        node.stray = True
+        node.standby = False
+        node.stale = True
         _stop(state, node, fence)
 
 
@@ -466,11 +470,11 @@ def _in_world(state: State, node: KnownNode, assignment: Assignment) -> bool:
     """Whether the world in force has this very agent in that place."""
     rank = assignment.node_rank
     if state.world is None:
-        claim = state.claim
+        claim = state.unrecorded_world
         return (
             claim is not None
-            and claim.of == _world_of(assignment)
-            and (claim.seats.get(rank) == node.id)
+            and claim.identity == _world_of(assignment)
+            and (claim.node_ids.get(rank) == node.id)
         )
     if assignment.fence != state.world.fence or rank >= len(state.world.members):
         return False
@@ -486,28 +490,31 @@ def _world_of(assignment: Assignment) -> tuple[int, str, int]:
 def _claim(state: State, node: KnownNode, holding: Holding) -> None:
     """Rebuild the last world from what its agents hold, where there is no record of it."""
     assignment = holding.assignment
-    claim = state.claim
+    claim = state.unrecorded_world
     if claim is None or assignment.fence > claim.fence:
-        for node_id in claim.seats.values() if claim is not None else ():
+        for node_id in claim.node_ids.values() if claim is not None else ():
             _turn_out(state, node_id)
         claim = UnrecordedWorld(
-            fence=assignment.fence, size=assignment.nodes, of=_world_of(assignment), seats={}
+            fence=assignment.fence,
+            size=assignment.nodes,
+            identity=_world_of(assignment),
+            node_ids={},
         )
-        state.claim = claim
+        state.unrecorded_world = claim
         if state.phase is Phase.FORMING:
             state.enter(
                 Phase.RECOVERING,
                 f"agents hold {claim.fence}: waiting for all {claim.size} of its nodes",
             )
-    if (assignment.fence, _world_of(assignment)) == (claim.fence, claim.of):
-        claim.seats[assignment.node_rank] = node.id
+    if (assignment.fence, _world_of(assignment)) == (claim.fence, claim.identity):
+        claim.node_ids[assignment.node_rank] = node.id
 
 
 def _turn_out(state: State, node_id: str) -> None:
     """Have workers stopped whose world turned out not to be the last one."""
     node = state.nodes.get(node_id)
     if node is not None and node.fence is not None:
-        node.stray = True
+        node.stale = True
         _stop(state, node, node.fence)
 
 

@@ -12,12 +12,17 @@ from elastane.protocol.messages import Drain, DrainTarget
 def begin_drain(state: State, reason: str) -> bool:
     """Begin a drain of the world in force; always True, for a rule to return."""
     state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
-    state.aimed, state.asked, state.target, state.stops = False, False, None, False
+    (
+        state.drain_target_sent,
+        state.drain_began_earlier,
+        state.drain_target,
+        state.drain_stops_all,
+    ) = False, False, None, False
     state.enter(Phase.DRAINING, reason)
-    state.tell(EventKind.DRAIN_STARTED, reason)
+    state.log(EventKind.DRAIN_STARTED, reason)
     for node in state.members():
         node.marked = node.drained = node.draining = False
-        state.refile(node)
+        state.reindex(node)
         send_drain_request(state, node)
     return True
 
@@ -26,8 +31,10 @@ def send_drain_request(state: State, node: KnownNode) -> None:
     """Send what `node` has to know of the drain in hand; again, to one that comes back in it."""
     assert state.world is not None
     fence, timeout_s = state.world.fence, state.spec.timing.drain_timeout_s
-    if state.aimed and not node.drained:
-        state.send(node, DrainTarget(fence=fence, calls=state.target, stops=state.stops))
+    if state.drain_target_sent and not node.drained:
+        state.send(
+            node, DrainTarget(fence=fence, calls=state.drain_target, stops=state.drain_stops_all)
+        )
     elif not node.marked:
         state.send(node, Drain(fence=fence, timeout_s=timeout_s, reason=state.phase_reason))
 
@@ -35,10 +42,13 @@ def send_drain_request(state: State, node: KnownNode) -> None:
 def set_target(state: State) -> None:
     """Let all workers checkpoint at one and the same call, which none of them has passed."""
     assert state.world is not None
-    state.aimed = True
+    state.drain_target_sent = True
     nodes = state.members()
     furthest = max((node.calls or 0 for node in nodes), default=0)
-    state.target, state.stops = furthest + 1 if furthest else None, nobody_continues(state)
+    state.drain_target, state.drain_stops_all = (
+        furthest + 1 if furthest else None,
+        nobody_continues(state),
+    )
     for node in nodes:
         send_drain_request(state, node)
 
@@ -50,10 +60,10 @@ def nobody_continues(state: State) -> bool:
 
 def stop_at_target(state: State) -> None:
     """The last that were to go on leave as well: all checkpoint where they wait."""
-    state.stops = True
+    state.drain_stops_all = True
     for node in state.members():
         node.drained = False
-        state.refile(node)
+        state.reindex(node)
         send_drain_request(state, node)
 
 

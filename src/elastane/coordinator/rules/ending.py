@@ -64,7 +64,7 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
         site = crash_site(cause.failure)
         nodes = tuple(sorted(member.node_id for member in state.world.members))
         crash = Crash(site, nodes) if site else None
-    lived_s = incident.at_s - state.running_s
+    lived_s = incident.at_s - state.world_began_s
     verdict = state.budget.charge(lived_s, state.spec.timing, crash)
     if verdict.restart:
         incident.charged = True
@@ -74,7 +74,7 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
                 "lost workers are replaced, the others go on:"
                 f" {budget.used} of {budget.allowed} restarts of the budget used"
             )
-        state.tell(kind, reason, used=budget.used, **cause_data(cause))
+        state.log(kind, reason, used=budget.used, **cause_data(cause))
         state.persist()
     return verdict
 
@@ -155,7 +155,7 @@ def too_few(state: State, here: int, needed: int) -> bool:
 def no_replica(state: State) -> bool:
     """A job whose state is sharded over more nodes than it may have."""
     what = (
-        f"a replica of the sharded state is of {state.span} nodes, and the job has"
+        f"a replica of the sharded state is of {state.nodes_per_replica} nodes, and the job has"
         f" {state.spec.max_nodes} at most"
     )
     return _close(
@@ -176,8 +176,8 @@ def no_replica(state: State) -> bool:
 def stalled(state: State) -> bool:
     """World after world is settled, and none makes a step."""
     what = (
-        f"{state.stalls} worlds in a row made no step: all their workers waited for one another:"
-        f" {state.stall_places}"
+        f"{state.stalled_worlds} worlds in a row made no step: all their workers waited for one"
+        f" another: {state.stall_text}"
     )
     return _close(
         state,
@@ -203,7 +203,7 @@ def _close(state: State, outcome: Outcome) -> bool:
     state.incident = None
     state.enter(Phase.CLOSING, outcome.reason)
     data = {"ok": outcome.ok, "exit_code": outcome.exit_code, **cause_data(outcome.cause)}
-    state.tell(EventKind.JOB_ENDED, outcome.reason, **data)
+    state.log(EventKind.JOB_ENDED, outcome.reason, **data)
     state.persist()
     for node in state.nodes.values():
         state.send(node, Close(outcome))

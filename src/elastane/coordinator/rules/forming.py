@@ -33,35 +33,37 @@ def begin_gathering(state: State, reason: str, *, follow_up: bool, delay_s: floa
     state.enter(Phase.FORMING, reason)
     state.follow_up = follow_up
     sizing.reset_nodes_per_replica(state)
-    for node in [state.nodes[i] for i in sorted(state.holding)]:
-        if node.waiting and node.fence is not None:
+    for node in [state.nodes[i] for i in sorted(state.with_workers)]:
+        if node.standby and node.fence is not None:
             state.stop(node, node.fence, reason)
     state.not_before_s = state.now_s + delay_s
     if delay_s:
-        state.tell(EventKind.WAITING, f"{delay_s:g} s before the next attempt: {reason}")
+        state.log(EventKind.WAITING, f"{delay_s:g} s before the next attempt: {reason}")
 
 
 def arrivals_due(state: State) -> list[str]:
     """Return who is to be taken into the running world now; empty: nobody, or not yet."""
     assert state.world is not None
     room = sizing.most_nodes(state) - len(state.world.members)
-    if room <= 0 or len(state.idle) - len(state.idle & state.unready) < state.span:
+    if room <= 0 or len(state.idle) - len(state.idle & state.unready) < state.nodes_per_replica:
         state.first_arrival_s = None  # Those who only warm up are not being gathered yet.
         return []
-    due_s = state.gathered_s()
+    due_s = state.gathering_ends_s()
     if len(state.idle) >= room or state.now_s >= due_s:  # else a crowd is counted at each arrival
         waiting = sorted(state.idle - state.unready)
         if len(waiting) >= room or state.now_s >= due_s:
-            return waiting[: min(room, len(waiting) // state.span * state.span)]
+            return waiting[
+                : min(room, len(waiting) // state.nodes_per_replica * state.nodes_per_replica)
+            ]
     state.wait_until(due_s)
     return []
 
 
 def commit_when_due(state: State) -> bool:
     """Settle the next world when it is due, or end the job when nobody comes."""
-    if state.away:
+    if state.unreachable:
         return False  # Its grace to come back is short, and bounded by presence.
-    holders = [i for i in state.holding if state.is_member(state.nodes[i])]
+    holders = [i for i in state.with_workers if state.is_member(state.nodes[i])]
     if holders:
         state.enter(Phase.RECOVERING, f"{named(holders)} still has its workers")
         return True
@@ -100,7 +102,7 @@ def _explain_wait(state: State) -> None:
     )
     if state.phase_reason != reason:
         state.phase_reason = reason
-        state.tell(EventKind.WAITING, reason)
+        state.log(EventKind.WAITING, reason)
 
 
 def _wait_for_nodes(state: State, from_s: float) -> bool:
@@ -118,7 +120,7 @@ def _wait_for_nodes(state: State, from_s: float) -> bool:
     )
     if reason != state.phase_reason and state.nodes:  # with nobody here, nobody waits
         state.phase_reason = reason
-        state.tell(EventKind.WAITING, reason, nodes=here, min_nodes=needed)
+        state.log(EventKind.WAITING, reason, nodes=here, min_nodes=needed)
     state.wait_until(from_s + limit_s)
     return False
 
@@ -134,10 +136,12 @@ def commit_gathered(state: State, why: str) -> bool:
     candidates = [
         Candidate(spec=state.nodes[i].spec, order=state.nodes[i].order) for i in sorted(ids)
     ]
-    most = min(sizing.most_nodes(state), len(ids) // state.span * state.span)
+    most = min(
+        sizing.most_nodes(state), len(ids) // state.nodes_per_replica * state.nodes_per_replica
+    )
     specs = choose(state.world, candidates, most, state.spec.static)
-    world = world_of(next_fence(state.world, specs, state.floor), specs)
-    state.in_place, state.kept = False, {}
+    world = world_of(next_fence(state.world, specs, state.highest_fence), specs)
+    state.in_place, state.displaced = False, {}
     state_holders.clear_possibly_training(state)
     commit_world(state, world, why)
     return True
@@ -151,7 +155,9 @@ def commit_world(
     `holders` have no place in the world in force, and hold the state that it began with.
     """
     fault = invariants.broken_succession(state.world, world)
-    fault = fault or invariants.broken_size(state.spec, state.world, world, holders, state.span)
+    fault = fault or invariants.broken_size(
+        state.spec, state.world, world, holders, state.nodes_per_replica
+    )
     assert not fault, fault
     members = [state.nodes[member.node_id] for member in world.members]
     reason = f"{len(members)} nodes, {world.world_size} workers: {why}"
@@ -167,24 +173,24 @@ def commit_world(
     fault = invariants.broken_ranks(world, given)
     assert not fault, fault
     state.world = world
-    state.floor = world.fence
-    state.intact, state.over, state.was_in_place = True, False, False
-    state.exhausted = None
-    state.running_s, state.first_arrival_s, state.lost_s = state.now_s, None, None
+    state.highest_fence = world.fence
+    state.intact, state.all_released, state.was_in_place = True, False, False
+    state.unpaid_incident = None
+    state.world_began_s, state.first_arrival_s, state.peer_lost_s = state.now_s, None, None
     state.persist()
     for node, member, assignment in zip(members, world.members, given, strict=True):
-        node.fence, node.state, node.stray = world.fence, "running", False
-        node.untold, node.spent, node.halted = False, state.in_place, ""
-        node.take_places(member.local_ranks)
+        node.fence, node.state, node.stale = world.fence, "running", False
+        node.uninformed, node.offer_used, node.interrupted = False, state.in_place, ""
+        node.enter_world(member.local_ranks)
         node.failures, node.progress = (), None
         node.pace.note(state.now_s, None)
-        node.waits_at, node.all_wait = (), False
+        node.waits_at, node.is_stalled = (), False
         node.marked = node.drained = node.draining = False
-        state.refile(node)
+        state.reindex(node)
         state.send(node, Assign(assignment))
-    state.uneven = sizing.has_partial_replicas(state)
+    state.partial_replicas = sizing.has_partial_replicas(state)
     state.enter(Phase.RUNNING, reason)
-    state.tell(
+    state.log(
         EventKind.ROUND_SETTLED,
         reason,
         nodes=len(members),

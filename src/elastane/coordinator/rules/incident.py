@@ -22,7 +22,7 @@ class Incident:
     departed: list[str] = field(default_factory=list)
     charged: bool = False  # the budget has paid for it
 
-    def see(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
+    def record(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
         """Put `failures` of a node on the time line, each once and as early as a report says.
 
         Each report arrives late by an unknown delay, and repeats what earlier ones said. A known
@@ -48,7 +48,7 @@ class Incident:
         return tuple(self.seen.values())
 
     @property
-    def is_charged(self) -> bool:
+    def is_chargeable(self) -> bool:
         """Whether it uses the restart budget: failed workers do, departures never."""
         return bool(self.seen) and not self.planned and not self.departed
 

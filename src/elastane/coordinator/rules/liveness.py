@@ -27,22 +27,22 @@ def record_broken_session(state: State, event: Broken) -> None:
     node = state.nodes[node_id]
     node.session, node.broken_s = None, state.now_s
     node.broken_reason, node.broken_clean = event.reason, event.clean
-    state.refile(node)
-    state.presence_s = min(state.presence_s, state.now_s + REJOIN_GRACE_S)
+    state.reindex(node)
+    state.liveness_due_s = min(state.liveness_due_s, state.now_s + REJOIN_GRACE_S)
 
 
 def declare_departures(state: State) -> None:
     """Bury those who are away for longer than their grace, or silent for too long."""
-    if state.now_s >= state.presence_s:
+    if state.now_s >= state.liveness_due_s:
         for node in [*state.nodes.values()]:
             verdict = _verdict(state, node)
             if verdict:
                 depart(state, node, verdict)
-        state.presence_s = min(
+        state.liveness_due_s = min(
             (_deadline(state, node) for node in state.nodes.values()), default=float("inf")
         )
     if state.nodes:
-        state.wait_until(state.presence_s)
+        state.wait_until(state.liveness_due_s)
 
 
 def _deadline(state: State, node: KnownNode) -> float:
@@ -62,7 +62,7 @@ def _verdict(state: State, node: KnownNode) -> str:
 def depart(state: State, node: KnownNode, why: str) -> None:
     """Count `node` out. Where it was a member of the world in force, that is an incident."""
     if node.session is not None:
-        state.out.append(Hangup(node.session, f"counted as departed: {why}"))
+        state.effects.append(Hangup(node.session, f"counted as departed: {why}"))
     # By the record, not by what it holds: a member that has stopped is still part of the incident.
     member = state.is_of_world(node.id)
     in_force = state.phase in (
@@ -83,9 +83,9 @@ def depart(state: State, node: KnownNode, why: str) -> None:
         return
     if node.leaving and node.fence is None:
         # It had taken its leave, and went as soon as it could, without a word from here.
-        state.tell(EventKind.NODE_RELEASED, node.leaving, node.id)
+        state.log(EventKind.NODE_RELEASED, node.leaving, node.id)
     else:
-        state.tell(EventKind.NODE_DEPARTED, why, node.id)
+        state.log(EventKind.NODE_DEPARTED, why, node.id)
     if not (member and in_force):
         return
     ensure_incident(state, f"node {node.id} departed: {why}").departed.append(node.id)
@@ -97,5 +97,5 @@ def ensure_incident(state: State, reason: str) -> Incident:
     if incident is None or (incident.planned and state.phase is Phase.DRAINING):
         incident = Incident(at_s=state.now_s, reason=reason, planned=False)
         state.incident = incident
-        state.tell(EventKind.INCIDENT, reason)
+        state.log(EventKind.INCIDENT, reason)
     return incident

@@ -95,7 +95,7 @@ class Rendezvous:
         if dirty or due:
             state.wake_s = None
             self._advance()
-        out, state.out = state.out, []
+        out, state.effects = state.effects, []
         return out
 
     @property
@@ -112,7 +112,7 @@ class Rendezvous:
     def short_of_nodes_s(self) -> float:
         """For how long there have been too few nodes for a world that follows another."""
         state = self._state
-        here = len(state.nodes) - len(state.away)
+        here = len(state.nodes) - len(state.unreachable)
         if (
             state.phase != Phase.FORMING
             or state.world is None
@@ -134,7 +134,7 @@ class Rendezvous:
         state = self._state
         match event:
             case Received(message=Query()):
-                state.out.append(status.answer(state, event.session))
+                state.effects.append(status.answer(state, event.session))
                 return False
             case Received(message=Join()):
                 admission.handle_join(state, event)
@@ -145,7 +145,7 @@ class Rendezvous:
                 liveness.record_broken_session(state, event)
                 return True
             case Resized(min_nodes=min_nodes, max_nodes=max_nodes):
-                self._state.wanted = (min_nodes, max_nodes)
+                self._state.requested_range = (min_nodes, max_nodes)
                 return True
             case Fenced(incarnations=incarnations, dead=dead):
                 admission.apply_fencing(state, incarnations, dead)
@@ -161,7 +161,7 @@ class Rendezvous:
             return
         self._state.authority = held
         kind = EventKind.AUTHORITY_REGAINED if held else EventKind.AUTHORITY_LOST
-        self._state.tell(kind, reason)
+        self._state.log(kind, reason)
 
     def _advance(self) -> None:
         state = self._state
@@ -181,13 +181,13 @@ def load_record(state: State, record: JobRecord) -> None:
     """Take up a job from its durable record, in a new coordinator."""
     state.versions, state.world, state.outcome = record.versions, record.world, record.outcome
     state.resized = record.resized
-    state.kept = {node_id: rank for rank, node_id in enumerate(record.kept)}
-    state.kept_is_recorded = bool(record.kept)
+    state.displaced = {node_id: rank for rank, node_id in enumerate(record.kept)}
+    state.displaced_on_record = bool(record.kept)
     if record.outcome is not None:
-        state.closes_anew = True
+        state.ended_before = True
         state.enter(Phase.CLOSING, f"the job has ended: {record.outcome.reason}")
     elif record.world is not None and record.over:
-        state.over = True
+        state.all_released = True
         state.phase_reason = f"all nodes of {record.world.fence} had been released"
     elif record.world is not None:
         state.intact = True
@@ -200,7 +200,13 @@ def load_record(state: State, record: JobRecord) -> None:
 
 def _recovering(state: State) -> bool:
     deadline_s = state.phase_s + state.spec.timing.reregister_s
-    size = len(state.world.members) if state.world else state.claim.size if state.claim else 0
+    size = (
+        len(state.world.members)
+        if state.world
+        else state.unrecorded_world.size
+        if state.unrecorded_world
+        else 0
+    )
     if len(state.nodes) + len(state.dead) < size - 1 and state.now_s < deadline_s:
         state.wait_until(deadline_s)  # Keeps the return of a large world linear.
         return False
@@ -213,7 +219,7 @@ def _recovering(state: State) -> bool:
         deadline_s = _await_holder(state, deadline_s)
     # Where nobody has workers of it, those who gave their places up to it are needed.
     alone = not any(state.is_member(node) for node in present)
-    late = alone and any(node_id not in state.nodes for node_id in state.kept)
+    late = alone and any(node_id not in state.nodes for node_id in state.displaced)
     if (awaited or late) and state.now_s < deadline_s:
         state.wait_until(deadline_s)
         return False
@@ -237,7 +243,7 @@ def _recovering(state: State) -> bool:
         agents = {m.node_id: m.incarnation for m in state.world.members} if state.world else {}
         for node_id in missing:
             state_holders.note_possibly_training(state, node_id, agents.get(node_id, ""))
-        state.late_s = state.now_s
+        state.resumed_without_s = state.now_s
         _apply_reported_failures(state)
         return _end_world(state, reason)
     forming.begin_gathering(
@@ -263,51 +269,54 @@ def _last_world(state: State) -> tuple[list[str], list[KnownNode]]:
     if state.world is not None:
         ids = [m.node_id for m in state.world.members]
     else:
-        assert state.claim is not None, "recovering needs a record or a claim"
-        seats = state.claim.seats
-        ids = [seats.get(rank, f"the node of rank {rank}") for rank in range(state.claim.size)]
-    nodes = [state.nodes[i] for i in ids if i in state.nodes and i not in state.away]
+        assert state.unrecorded_world is not None, "recovering needs a record or a claim"
+        seats = state.unrecorded_world.node_ids
+        ids = [
+            seats.get(rank, f"the node of rank {rank}")
+            for rank in range(state.unrecorded_world.size)
+        ]
+    nodes = [state.nodes[i] for i in ids if i in state.nodes and i not in state.unreachable]
     return ids, nodes
 
 
 def _adopt_claim(state: State, present: list[KnownNode]) -> None:
-    assert state.claim is not None, "recovering needs a record or a claim"
-    fence = state.claim.fence
-    members = [member_of(n.spec, () if n.has_all_places else n.workers) for n in present]
+    assert state.unrecorded_world is not None, "recovering needs a record or a claim"
+    fence = state.unrecorded_world.fence
+    members = [member_of(n.spec, () if n.has_all_in_world else n.workers) for n in present]
     state.world = World(fence=fence, members=tuple(members))
     for node in [*state.nodes.values()]:
-        state.refile(node)  # What they said of themselves counts from now on.
-    state.intact = sum(state.is_member(node) for node in present) == state.claim.size
+        state.reindex(node)  # What they said of themselves counts from now on.
+    state.intact = sum(state.is_member(node) for node in present) == state.unrecorded_world.size
     if not state.intact:
         # Not the membership that this round had: whatever follows is another round.
-        state.hold_up(Fence(fence.round, fence.attempt + 1))
+        state.note_fence(Fence(fence.round, fence.attempt + 1))
 
 
 def _resume(state: State, present: list[KnownNode]) -> bool:
-    state.claim, state.running_s = None, state.now_s
-    state.in_place, state.uneven = (
+    state.unrecorded_world, state.world_began_s = None, state.now_s
+    state.in_place, state.partial_replicas = (
         recovery.is_in_place(state),
         sizing.has_partial_replicas(state),
     )
     state.enter(Phase.RUNNING, "all nodes of the world are back; nothing restarts")
-    state.tell(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
+    state.log(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
     state.persist()
     if any(node.draining for node in present):
         # First: what then failed on others may be its doing.
         drain.begin_drain(state, "going on with the drain that the last coordinator began")
-        state.asked = True
+        state.drain_began_earlier = True
     _apply_reported_failures(state)
     return True
 
 
 def _apply_reported_failures(state: State) -> None:
     """Take in what failed while there was no coordinator."""
-    for node in [node for node in state.nodes.values() if not node.stray]:
+    for node in [node for node in state.nodes.values() if not node.stale]:
         failures, node.failures = node.failures, ()
         node.state = "running" if node.state == "failed" else node.state
         recovery.end_if_broken(state, node)
         reports.record_failures(state, node, failures)
-        state.refile(node)
+        state.reindex(node)
     reports.record_earlier_stops(state)
 
 
@@ -315,14 +324,14 @@ def _running(state: State) -> bool:
     assert state.world is not None
     if state.in_place and state.incident is None:
         recovery.log_stall(state)
-        if recovery.end_if_stalled(state) and state.stalls > STALLS_MAX:
+        if recovery.end_if_stalled(state) and state.stalled_worlds > STALLS_MAX:
             return ending.stalled(state)
     if state.incident is not None or recovery.has_unexplained_peer_loss(state):
         assert state.incident is not None
         return _end_world(state, state.incident.reason)
     if len(state.succeeded) == len(state.world.members):
         return ending.success(state)
-    if state.uneven:
+    if state.partial_replicas:
         return recovery.end_if_level(state)
     _release_leaving(state)
     recovery.stop_leaving(state)
@@ -343,29 +352,29 @@ def _draining(state: State) -> bool:
     if state.in_place:
         recovery.log_stall(state)
     # Once they are asked to checkpoint, workers that exit with 0 may have done just that.
-    asked = state.aimed or state.asked
+    asked = state.drain_target_sent or state.drain_began_earlier
     if not asked and len(state.succeeded) == len(state.world.members):
         return ending.success(state)
     if state.in_place and not recovery.is_stepping(state):
         return _call_off(state)
-    if not state.aimed and not state.unmarked:
+    if not state.drain_target_sent and not state.unmarked:
         drain.set_target(state)
     elif (
-        state.aimed
-        and state.target is not None
+        state.drain_target_sent
+        and state.drain_target is not None
         and drain.nobody_continues(state)
-        and not state.stops
+        and not state.drain_stops_all
     ):
         drain.stop_at_target(state)
-    if state.aimed and not state.undrained:
+    if state.drain_target_sent and not state.undrained:
         took_s = state.now_s - state.phase_s
-        state.tell(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
+        state.log(EventKind.DRAIN_ENDED, f"all workers were asked, within {took_s:.2f} s")
         return _end_world(state, state.incident.reason)
     deadline_s = state.phase_s + state.spec.timing.drain_timeout_s
     if state.now_s < deadline_s:
         state.wait_until(deadline_s)
         return False
-    state.tell(EventKind.DRAIN_ENDED, f"workers of {named(state.undrained)} did not checkpoint")
+    state.log(EventKind.DRAIN_ENDED, f"workers of {named(state.undrained)} did not checkpoint")
     if not drain.nobody_continues(state):
         drain.drained_late(state)
     return _end_world(state, state.incident.reason)
@@ -375,7 +384,7 @@ def _call_off(state: State) -> bool:
     """The workers have finished their steps: there is no world to change any more."""
     state.incident = None
     state.enter(Phase.RUNNING, "the workers have finished their steps")
-    state.tell(EventKind.DRAIN_ENDED, state.phase_reason)
+    state.log(EventKind.DRAIN_ENDED, state.phase_reason)
     return True
 
 
@@ -399,7 +408,7 @@ def _regrouping(state: State) -> bool:
     survive = recovery.has_survivors(state)
     if recovery.may_return(state) and (not survive or recovery.is_ending(state)):
         return _await_return(state)
-    if not survive and not state.away:
+    if not survive and not state.unreachable:
         return _stop_world(state, f"{state.incident.reason}; no worker is left that goes on")
     if recovery.is_ending(state):
         return _stop_world(state, f"{state.incident.reason}; others have finished their steps")
@@ -412,12 +421,12 @@ def _regrouping(state: State) -> bool:
 def _await_possibly_training(state: State) -> bool:
     """Those who hold the state may go on out of sight: they come back, or stop themselves."""
     reason = (
-        f"{named(state.unseen)} may hold the state of the job and train where this coordinator"
-        f" cannot see it; the others wait, {FENCE_WAIT_S:g} s at most"
+        f"{named(state.possibly_training)} may hold the state of the job and train where this"
+        f" coordinator cannot see it; the others wait, {FENCE_WAIT_S:g} s at most"
     )
     if state.phase_reason != reason:
         state.enter(Phase.REGROUPING, reason)
-        state.tell(EventKind.WAITING, reason)
+        state.log(EventKind.WAITING, reason)
     # Nobody who comes meanwhile comes too late; who is to come has the whole time after this wait.
     recovery.prepare_standbys(state)
     state.phase_s = state.now_s
@@ -439,31 +448,31 @@ def _stop_world(state: State, reason: str) -> bool:
     state.was_in_place = state.was_in_place or state.in_place
     state.in_place = False
     state.enter(Phase.STOPPING, reason)
-    for node in [state.nodes[i] for i in sorted(state.holding)]:
+    for node in [state.nodes[i] for i in sorted(state.with_workers)]:
         assert node.fence is not None
         state.stop(node, node.fence, reason)
     return True
 
 
 def _stopping(state: State) -> bool:
-    if state.holding:
+    if state.with_workers:
         deadline_s = state.phase_s + state.spec.timing.shutdown_timeout_s + STOP_MARGIN_S
         if state.now_s < deadline_s:
             state.wait_until(deadline_s)
             return False
-        for node in [state.nodes[i] for i in sorted(state.holding)]:
+        for node in [state.nodes[i] for i in sorted(state.with_workers)]:
             liveness.depart(state, node, "did not report its workers stopped within the time")
     incident = state.incident
     assert incident is not None
     delay_s, reason = 0.0, incident.reason
-    if incident.is_charged and not incident.charged:
+    if incident.is_chargeable and not incident.charged:
         if ending.verdict_pending(state, incident):
             return False
         verdict = ending.charge(state, incident)
         if not verdict.restart:
             return ending.failure(state, incident, verdict.reason)
         delay_s, reason = verdict.delay_s, f"{incident.reason}; {verdict.reason}"
-    state.end_incident(reason)
+    state.finish_incident(reason)
     _release_leaving(state)
     forming.begin_gathering(state, reason, follow_up=True, delay_s=delay_s)
     return True
@@ -476,24 +485,24 @@ def _forming(state: State) -> bool:
 
 def _release_leaving(state: State) -> None:
     """Let those go who asked to, and have no workers any more."""
-    released = [state.nodes[i] for i in sorted(state.leaving - state.holding)]
+    released = [state.nodes[i] for i in sorted(state.leaving - state.with_workers)]
     if released and len(released) == len(state.nodes):
         state_holders.record_all_released(state)
     for node in released:
         state.send(node, Release(f"drained: {node.leaving}"))
-        state.tell(EventKind.NODE_RELEASED, node.leaving, node.id)
+        state.log(EventKind.NODE_RELEASED, node.leaving, node.id)
         state.forget(node)
 
 
 def _closing(state: State) -> bool:
     due_s = state.phase_s + CLOSE_S
-    if (state.nodes or state.closes_anew) and state.now_s < due_s:
+    if (state.nodes or state.ended_before) and state.now_s < due_s:
         state.wait_until(due_s)
         return False
     assert state.outcome is not None
     state.enter(Phase.CLOSED, state.outcome.reason)
     state.finished = True
-    state.out.append(Finished(state.outcome))
+    state.effects.append(Finished(state.outcome))
     return False
 
 

@@ -42,7 +42,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             _ready(state, node)
         case Leave() | Conclude():
             _wish(state, node, message)
-        case Failed(fence=fence, failures=failures) if _is_of(node, fence) and not node.stray:
+        case Failed(fence=fence, failures=failures) if _is_of(node, fence) and not node.stale:
             record_failures(state, node, failures)
         case Succeeded(fence=fence) if fence == node.fence and node.state == "running":
             node.state = "succeeded"
@@ -52,10 +52,10 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
             _in_place(state, node, message)
         case Stopped():
             _stopped(state, node, message)
-            node.offer, node.spent = message.offer, False
+            node.offer, node.offer_used = message.offer, False
         case _:
             return False
-    state.refile(node)
+    state.reindex(node)
     return True
 
 
@@ -67,10 +67,10 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     is_of_now = message.fence == node.fence
     waits_at = message.waiting if is_of_now else ()
     all_wait = message.all_wait and is_of_now
-    if waits_at == node.waits_at and all_wait == node.all_wait:
+    if waits_at == node.waits_at and all_wait == node.is_stalled:
         return news
-    node.waits_at, node.all_wait = waits_at, all_wait
-    state.refile(node)
+    node.waits_at, node.is_stalled = waits_at, all_wait
+    state.reindex(node)
     return True
 
 
@@ -80,7 +80,7 @@ def _is_of(node: KnownNode, fence: Fence) -> bool:
     Of a world that it has not heard of, it says what became of them under the one before.
     """
     older = node.fence is not None and fence < node.fence
-    return fence == node.fence or (node.untold and older)
+    return fence == node.fence or (node.uninformed and older)
 
 
 def _drained(node: KnownNode, message: Marked | Drained) -> None:
@@ -94,7 +94,7 @@ def _in_place(state: State, node: KnownNode, message: Able | Lost) -> None:
     if isinstance(message, Lost):
         recovery.record_lost_peer(state, node, message.fence, message.reason)
         return
-    node.spent = node.spent and message.fence != node.fence
+    node.offer_used = node.offer_used and message.fence != node.fence
     node.offer, node.sharding = message.offer, message.sharding
     recovery.record_recoverable(state, node, message.workers)
 
@@ -106,9 +106,9 @@ def _at_the_door(state: State, session: int, message: ToCoordinator) -> None:
     """
     for contest in state.contests.values():
         if contest.join.session == session and isinstance(message, Heartbeat):
-            state.out.append(Send(session, Alive(state.authority)))
+            state.effects.append(Send(session, Alive(state.authority)))
         elif contest.join.session == session and isinstance(message, Ready | Leave):
-            contest.said[type(message)] = message
+            contest.messages[type(message)] = message
 
 
 def _wish(state: State, node: KnownNode, message: Leave | Conclude) -> None:
@@ -118,7 +118,7 @@ def _wish(state: State, node: KnownNode, message: Leave | Conclude) -> None:
         ending.conclude(state, node.id, message.ok, reason)
         return
     node.leaving = reason
-    state.tell(EventKind.NODE_LEAVING, reason, node.id)
+    state.log(EventKind.NODE_LEAVING, reason, node.id)
 
 
 def _ready(state: State, node: KnownNode) -> None:
@@ -126,17 +126,17 @@ def _ready(state: State, node: KnownNode) -> None:
     if state.phase is not Phase.FORMING:
         # The last call counts from the join; a running job takes in those who are warm.
         state.note_arrival()
-    state.tell(EventKind.NODE_READY, "its workers can start quickly", node.id)
+    state.log(EventKind.NODE_READY, "its workers can start quickly", node.id)
 
 
 def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
     """Put `failures` of `node` on the coordinator's time line."""
     if state.phase in (Phase.RECOVERING, Phase.FORMING):
-        failures = tuple(f for f in failures if not node.is_known(f))
+        failures = tuple(f for f in failures if not node.is_known_loss(f))
         node.state = "failed" if failures else node.state
         node.failures = failures  # Told when the world is found to be in force.
         return
-    if state.in_place or node.waiting:
+    if state.in_place or node.standby:
         failures = _of_places(state, node, failures)
     if not failures:
         return
@@ -153,16 +153,16 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
         f"{worker_text(first.rank)} on node {node.id} {end_text(first)}"
         + (" after it lost a peer" if is_lost_peer(first) else ""),
     )
-    incident.see(node.id, failures, state.now_s)
+    incident.record(node.id, failures, state.now_s)
     state_holders.record_ended_workers(state, node, {f.local_rank for f in failures})
     if state.in_place:
-        node.lose(failures)
+        node.lose_workers(failures)
 
 
 def _of_places(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     """Return the failures of workers that have a place; the others are those of joiners."""
-    failures = tuple(f for f in failures if not node.is_known(f))
-    places = () if node.waiting else set(node.workers) - node.lost
+    failures = tuple(f for f in failures if not node.is_known_loss(f))
+    places = () if node.standby else set(node.workers) - node.lost
     inside = tuple(f for f in failures if f.local_rank in places)
     joiners = tuple(f for f in failures if f.local_rank not in places)
     if joiners and state.phase in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
@@ -175,7 +175,7 @@ def _failed_in_drain(state: State, node: KnownNode, failures: tuple[Failure, ...
 
     Peers that have checkpointed and gone are no fault, nor is what a SIGTERM led to.
     """
-    asked = not state.aimed or state.target is not None
+    asked = not state.drain_target_sent or state.drain_target is not None
     if asked and not node.drained and not all(is_lost_peer(f) for f in failures):
         text = exit_text(failures[0].exit_code)
         liveness.ensure_incident(
@@ -192,7 +192,7 @@ def record_earlier_stops(state: State) -> None:
     sightings = state.incident.sightings if state.incident is not None else []
     if state.in_place or not all(is_lost_peer(each.failure) for each in sightings):
         return
-    for node in [node for node in state.members() if node.parting]:
+    for node in [node for node in state.members() if node.stopping]:
         why = f"node {node.id} came back while it was stopping its workers"
         liveness.ensure_incident(state, why).departed.append(node.id)
 

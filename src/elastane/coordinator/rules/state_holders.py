@@ -29,34 +29,36 @@ def record_heartbeat(state: State, node: KnownNode, message: Heartbeat) -> bool:
     if not state.is_member(node) or message.fence is None or state.world is None:
         return False
     in_it = message.fence == node.fence
-    if not (in_it or node.untold) or message.met + 1 < state.world.fence.round:
+    if not (in_it or node.uninformed) or message.met + 1 < state.world.fence.round:
         return False
     here = {i for i in node.workers if i not in node.lost}
-    news = not node.holds.issuperset(here)
-    node.holds |= here
+    news = not node.holding_state.issuperset(here)
+    node.holding_state |= here
     if in_it:
-        news = news or bool(state.unseen or state.kept)
+        news = news or bool(state.possibly_training or state.displaced)
         clear_possibly_training(state)
         if message.met == state.world.fence.round:
-            state.kept = {}
+            state.displaced = {}
     return news
 
 
 def persist_cleared_displaced(state: State) -> None:
     """Take out of the record who is no longer kept in mind."""
-    if state.kept_is_recorded and not state.kept:
-        state.kept_is_recorded = False
+    if state.displaced_on_record and not state.displaced:
+        state.displaced_on_record = False
         state.persist()
 
 
 def clear_possibly_training(state: State) -> None:
     """No world but that in force can train any more."""
-    state.unseen = {}
+    state.possibly_training = {}
 
 
 def record_ended_workers(state: State, node: KnownNode, workers: set[int]) -> None:
     """Workers of `node` have certainly ended; with one that held the state, all older worlds."""
-    if state.is_member(node) and (node.holds & workers or not _continues_earlier_world(state)):
+    if state.is_member(node) and (
+        node.holding_state & workers or not _continues_earlier_world(state)
+    ):
         clear_possibly_training(state)
 
 
@@ -74,9 +76,9 @@ def dead_members(state: State) -> set[str]:
 
 def drop_dead(state: State) -> None:
     """The dead do not go on anywhere."""
-    state.unseen = {
+    state.possibly_training = {
         node_id: (since_s, incarnation)
-        for node_id, (since_s, incarnation) in state.unseen.items()
+        for node_id, (since_s, incarnation) in state.possibly_training.items()
         if not is_dead(state, incarnation)
     }
 
@@ -84,7 +86,7 @@ def drop_dead(state: State) -> None:
 def note_possibly_training(state: State, node_id: str, incarnation: str) -> None:
     """Workers of this node may go on where nobody sees them."""
     if (state.in_place or state.was_in_place) and not is_dead(state, incarnation):
-        state.unseen[node_id] = (state.now_s, incarnation)
+        state.possibly_training[node_id] = (state.now_s, incarnation)
 
 
 def record_all_released(state: State) -> None:
@@ -93,21 +95,23 @@ def record_all_released(state: State) -> None:
     The next coordinator has no other way to know: those nodes may never come back, as where a job
     that was suspended is resumed with fewer pods.
     """
-    if state.world is not None and not (state.intact or state.unseen or state.over):
-        state.over = True
+    if state.world is not None and not (
+        state.intact or state.possibly_training or state.all_released
+    ):
+        state.all_released = True
         state.persist()
 
 
 def note_accounted(state: State, node: KnownNode) -> None:
     """Its workers are known again: they are gone, or this coordinator leads them."""
-    state.unseen.pop(node.id, None)
+    state.possibly_training.pop(node.id, None)
 
 
 def possibly_training_until_s(state: State) -> float:
     """Return until when workers may go on where nobody sees them; 0: none do."""
-    if not (state.store_backed and state.unseen):
+    if not (state.store_backed and state.possibly_training):
         return 0.0
-    return max(since_s for since_s, _ in state.unseen.values()) + FENCE_WAIT_S
+    return max(since_s for since_s, _ in state.possibly_training.values()) + FENCE_WAIT_S
 
 
 def returning_until_s(state: State) -> float:
@@ -117,7 +121,7 @@ def returning_until_s(state: State) -> float:
     """
     members = state.world.members if state.world is not None else ()
     lacking = any(not (m.node_id in state.nodes or is_dead(state, m.incarnation)) for m in members)
-    late_s = state.late_s + FENCE_WAIT_S if state.late_s and lacking else 0.0
+    late_s = state.resumed_without_s + FENCE_WAIT_S if state.resumed_without_s and lacking else 0.0
     return max(possibly_training_until_s(state), late_s)
 
 
@@ -142,23 +146,25 @@ def must_wait_for_state(state: State) -> bool:
 def record_displaced(state: State, before: World, after: World) -> None:
     """Keep in mind who holds the state that the world in force begins with, and has no place."""
     inside = {member.node_id for member in after.members}
-    names = [member.node_id for member in before.members] + [*state.kept]
+    names = [member.node_id for member in before.members] + [*state.displaced]
     outside = [i for i in names if i not in inside and i in state.nodes]
     for node_id in outside:
-        state.nodes[node_id].holds.clear()  # In this world others may make steps without it.
-    state.kept = {node_id: rank for rank, node_id in enumerate(dict.fromkeys(outside))}
-    state.kept_is_recorded = bool(state.kept)
+        state.nodes[
+            node_id
+        ].holding_state.clear()  # In this world others may make steps without it.
+    state.displaced = {node_id: rank for rank, node_id in enumerate(dict.fromkeys(outside))}
+    state.displaced_on_record = bool(state.displaced)
 
 
 def is_displaced_holder(state: State, node: KnownNode) -> bool:
     """Whether `node` has no place, and holds the state that the world in force began with."""
-    return node.id in state.kept and node.waiting and bool(node.able) and not node.stray
+    return node.id in state.displaced and node.standby and bool(node.recoverable) and not node.stale
 
 
 def rules_out_older_worlds(state: State, node: KnownNode) -> bool:
     """Whether no world but that in force can make a step without a worker of this node."""
     return bool(
-        node.holds.intersection(node.survivors)
+        node.holding_state.intersection(node.survivors)
         if _continues_earlier_world(state)
         else node.survivors
     )

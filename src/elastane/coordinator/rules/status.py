@@ -82,6 +82,6 @@ def _state_of(node: KnownNode, member: bool) -> str:
         return "candidate" if node.ready else "warming up"
     if member:
         return node.state
-    if node.waiting and not node.parting:  # beside the world in force, as its workers do
-        return "spare" if node.able else "warming up"
+    if node.standby and not node.stopping:  # beside the world in force, as its workers do
+        return "spare" if node.recoverable else "warming up"
     return "stopping"
