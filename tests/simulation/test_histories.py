@@ -82,7 +82,7 @@ def test_every_kind_of_fault_is_drawn_and_told():
         "owner wants",
         "the job's owner gives agent",
         "is fenced",
-        "give way",
+        "leave the world",
         "stands still",
         "is suspended",
         "clocks of",

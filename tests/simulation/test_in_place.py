@@ -108,7 +108,7 @@ def test_histories_of_replicas_over_nodes_meet_worlds_that_are_to_be_evened_out(
     for seed in range(100):
         history = History(setting_of(seed, store_backed=True, in_place=True, span=2))
         history.run()
-        uneven += history.cluster.story.text().count("make no whole replica, and give way")
+        uneven += history.cluster.story.text().count("complete no replica and leave the world")
     assert uneven > 20, uneven
 
 

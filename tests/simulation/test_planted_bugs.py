@@ -160,7 +160,7 @@ def test_a_round_number_that_a_coordinator_restart_resets_is_found(monkeypatch):
 
     monkeypatch.setattr(machine, "load_record", forgets_the_world)
     monkeypatch.setattr(State, "note_fence", lambda self, fence: None)
-    assert "forgotten" in first_failure(100) or "was settled after" in first_failure(100)
+    assert "forgotten" in first_failure(100) or "was committed after" in first_failure(100)
 
 
 def test_a_store_that_outlives_its_attempt_is_found(monkeypatch):
@@ -289,7 +289,7 @@ def test_a_late_joiner_in_a_settled_round_is_found(monkeypatch):
         state.send(node, Assign(assignments(state.world, place)[-1]))
 
     monkeypatch.setattr(admission, "_admit", lets_in)
-    assert "was settled after" in first_failure(100)
+    assert "was committed after" in first_failure(100)
 
 
 def test_a_drained_node_that_is_started_again_is_found(monkeypatch):

@@ -22,7 +22,7 @@ def lose_a_node(seed):
     play.do(f"job nodes=2:4 restarts=5 steps=60 recovers=in-place mode=store span=2 seed={seed}")
     play.do("boot n0 n1 n2 n3"), play.do("run 12")
     play.do(f"run {seed % 20 / 14}"), play.do("crash n3"), play.do("run 6")
-    assert "make no whole replica, and give way" in play.cluster.story.text()
+    assert "complete no replica and leave the world" in play.cluster.story.text()
     return play
 
 
@@ -40,8 +40,8 @@ def test_survivors_that_make_no_whole_replica_and_are_left_out_at_once_are_found
 
 def test_a_world_that_ends_before_all_its_members_are_at_one_step_is_found(monkeypatch):
     def hasty(state):
-        state.incident = Incident(at_s=state.now_s, reason="give way", planned=True)
-        return recovery.interrupt_world(state, "give way")
+        state.incident = Incident(at_s=state.now_s, reason="leave the world", planned=True)
+        return recovery.interrupt_world(state, "leave the world")
 
     monkeypatch.setattr(recovery, "end_if_level", hasty)
     with pytest.raises(Violation, match="goes on from step 6 without n2"):
@@ -50,5 +50,5 @@ def test_a_world_that_ends_before_all_its_members_are_at_one_step_is_found(monke
 
 def test_a_world_of_no_whole_replicas_that_does_not_end_is_found(monkeypatch):
     monkeypatch.setattr(recovery, "end_if_level", lambda state: False)
-    with pytest.raises(AssertionError, match="give way"):
+    with pytest.raises(AssertionError, match="leave the world"):
         lose_a_node(90)

@@ -34,7 +34,7 @@ def test_nodes_that_keep_their_places_though_there_are_too_many_are_found(monkey
 
     def only_those_who_leave(state):
         reason = leaving(state)
-        return "" if "give way" in reason else reason
+        return "" if "leave the world" in reason else reason
 
     monkeypatch.setattr(sizing, "reason_to_shrink", only_those_who_leave)
     assert "nothing was" in first_failure(300)

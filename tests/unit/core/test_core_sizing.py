@@ -151,7 +151,7 @@ def test_where_workers_recover_in_place_a_fault_drops_nobody_for_a_lower_maximum
     job.passes(0.2, alive="bc")
     assert job.ranks() == ["b", "c"] and job.phase == "running"
     job.passes(5.0, alive="bc")
-    assert job.phase == "draining" and "c give way" in job.machine.report().reason
+    assert job.phase == "draining" and "c leave the world" in job.machine.report().reason
 
 
 def test_where_workers_recover_in_place_the_highest_ranks_give_way_at_a_boundary():

@@ -253,7 +253,7 @@ def test_a_job_whose_budget_is_used_up_ends_only_if_the_others_do_not_train_unse
     outcome = job.persisted[-1].outcome
     assert (outcome is not None) == (b_is == "heard")
     if outcome is not None:
-        assert "its budget pays for no other" in outcome.reason
+        assert "the restart budget pays for no replacement" in outcome.reason
 
 
 @pytest.mark.parametrize("comes", [True, False])

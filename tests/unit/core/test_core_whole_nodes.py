@@ -110,7 +110,9 @@ def test_where_a_worker_is_lost_that_held_what_nobody_else_does_all_start_again_
     job = sole()
     dies(job, "a", local_rank=1)
     assert kinds(job, "a") == [Stop]
-    assert job.got("a", Stop)[0].reason.endswith("SIGKILL; nobody else holds what it held")
+    assert job.got("a", Stop)[0].reason.endswith(
+        "SIGKILL; no other worker holds its part of the state"
+    )
     job.stops("a")
     job.passes(1.0, alive="a")
     given = job.assigned["a"]

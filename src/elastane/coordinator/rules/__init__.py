@@ -1,4 +1,10 @@
-"""The one authority on membership, as a pure state machine."""
+"""The rules of membership: a pure state machine that decides, and performs nothing.
+
+`Rendezvous` takes events with their time and returns effects. `machine` holds the phases and the
+theory of operation; the other modules hold the facts (`state`, `reports`, `admission`, `liveness`)
+and the decisions of one subject each. Nothing outside imports the inner modules, except checks of
+the simulation.
+"""
 
 from elastane.coordinator.rules.machine import Rendezvous
 from elastane.coordinator.rules.state import Phase

@@ -1,4 +1,11 @@
-"""Who is let in: each refusal names both sides and the next step."""
+"""Admission: which agents may join, and what they bring with them.
+
+A refusal names both sides and the next step. Two agents that claim one node id are a contest, which
+silence decides. Agents that the job's owner has given up are refused, or cut off: a pod on a node
+lost to its cluster may live and return after its replacement. An admitted agent may bring workers.
+They are adopted if they belong to the current world, or to none that was recorded; workers of any
+other world are stopped.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +18,12 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close, Holding, Interrupt, Join, Refused, Welcome
 from elastane.protocol.model import Assignment, Fence, JobSpec, Member, NodeSpec, Outcome
 
-# Whoever makes a path of a name must not be led elsewhere.
+# A name that becomes part of a path must not lead elsewhere.
 _NO_NAME = frozenset("/\\")
 
 
 def handle_join(state: State, event: Received) -> None:
-    """Let the agent of `event` in, turn it away, or have it wait while its name is contested."""
+    """Admit the agent of `event`, refuse it, or let it wait while its node id is contested."""
     assert isinstance(event.message, Join)
     join = event.message
     refusal = _refusal(state, join)
@@ -42,7 +49,7 @@ def _enter(state: State, event: Received, join: Join) -> None:
 
 
 def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
-    """Tell an agent of this job, which comes back after its end, how it ended."""
+    """Send the outcome to an agent of this job that came back after the end."""
     assert isinstance(event.message, Join)
     old = state.nodes.get(event.message.node.node_id)
     if old is not None:
@@ -51,10 +58,11 @@ def _dismiss(state: State, event: Received, outcome: Outcome) -> None:
 
 
 def resolve_contests(state: State) -> None:
-    """End the contests that are decided.
+    """Decide the contests whose time has come.
 
-    The newcomer has the name once the old agent said nothing for a while. The old one keeps it if
-    it still talks after the time of silence: what it said just before it died may come that late.
+    The newcomer gets the node id once the old agent has been silent for a while. The old one keeps
+    it if it still sends after the silence limit, since messages sent before a death may arrive that
+    late.
     """
     timing = state.spec.timing
     for node_id, contest in [*state.contests.items()]:
@@ -129,7 +137,7 @@ def _closed(state: State) -> Refused | None:
 
 
 def refuse_if_fenced(state: State, node: NodeSpec) -> Refused | None:
-    """Return why an agent is not let in, None where it is not fenced."""
+    """Return a refusal for an agent that the owner has given up, otherwise None."""
     if not state.fenced.intersection((node.incarnation, node.incarnation.partition(".")[0])):
         return None
     return Refused(
@@ -154,7 +162,7 @@ def _bad_name(join: Join) -> Refused | None:
 
 
 def _bad_place(join: Join) -> Refused | None:
-    """Role and address become variables of every worker, and parts of lines and of file names."""
+    """Check role and address: they become variables of workers and parts of file names."""
     node = join.node
     for option, text in (("--role", node.role), ("--local-addr", node.local_addr)):
         if len(text) > NAME_CHARS_MAX or not text.isprintable() or set(text) & _NO_NAME:
@@ -168,7 +176,7 @@ def _bad_place(join: Join) -> Refused | None:
 
 
 def _bad_fence(join: Join) -> Refused | None:
-    """No job comes that far; and what is believed here, the next world has to surpass."""
+    """Refuse a round that no job reaches: the next world has to exceed every round believed."""
     held = join.holding.assignment.fence if join.holding else None
     beyond = [fence for fence in (join.seen, held) if fence is not None and fence.round > ROUND_MAX]
     if not beyond:
@@ -177,7 +185,7 @@ def _bad_fence(join: Join) -> Refused | None:
         what=f"node {join.node.node_id} says that it has seen {beyond[0]}",
         slug="bad-fence",
         expected=f"a round up to {ROUND_MAX}",
-        next_step="start that agent anew",
+        next_step="restart that agent",
     )
 
 
@@ -200,7 +208,7 @@ def _other_job(state: State, join: Join) -> Refused | None:
 
 
 def _job_of(state: State, join: Join) -> JobSpec:
-    """Return what this agent was started for, but for what may have been changed since."""
+    """Return the job that this agent was started for, with the job's current range of nodes."""
     return join.spec.sized_as(state.spec) if state.resized else join.spec
 
 
@@ -218,13 +226,13 @@ def _other_versions(state: State, join: Join) -> Refused | None:
         what=f"versions differ: {sides}",
         slug="version-skew",
         expected="the same elastane, torch, Python minor version and accelerator stack everywhere",
-        next_step="install the job's versions on that node, or start the job anew with its own",
+        next_step="install the job's versions on that node, or restart the job with its own",
     )
 
 
 def _other_shape(state: State, join: Join) -> Refused | None:
     if not (state.spec.identical_workers or state.spec.static):
-        return None  # Nothing to compare with the others, of whom there may be many.
+        return None  # Nothing is compared with the other nodes, of which there may be many.
     size = join.node.local_world_size
     others = [n for n in state.nodes.values() if n.id != join.node.node_id]
     if state.spec.identical_workers and others and others[0].spec.local_world_size != size:
@@ -255,7 +263,7 @@ def _other_shape(state: State, join: Join) -> Refused | None:
 
 
 def apply_fencing(state: State, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
-    """Take note of who is fenced and who is dead, and count those out who are here."""
+    """Record which agents are fenced or dead, and declare those that are here departed."""
     state.fenced, state.dead = frozenset((*incarnations, *dead)), frozenset(dead)
     if state_holders.dead_members(state):
         state.intact = False
@@ -285,7 +293,7 @@ def _admit(state: State, event: Received) -> None:
     )
     incarnation, ends = state.departed_lost_pids.pop(node.id, ("", {}))
     if incarnation == node.spec.incarnation:
-        node.lost_pids = ends  # What was paid for is not paid for again.
+        node.lost_pids = ends  # Losses that were charged are not charged again.
     _learn_from(state, join)
     state.nodes[node.id] = node
     state.by_session[event.session] = node.id
@@ -307,7 +315,7 @@ def _admit(state: State, event: Received) -> None:
 
 
 def _admit_again(state: State, event: Received, node: KnownNode) -> None:
-    """The same agent over a new connection: nothing is lost, and nothing restarts."""
+    """Admit the same agent over a new connection: nothing is lost, and nothing restarts."""
     assert isinstance(event.message, Join)
     join = event.message
     if node.session is not None:
@@ -335,13 +343,13 @@ def _admit_again(state: State, event: Received, node: KnownNode) -> None:
 
 
 def _learn_from(state: State, join: Join) -> None:
-    """Take in what this agent knows of the job's past."""
+    """Record what this agent knows of the job's past."""
     state.note_fence(join.seen)
     if not state.store_backed:
         used = min(join.restarts_seen, state.budget.allowed)
         state.budget.used = max(state.budget.used, used)
         if join.welcomed and state.world is None:
-            # There was a coordinator before this one: others may yet come with their workers.
+            # An earlier coordinator existed, so other agents may still come with their workers.
             wait_s = state.spec.timing.reregister_s
             state.not_before_s = max(state.not_before_s, state.started_s + wait_s)
     world, held = state.world, join.holding
@@ -349,7 +357,7 @@ def _learn_from(state: State, join: Join) -> None:
     if not state.intact or world is None or holds:
         return
     if state.is_of_world(join.node.node_id):
-        state.intact = False  # One of its nodes has no workers of it.
+        state.intact = False  # A member of the current world has none of its workers.
 
 
 def _welcome(state: State, node: KnownNode) -> None:
@@ -357,7 +365,7 @@ def _welcome(state: State, node: KnownNode) -> None:
 
 
 def record_workers(state: State, node: KnownNode, holding: Holding | None) -> None:
-    """Record what workers an agent brings along, and have them stopped where they are stale."""
+    """Record the workers that an agent brings, and stop them if they are stale."""
     node.fence, ends = holding.assignment.fence if holding else None, node.lost_pids
     node.forget_workers()
     node.draining, node.stale = False, False
@@ -401,7 +409,7 @@ def _take_workers(
         else (state.unrecorded_world.fence if state.unrecorded_world else None)
     )
     if state.store_backed and current is not None and fence > current:
-        # Another coordinator has settled it: this one is deposed, and its shell is to learn it.
+        # Another coordinator committed it: this one is deposed, and its shell has to learn of it.
         state.authority, node.stale = False, True
         state.log(EventKind.AUTHORITY_LOST, f"node {node.id} has workers of {fence}", node.id)
         return
@@ -420,16 +428,17 @@ def _take_workers(
 
 
 def _interrupt_again(state: State, node: KnownNode, holding: Holding) -> None:
-    """Where its world has ended and it was told in vain: its workers may still make steps."""
+    """Interrupt workers again if the first request was lost: they may still make steps."""
     if state.phase is Phase.REGROUPING and state.incident is not None and not holding.halted:
         fence, reason = holding.assignment.fence, state.incident.reason
         state.send(node, Interrupt(fence=fence, reason=reason))
 
 
 def missed_place(state: State, node: KnownNode, holding: Holding | None) -> Member | None:
-    """Return the place that able workers have in the world in force, and have not heard of.
+    """Return the place in the current world that a node's workers have and do not know of.
 
-    They are of a world before it; this one makes no step without them, so nothing is lost yet.
+    They are in an earlier world, and the current one makes no step without them: nothing is lost
+    yet.
     """
     world = state.world
     if holding is None or world is None or not holding.able or holding.state == "stopping":
@@ -442,7 +451,7 @@ def missed_place(state: State, node: KnownNode, holding: Holding | None) -> Memb
 
 
 def _is_kept(state: State, node: KnownNode, holding: Holding) -> bool:
-    """Whether the workers gave their places up to the world in force, and may have to stand in."""
+    """Whether the workers are displaced state holders that may be needed again."""
     in_force = state.phase not in (Phase.FORMING, Phase.STOPPING)
     if not in_force or state.world is None or node.id not in state.displaced:
         return False
@@ -451,7 +460,7 @@ def _is_kept(state: State, node: KnownNode, holding: Holding) -> bool:
 
 
 def _bring(state: State, node: KnownNode, holding: Holding) -> None:
-    """Take in failures; those whose successors were paid for cost nothing again."""
+    """Record failures that the agent reports; those whose replacements were charged are free."""
     node.interrupted = holding.halted
     state.reindex(node)
     failures = recovery.drop_charged(state, node, holding.failures, {*holding.renewed})
@@ -459,7 +468,7 @@ def _bring(state: State, node: KnownNode, holding: Holding) -> None:
 
 
 def _take_waiting(state: State, node: KnownNode, fence: Fence) -> None:
-    """Workers that wait for a place keep doing so where there will be one."""
+    """Keep standby workers, unless all workers start afresh."""
     if state.phase in (Phase.FORMING, Phase.STOPPING):
         node.standby = False
         node.stale = True
@@ -467,7 +476,7 @@ def _take_waiting(state: State, node: KnownNode, fence: Fence) -> None:
 
 
 def _in_world(state: State, node: KnownNode, assignment: Assignment) -> bool:
-    """Whether the world in force has this very agent in that place."""
+    """Whether the current world has this very agent at that node rank."""
     rank = assignment.node_rank
     if state.world is None:
         claim = state.unrecorded_world
@@ -483,12 +492,12 @@ def _in_world(state: State, node: KnownNode, assignment: Assignment) -> bool:
 
 
 def _world_of(assignment: Assignment) -> tuple[int, str, int]:
-    """What tells two worlds of one fence apart, where a coordinator had forgotten the first."""
+    """What tells apart two worlds of one fence, if a coordinator had forgotten the first."""
     return (assignment.nodes, assignment.master_addr, assignment.master_port)
 
 
 def _claim(state: State, node: KnownNode, holding: Holding) -> None:
-    """Rebuild the last world from what its agents hold, where there is no record of it."""
+    """Rebuild the last world from what agents report, if there is no record of it."""
     assignment = holding.assignment
     claim = state.unrecorded_world
     if claim is None or assignment.fence > claim.fence:
@@ -511,7 +520,7 @@ def _claim(state: State, node: KnownNode, holding: Holding) -> None:
 
 
 def _turn_out(state: State, node_id: str) -> None:
-    """Have workers stopped whose world turned out not to be the last one."""
+    """Stop workers whose world turned out not to be the last one."""
     node = state.nodes.get(node_id)
     if node is not None and node.fence is not None:
         node.stale = True
@@ -519,4 +528,4 @@ def _turn_out(state: State, node_id: str) -> None:
 
 
 def _stop(state: State, node: KnownNode, fence: Fence) -> None:
-    state.stop(node, fence, f"{fence} is no longer in force")
+    state.stop(node, fence, f"{fence} is no longer the current world")

@@ -1,4 +1,10 @@
-"""A drain: all workers checkpoint at one and the same call before a planned change."""
+"""A drain: before a planned change, all workers checkpoint at one and the same call.
+
+The coordinator first gates the workers and asks each node for its furthest call of
+should_checkpoint(). It then sets the target one call later, which no worker has passed. A node that
+comes back is asked again. `machine` decides when the drain ends; a drain that passes its timeout
+ends like one whose workers have checkpointed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from elastane.protocol.messages import Drain, DrainTarget
 
 
 def begin_drain(state: State, reason: str) -> bool:
-    """Begin a drain of the world in force; always True, for a rule to return."""
+    """Begin a drain of the current world; always True, so that a rule can return it."""
     state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
     (
         state.drain_target_sent,
@@ -28,7 +34,7 @@ def begin_drain(state: State, reason: str) -> bool:
 
 
 def send_drain_request(state: State, node: KnownNode) -> None:
-    """Send what `node` has to know of the drain in hand; again, to one that comes back in it."""
+    """Send `node` what it has to know of the current drain, also when it comes back during it."""
     assert state.world is not None
     fence, timeout_s = state.world.fence, state.spec.timing.drain_timeout_s
     if state.drain_target_sent and not node.drained:
@@ -40,7 +46,7 @@ def send_drain_request(state: State, node: KnownNode) -> None:
 
 
 def set_target(state: State) -> None:
-    """Let all workers checkpoint at one and the same call, which none of them has passed."""
+    """Set one call at which all workers checkpoint, and which none of them has passed."""
     assert state.world is not None
     state.drain_target_sent = True
     nodes = state.members()
@@ -54,12 +60,12 @@ def set_target(state: State) -> None:
 
 
 def nobody_continues(state: State) -> bool:
-    """Whether nobody goes on with what the workers hold: they have to checkpoint it."""
+    """Whether no worker keeps its process after the drain, so that all have to checkpoint."""
     return not (state.in_place and recovery.has_survivors(state))
 
 
 def stop_at_target(state: State) -> None:
-    """The last that were to go on leave as well: all checkpoint where they wait."""
+    """Ask all workers to checkpoint where they wait, since the last survivors leave as well."""
     state.drain_stops_all = True
     for node in state.members():
         node.drained = False
@@ -68,9 +74,10 @@ def stop_at_target(state: State) -> None:
 
 
 def drained_late(state: State) -> None:
-    """Not all workers came to the boundary in time; nobody is beyond those that did.
+    """Record that the drain timed out with some workers not at the boundary.
 
-    Where none did, any may be a step ahead: nobody gives way then, and it is tried later.
+    If any node is there, no worker is beyond it. If none is, any worker may be a step ahead: then
+    no node leaves the world now, and the change is tried again later.
     """
     assert state.incident is not None
     if not any(node.drained for node in state.members()):

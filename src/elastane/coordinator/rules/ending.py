@@ -1,4 +1,8 @@
-"""How a job ends: with success, with its restart budget used up, or for want of nodes."""
+"""How a job ends: with success, by its restart budget, for lack of nodes, or on request.
+
+Each ending makes the outcome durable before any agent receives it. `charge` is here too: an
+incident that the budget cannot pay for is an ending.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from elastane.protocol.model import NO_RANK, Cause, Failure, Outcome
 
 
 def success(state: State) -> bool:
-    """All workers of the world in force exited with 0."""
+    """End the job: all workers of the current world exited with 0."""
     assert state.world is not None
     count, fence = state.world.world_size, state.world.fence
     return _close(
@@ -24,7 +28,7 @@ def success(state: State) -> bool:
 
 
 def failure(state: State, incident: Incident, why: str) -> bool:
-    """Workers failed and may not restart."""
+    """End the job: workers failed and may not restart."""
     assert state.world is not None
     cause = root_cause(incident.sightings, state.world.fence)
     assert cause.failure is not None
@@ -44,7 +48,7 @@ def failure(state: State, incident: Incident, why: str) -> bool:
 
 
 def verdict_pending(state: State, incident: Incident) -> bool:
-    """Before a job ends for its failures, a departure that caused them may still show."""
+    """Whether to wait for evidence of a departure before failures end the job."""
     due_s = incident.at_s + VERDICT_S
     pending = state.budget.used >= state.budget.allowed and state.now_s < due_s
     if pending:
@@ -53,9 +57,9 @@ def verdict_pending(state: State, incident: Incident) -> bool:
 
 
 def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART) -> BudgetVerdict:
-    """Let the budget pay for an incident, if it can; tell the log, and what caused it.
+    """Charge an incident to the budget if it allows one more, and log the cause.
 
-    `kind`: REPLACEMENT where other workers go on, and only the lost ones are followed by others.
+    `kind` is REPLACEMENT if only the lost workers are replaced and the others continue.
     """
     assert state.world is not None
     cause = root_cause(incident.sightings, state.world.fence)
@@ -80,7 +84,7 @@ def charge(state: State, incident: Incident, kind: EventKind = EventKind.RESTART
 
 
 def cause_data(cause: Cause | None) -> dict[str, str | int | float | bool]:
-    """Return what the event log keeps of a root cause."""
+    """Return the part of a root cause that the event log keeps."""
     if cause is None or cause.failure is None:
         return {}
     return {
@@ -108,7 +112,7 @@ def _advice(failure: Failure, allowed: int) -> str:
 
 
 def conclude(state: State, node_id: str, ok: bool, reason: str) -> None:
-    """Take note that the user of `node_id` ends the job; the first word counts."""
+    """Record that the user of `node_id` ends the job; the first request counts."""
     if state.conclusion is None:
         state.conclusion = Outcome(
             ok=ok,
@@ -121,14 +125,14 @@ def conclude(state: State, node_id: str, ok: bool, reason: str) -> None:
 
 
 def concluded(state: State) -> bool:
-    """End the job where an agent asked for that and nothing else has ended it."""
+    """End the job if an agent requested it and nothing else has ended it."""
     if state.conclusion is None or state.outcome is not None:
         return False
     return _close(state, state.conclusion)
 
 
 def too_few(state: State, here: int, needed: int) -> bool:
-    """Not enough nodes came within join_timeout."""
+    """End the job: not enough nodes came within join_timeout."""
     limit_s = state.spec.timing.join_timeout_s
     present = named(state.idle) or "none"
     lost = f"; before: {state.last_incident}" if state.last_incident else ""
@@ -153,7 +157,7 @@ def too_few(state: State, here: int, needed: int) -> bool:
 
 
 def no_replica(state: State) -> bool:
-    """A job whose state is sharded over more nodes than it may have."""
+    """End the job: one replica of its sharded state needs more nodes than the job may have."""
     what = (
         f"a replica of the sharded state is of {state.nodes_per_replica} nodes, and the job has"
         f" {state.spec.max_nodes} at most"
@@ -174,7 +178,7 @@ def no_replica(state: State) -> bool:
 
 
 def stalled(state: State) -> bool:
-    """World after world is settled, and none makes a step."""
+    """End the job: each of several worlds in a row stalled without a step."""
     what = (
         f"{state.stalled_worlds} worlds in a row made no step: all their workers waited for one"
         f" another: {state.stall_text}"

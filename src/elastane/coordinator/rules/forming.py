@@ -1,8 +1,8 @@
-"""Gathering nodes, and settling a world.
+"""Gathering nodes, and committing a world.
 
 torchrun waits out a last call of 30 s whenever min <= nodes < max. Here it ends 3 s after the
-latest arrival, and there is none at all when a world is followed by another: everybody who
-could be in it is known.
+latest arrival. A world that follows another has no last call: all nodes that could be in it are
+known. `commit_world` is the one place that makes a world current; a broken invariant stops it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Assign
 from elastane.protocol.model import World
 
-# More nodes than this are not named while others are waited for.
+# More nodes than this are not named while the job waits for others.
 _CROWD = 64
 
 
 def begin_gathering(state: State, reason: str, *, follow_up: bool, delay_s: float = 0.0) -> None:
-    """Start to gather the next world; `follow_up`: from those who were in the last one."""
+    """Begin to gather the next world; `follow_up`: it consists of the nodes of the last one."""
     state.enter(Phase.FORMING, reason)
     state.follow_up = follow_up
     sizing.reset_nodes_per_replica(state)
@@ -42,14 +42,15 @@ def begin_gathering(state: State, reason: str, *, follow_up: bool, delay_s: floa
 
 
 def arrivals_due(state: State) -> list[str]:
-    """Return who is to be taken into the running world now; empty: nobody, or not yet."""
+    """Return the nodes that join the running world now; empty: there are none, or not yet."""
     assert state.world is not None
     room = sizing.most_nodes(state) - len(state.world.members)
     if room <= 0 or len(state.idle) - len(state.idle & state.unready) < state.nodes_per_replica:
-        state.first_arrival_s = None  # Those who only warm up are not being gathered yet.
+        # Nodes whose workers cannot start quickly yet are not gathered.
+        state.first_arrival_s = None
         return []
     due_s = state.gathering_ends_s()
-    if len(state.idle) >= room or state.now_s >= due_s:  # else a crowd is counted at each arrival
+    if len(state.idle) >= room or state.now_s >= due_s:  # avoids counting a crowd at each arrival
         waiting = sorted(state.idle - state.unready)
         if len(waiting) >= room or state.now_s >= due_s:
             return waiting[
@@ -60,9 +61,9 @@ def arrivals_due(state: State) -> list[str]:
 
 
 def commit_when_due(state: State) -> bool:
-    """Settle the next world when it is due, or end the job when nobody comes."""
+    """Commit the next world when it is due, or end the job if too few nodes came in time."""
     if state.unreachable:
-        return False  # Its grace to come back is short, and bounded by presence.
+        return False  # The reconnect grace is short, and ends by itself.
     holders = [i for i in state.with_workers if state.is_member(state.nodes[i])]
     if holders:
         state.enter(Phase.RECOVERING, f"{named(holders)} still has its workers")
@@ -112,13 +113,13 @@ def _wait_for_nodes(state: State, from_s: float) -> bool:
         return ending.no_replica(state)
     if state.now_s >= from_s + limit_s:
         return ending.too_few(state, here, needed)
-    # The names of a crowd help nobody, and each arrival would sort them.
+    # The names of a crowd help no reader, and each arrival would sort them.
     names = f" ({named(state.idle) or 'none'})" if here <= _CROWD else ""
     reason = (
         f"{here} of at least {needed} nodes are here{names}; the job waits for"
         f" {needed - here} more, {limit_s:g} s at most"
     )
-    if reason != state.phase_reason and state.nodes:  # with nobody here, nobody waits
+    if reason != state.phase_reason and state.nodes:  # without nodes there is no reader
         state.phase_reason = reason
         state.log(EventKind.WAITING, reason, nodes=here, min_nodes=needed)
     state.wait_until(from_s + limit_s)
@@ -126,10 +127,10 @@ def _wait_for_nodes(state: State, from_s: float) -> bool:
 
 
 def commit_gathered(state: State, why: str) -> bool:
-    """Decide the next world, make it durable, and tell each member its assignment."""
+    """Commit a world of the gathered nodes, in which all workers start afresh."""
     ids = state.idle
     if state.follow_up and state.world is not None:
-        # Nobody waits for an arrival that is not ready; a survivor is never left out for that.
+        # An arrival that is not ready is left out; a survivor never is.
         ids = ids - (state.unready - {m.node_id for m in state.world.members})
     if len(ids) < sizing.fewest_nodes(state):
         ids = state.idle
@@ -150,9 +151,9 @@ def commit_gathered(state: State, why: str) -> bool:
 def commit_world(
     state: State, world: World, why: str, holders: Collection[str] = frozenset()
 ) -> None:
-    """Make the next world durable, and tell each member its assignment.
+    """Make the next world durable, then send each member its assignment.
 
-    `holders` have no place in the world in force, and hold the state that it began with.
+    `holders` have no place in the current world and hold the state that it began with.
     """
     fault = invariants.broken_succession(state.world, world)
     fault = fault or invariants.broken_size(
@@ -207,9 +208,9 @@ def _is_loopback(host: str) -> bool:
 def master_addr(state: State, first: KnownNode) -> str:
     """Return the address under which all members reach the node of rank 0.
 
-    The user's --local-addr; else the address its connection comes from. Where that is a
-    loopback address (it is on the coordinator's own machine), it is the address under which
-    some node of another machine reached the coordinator: never a name that needs a resolver.
+    It is the user's --local-addr, otherwise the peer address of its connection. If that is a
+    loopback address, the node is on the coordinator's machine. Then it is the address under which a
+    node of another machine reached the coordinator, never a name that needs a resolver.
     """
     if first.spec.local_addr:
         return first.spec.local_addr

@@ -1,4 +1,9 @@
-"""What ends a world, and when each failure of it was, on the coordinator's one time line."""
+"""An incident: the failures that end one world, and the restart budget that pays for them.
+
+Failures of all nodes stand on one time line, the coordinator's. The job has one budget, kept by the
+coordinator in its durable record; torchrun has one per agent, which a new agent resets. Departures
+and arrivals never use it.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +18,21 @@ from elastane.protocol.model import Failure
 
 @dataclass(slots=True, kw_only=True)
 class Incident:
-    """Why the world in force is being ended, and what was seen since it began."""
+    """Why the current world is ended, and the failures reported since."""
 
     at_s: float
     reason: str
     planned: bool
-    seen: dict[tuple[str, int], Sighting] = field(default_factory=dict)  # of a node's local ranks
+    seen: dict[tuple[str, int], Sighting] = field(default_factory=dict)  # by node id and local rank
     departed: list[str] = field(default_factory=list)
-    charged: bool = False  # the budget has paid for it
+    charged: bool = False  # the budget was charged for it
 
     def record(self, node_id: str, failures: tuple[Failure, ...], now_s: float) -> None:
-        """Put `failures` of a node on the time line, each once and as early as a report says.
+        """Put `failures` of a node on the time line, each once, at its earliest reported time.
 
-        Each report arrives late by an unknown delay, and repeats what earlier ones said. A known
-        failure shows by how much this report was slower than the quickest: all of it is moved back
-        by that, so that the failures of one node keep the order that its own clock gave them.
+        A report arrives after an unknown delay and repeats earlier failures. A repeated failure
+        shows by how much this report was slower than the quickest one. All its failures are moved
+        back by that, so the failures of one node keep the order that its own clock gave them.
         """
         known = [
             self.seen[node_id, one.local_rank].at_s - (now_s - one.age_s)
@@ -44,17 +49,19 @@ class Incident:
 
     @property
     def sightings(self) -> tuple[Sighting, ...]:
-        """What was seen, in the order in which it was told."""
+        """The failures, in the order in which they were reported."""
         return tuple(self.seen.values())
 
     @property
     def is_chargeable(self) -> bool:
-        """Whether it uses the restart budget: failed workers do, departures never."""
+        """Whether it uses the restart budget: failed workers do, departures and planned changes
+        never.
+        """
         return bool(self.seen) and not self.planned and not self.departed
 
 
 class BudgetVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the budget says to one more failure."""
+    """The budget's answer to one more failure."""
 
     restart: bool
     delay_s: float
@@ -69,9 +76,9 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 class RestartBudget(msgspec.Struct, kw_only=True):
-    """Restarts used of those allowed, and how many quick failures came in a row.
+    """Restarts used of those allowed, and the current run of quick failures.
 
-    `crashes` counts the attempts in a row that ended by the error `crash` before a step.
+    `crashes` counts the attempts in a row that ended with the error `crash` before a first step.
     """
 
     allowed: int
@@ -83,10 +90,10 @@ class RestartBudget(msgspec.Struct, kw_only=True):
     def charge(self, lived_s: float, timing: Timing, crash: Crash | None = None) -> BudgetVerdict:
         """Use one restart for an attempt that failed after `lived_s` seconds.
 
-        It was a quick failure if that is less than `crash_loop_s`. Counts nothing when the
-        budget is used up. The first quick failure restarts at once; from the second in a row on,
-        a pause doubles up to its bound. The same `crash` SAME_CRASHES_MAX times in a row, each
-        sooner than `same_crash_s`, gets no restart.
+        A life shorter than `crash_loop_s` is a quick failure. The first one restarts at once; from
+        the second in a row, a pause doubles up to its bound. The same `crash` SAME_CRASHES_MAX
+        times in a row, each sooner than `same_crash_s`, gets no restart. An exhausted budget counts
+        nothing more.
         """
         self.quick_failures = self.quick_failures + 1 if lived_s < timing.crash_loop_s else 0
         self._count_crash(crash if lived_s < timing.same_crash_s else None)

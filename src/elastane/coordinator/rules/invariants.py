@@ -1,4 +1,4 @@
-"""What must always hold, as code that production asserts and the simulation checks.
+"""What must always hold, as checks that production asserts and the simulation runs.
 
 Each function returns a sentence that says what is broken, or an empty string.
 """
@@ -12,15 +12,15 @@ from elastane.protocol.sharding import bounds
 
 
 def broken_succession(previous: World | None, world: World) -> str:
-    """Fences only grow, one membership per round, and survivors keep their order."""
+    """Fences only grow, a round has one membership, and survivors keep their order."""
     if previous is None:
         return ""
     if world.fence <= previous.fence:
-        return f"{world.fence} was settled after {previous.fence}"
+        return f"{world.fence} was committed after {previous.fence}"
     if world.fence.round == previous.fence.round and world.members != previous.members:
         return f"two memberships in round {world.fence.round}"
     if any(m.workers for m in world.members):
-        return ""  # The order is that of workers there, and a record does not know their processes.
+        return ""  # Such a world orders workers, and the record does not know their processes.
     before = [m.node_id for m in previous.members]
     known, after = {*before}, {m.node_id for m in world.members}
     survivors = [node_id for node_id in before if node_id in after]
@@ -37,9 +37,10 @@ def broken_size(
     holders: Collection[str] = frozenset(),
     span: int = 1,
 ) -> str:
-    """A world has from MIN to MAX nodes, each once, or those of one replica, which is of `span`.
+    """A world has MIN to MAX nodes, each once, or the nodes of one replica.
 
-    Or it has only such as hold the state already: more of them, and parts of replicas also fewer.
+    `span` is the number of nodes of a replica. A world of state holders alone may be larger, and
+    one with partial replicas may be smaller.
     """
     count = len(world.members)
     before = {m.node_id for m in previous.members} | {*holders} if previous else set[str]()
@@ -54,7 +55,7 @@ def broken_size(
 
 
 def broken_ranks(world: World, given: Sequence[Assignment]) -> str:
-    """The ranks of a world are contiguous from 0, over the job and over each role."""
+    """Ranks are contiguous from 0, over the job and over each role."""
     base, roles = 0, dict[str, int]()
     for node_rank, (member, assignment) in enumerate(zip(world.members, given, strict=True)):
         role_base = roles.get(member.role, 0)
@@ -69,7 +70,7 @@ def broken_ranks(world: World, given: Sequence[Assignment]) -> str:
 
 
 def broken_record(previous: JobRecord | None, record: JobRecord) -> str:
-    """The durable record never goes back, and charges no more restarts than are allowed."""
+    """The durable record never goes back, and counts no more restarts than are allowed."""
     if record.restarts_used > record.spec.max_restarts:
         return f"{record.restarts_used} restarts were used of {record.spec.max_restarts} allowed"
     if previous is None:

@@ -1,8 +1,8 @@
-"""Who is there: broken sessions, silence, and what a departure means.
+"""Which nodes are alive: broken sessions, silence, and what a departure means.
 
-A session that breaks is a departure once its short grace to come back has passed: the kernel of
-a node closes the connections of an agent that dies, so this is nearly always a death. Silence is
-judged by the coordinator's own clock alone.
+A broken session is a departure once its reconnect grace has passed. The kernel closes the
+connections of an agent that dies, so it nearly always is a death. Silence is measured by the
+coordinator's clock alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastane.protocol.log_events import EventKind
 
 
 def record_broken_session(state: State, event: Broken) -> None:
-    """Take note that a session ended from the other side."""
+    """Record that the peer ended a session."""
     for contested, contest in [*state.contests.items()]:
         if contest.join.session == event.session:
             del state.contests[contested]
@@ -32,7 +32,7 @@ def record_broken_session(state: State, event: Broken) -> None:
 
 
 def declare_departures(state: State) -> None:
-    """Bury those who are away for longer than their grace, or silent for too long."""
+    """Declare nodes departed once their reconnect grace has passed, or after too long a silence."""
     if state.now_s >= state.liveness_due_s:
         for node in [*state.nodes.values()]:
             verdict = _verdict(state, node)
@@ -60,12 +60,12 @@ def _verdict(state: State, node: KnownNode) -> str:
 
 
 def depart(state: State, node: KnownNode, why: str) -> None:
-    """Count `node` out. Where it was a member of the world in force, that is an incident."""
+    """Declare `node` departed; if it was a member of the current world, that is an incident."""
     if node.session is not None:
         state.effects.append(Hangup(node.session, f"counted as departed: {why}"))
-    # By the record, not by what it holds: a member that has stopped is still part of the incident.
+    # The record decides: a member that has stopped its workers is still part of the incident.
     member = state.is_of_world(node.id)
-    in_force = state.phase in (
+    has_world = state.phase in (
         Phase.RUNNING,
         Phase.DRAINING,
         Phase.REGROUPING,
@@ -73,7 +73,7 @@ def depart(state: State, node: KnownNode, why: str) -> None:
     )
     gone = node.session is None and node.broken_clean
     if node.fence is None or gone or state_holders.is_dead(state, node.spec.incarnation):
-        # Its process is gone, and took its workers along.
+        # Its process is gone, and its workers with it.
         state.intact = state.intact and not member
         state_holders.record_ended_workers(state, node, {*node.workers})
     elif member:
@@ -82,17 +82,17 @@ def depart(state: State, node: KnownNode, why: str) -> None:
     if state.phase in (Phase.CLOSING, Phase.CLOSED):
         return
     if node.leaving and node.fence is None:
-        # It had taken its leave, and went as soon as it could, without a word from here.
+        # It had asked to leave, and went without waiting for its release.
         state.log(EventKind.NODE_RELEASED, node.leaving, node.id)
     else:
         state.log(EventKind.NODE_DEPARTED, why, node.id)
-    if not (member and in_force):
+    if not (member and has_world):
         return
     ensure_incident(state, f"node {node.id} departed: {why}").departed.append(node.id)
 
 
 def ensure_incident(state: State, reason: str) -> Incident:
-    """Return the incident in hand, which from now on is no longer (only) a planned one."""
+    """Return the current incident, opening an unplanned one unless there is one."""
     incident = state.incident
     if incident is None or (incident.planned and state.phase is Phase.DRAINING):
         incident = Incident(at_s=state.now_s, reason=reason, planned=False)

@@ -1,9 +1,50 @@
-"""The machine: facts come in by events, decisions are made by level-triggered rules.
+"""The coordinator's state machine: facts arrive as events, level-triggered rules decide.
 
-An event only records what is now known (`reports`, `door`, `presence`); then the rule of the
-phase is asked, again and again until nothing changes (`phases`). So a fact is never lost by
-coming in the wrong phase, and a coordinator without authority can go on gathering facts while
-it decides nothing.
+Theory of operation. An event only records a fact (`admission`, `reports`, `liveness`). Then the
+rule of the current phase runs, and again after each change of phase, until nothing changes. So no
+fact is lost because it arrived in another phase. A coordinator without authority records facts and
+decides nothing until it has authority again.
+
+The phases, and what moves the job from one to another; the first condition that holds decides:
+
+    phase       condition                                              next phase
+    ----------  -----------------------------------------------------  ----------------------
+    (start)     the record has an outcome                              CLOSING
+                the record has a world, and not all were released      RECOVERING
+                otherwise                                              FORMING
+    (any)       an agent asked to end the job                          CLOSING
+    RECOVERING  all members are back with their workers                RUNNING
+                the time is over, some are back                        REGROUPING or STOPPING
+                the time is over, none is back                         FORMING
+    FORMING     a node has workers of the current world, or agents     RECOVERING
+                report a world that is not on record
+                enough nodes, and the last call or wait is over        RUNNING
+                too few nodes for join_timeout, or no replica fits     CLOSING
+    RUNNING     too many stalls in a row                               CLOSING
+                an incident: failure, departure, stall, lost peer      REGROUPING or STOPPING
+                all workers succeeded                                  CLOSING
+                a partial replica, and all members are level           REGROUPING
+                nodes leave, arrive, or exceed the maximum             DRAINING
+    DRAINING    an unplanned incident                                  REGROUPING or STOPPING
+                all workers succeeded before they were asked           CLOSING
+                in place, and all workers finished their steps         RUNNING
+                all workers checkpointed, or the drain timed out       REGROUPING or STOPPING
+    REGROUPING  a lost worker alone held part of the state             STOPPING
+                no survivor is left, or the others finished            STOPPING
+                enough workers can enter the next world                RUNNING
+                too few for join_timeout, the budget refuses,          CLOSING
+                or no replica fits
+    STOPPING    all workers are stopped, and the budget refuses        CLOSING
+                all workers are stopped                                FORMING
+    CLOSING     all agents know the outcome, or had CLOSE_S            CLOSED
+
+"REGROUPING or STOPPING" is `_end_world`: REGROUPING if the workers recover in place and survivors
+hold the state, otherwise STOPPING.
+
+A `Persist` stands in the effects before any message that depends on it: a committed world before
+its `Assign`, a charged restart before its `Prepare` or the next `Assign`, an outcome before its
+`Close`, the last release before its `Release`. Stopping and interrupting need no record, since they
+are safe to repeat.
 """
 
 from __future__ import annotations
@@ -51,17 +92,17 @@ from elastane.protocol.messages import (
 )
 from elastane.protocol.model import Fence, JobRecord, JobSpec, World
 
-# A chain of phases in one call is at most recovering to stopping to forming to running; more is
-# a rule that contradicts another.
+# The longest chain of phases in one call is recovering, stopping, forming, running. A longer one
+# means that two rules contradict each other.
 _STEPS_MAX = 12
 
 
 class Rendezvous:
-    """Membership, restarts and drain of one job.
+    """Membership, restarts and drains of one job.
 
-    `record` is what the store holds of the job, `previous_holder` the node whose coordinator
-    wrote it last, where it is known to have ended. Invariant: the same events at the same times
-    give the same effects.
+    `record` is the job's record in the store. `previous_holder` is the node whose coordinator wrote
+    it last, if that coordinator is known to have ended. The same events at the same times give the
+    same effects.
     """
 
     def __init__(
@@ -86,7 +127,7 @@ class Rendezvous:
             load_record(self._state, record)
 
     def handle(self, event: RendezvousEvent, now_s: float) -> list[RendezvousEffect]:
-        """Take in `event` at `now_s` (monotonic seconds) and return what is to be done."""
+        """Record `event` at `now_s` (monotonic seconds), and return the effects to perform."""
         state = self._state
         assert now_s >= state.now_s, f"time went back from {state.now_s} to {now_s}"
         state.now_s = now_s
@@ -126,11 +167,11 @@ class Rendezvous:
         return status.report(self._state)
 
     def presence(self) -> list[AgentPresence]:
-        """Return who is here, and who of the world in force is not."""
+        """Return the agents that are here, and the members of the current world that are not."""
         return status.presence(self._state)
 
     def _take(self, event: RendezvousEvent) -> bool:
-        """Record what `event` says; return whether a rule could now decide otherwise."""
+        """Record what `event` says; return whether a rule may now decide otherwise."""
         state = self._state
         match event:
             case Received(message=Query()):
@@ -154,7 +195,7 @@ class Rendezvous:
                 self._set_authority(held, reason)
                 return True
             case _:
-                return False  # A tick: its time is what it says.
+                return False  # A tick carries nothing but its time.
 
     def _set_authority(self, held: bool, reason: str) -> None:
         if held == self._state.authority:
@@ -178,7 +219,7 @@ class Rendezvous:
 
 
 def load_record(state: State, record: JobRecord) -> None:
-    """Take up a job from its durable record, in a new coordinator."""
+    """Start a new coordinator from the job's durable record."""
     state.versions, state.world, state.outcome = record.versions, record.world, record.outcome
     state.resized = record.resized
     state.displaced = {node_id: rank for rank, node_id in enumerate(record.kept)}
@@ -208,7 +249,7 @@ def _recovering(state: State) -> bool:
         else 0
     )
     if len(state.nodes) + len(state.dead) < size - 1 and state.now_s < deadline_s:
-        state.wait_until(deadline_s)  # Keeps the return of a large world linear.
+        state.wait_until(deadline_s)  # Keeps the return of a large world linear in its size.
         return False
     expected, present = _last_world(state)
     here = {node.id for node in present}
@@ -217,7 +258,7 @@ def _recovering(state: State) -> bool:
     awaited = [node_id for node_id in missing if node_id not in dead]
     if awaited == [state.previous_holder] and any(state.is_member(node) for node in present):
         deadline_s = _await_holder(state, deadline_s)
-    # Where nobody has workers of it, those who gave their places up to it are needed.
+    # Without any member, the displaced state holders are needed.
     alone = not any(state.is_member(node) for node in present)
     late = alone and any(node_id not in state.nodes for node_id in state.displaced)
     if (awaited or late) and state.now_s < deadline_s:
@@ -236,7 +277,7 @@ def _recovering(state: State) -> bool:
         how = "did not come back to the coordinator within the time"
         how = how if awaited or not missing else "ended, as the job's owner says"
         reason = f"{lost} {how}"
-        # Whatever now fails on those that did, their world had been broken up before.
+        # Later failures on the members here follow from the broken world, and are not charged.
         gone = missing + without or ["others"]
         state.incident = Incident(at_s=state.now_s, reason=reason, planned=False, departed=gone)
         state.in_place, state.phase = recovery.is_in_place(state), Phase.RUNNING
@@ -253,11 +294,10 @@ def _recovering(state: State) -> bool:
 
 
 def _await_holder(state: State, deadline_s: float) -> float:
-    """Return until when the node of the last coordinator is waited for, all others being here.
+    """Return until when to wait for the last coordinator's node, once all others are here.
 
-    It has most likely ended with its coordinator, and is not waited for as long as another would
-    be. But where the store was away, a coordinator that lives loses its seat: then its node comes
-    back at the same time as the others.
+    That node most likely ended with its coordinator, so the wait is short. If the store was away, a
+    live coordinator lost its leadership, and its node comes back at the same time as the others.
     """
     if state.holder_due_s is None:
         state.holder_due_s = state.now_s + HOLDER_GRACE_S
@@ -265,7 +305,7 @@ def _await_holder(state: State, deadline_s: float) -> float:
 
 
 def _last_world(state: State) -> tuple[list[str], list[KnownNode]]:
-    """Return the ids that the last world had (unknown ones made up), and who of them is here."""
+    """Return the node ids of the last world, unknown ones made up, and its nodes that are here."""
     if state.world is not None:
         ids = [m.node_id for m in state.world.members]
     else:
@@ -285,10 +325,10 @@ def _adopt_claim(state: State, present: list[KnownNode]) -> None:
     members = [member_of(n.spec, () if n.has_all_in_world else n.workers) for n in present]
     state.world = World(fence=fence, members=tuple(members))
     for node in [*state.nodes.values()]:
-        state.reindex(node)  # What they said of themselves counts from now on.
+        state.reindex(node)  # Their reports count from now on.
     state.intact = sum(state.is_member(node) for node in present) == state.unrecorded_world.size
     if not state.intact:
-        # Not the membership that this round had: whatever follows is another round.
+        # This is not the membership of that round, so the next world gets another round.
         state.note_fence(Fence(fence.round, fence.attempt + 1))
 
 
@@ -302,15 +342,15 @@ def _resume(state: State, present: list[KnownNode]) -> bool:
     state.log(EventKind.ROUND_RESUMED, state.phase_reason, nodes=len(present))
     state.persist()
     if any(node.draining for node in present):
-        # First: what then failed on others may be its doing.
-        drain.begin_drain(state, "going on with the drain that the last coordinator began")
+        # Before failures are counted: those may follow from the drain.
+        drain.begin_drain(state, "continuing the drain that the last coordinator began")
         state.drain_began_earlier = True
     _apply_reported_failures(state)
     return True
 
 
 def _apply_reported_failures(state: State) -> None:
-    """Take in what failed while there was no coordinator."""
+    """Count the failures that happened while there was no coordinator."""
     for node in [node for node in state.nodes.values() if not node.stale]:
         failures, node.failures = node.failures, ()
         node.state = "running" if node.state == "failed" else node.state
@@ -351,7 +391,7 @@ def _draining(state: State) -> bool:
         return _end_world(state, state.incident.reason)
     if state.in_place:
         recovery.log_stall(state)
-    # Once they are asked to checkpoint, workers that exit with 0 may have done just that.
+    # After the request to checkpoint, an exit with 0 may only mean that a worker did that.
     asked = state.drain_target_sent or state.drain_began_earlier
     if not asked and len(state.succeeded) == len(state.world.members):
         return ending.success(state)
@@ -381,7 +421,7 @@ def _draining(state: State) -> bool:
 
 
 def _call_off(state: State) -> bool:
-    """The workers have finished their steps: there is no world to change any more."""
+    """End a drain whose workers finished their steps: there is no world left to change."""
     state.incident = None
     state.enter(Phase.RUNNING, "the workers have finished their steps")
     state.log(EventKind.DRAIN_ENDED, state.phase_reason)
@@ -389,7 +429,7 @@ def _call_off(state: State) -> bool:
 
 
 def _end_world(state: State, reason: str) -> bool:
-    """Go on to the next world; with the same processes, where they recover in place."""
+    """Move to the next world, with the same processes if workers recover in place."""
     if recovery.is_beyond_healing(state):
         return _stop_unhealed(state, reason)
     if state.in_place and (recovery.has_survivors(state) or recovery.may_return(state)):
@@ -398,7 +438,7 @@ def _end_world(state: State, reason: str) -> bool:
 
 
 def _stop_unhealed(state: State, reason: str) -> bool:
-    return _stop_world(state, f"{reason}; nobody else holds what it held")
+    return _stop_world(state, f"{reason}; no other worker holds its part of the state")
 
 
 def _regrouping(state: State) -> bool:
@@ -409,7 +449,7 @@ def _regrouping(state: State) -> bool:
     if recovery.may_return(state) and (not survive or recovery.is_ending(state)):
         return _await_return(state)
     if not survive and not state.unreachable:
-        return _stop_world(state, f"{state.incident.reason}; no worker is left that goes on")
+        return _stop_world(state, f"{state.incident.reason}; no survivor is left")
     if recovery.is_ending(state):
         return _stop_world(state, f"{state.incident.reason}; others have finished their steps")
     _release_leaving(state)
@@ -419,7 +459,7 @@ def _regrouping(state: State) -> bool:
 
 
 def _await_possibly_training(state: State) -> bool:
-    """Those who hold the state may go on out of sight: they come back, or stop themselves."""
+    """Wait for state holders out of sight: they come back, or stop themselves in time."""
     reason = (
         f"{named(state.possibly_training)} may hold the state of the job and train where this"
         f" coordinator cannot see it; the others wait, {FENCE_WAIT_S:g} s at most"
@@ -427,14 +467,14 @@ def _await_possibly_training(state: State) -> bool:
     if state.phase_reason != reason:
         state.enter(Phase.REGROUPING, reason)
         state.log(EventKind.WAITING, reason)
-    # Nobody who comes meanwhile comes too late; who is to come has the whole time after this wait.
+    # The wait does not count against join_timeout, so nodes that come during it are in time.
     recovery.prepare_standbys(state)
     state.phase_s = state.now_s
     return False
 
 
 def _await_return(state: State) -> bool:
-    """Workers are between two loops of steps, or behind the last: they come back, or they exit."""
+    """Wait for workers between two loops of steps, or after the last: they come back or exit."""
     assert state.incident is not None
     until_s = state.phase_s + state.spec.timing.join_timeout_s
     if state.now_s >= until_s:
@@ -484,7 +524,7 @@ def _forming(state: State) -> bool:
 
 
 def _release_leaving(state: State) -> None:
-    """Let those go who asked to, and have no workers any more."""
+    """Release the nodes that asked to leave and have no workers any more."""
     released = [state.nodes[i] for i in sorted(state.leaving - state.with_workers)]
     if released and len(released) == len(state.nodes):
         state_holders.record_all_released(state)

@@ -1,9 +1,9 @@
-"""Who is a member of the next world, and in which order.
+"""Which nodes are members of the next world, and in which order.
 
-Survivors keep their relative order, a node that came back takes its ghost's place (the place
-belongs to the node id), a wished node rank is honoured where no survivor stands in its way, and
-everybody else follows in order of arrival. torchrun sorts by address string, so that an arrival
-may push everybody (pytorch issues 99684, 137402).
+Survivors keep their relative order. A node that came back takes its former place, since a place
+belongs to the node id. A requested node rank is honoured unless a survivor has it. All other nodes
+follow in order of arrival. torchrun sorts by address string, so one arrival may move every rank
+(pytorch issues 99684, 137402).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def choose(
 
 
 def _place(survivors: list[NodeSpec], arrivals: list[NodeSpec]) -> list[NodeSpec]:
-    """Put arrivals with a wish at the wished index, if it can be had, others at the end."""
+    """Insert arrivals that request a rank at that index if it is free; append the others."""
     order = list(survivors)
     wishes = sorted(
         (spec for spec in arrivals if spec.node_rank is not None), key=lambda s: s.node_rank or 0
@@ -49,7 +49,7 @@ def _place(survivors: list[NodeSpec], arrivals: list[NodeSpec]) -> list[NodeSpec
     order += [spec for spec in arrivals if spec.node_rank is None]
     last = -1
     for spec in wishes:
-        # Of two with the same wish, the first to arrive has it.
+        # Of two nodes that request one rank, the first to arrive gets it.
         last = min(max(spec.node_rank or 0, last + 1), len(order))
         order.insert(last, spec)
     return order
@@ -61,7 +61,7 @@ def world_of(fence: Fence, specs: Sequence[NodeSpec]) -> World:
 
 
 def member_of(spec: NodeSpec, workers: tuple[int, ...] = ()) -> Member:
-    """Return the place in a world of `workers` of the node that `spec` describes; ()  is all."""
+    """Return the member that `spec` describes, with `workers`; () means all of them."""
     return Member(
         node_id=spec.node_id,
         incarnation=spec.incarnation,
@@ -72,9 +72,9 @@ def member_of(spec: NodeSpec, workers: tuple[int, ...] = ()) -> Member:
 
 
 def next_fence(previous: World | None, specs: Sequence[NodeSpec], floor: Fence | None) -> Fence:
-    """Return the fence of a world of `specs`: the same membership is a new attempt of its round.
+    """Return the fence of a world of `specs`; the same membership is a new attempt of its round.
 
-    `floor` is the highest fence ever heard of; the result is greater.
+    The result is greater than `floor`, the highest fence that any agent reported.
     """
     if previous is not None and (floor is None or previous.fence >= floor):
         same = tuple(member_of(spec) for spec in specs) == previous.members

@@ -1,9 +1,9 @@
-"""Worlds whose workers recover in place: survivors keep their processes, and get another world.
+"""Recovery in place: surviving workers keep their processes and enter another world.
 
-Owns who has a place in the next one, and what becomes of nodes and workers that have none yet;
-who follows the lost, and who pays for that, is `successors`'. A world follows at once where enough
-workers are left; the others get ready beside it, and are taken in at a step's boundary. Where no
-survivor is left, all workers start anew (`phases`).
+Owns which workers have a place in the next world, what happens to nodes and workers without one,
+and the replacements for lost workers, which the restart budget pays for. A world of the survivors
+follows at once if enough workers are left. The others get ready meanwhile and join at a step
+boundary. Without a survivor all workers start afresh, which `machine` decides.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _IN_FORCE = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
 
 
 def is_in_place(state: State) -> bool:
-    """Whether workers that came back recover in place; of those that were lost nobody knows."""
+    """Whether the workers that came back recover in place; of lost ones nothing is known."""
     return not state.unrecoverable and any(
         node.recoverable or node.recovers_in_place for node in state.nodes.values()
     )
 
 
 def record_recoverable(state: State, node: KnownNode, workers: tuple[int, ...]) -> None:
-    """Take note which workers of `node` can enter another world."""
+    """Record which workers of `node` can enter another world."""
     known = {i for i in workers if i < node.spec.local_world_size}
     if known - node.recoverable and state.in_place:
         state.note_arrival()
@@ -45,12 +45,12 @@ def record_recoverable(state: State, node: KnownNode, workers: tuple[int, ...]) 
     ):
         state.in_place = True
         state.log(EventKind.IN_PLACE, "all workers recover in place from now on")
-        for waits in [each for each in state.nodes.values() if each.standby]:
-            start_replacements(state, waits)  # Nobody could when it came.
+        for standby in [each for each in state.nodes.values() if each.standby]:
+            start_replacements(state, standby)  # Its failures came before this was known.
 
 
 def record_lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -> None:
-    """A worker lost a peer; most often somebody tells in a moment what became of that one."""
+    """Record that a worker lost a peer; a report of what became of that peer usually follows."""
     if fence == node.fence and state.is_member(node) and state.peer_lost_s is None:
         state.peer_lost_s, state.peer_lost_reason = (
             state.now_s,
@@ -59,7 +59,7 @@ def record_lost_peer(state: State, node: KnownNode, fence: Fence, reason: str) -
 
 
 def has_unexplained_peer_loss(state: State) -> bool:
-    """Whether a worker lost a peer, and nothing else says so: the world makes no step."""
+    """Whether a worker lost a peer and no report explained it in time: the world makes no step."""
     if state.peer_lost_s is None:
         return False
     due_s = state.peer_lost_s + LOST_PEER_S
@@ -71,7 +71,7 @@ def has_unexplained_peer_loss(state: State) -> bool:
 
 
 def log_stall(state: State) -> None:
-    """Log where each worker waits, once all those of the world wait for one another."""
+    """Log where each worker waits, once all workers of the world wait for one another."""
     assert state.world is not None
     if len(state.blocked) < len(state.world.members):
         state.stall_text = ""
@@ -82,7 +82,7 @@ def log_stall(state: State) -> None:
 
 
 def end_if_stalled(state: State) -> bool:
-    """End a world whose workers all only wait for one another: nobody is to blame."""
+    """End a world whose workers only wait for one another; no single worker is to blame."""
     assert state.world is not None
     if len(state.stalled) < len(state.world.members):
         return False
@@ -94,35 +94,36 @@ def end_if_stalled(state: State) -> bool:
 
 
 def end_if_level(state: State) -> bool:
-    """End a world that is not of whole replicas, once all its members are at one step."""
+    """End a world with a partial replica once all its members are at one step."""
     if not any(sizing.reports_level(state, node) for node in state.members()):
         return False
-    reason = "some of its nodes make no whole replica, and give way"
+    reason = "some of its nodes complete no replica and leave the world"
     state.incident = Incident(at_s=state.now_s, reason=reason, planned=True)
     return interrupt_world(state, reason)
 
 
 def end_if_broken(state: State, node: KnownNode) -> None:
-    """End a world that makes no step for what another coordinator saw, and paid for."""
+    """End a world that can make no step, for a reason that was charged before."""
     if state.phase not in _IN_FORCE or not state.is_member(node):
         return
     if node.uninformed:
-        _uncharged_incident(state, f"node {node.id} was not told of {node.fence}")
+        _uncharged_incident(state, f"node {node.id} did not receive its assignment of {node.fence}")
     elif node.lost & {*node.workers}:
-        _uncharged_incident(state, f"workers of node {node.id} are lost, and were paid for")
+        _uncharged_incident(state, f"workers of node {node.id} were lost, and were charged before")
     elif node.interrupted and node.fence is not None:
         record_lost_peer(state, node, node.fence, node.interrupted)
-    start_replacements(state, node)  # Its agent may have been told in vain, as it went.
+    # An earlier request may have been lost with the agent's session.
+    start_replacements(state, node)
 
 
 def drop_charged(
     state: State, node: KnownNode, failures: tuple[Failure, ...], renewed: set[int]
 ) -> tuple[Failure, ...]:
-    """Take note of failures that were charged before; return the others."""
+    """Record failures that were charged before; return the others."""
     paid = tuple(f for f in failures if f.local_rank in renewed or node.is_known_loss(f))
     able, lost = {*node.recoverable}, {f.local_rank for f in paid}
     node.lose_workers(paid)
-    node.recoverable = able  # Successors may have come since.
+    node.recoverable = able  # Replacements may have started since.
     node.replacing |= renewed
     state.reindex(node)
     end_if_broken(state, node)
@@ -132,6 +133,7 @@ def drop_charged(
 
 
 def _uncharged_incident(state: State, reason: str) -> None:
+    """Open an incident that costs no restart."""
     before = state.incident
     incident = liveness.ensure_incident(state, reason)
     if incident is not before:
@@ -139,7 +141,7 @@ def _uncharged_incident(state: State, reason: str) -> None:
 
 
 def interrupt_world(state: State, reason: str) -> bool:
-    """End the step in hand of the world in force; its workers stay where they are."""
+    """Interrupt the current step of all members; their workers keep their state and wait."""
     assert state.world is not None
     state.enter(Phase.REGROUPING, reason)
     for node in state.members():
@@ -148,7 +150,7 @@ def interrupt_world(state: State, reason: str) -> bool:
 
 
 def has_survivors(state: State) -> bool:
-    """Whether any worker has the state of the world in force, or all that it began with."""
+    """Whether workers here hold the whole state of the current world, or all that it began with."""
     staying = [node for node in state.members() if node.survivors and not node.leaving]
     outside = [state.nodes[i] for i in state.displaced if i in state.nodes]
     kept = [n for n in outside if state_holders.is_displaced_holder(state, n) and not n.leaving]
@@ -156,9 +158,9 @@ def has_survivors(state: State) -> bool:
 
 
 def is_beyond_healing(state: State) -> bool:
-    """Whether a worker is lost that held what nobody else does: all begin from what was saved.
+    """Whether a lost worker alone held part of the state, so that all start from a checkpoint.
 
-    Nodes say so of their own workers alone; that a part is lost with its node, `parts` sees.
+    A node reports this of its own workers. A slice lost with its node shows in `sizing`.
     """
     return any(
         node.sharding is not None and node.sharding.sole and node.lost & {*node.workers}
@@ -167,19 +169,19 @@ def is_beyond_healing(state: State) -> bool:
 
 
 def is_stepping(state: State) -> bool:
-    """Whether any worker of the world in force still makes steps, though its node may leave."""
+    """Whether any worker of the current world still makes steps, even if its node is leaving."""
     return any(node.survivors for node in state.members())
 
 
 def is_ending(state: State) -> bool:
-    """Whether too few are left because some have finished their steps: nobody follows those."""
+    """Whether too few workers are left because others finished their steps and are not replaced."""
     finished = any(_finished(node) for node in state.members())
     found = _candidates(state)
     return finished and not (state.unreachable or _are_enough(state, found))
 
 
 def may_return(state: State) -> bool:
-    """Whether workers that have finished a loop of steps live on: another loop may follow."""
+    """Whether workers that finished a loop of steps are alive: they may begin another loop."""
     return any(
         _finished(node) and node.state == "running" and not node.leaving for node in state.members()
     )
@@ -190,7 +192,7 @@ def _finished(node: KnownNode) -> set[int]:
 
 
 def stop_leaving(state: State) -> None:
-    """Have workers stopped whose nodes leave, and which have no place (any more)."""
+    """Stop the workers of leaving nodes that have no place in the world."""
     for node in [state.nodes[i] for i in sorted(state.leaving & state.with_workers)]:
         member = state.is_member(node)
         if node.stopping or (member and state.phase is not Phase.REGROUPING):
@@ -202,21 +204,21 @@ def stop_leaving(state: State) -> None:
 
 
 def commit_when_enough(state: State) -> bool:
-    """Settle the next world as soon as enough workers are able; until then they wait."""
+    """Commit the next world as soon as enough workers can enter it; until then they wait."""
     incident = state.incident
     assert incident is not None and state.world is not None
     stop_leaving(state)
     if not sizing.replica_fits(state):
         return ending.no_replica(state)
     if state.unreachable:
-        return False  # Its grace to come back is short, and bounded by presence.
+        return False  # The reconnect grace is short, and ends by itself.
     if not incident.charged and incident.is_chargeable:
         if ending.verdict_pending(state, incident):
             return False
         why = charge_replacements(state, incident)
         if why:
             return ending.failure(state, incident, why)
-    replace_lost(state, incident, 0.0)  # Those lost since are paid for as well.
+    replace_lost(state, incident, 0.0)  # The charge covers workers lost since.
     found = _candidates(state)
     if not _are_enough(state, found):
         return _wait(state, sum(len(one.workers) for one in found), _needed(state, found))
@@ -224,7 +226,7 @@ def commit_when_enough(state: State) -> bool:
         state.world_began_s + 2 * state.spec.timing.silence_s + state.spec.timing.heartbeat_s
     )
     if found[0].node.offer_used and state.now_s < port_due_s:
-        state.wait_until(port_due_s)  # The last world meets at its port; it tells of another.
+        state.wait_until(port_due_s)  # The last world uses this port; the node will offer another.
         return False
     members = tuple(member_of(one.node.spec, one.workers) for one in found)
     floor = max(state.highest_fence.round if state.highest_fence else 0, state.world.fence.round)
@@ -233,7 +235,7 @@ def commit_when_enough(state: State) -> bool:
 
 
 def _commit(state: State, world: World, why: str) -> None:
-    """Put the next world in force, and see to those who have no place in it."""
+    """Commit the next world, and make standbys of the members that have no place in it."""
     assert state.world is not None
     before = state.members()
     holders = {*state.displaced}
@@ -249,17 +251,20 @@ def _commit(state: State, world: World, why: str) -> None:
 
 def _wait(state: State, workers: int, needed: int) -> bool:
     limit_s = state.spec.timing.join_timeout_s
-    # Who is out of sight may come back, and there are enough; or train on while the job ends.
+    # Workers out of sight may come back, and then there are enough. They may also train on while
+    # the job ends.
     if state.unpaid_incident is not None:
         due_s = state_holders.returning_until_s(state)
         if state.now_s >= due_s:
-            return ending.failure(state, state.unpaid_incident, "its budget pays for no other")
+            return ending.failure(
+                state, state.unpaid_incident, "the restart budget pays for no replacement"
+            )
         state.wait_until(due_s)
     if state.now_s >= state.phase_s + limit_s:
         return ending.too_few(state, len(_candidates(state)), sizing.fewest_nodes(state))
     prepare_standbys(state)
     reason = (
-        f"{workers} of at least {needed} workers are left; they wait with all that they hold"
+        f"{workers} of at least {needed} workers are left; they keep their state and wait"
         f" for others, {limit_s:g} s at most"
     )
     if reason != state.phase_reason:
@@ -270,14 +275,14 @@ def _wait(state: State, workers: int, needed: int) -> bool:
 
 
 def _candidates(state: State) -> list[NodeWorkers]:
-    """Return who could be in the next world: survivors in their order, then who came since."""
+    """Return the nodes that could be in the next world: survivors in their order, then arrivals."""
     assert state.world is not None
     order = {member.node_id: rank for rank, member in enumerate(state.world.members)}
     order = {**{i: len(order) + rank for i, rank in state.displaced.items()}, **order}
     go_on, is_sharded = is_stepping(state), _is_sharded(state)
     is_sure = go_on
     if state.incident is not None and not state.incident.planned:
-        # Who is left in the world may have come with it, and made no step yet.
+        # The members left may have joined with this world, and made no step yet.
         is_sure = any(state_holders.rules_out_older_worlds(state, node) for node in state.members())
     staying: list[NodeWorkers] = []
     coming: list[NodeWorkers] = []
@@ -295,11 +300,12 @@ def _candidates(state: State) -> list[NodeWorkers]:
     coming.sort(key=lambda one: one.node.order)
     most = sizing.most_nodes(state)
     if go_on and (state.incident is None or not state.incident.planned):
-        # Too many give way at a boundary, where all are level. So are those beside the world
-        # among themselves: one of them will do.
+        # A surplus leaves at a boundary, where all are level. Displaced nodes are level among
+        # themselves: one of them is enough.
         inside = sum(state.is_member(one.node) for one in staying)
         most = max(most, min(inside + 1, len(staying)))
-    # Who came to the boundary stays first: the others may lack the last step (`drained_late`).
+    # Nodes that reached the boundary stay first: the others may lack the last step
+    # (`drained_late`).
     level = sorted(staying, key=lambda o: not (state.is_member(o.node) and o.node.drained))
     chosen = {one.node.id for one in sizing.choose_nodes(state, level, coming, most)}
     return [one for one in staying + coming if one.node.id in chosen]
@@ -313,16 +319,16 @@ def _are_enough(state: State, found: list[NodeWorkers]) -> bool:
 
 
 def _needed(state: State, found: list[NodeWorkers]) -> int:
-    """Return how many workers a world of these nodes is to have at least.
+    """Return the least number of workers of a world of these nodes.
 
-    By default as many as the smallest of them have that are nodes enough: all of a job that has no
-    node to spare, however its workers are spread over them.
+    The default is the size of the smallest nodes that are enough. A job with no node to spare
+    therefore needs all its workers, however they are spread over the nodes.
     """
     fewest = sizing.fewest_nodes(state)
     largest = max((node.spec.local_world_size for node in state.nodes.values()), default=1)
     sizes = sorted(one.node.spec.local_world_size for one in found) + [largest] * fewest
     least = state.spec.min_workers or sum(sizes[:fewest])
-    # None is left out: it may be a step ahead, and is the only one that knows.
+    # With shards no worker is left out: it may be the only one a step ahead.
     whole = sum(one.node.spec.local_world_size for one in found) if _is_sharded(state) else 0
     return max(least, whole)
 
@@ -330,16 +336,16 @@ def _needed(state: State, found: list[NodeWorkers]) -> int:
 def _is_sharded(state: State) -> bool:
     """Whether workers hold shards: then a node enters a world with all of its workers.
 
-    A joining worker has no mesh before it has a place, and says nothing of shards itself.
+    A joining worker has no mesh coordinate yet, and so reports no shards.
     """
     return any(node.sharding is not None for node in state.nodes.values())
 
 
 def prepare_standbys(state: State) -> None:
-    """Have workers without a place start: of nodes that arrived, and successors of the lost."""
+    """Start workers on nodes that arrived, as far as the next world has room for them."""
     if not state.in_place or state.world is None:
         return
-    # Not all of the world in force: a node that departed has left its place to another.
+    # The record of the world does not count: a departed node has freed its place.
     here = {node.id for node in state.members()}
     room = sizing.most_nodes(state) - len(here | state.with_standbys)
     arrived = sorted(state.idle - state.unready)
@@ -347,7 +353,7 @@ def prepare_standbys(state: State) -> None:
         assert node.fence is not None
         node.stopping, node.recoverable = True, set()
         state.reindex(node)
-        state.stop(node, node.fence, "begins anew: what its workers hold makes no whole replica")
+        state.stop(node, node.fence, "restarts: what its workers hold completes no replica")
     for node in [state.nodes[i] for i in arrived[: max(0, room)]]:
         node.fence, node.standby = state.world.fence, True
         state.reindex(node)
@@ -355,9 +361,9 @@ def prepare_standbys(state: State) -> None:
 
 
 def standbys_due(state: State) -> list[str]:
-    """Return who has workers that are to be taken in now; empty: nobody, or not yet."""
+    """Return the nodes with workers that join now; empty: there are none, or not yet."""
     if state.unreachable or not state.with_standbys or not is_stepping(state):
-        return []  # Workers that have finished their steps take nobody in.
+        return []  # Workers that have finished their steps do not admit others.
     due_s = state.gathering_ends_s(incomplete=_is_incomplete(state))
     if state.now_s < due_s and _more_may_come(state):
         state.wait_until(due_s)
@@ -366,7 +372,7 @@ def standbys_due(state: State) -> list[str]:
 
 
 def _more_may_come(state: State) -> bool:
-    """Whether to gather: where nodes arrive, or successors are still getting ready."""
+    """Whether to gather more: nodes arrive, or replacements are still starting."""
     joining = (state.nodes[i] for i in state.with_standbys)
     if not all(state.is_member(node) for node in joining):
         return True
@@ -374,7 +380,7 @@ def _more_may_come(state: State) -> bool:
 
 
 def _is_incomplete(state: State) -> bool:
-    """Whether others of a node that has workers for the next world are still getting ready."""
+    """Whether some workers of a joining node are still starting."""
     for node in (state.nodes[i] for i in state.with_standbys):
         arriving = {*range(node.spec.local_world_size)} - node.lost
         coming = node.replacing if state.is_member(node) else node.replacing | arriving
@@ -384,14 +390,14 @@ def _is_incomplete(state: State) -> bool:
 
 
 def start_replacements(state: State, node: KnownNode) -> None:
-    """Have workers that were paid for followed by others, unless they are."""
+    """Start replacements for lost workers that were already charged, unless they are starting."""
     is_due = state.in_place and state.unpaid_incident is None and node.lost - node.replacing
     if is_due and state.world is not None:
         _prepare_replacements(state, state.world, node, 0.0)
 
 
 def record_standby_failure(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
-    """Workers without a place ended: others follow them, as long as the budget pays for it."""
+    """Record that standby workers ended; they are replaced as long as the budget pays for it."""
     node.lose_workers(failures)
     state.reindex(node)
     failures = tuple(msgspec.structs.replace(f, rank=NO_RANK) for f in failures)
@@ -401,11 +407,11 @@ def record_standby_failure(state: State, node: KnownNode, failures: tuple[Failur
     why = charge_replacements(state, incident)
     if why:
         state.unpaid_incident = incident
-        state.log(EventKind.WAITING, f"{reason}; nobody follows it: {why}", node.id)
+        state.log(EventKind.WAITING, f"{reason}; it is not replaced: {why}", node.id)
 
 
 def charge_replacements(state: State, incident: Incident) -> str:
-    """Let the budget pay for replacements; returns why it does not."""
+    """Charge replacements to the budget; return why it refuses, or an empty string."""
     verdict = ending.charge(state, incident, EventKind.REPLACEMENT)
     if not verdict.restart:
         return verdict.reason
@@ -414,7 +420,7 @@ def charge_replacements(state: State, incident: Incident) -> str:
 
 
 def replace_lost(state: State, incident: Incident, delay_s: float) -> None:
-    """Have the workers that were lost followed by others, which wait for a place."""
+    """Start replacements for the lost workers of an incident; they wait for a place as standbys."""
     assert state.world is not None
     for node_id in sorted({sighting.node_id for sighting in incident.sightings}):
         node = state.nodes.get(node_id)
@@ -423,14 +429,14 @@ def replace_lost(state: State, incident: Incident, delay_s: float) -> None:
 
 
 def _prepare_replacements(state: State, world: World, node: KnownNode, delay_s: float) -> None:
-    """Have the workers of this node that were lost followed by others."""
+    """Ask the node for replacements of its lost workers."""
     node.replacing |= node.lost
     given = standby_assignment(state, world, node)
     state.send(node, Prepare(assignment=given, delay_s=delay_s, successors=True))
 
 
 def standby_assignment(state: State, world: World, node: KnownNode) -> Assignment:
-    """Return what workers are told that have no place yet: ranks of nobody, after all others."""
+    """Return the assignment of workers without a place: their ranks lie beyond all real ones."""
     base = world.world_size + node.order * node.spec.local_world_size
     return Assignment(
         fence=world.fence,
@@ -445,7 +451,7 @@ def standby_assignment(state: State, world: World, node: KnownNode) -> Assignmen
         agent_store=False,
         restarts_used=state.budget.used,
         max_restarts=state.budget.allowed,
-        reason=f"getting ready beside {world.fence}",
+        reason=f"starting as standby of {world.fence}",
         in_place=True,
         waiting=True,
     )

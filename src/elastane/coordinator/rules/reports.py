@@ -1,4 +1,8 @@
-"""What agents of open sessions report. A message about another fence than theirs is late."""
+"""What agents report in their sessions, recorded as facts.
+
+A message about another fence than that of the node's workers came late and is ignored. Nothing here
+decides; the return value says whether a rule may now decide otherwise.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from elastane.protocol.model import Failure, Fence
 
 
 def record_message(state: State, session: int, message: ToCoordinator) -> bool:
-    """Record what `message` says; return whether a rule could now decide otherwise."""
+    """Record what `message` says; return whether a rule may now decide otherwise."""
     node_id = state.by_session.get(session)
     if node_id is None:
         _at_the_door(state, session, message)
@@ -60,7 +64,7 @@ def record_message(state: State, session: int, message: ToCoordinator) -> bool:
 
 
 def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
-    """Take in how far its workers are; return whether a rule is to look at that."""
+    """Record a heartbeat; return whether a rule has to look at it."""
     node.progress = message.progress
     node.pace.note(state.now_s, message.progress)
     news = state_holders.record_heartbeat(state, node, message)
@@ -75,9 +79,9 @@ def _beat(state: State, node: KnownNode, message: Heartbeat) -> bool:
 
 
 def _is_of(node: KnownNode, fence: Fence) -> bool:
-    """Whether what an agent says of `fence` is of the workers that it has now.
+    """Whether `fence` names the workers that the node has now.
 
-    Of a world that it has not heard of, it says what became of them under the one before.
+    An agent that has not received its assignment still reports under the world before.
     """
     older = node.fence is not None and fence < node.fence
     return fence == node.fence or (node.uninformed and older)
@@ -122,19 +126,20 @@ def _wish(state: State, node: KnownNode, message: Leave | Conclude) -> None:
 
 
 def _ready(state: State, node: KnownNode) -> None:
+    """Record that the node's workers can start quickly."""
     node.ready = True
     if state.phase is not Phase.FORMING:
-        # The last call counts from the join; a running job takes in those who are warm.
+        # The last call counts from the join; a running job gathers nodes once they are ready.
         state.note_arrival()
     state.log(EventKind.NODE_READY, "its workers can start quickly", node.id)
 
 
 def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
-    """Put `failures` of `node` on the coordinator's time line."""
+    """Put failures of `node` on the coordinator's time line."""
     if state.phase in (Phase.RECOVERING, Phase.FORMING):
         failures = tuple(f for f in failures if not node.is_known_loss(f))
         node.state = "failed" if failures else node.state
-        node.failures = failures  # Told when the world is found to be in force.
+        node.failures = failures  # Counted once this world is known to be the current one.
         return
     if state.in_place or node.standby:
         failures = _of_places(state, node, failures)
@@ -160,7 +165,7 @@ def record_failures(state: State, node: KnownNode, failures: tuple[Failure, ...]
 
 
 def _of_places(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-    """Return the failures of workers that have a place; the others are those of joiners."""
+    """Return the failures of workers with a place; failures of standbys are handled here."""
     failures = tuple(f for f in failures if not node.is_known_loss(f))
     places = () if node.standby else set(node.workers) - node.lost
     inside = tuple(f for f in failures if f.local_rank in places)
@@ -171,9 +176,9 @@ def _of_places(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> 
 
 
 def _failed_in_drain(state: State, node: KnownNode, failures: tuple[Failure, ...]) -> None:
-    """End the drain where others would wait for this worker; it is never charged.
+    """End the drain if others would wait for the failed worker; it is never charged.
 
-    Peers that have checkpointed and gone are no fault, nor is what a SIGTERM led to.
+    A peer lost to a finished drain is no fault, nor is a failure that SIGTERM caused.
     """
     asked = not state.drain_target_sent or state.drain_target is not None
     if asked and not node.drained and not all(is_lost_peer(f) for f in failures):
@@ -185,9 +190,9 @@ def _failed_in_drain(state: State, node: KnownNode, failures: tuple[Failure, ...
 
 
 def record_earlier_stops(state: State) -> None:
-    """Take in that members stop their workers because a coordinator before this one said so.
+    """Record that members are stopping their workers, as an earlier coordinator asked.
 
-    That others lost a peer came of it, and is never charged; that a worker failed, is.
+    Peers lost because of that are never charged; a failed worker is.
     """
     sightings = state.incident.sightings if state.incident is not None else []
     if state.in_place or not all(is_lost_peer(each.failure) for each in sightings):
@@ -206,7 +211,8 @@ def _stopped(state: State, node: KnownNode, message: Stopped) -> None:
     in_force = (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING)
     before_it_was_told = message.unasked and state.phase is Phase.STOPPING
     if (state.phase in in_force or before_it_was_told) and state.is_member(node):
-        # It had no authority for too long, or its user stopped it: what others saw came of that.
+        # Its agent was isolated for too long, or its user stopped it. Other failures follow from
+        # that.
         liveness.ensure_incident(
             state, f"node {node.id} stopped its workers by itself"
         ).departed.append(node.id)

@@ -1,9 +1,14 @@
-"""Nodes that hold parts of replicas, where one replica is of several nodes: who makes whole ones.
+"""How many nodes a world has, and which: the owner's range, in whole replicas.
 
-Any of the survivors may be a step ahead, and nobody else then has what it holds. So a world of
-them is settled also where they are no whole replicas: there they come to one step, and make none.
-Then those who are too many give way, and wait as spares do. A spare keeps its part; where it is of
-no use, and anything else would be, its workers begin anew.
+A changed range counts from the next world on. A raised minimum stops no worker. After a lowered
+maximum the nodes of the highest ranks leave the world at a step boundary and become spares. A
+scheduler that lowers the maximum also stops nodes a moment later; that moment is waited for, so the
+others are interrupted once.
+
+A replica may span several nodes, each with one slice of it. A survivor may be a step ahead, with
+state that no other node holds. So survivors form a world even without whole replicas: it brings
+them to one step and trains none. Then surplus nodes leave it and become spares. A spare keeps its
+slice; if the slice is of no use and another would be, its workers start afresh.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ class NodeWorkers:
 
 
 def apply_range(state: State) -> None:
-    """Put the range in force that was asked for."""
+    """Apply the requested range of nodes and make it durable."""
     wanted, state.requested_range = state.requested_range, None
     if wanted is None or state.spec.static or state.outcome is not None:
         return
@@ -51,7 +56,7 @@ def apply_range(state: State) -> None:
 
 
 def reason_to_shrink(state: State) -> str:
-    """Return why nodes are to give their places up now; empty: none, or not yet."""
+    """Return why nodes are to leave the world now; empty: none are, or not yet."""
     assert state.world is not None
     gone = sorted(i for i in state.leaving & state.with_workers if state.is_member(state.nodes[i]))
     if gone:
@@ -66,42 +71,42 @@ def reason_to_shrink(state: State) -> str:
     limit = f"at most {state.spec.max_nodes} nodes"
     if state.nodes_per_replica > 1:
         limit += f", in whole replicas of {state.nodes_per_replica}"
-    return f"{limit}: {named(surplus)} give way"
+    return f"{limit}: {named(surplus)} leave the world"
 
 
 def fewest_nodes(state: State) -> int:
-    """Return of how many nodes a world is at least, in whole replicas."""
+    """Return the least number of nodes of a world, in whole replicas."""
     return bounds(state.spec.min_nodes, state.spec.max_nodes, state.nodes_per_replica)[0]
 
 
 def most_nodes(state: State) -> int:
-    """Return of how many nodes a world is at most, in whole replicas."""
+    """Return the greatest number of nodes of a world, in whole replicas."""
     return bounds(state.spec.min_nodes, state.spec.max_nodes, state.nodes_per_replica)[1]
 
 
 def record_sharding(state: State, node: KnownNode) -> None:
-    """Take note of how many nodes a replica is."""
-    # While all begin anew, what comes late is said of the mesh before.
+    """Record the number of nodes per replica."""
+    # While all workers start afresh, a late report is about the mesh before.
     if node.sharding is not None and state.phase is not Phase.FORMING:
         state.nodes_per_replica = max(state.nodes_per_replica, node.sharding.span)
 
 
 def reset_nodes_per_replica(state: State) -> None:
-    """Forget how many nodes a replica is, where it was all of a world: it may have been for that.
+    """Forget the number of nodes per replica if one replica was the whole world.
 
-    Else the next world is of whole replicas from its begin.
+    The mesh may have been sized by that world. Otherwise the next world has whole replicas at once.
     """
     if state.world is None or len(state.world.members) == state.nodes_per_replica:
         state.nodes_per_replica = 1
 
 
 def replica_fits(state: State) -> bool:
-    """Whether the job may have the nodes of one replica; the range is its owner's to change."""
+    """Whether the job's range allows one whole replica, or may yet, since its owner changes it."""
     return state.nodes_per_replica <= state.spec.max_nodes or state.resized
 
 
 def hold_whole_state(state: State, nodes: Sequence[KnownNode]) -> bool:
-    """Whether these hold, together, all parts of the state; who said nothing yet may hold any."""
+    """Whether these nodes together hold all slices; a node that reported none may hold any."""
     span = state.nodes_per_replica
     if span == 1 or any(_slice_of(node) == NO_PART for node in nodes):
         return True
@@ -113,9 +118,10 @@ def hold_whole_state(state: State, nodes: Sequence[KnownNode]) -> bool:
 def choose_nodes(
     state: State, staying: list[NodeWorkers], coming: list[NodeWorkers], most: int
 ) -> list[NodeWorkers]:
-    """Return who is to be in the next world; survivors that are no whole replicas all are.
+    """Return the nodes of the next world: whole replicas, or all survivors if they are not level.
 
-    Where these, begun anew, could be as many as it takes; else all wait with what they hold.
+    All survivors are chosen only if enough nodes are there for a world once all of them are level.
+    Otherwise only whole replicas are, and the rest wait with their state.
     """
     found = staying + coming
     if state.nodes_per_replica == 1:
@@ -130,7 +136,7 @@ def choose_nodes(
 
 
 def are_whole_replicas(state: State, found: Sequence[NodeWorkers]) -> bool:
-    """Whether these make whole replicas; else they are to come to one step, however few."""
+    """Whether these nodes make whole replicas; otherwise their world only levels them."""
     return state.nodes_per_replica == 1 or len(_whole_replicas(state, found)) == len(found)
 
 
@@ -140,12 +146,12 @@ def _whole_replicas(state: State, found: Sequence[NodeWorkers]) -> list[NodeWork
 
 
 def _is_level(state: State) -> bool:
-    """Whether all members of the world in force are at one step: nobody is ahead of the others."""
+    """Whether all members of the current world are at the same step."""
     return state.incident is None or state.incident.planned
 
 
 def has_partial_replicas(state: State) -> bool:
-    """Whether members of the world in force make no whole replica: it makes no steps."""
+    """Whether the current world has a partial replica: then it makes no steps."""
     if state.nodes_per_replica == 1:
         return False
     members = state.members()
@@ -156,27 +162,28 @@ def has_partial_replicas(state: State) -> bool:
 
 
 def reports_level(state: State, node: KnownNode) -> bool:
-    """Whether this member says of the world in force that it makes no steps, and all are level."""
+    """Whether this member reports that the current world makes no steps and is level."""
     fence = state.world.fence if state.world is not None else None
     level = node.sharding.level if node.sharding is not None else None
     return level is not None and level == fence and state.is_member(node)
 
 
 def nodes_to_start_afresh(state: State) -> list[KnownNode]:
-    """Return whose parts are in the way: begun anew, they make more whole replicas.
+    """Return nodes whose slices prevent a whole replica that fresh workers would complete.
 
-    Of those without a place; and of all, where the next world lacks nodes and they are level.
+    They are nodes without a place. If the next world lacks nodes and its members are level, members
+    are considered too.
     """
     if state.nodes_per_replica == 1:
         return []
     waits = state.phase is Phase.REGROUPING and _is_level(state)
     inside = [node for node in state.members() if node.survivors and not node.leaving]
-    beside = [state.nodes[i] for i in sorted(state.with_standbys) if i not in state.displaced]
-    beside = [node for node in beside if not (state.is_member(node) or node.stopping)]
-    spares = [node for node in beside if _slice_of(node) != NO_PART]
+    outside = [state.nodes[i] for i in sorted(state.with_standbys) if i not in state.displaced]
+    outside = [node for node in outside if not (state.is_member(node) or node.stopping)]
+    spares = [node for node in outside if _slice_of(node) != NO_PART]
     first = 0 if waits else len(inside)
     held = [_slice_of(node) for node in inside + spares]
-    held += [NO_PART] * (len(beside) - len(spares))
+    held += [NO_PART] * (len(outside) - len(spares))
     span, most, found = state.nodes_per_replica, most_nodes(state), list[KnownNode]()
     now = replicas(held, span, most)
     could = replicas(held[:first] + [NO_PART] * (len(held) - first), span, most)

@@ -1,8 +1,8 @@
-"""The coordinator's state, and how the rules write to it.
+"""The coordinator's state: what it knows of each node and of the job.
 
-`State` is changed only by the modules of this package, within one call of
-`Rendezvous.handle`. The sets of node ids are kept by `refile`, so that no rule has to look at
-every node for every message: a membership change of 10,000 nodes stays linear.
+Only the modules of this package change a `State`, and only within one call of `Rendezvous.handle`.
+`reindex` keeps sets of node ids up to date, so no rule has to look at every node for every message:
+a membership change of 10,000 nodes stays linear.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from elastane.protocol.model import (
 )
 from elastane.protocol.sharding import Sharding
 
-# A person reads no more names than these, and a frame has a bound.
+# A person reads no more names than these, and a frame is bounded. The text goes to every node, so
+# its length must not grow with the job.
 _NAMED_MAX = 8
 
 
 def named(ids: Collection[str]) -> str:
-    """Return `ids` in order, the first of them by name and the others counted."""
+    """Return `ids` in order: the first ones by name, the others as a count."""
     first = ", ".join(heapq.nsmallest(_NAMED_MAX, ids))
     more = len(ids) - _NAMED_MAX
     return f"{first} and {more} more" if more > 0 else first
 
 
-# A rate is of the latest so many changes of the count: with a heartbeat a second, of half a minute.
+# The step rate is taken over this many changes of the count: half a minute at one heartbeat a
+# second.
 _SAMPLES_MAX = 32
 
 
@@ -55,7 +57,7 @@ class StepPace:
     _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES_MAX))
 
     def note(self, now_s: float, steps: int | None) -> None:
-        """Take in a step count; None, or a smaller one, begins another count."""
+        """Record a step count; None, or a smaller one, restarts the record."""
         last = self._samples[-1][1] if self._samples else None
         if steps is None or (last is not None and steps < last):
             self._samples.clear()
@@ -63,25 +65,25 @@ class StepPace:
             self._samples.append((now_s, steps))
 
     def steps_per_s(self, now_s: float) -> float | None:
-        """Return the rate up to now; None while too little is known."""
+        """Return the step rate until now; None while fewer than two counts are known."""
         if len(self._samples) < 2:
             return None
         (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
-        # A node that stands still slows down: what it does not say counts, once that is overdue.
+        # A node without new steps slows down: once the next count is overdue, the silence counts.
         overdue_s = now_s - last_s > 2 * (last_s - first_s) / (len(self._samples) - 1)
         return (last - first) / ((now_s if overdue_s else last_s) - first_s)
 
 
 class Phase(StrEnum):
-    """Where the job stands; `phases` has the rule of each."""
+    """Where the job stands; `machine` has the rule of each phase."""
 
     RECOVERING = "recovering"  # a new coordinator waits for the agents of the last world
-    FORMING = "forming"  # no world is in force; the next one is being gathered
+    FORMING = "forming"  # there is no current world; nodes for the next one are gathered
     RUNNING = "running"
-    DRAINING = "draining"  # workers checkpoint before a planned change
-    REGROUPING = "regrouping"  # workers that recover in place wait for the next world
+    DRAINING = "draining"  # workers stop at one step and checkpoint before a planned change
+    REGROUPING = "regrouping"  # interrupted workers keep their state and wait for the next world
     STOPPING = "stopping"  # all workers of the world are being stopped
-    CLOSING = "closing"  # the job has ended and its agents are being told
+    CLOSING = "closing"  # the job has ended; agents are being informed
     CLOSED = "closed"
 
 
@@ -89,49 +91,48 @@ class Phase(StrEnum):
 class KnownNode:
     """One agent as the coordinator knows it."""
 
-    session: int | None  # None: broken, and its grace to come back is running
+    session: int | None  # None: the connection broke, and the reconnect grace is running
     spec: NodeSpec
-    offer: PortOffer
+    offer: PortOffer  # where this node would serve the next process-group store
     peer_host: str
     local_host: str
-    order: int
-    heard_s: float
-    ready: bool
-    offer_used: bool = False  # the port on offer is that of the last world; another follows
-    broken_s: float = 0.0
+    order: int  # of arrival
+    heard_s: float  # when its last message came
+    ready: bool  # its workers can start quickly
+    offer_used: bool = False  # the port was used by the last world; a new offer is on its way
+    broken_s: float = 0.0  # when and why its session broke, and whether in order
     broken_reason: str = ""
     broken_clean: bool = True
-    fence: Fence | None = None  # of the workers that it has, as far as is known
-    stale: bool = False  # they are of another world, whatever their fence
+    # Its workers.
+    fence: Fence | None = None  # of the workers it has; None: it has none, as far as is known
+    stale: bool = False  # they belong to another world than the current one
     standby: bool = False  # they have no place in a world yet
-    uninformed: bool = False  # they have one, and their agent has not heard of it
-    interrupted: str = ""  # why they make no step in it any more
-    stopping: bool = False  # it is stopping them: it leaves, or could not stay
-    workers: tuple[int, ...] = ()  # local ranks of those that have one
+    uninformed: bool = False  # they have a place, and the agent has not received the assignment
+    interrupted: str = ""  # why they make no further step in their world; empty: they do
+    stopping: bool = False  # the agent is stopping them
+    workers: tuple[int, ...] = ()  # local ranks with a place in the world, in order of rank
     recoverable: set[int] = field(default_factory=set)  # local ranks that can enter another world
-    sharding: Sharding | None = None  # of the state that they hold
-    recovers_in_place: bool = (
-        False  # brought along: they recover in place, whoever has finished its steps
-    )
-    holding_state: set[int] = field(
-        default_factory=set
-    )  # local ranks that have made steps, and hold them
-    lost: set[int] = field(default_factory=set)  # local ranks whose processes ended since
-    replacing: set[int] = field(default_factory=set)  # of those, whose successors were asked for
-    lost_pids: dict[int, int] = field(
-        default_factory=dict
-    )  # the process of each that was last lost
+    sharding: Sharding | None = None  # how the state that they hold is sharded
+    # Said at registration: the workers recover in place, also those that finished their steps.
+    recovers_in_place: bool = False
+    # Local ranks that made a step or received the state in this world or the one before.
+    holding_state: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)  # local ranks whose processes have ended
+    replacing: set[int] = field(default_factory=set)  # lost ones with a requested replacement
+    lost_pids: dict[int, int] = field(default_factory=dict)  # local rank to its last lost process
     state: GroupState = "running"
-    failures: tuple[Failure, ...] = ()  # brought along while a new coordinator recovers
-    leaving: str = ""
+    failures: tuple[Failure, ...] = ()  # kept until a new coordinator knows the current world
+    leaving: str = ""  # why the agent asked to leave; empty: it did not
+    # Progress.
     progress: int | None = None
     pace: StepPace = field(default_factory=StepPace)
-    waits_at: tuple[WaitPoint, ...] = ()  # where all its workers in the world wait for others
-    is_stalled: bool = False  # they do so for too long
-    marked: bool = False
-    calls: int | None = None
-    drained: bool = False
-    draining: bool = False  # brought along: its workers wait for the end of a drain
+    waits_at: tuple[WaitPoint, ...] = ()  # where each of its workers waits, once all of them do
+    is_stalled: bool = False  # all of them have waited too long
+    # The current drain.
+    marked: bool = False  # its workers are gated and counted
+    calls: int | None = None  # the furthest worker's count of should_checkpoint() calls
+    drained: bool = False  # its workers have checkpointed
+    draining: bool = False  # said at registration: its workers wait for the end of a drain
 
     @property
     def id(self) -> str:
@@ -140,18 +141,18 @@ class KnownNode:
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """The local ranks of the world in force that are in the middle of it, and able."""
+        """The local ranks that are in the current world and can enter another one."""
         if self.standby:
             return ()
         return tuple(i for i in self.workers if i in self.recoverable and i not in self.lost)
 
     @property
     def has_all_in_world(self) -> bool:
-        """Whether all its workers have a place, in the order of their local ranks."""
+        """Whether all local ranks have a place in the world, in their order."""
         return self.workers == tuple(range(self.spec.local_world_size))
 
     def lose_workers(self, failures: tuple[Failure, ...]) -> None:
-        """The processes of these workers have ended."""
+        """Record that the processes of these workers have ended."""
         for failure in failures:
             self.lost_pids[failure.local_rank] = failure.pid
             self.lost.add(failure.local_rank)
@@ -159,17 +160,17 @@ class KnownNode:
                 ranks.discard(failure.local_rank)
 
     def is_known_loss(self, failure: Failure) -> bool:
-        """Whether this end was told before."""
+        """Whether this end of a process was reported before."""
         return failure.pid > 0 and self.lost_pids.get(failure.local_rank) == failure.pid
 
     def enter_world(self, workers: tuple[int, ...]) -> None:
-        """Its workers of these local ranks are in a world from now on."""
+        """Record that these local ranks have a place in a world from now on."""
         self.workers, self.standby = workers, False
         self.lost -= set(workers)
         self.replacing -= set(workers)
 
     def forget_workers(self) -> None:
-        """It has no workers any more."""
+        """Record that the node has no workers any more."""
         self.workers, self.standby, self.state = (), False, "running"
         self.stale, self.uninformed, self.stopping, self.interrupted = False, False, False, ""
         self.recovers_in_place, self.sharding = False, None
@@ -179,7 +180,7 @@ class KnownNode:
 
 @dataclass(slots=True, kw_only=True)
 class Contest:
-    """An agent that asks for a name which another has; `said` is what it said since, once each."""
+    """A second agent that asks for a node id in use, and its latest message of each type."""
 
     join: Received
     began_s: float
@@ -188,12 +189,12 @@ class Contest:
 
 @dataclass(slots=True, kw_only=True)
 class UnrecordedWorld:
-    """What agents hold of a world of which this coordinator has no record."""
+    """A world that agents report and of which this coordinator has no record."""
 
     fence: Fence
     size: int
-    identity: tuple[int, str, int]  # its size and the address of its process-group store
-    node_ids: dict[int, str]
+    identity: tuple[int, str, int]  # nodes, and address and port of the process-group store
+    node_ids: dict[int, str]  # by node rank
 
 
 @dataclass(slots=True)
@@ -207,35 +208,34 @@ class State:
     started_s: float
     phase: Phase = Phase.FORMING
     phase_reason: str = "the job begins"
-    phase_s: float = 0.0
+    phase_s: float = 0.0  # when the phase began
     versions: Versions | None = None
-    world: World | None = None
-    highest_fence: Fence | None = None  # the highest fence that any agent was ever heard to hold
-    # Whether the world in force may still train somewhere: nobody of it is known to have no
-    # workers of it any more.
+    world: World | None = None  # the current world, or the last one
+    highest_fence: Fence | None = None  # the highest that any agent ever reported
+    # Whether the current world may still train somewhere: no member is known to be without its
+    # workers.
     intact: bool = False
-    all_released: bool = (
-        False  # the last node was released and no worker of the world in force is left
-    )
+    all_released: bool = False  # the last node was released, and no worker of `world` is left
     world_began_s: float = 0.0
-    previous_holder: str = ""
-    holder_due_s: float | None = None  # until when it is waited for, once all others are back
-    resized: bool = False  # the range of nodes is not that of the command line any more
-    requested_range: tuple[int, int] | None = None  # a range that is not in force yet
+    previous_holder: str = ""  # the node of the last coordinator, known to have ended
+    holder_due_s: float | None = None  # how long to wait for it, once all others are back
+    # The owner's changes.
+    resized: bool = False  # the range of nodes differs from the command line's
+    requested_range: tuple[int, int] | None = None  # asked for, and not yet applied
     resized_s: float = 0.0
-    fenced: frozenset[str] = frozenset()  # incarnations that the owner has given up,
-    dead: frozenset[str] = frozenset()  # and of those whose processes it knows to have ended
+    fenced: frozenset[str] = frozenset()  # incarnations that the owner has given up
+    dead: frozenset[str] = frozenset()  # those of them whose processes have all ended
     outcome: Outcome | None = None
-    conclusion: Outcome | None = None  # that an agent asked for; in force once it is `outcome`
-    authority: bool = True
+    conclusion: Outcome | None = None  # requested by an agent; final once it is `outcome`
+    authority: bool = True  # the store backs the decisions
     nodes: dict[str, KnownNode] = field(default_factory=dict)
     by_session: dict[int, str] = field(default_factory=dict)
     contests: dict[str, Contest] = field(default_factory=dict)
-    # Of nodes that departed: their agents, and the ends of workers that they had told.
+    # Of departed nodes: the incarnation, and the ends of workers that it had reported.
     departed_lost_pids: dict[str, tuple[str, dict[int, int]]] = field(default_factory=dict)
     arrivals_seen: int = 0
-    # Sets of node ids, kept by `refile`.
-    idle: set[str] = field(default_factory=set)
+    # Sets of node ids, kept by `reindex`.
+    idle: set[str] = field(default_factory=set)  # connected, without workers, not leaving
     unready: set[str] = field(default_factory=set)
     with_workers: set[str] = field(default_factory=set)
     unreachable: set[str] = field(default_factory=set)
@@ -243,75 +243,75 @@ class State:
     succeeded: set[str] = field(default_factory=set)
     unmarked: set[str] = field(default_factory=set)
     undrained: set[str] = field(default_factory=set)
-    unrecoverable: set[str] = field(default_factory=set)  # members with workers that cannot regroup
-    with_standbys: set[str] = field(default_factory=set)  # who has able workers without a place
+    unrecoverable: set[str] = field(default_factory=set)  # members that cannot recover in place
+    with_standbys: set[str] = field(default_factory=set)  # nodes with workers ready to join
     blocked: set[str] = field(default_factory=set)  # members whose workers all wait for others
-    stalled: set[str] = field(default_factory=set)  # members whose workers only wait, for too long
-    # Who has a place in the world, as `is_of_world` keeps it.
+    stalled: set[str] = field(default_factory=set)  # members whose workers have waited too long
+    # The node ids of one world, kept by `is_of_world`.
     member_ids: Collection[str] = ()
     member_ids_of: World | None = None
-    in_place: bool = False  # the workers of the world in force recover in place,
-    partial_replicas: bool = False  # and are no whole replicas: they make no steps (`parts`)
-    nodes_per_replica: int = 1  # of how many nodes a replica is
-    was_in_place: bool = False  # and they did until they were told to stop
-    # What `stateholders` keeps: by node id, since when workers of which agent may go on unseen; and
-    # the order of the nodes that hold what the world in force began with, outside of it.
+    # Recovery in place.
+    in_place: bool = False  # the workers of the current world recover in place
+    was_in_place: bool = False  # they did until they were asked to stop
+    partial_replicas: bool = False  # the current world has a partial replica: it makes no steps
+    nodes_per_replica: int = 1
+    # Kept by `state_holders`. Nodes out of sight whose workers may still train: since when, and
+    # which incarnation. Displaced nodes hold the state that the current world began with, and
+    # have no place in it: their order.
     possibly_training: dict[str, tuple[float, str]] = field(default_factory=dict)
     displaced: dict[str, int] = field(default_factory=dict)
-    resumed_without_s: float = (
-        0.0  # when this coordinator went on without members that may come back yet
-    )
-    displaced_on_record: bool = False  # the durable record names some
-    peer_lost_s: float | None = None  # when one of them first lost a peer that nobody has explained
+    resumed_without_s: float = 0.0  # when this coordinator resumed without members that may return
+    displaced_on_record: bool = False  # the durable record names displaced nodes
+    peer_lost_s: float | None = None  # when a worker lost a peer without a known reason
     peer_lost_reason: str = ""
-    stall_text: str = ""  # where all workers of the world in force wait, if they do
-    stalled_worlds: int = 0  # worlds in a row that were ended since all their members waited
-    stalled_at_step: int = 0  # how far the last of them was
-    unpaid_incident: Incident | None = None  # what the budget could not pay a replacement for
-    # Of the phase in hand.
+    stall_text: str = ""  # where all workers of the current world wait, once they do
+    stalled_worlds: int = 0  # stalls in a row, without a step between
+    stalled_at_step: int = 0  # the step at the last of them
+    unpaid_incident: Incident | None = None  # the incident whose replacements exceed the budget
+    # Of the current phase.
     incident: Incident | None = None
     last_incident: str = ""
     cause: Cause | None = None
     unrecorded_world: UnrecordedWorld | None = None
     drain_target_sent: bool = False
-    drain_began_earlier: bool = False  # by another coordinator, perhaps
+    drain_began_earlier: bool = False  # a previous coordinator may have asked the workers to drain
     drain_target: int | None = None
-    drain_stops_all: bool = False  # nobody goes on behind the target
+    drain_stops_all: bool = False  # all workers stop at the target
     follow_up: bool = False
     not_before_s: float = 0.0
     first_arrival_s: float | None = None
     last_arrival_s: float = 0.0
     liveness_due_s: float = 0.0
-    ended_before: bool = False  # the job ended under another coordinator: its agents come yet
+    ended_before: bool = False  # the job ended under another coordinator: its agents may still come
     finished: bool = False
     effects: list[RendezvousEffect] = field(default_factory=list)
     wake_s: float | None = None
 
     def wait_until(self, deadline_s: float) -> None:
-        """Ask for a tick at `deadline_s`, if none comes sooner."""
+        """Request a tick at `deadline_s`, unless an earlier one is due."""
         if self.wake_s is None or deadline_s < self.wake_s:
             self.wake_s = deadline_s
 
     def send(self, node: KnownNode, message: ToAgent) -> None:
-        """Send to `node`; where its session is broken, its next Join settles what it missed."""
+        """Send to `node`; if its session is broken, the next Join makes up for what it missed."""
         if node.session is not None:
             self.effects.append(Send(node.session, message))
 
     def stop(self, node: KnownNode, fence: Fence, reason: str) -> None:
-        """Have the workers of `fence` stopped on `node`."""
+        """Ask `node` to stop the workers of `fence`."""
         grace_s = self.spec.timing.shutdown_timeout_s
         self.send(node, Stop(fence=fence, grace_s=grace_s, reason=reason))
 
     def log(
         self, kind: EventKind, reason: str, node_id: str = "", /, **data: str | int | float | bool
     ) -> None:
-        """Write an event that carries the fence of the world in force."""
+        """Write an event that carries the current fence."""
         fence = self.world.fence if self.world else None
         note = Note(kind=kind, reason=reason, node_id=node_id, fence=fence, data=data)
         self.effects.append(Tell(note))
 
     def persist(self) -> None:
-        """Make the record durable before whatever this call sends next."""
+        """Make the record durable before anything that this call sends afterwards."""
         self.effects.append(Persist(self.record()))
 
     def record(self) -> JobRecord:
@@ -328,7 +328,7 @@ class State:
         )
 
     def finish_incident(self, why: str) -> None:
-        """The world in hand is followed by another; a planned change is no incident to remember."""
+        """Close the incident, since another world follows; only an unplanned one is remembered."""
         if self.incident is not None and not self.incident.planned:
             self.last_incident = why
         self.incident = self.unrecorded_world = None
@@ -338,7 +338,7 @@ class State:
         self.phase, self.phase_reason, self.phase_s = phase, reason, self.now_s
 
     def reindex(self, node: KnownNode) -> None:
-        """Bring the sets in line with the facts of `node`."""
+        """Update the sets of node ids for `node`."""
         present = node.session is not None
         has_workers = node.fence is not None
         member = self.is_member(node)
@@ -373,7 +373,7 @@ class State:
                 members.discard(node.id)
 
     def forget(self, node: KnownNode) -> None:
-        """Remove `node` from everything but the world, which is history."""
+        """Remove `node` from everything but the world, which is a record of the past."""
         self.nodes.pop(node.id, None)
         if node.lost_pids:
             self.departed_lost_pids[node.id] = (node.spec.incarnation, node.lost_pids)
@@ -396,7 +396,7 @@ class State:
             members.discard(node.id)
 
     def note_fence(self, fence: Fence | None) -> None:
-        """Settle nothing at or below `fence`, which was in force once."""
+        """Allow no further world at or below `fence`, which some agent held."""
         if fence is not None and (self.highest_fence is None or fence > self.highest_fence):
             self.highest_fence = fence
 
@@ -407,9 +407,9 @@ class State:
         self.last_arrival_s = self.now_s
 
     def gathering_ends_s(self, *, incomplete: bool = False) -> float:
-        """Return when those who come to a running job have been waited for long enough.
+        """Return when a running job stops gathering arrivals.
 
-        `incomplete`: others are known to be on their way, however long ago the latest came.
+        `incomplete`: others are known to be on their way, so only the longest time counts.
         """
         first_s = self.now_s if self.first_arrival_s is None else self.first_arrival_s
         timing = self.spec.timing
@@ -417,18 +417,18 @@ class State:
         return last_s if incomplete else min(self.last_arrival_s + timing.gather_s, last_s)
 
     def is_of_world(self, node_id: str) -> bool:
-        """Whether the world in force has a place for this node, whatever that node holds."""
+        """Whether the current world has a place for this node, whatever the node holds."""
         if self.world is not self.member_ids_of:
             self.member_ids_of = self.world
             self.member_ids = frozenset(m.node_id for m in self.world.members) if self.world else ()
         return node_id in self.member_ids
 
     def is_member(self, node: KnownNode) -> bool:
-        """Whether `node` has workers of the world in force."""
+        """Whether `node` has workers of the current world."""
         here = self.world is not None and node.fence == self.world.fence
         return here and not (node.stale or node.standby)
 
     def members(self) -> list[KnownNode]:
-        """Return the nodes that have workers of the world in force."""
+        """Return the nodes that have workers of the current world."""
         nodes = [self.nodes[i] for i in sorted(self.with_workers)]
         return [node for node in nodes if self.is_member(node)]

@@ -1,15 +1,14 @@
-"""Who holds the state of the job: in the world in force, beside it, or out of sight.
+"""Which workers hold the training state: in the current world, displaced from it, or out of sight.
 
-Where workers recover in place one world follows another while members of the older one may not
-have heard of it, or cannot be reached: they may go on in the older world. So nobody begins anew
-from a checkpoint as long as those who hold the state may train where this coordinator cannot see
-them. And those who had to give their places up hold all that the next world began with, until it
-is heard to go on.
+Where workers recover in place, one world follows another while members of the older one may not
+know of it, or cannot be reached. They may train on in the older world. So no worker starts from a
+checkpoint while a state holder may train where this coordinator cannot see it. Displaced nodes hold
+everything that the next world began with, until that world is known to make steps.
 
-Whoever holds the state and is heard in the world in force answers for both. It was in all worlds
-that may still stand, since nobody has state but those who were in each, and those who were given
-it there; and it is in none of the older ones any more. Of a world before which all workers were
-stopped, anybody does: no older one stands.
+A state holder that reports from the current world proves two things. The state is safe: only
+members of each world, and workers healed there, hold it. And no older world can step, since this
+worker is needed in each of them and is in none any more. If all workers were stopped before the
+current world, any of its members is such a proof.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from elastane.protocol.model import World
 
 
 def record_heartbeat(state: State, node: KnownNode, message: Heartbeat) -> bool:
-    """Take note that workers of `node` hold the state; return whether that is news.
+    """Record which workers of `node` hold the state; return whether that is new.
 
-    They do where they met in the world in force, or in that before it: of all others that might
-    still stand, the one that they met in had left some for each.
+    They do if they last met their peers in the current world, or in the one before it. Every other
+    world that could still exist lacks some workers that met in one of these.
     """
     if not state.is_member(node) or message.fence is None or state.world is None:
         return False
@@ -43,19 +42,19 @@ def record_heartbeat(state: State, node: KnownNode, message: Heartbeat) -> bool:
 
 
 def persist_cleared_displaced(state: State) -> None:
-    """Take out of the record who is no longer kept in mind."""
+    """Update the durable record once it names displaced nodes that are no longer needed."""
     if state.displaced_on_record and not state.displaced:
         state.displaced_on_record = False
         state.persist()
 
 
 def clear_possibly_training(state: State) -> None:
-    """No world but that in force can train any more."""
+    """Record that no world but the current one can train any more."""
     state.possibly_training = {}
 
 
 def record_ended_workers(state: State, node: KnownNode, workers: set[int]) -> None:
-    """Workers of `node` have certainly ended; with one that held the state, all older worlds."""
+    """Record that workers of `node` have ended; if one held the state, no older world can train."""
     if state.is_member(node) and (
         node.holding_state & workers or not _continues_earlier_world(state)
     ):
@@ -68,14 +67,14 @@ def is_dead(state: State, incarnation: str) -> bool:
 
 
 def dead_members(state: State) -> set[str]:
-    """Return the ids of those nodes of the world in force whose agents in it are dead."""
+    """Return the members of the current world whose agents are known to be dead."""
     if not state.dead or state.world is None:
         return set()
     return {m.node_id for m in state.world.members if is_dead(state, m.incarnation)}
 
 
 def drop_dead(state: State) -> None:
-    """The dead do not go on anywhere."""
+    """Forget nodes out of sight that the owner knows to be dead: they train nowhere."""
     state.possibly_training = {
         node_id: (since_s, incarnation)
         for node_id, (since_s, incarnation) in state.possibly_training.items()
@@ -84,16 +83,16 @@ def drop_dead(state: State) -> None:
 
 
 def note_possibly_training(state: State, node_id: str, incarnation: str) -> None:
-    """Workers of this node may go on where nobody sees them."""
+    """Record that workers of this node may still train out of sight."""
     if (state.in_place or state.was_in_place) and not is_dead(state, incarnation):
         state.possibly_training[node_id] = (state.now_s, incarnation)
 
 
 def record_all_released(state: State) -> None:
-    """Record that no worker of the world in force is left, before the last node is released.
+    """Record that no worker of the current world is left, before the last node is released.
 
-    The next coordinator has no other way to know: those nodes may never come back, as where a job
-    that was suspended is resumed with fewer pods.
+    A later coordinator cannot know it otherwise: the nodes may never come back, for instance if a
+    suspended job is resumed with fewer pods.
     """
     if state.world is not None and not (
         state.intact or state.possibly_training or state.all_released
@@ -103,21 +102,21 @@ def record_all_released(state: State) -> None:
 
 
 def note_accounted(state: State, node: KnownNode) -> None:
-    """Its workers are known again: they are gone, or this coordinator leads them."""
+    """Record that no worker of `node` is out of sight: they ended, or report here."""
     state.possibly_training.pop(node.id, None)
 
 
 def possibly_training_until_s(state: State) -> float:
-    """Return until when workers may go on where nobody sees them; 0: none do."""
+    """Return until when workers may train out of sight; 0: there are none."""
     if not (state.store_backed and state.possibly_training):
         return 0.0
     return max(since_s for since_s, _ in state.possibly_training.values()) + FENCE_WAIT_S
 
 
 def returning_until_s(state: State) -> float:
-    """Return until when nodes may come back with workers that are able; 0: none may.
+    """Return until when nodes may come back with workers that can join; 0: none may.
 
-    Of those in doubt, and of the world in force, where a new coordinator went on without some.
+    That counts nodes out of sight, and members without which a new coordinator resumed the job.
     """
     members = state.world.members if state.world is not None else ()
     lacking = any(not (m.node_id in state.nodes or is_dead(state, m.incarnation)) for m in members)
@@ -126,43 +125,43 @@ def returning_until_s(state: State) -> float:
 
 
 def state_wait_until_s(state: State) -> float:
-    """Return until when the state may be with workers out of sight alone; 0: it is not."""
+    """Return until when only workers out of sight may hold the state; 0: others hold it."""
     if any(rules_out_older_worlds(state, node) for node in state.members()):
         return 0.0
     return possibly_training_until_s(state)
 
 
 def must_wait_for_state(state: State) -> bool:
-    """Whether to wait for those out of sight; asks for a tick at the end of the wait."""
+    """Whether to wait for workers out of sight; requests a tick at the end of the wait."""
     due_s = state_wait_until_s(state)
     if state.now_s >= due_s:
         if due_s:
-            clear_possibly_training(state)  # By now they have stopped themselves.
+            clear_possibly_training(state)  # By now those workers have stopped themselves.
         return False
     state.wait_until(due_s)
     return True
 
 
 def record_displaced(state: State, before: World, after: World) -> None:
-    """Keep in mind who holds the state that the world in force begins with, and has no place."""
+    """Record which nodes hold the state that the next world begins with and have no place in it."""
     inside = {member.node_id for member in after.members}
     names = [member.node_id for member in before.members] + [*state.displaced]
     outside = [i for i in names if i not in inside and i in state.nodes]
     for node_id in outside:
         state.nodes[
             node_id
-        ].holding_state.clear()  # In this world others may make steps without it.
+        ].holding_state.clear()  # The new world may make steps without this node.
     state.displaced = {node_id: rank for rank, node_id in enumerate(dict.fromkeys(outside))}
     state.displaced_on_record = bool(state.displaced)
 
 
 def is_displaced_holder(state: State, node: KnownNode) -> bool:
-    """Whether `node` has no place, and holds the state that the world in force began with."""
+    """Whether `node` has no place and holds the state that the current world began with."""
     return node.id in state.displaced and node.standby and bool(node.recoverable) and not node.stale
 
 
 def rules_out_older_worlds(state: State, node: KnownNode) -> bool:
-    """Whether no world but that in force can make a step without a worker of this node."""
+    """Whether no world but the current one can make a step without a worker of this node."""
     return bool(
         node.holding_state.intersection(node.survivors)
         if _continues_earlier_world(state)
@@ -171,8 +170,8 @@ def rules_out_older_worlds(state: State, node: KnownNode) -> bool:
 
 
 def _continues_earlier_world(state: State) -> bool:
-    """Whether the world in force follows one of which nobody was stopped.
+    """Whether the current world follows one whose workers were not stopped.
 
-    Only such a world says which workers of a node have places in it; all its members do.
+    Only the members of such a world name the workers that take part.
     """
     return state.world is not None and any(member.workers for member in state.world.members)

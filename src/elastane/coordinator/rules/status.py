@@ -1,4 +1,4 @@
-"""What the coordinator shows of itself."""
+"""What the coordinator shows of itself: the report of `elastane status`, and the list of agents."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from elastane.coordinator.rules.state import KnownNode, Phase, State
 from elastane.protocol.effects import Send
 from elastane.protocol.messages import AgentPresence, NodeStatus, Report
 
-# More nodes than this are counted, not listed, in a report; one frame has a bound.
+# A report lists no more nodes than this, since a frame is bounded.
 _LISTED_MAX = 1024
 
 
 def presence(state: State) -> list[AgentPresence]:
-    """Return all agents that are here, and those of the world in force that are not.
+    """Return all agents that are here, and the members of the current world that are not.
 
-    While it is waited for those of the last world, nobody of it counts as departed.
+    While a new coordinator waits for the last world, no member counts as departed.
     """
     members = state.world.members if state.world else ()
     ranks = {(member.node_id, member.incarnation): i for i, member in enumerate(members)}
@@ -82,6 +82,6 @@ def _state_of(node: KnownNode, member: bool) -> str:
         return "candidate" if node.ready else "warming up"
     if member:
         return node.state
-    if node.standby and not node.stopping:  # beside the world in force, as its workers do
+    if node.standby and not node.stopping:  # ready to join the current world
         return "spare" if node.recoverable else "warming up"
     return "stopping"
