@@ -319,6 +319,23 @@ def test_another_zygote_takes_over_with_what_workers_imported_but_for_what_diffe
     asyncio.run(scenario())
 
 
+def test_a_preload_that_keeps_the_rank_of_its_import_is_a_problem_and_means_exec(
+    tmp_path: Path,
+) -> None:
+    async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
+        env = worker_environment(RANK="5")
+        wanted = command("script", tmp_path / "shows.py", env=env)
+        assert (await run_spawned(spawner, wanted, tmp_path)).out == "5\n"
+        assert not spawner.warm.is_set()
+        [problem] = told.of("problem")
+        assert problem.startswith("ranked_early reads RANK when it is imported")
+        assert "out of --preload" in problem
+
+    (tmp_path / "ranked_early.py").write_text("import os\nrank = os.environ.get('RANK')\n")
+    (tmp_path / "shows.py").write_text("import ranked_early\nprint(ranked_early.rank)\n")
+    in_folder(tmp_path, scenario, "ranked_early", warm=False)
+
+
 @pytest.mark.parametrize("case", ["missing", "folder", "compiled", "hides", "preloaded"])
 def test_what_only_python_can_run_is_left_to_it(
     runner: asyncio.Runner, zygote: ZygoteSpawner, told: Told, tmp_path: Path, case: str

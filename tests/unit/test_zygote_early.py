@@ -3,11 +3,13 @@
 import atexit
 import importlib
 import importlib.util
+import os
 import sys
 
 import pytest
 
 from elastane.process.zygote.early import EarlyModules, Imported
+from elastane.process.zygote.renewals import RENEWALS, Renewal
 
 NAMES = ("early_one", "early_two")
 
@@ -25,9 +27,9 @@ def early(tmp_path, monkeypatch):
     importlib.import_module("early_one.part")
     made = []
 
-    def hide(*bound, env=None, reads=None):
+    def hide(*bound, env=None, **more):
         origins = {name: module.__file__ for name, module in modules.items()}
-        made.append(EarlyModules(Imported(origins, frozenset(bound), reads or {}), env or {}))
+        made.append(EarlyModules(Imported(origins, frozenset(bound), **more), env or {}))
         made[-1].hide()
         return modules
 
@@ -49,12 +51,14 @@ def other_version(tmp_path, monkeypatch, name):
 def test_they_are_hidden_until_one_is_imported(early):
     modules = early()
     specs = {name: module.__spec__ for name, module in modules.items()}
+    loader = specs["early_one"].loader
     assert not {*NAMES, "early_one.part"} & set(sys.modules)
     import early_one.part
 
     assert sys.modules["early_one"] is modules["early_one"] is early_one
     assert "early_two" in sys.modules and early_one.part.value == 1
     assert early_one.__spec__ is specs["early_one"]
+    assert early_one.__spec__.loader is early_one.__loader__ is loader
     assert not any(isinstance(finder, EarlyModules) for finder in sys.meta_path)
 
 
@@ -75,6 +79,71 @@ def test_a_package_that_is_first_on_the_path_by_now_is_the_one_that_is_imported(
 
     assert early_one.version == 2
     assert early_two is not modules["early_two"], "it may hold the other version"
+
+
+def test_a_package_is_imported_anew_where_another_one_of_its_unit_would_be_found_elsewhere(
+    early, tmp_path, monkeypatch
+):
+    modules = early()
+    other_version(tmp_path, monkeypatch, "early_two")
+    import early_one
+    import early_two
+
+    assert early_one is not modules["early_one"], "it may hold the other version"
+    assert early_two.version == 2
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """A module that keeps its rank from its import, and how it is renewed."""
+
+    def renew(module):
+        module.rank = int(os.environ["RANK"])
+
+    one = Renewal(("1",), renew, {"RANK": "77"}, lambda module: module.rank == 77)
+    monkeypatch.setitem(RENEWALS, "early_one.part", one)
+    return frozenset({"early_one.part"})
+
+
+def test_what_a_module_kept_of_its_import_is_the_workers_own_where_it_is_given_out(
+    early, kept, monkeypatch
+):
+    modules = early(renewed=kept)
+    modules["early_one"].part.rank = 0
+    monkeypatch.setenv("RANK", "5")
+    import early_one.part
+
+    assert early_one is modules["early_one"] and early_one.part.rank == 5
+
+
+def test_a_worker_without_a_rank_imports_what_keeps_the_rank_by_itself(early, kept, monkeypatch):
+    modules = early(renewed=kept)
+    monkeypatch.delenv("RANK", raising=False)
+    import early_one.part
+
+    assert early_one is not modules["early_one"]
+
+
+def test_a_worker_has_the_variables_that_packages_set_when_they_were_imported(
+    early, monkeypatch, capsys
+):
+    writes = {
+        "SET": ("early_one", "1"),
+        "GONE": ("early_one", None),
+        "OMP_SET": ("early_one", "2"),
+        "OF_TWO": ("early_two", "1"),
+    }
+    early("early_two", writes=writes)
+    monkeypatch.setenv("GONE", "here")
+    for name in ("SET", "OMP_SET", "OF_TWO"):
+        monkeypatch.delenv(name, raising=False)
+    import early_one  # noqa: F401
+
+    assert [os.environ.get(name) for name in writes] == ["1", None, "2", None]
+    import early_two  # noqa: F401
+
+    assert os.environ["OF_TWO"] == "1"
+    assert capsys.readouterr().err == "", "the script itself has set nothing"
 
 
 @pytest.mark.parametrize(("value", "same"), [("1", True), ("2", False)])

@@ -10,9 +10,14 @@ import pytest
 from elastane.process.status_page import StatusPage, WorkerPage
 from elastane.process.zygote.early import ImportNotes
 from elastane.process.zygote.learned import import_learned
+from elastane.process.zygote.renewals import RENEWALS, Renewal
 
 PACKAGES = {
-    "learned_calm": "import os\nsetting = os.environ.get('LEARNED_SETTING')",
+    "learned_calm": "import os\nos.environ.get('LEARNED_SETTING')\nos.environ.get('NO_SUCH')",
+    "learned_setter": "import os\nos.environ.setdefault('LEARNED_SET', '1')\n"
+    "os.environ['LEARNED_SET']\nos.environ.pop('LEARNED_GONE')",
+    "learned_renewed": "import os\n__version__ = '1.5'\nrank = os.environ.get('RANK', '0')\n"
+    "everything = [*os.environ]",
     "learned_ranked": "import os\nrank = os.getenv('RANK', '-1')",
     "learned_user": "import learned_ranked",
     "learned_all": "import os\nvariables = dict(os.environ)",
@@ -44,6 +49,17 @@ def test_what_is_installed_is_imported_and_its_variables_are_known(installed, mo
     found = import_learned(names, lambda: "")
     assert "learned_calm.part" in sys.modules and "learned_broken" not in sys.modules
     assert found.unsafe == set() and found.reads["LEARNED_SETTING"] == "here"
+    assert found.reads["NO_SUCH"] is None
+
+
+def test_variables_that_a_package_sets_are_its_own_and_not_read(installed, monkeypatch):
+    monkeypatch.setenv("LEARNED_GONE", "here")
+    monkeypatch.delenv("LEARNED_SET", raising=False)
+    found = import_learned(["learned_setter"], lambda: "")
+    monkeypatch.delenv("LEARNED_SET")
+    set_by = {"LEARNED_SET": ("learned_setter", "1"), "LEARNED_GONE": ("learned_setter", None)}
+    assert found.writes == set_by and found.unsafe == set()
+    assert found.reads["LEARNED_SET"] is None
 
 
 def test_the_users_own_modules_are_not(tmp_path, monkeypatch):
@@ -54,8 +70,55 @@ def test_the_users_own_modules_are_not(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["learned_ranked", "learned_user"])
-def test_a_package_that_reads_a_rank_is_unsafe_whoever_imports_it(installed, name):
-    assert import_learned([name], lambda: "").unsafe == {"learned_ranked"}
+def test_a_package_that_reads_a_rank_is_unsafe_and_so_is_what_imports_it(installed, name):
+    found = import_learned([name, "learned_last"], lambda: "")
+    assert found.unsafe == {"learned_ranked", name}
+    assert found.ranked == {"learned_ranked": "RANK"} and "learned_last" in sys.modules
+
+
+@pytest.fixture
+def renewal(monkeypatch):
+    """How `learned_renewed` is renewed; its parts are the test's to break."""
+
+    def renew(module):
+        module.rank = os.environ.get("RANK", "0")
+
+    parts = {"versions": ("1.",), "renew": renew, "trial": {"RANK": "77"}}
+    parts["shows"] = lambda module: module.rank == "77"
+
+    def put(**changes):
+        monkeypatch.setitem(RENEWALS, "learned_renewed", Renewal(**{**parts, **changes}))
+
+    put()
+    return put
+
+
+def test_a_package_that_reads_a_rank_and_can_be_renewed_is_safe(installed, renewal, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    found = import_learned(["learned_renewed"], lambda: "")
+    assert (found.unsafe, found.renewed) == (set(), {"learned_renewed"})
+    assert "RANK" not in found.reads, "each worker has another one"
+    assert os.environ["RANK"] == sys.modules["learned_renewed"].rank == "3", "the trial is over"
+
+
+def fails(module):
+    raise AttributeError("rank_zero_only")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"versions": ("2.",)},
+        {"renew": fails},
+        {"renew": lambda module: None},
+        {"shows": lambda module: True},
+    ],
+    ids=["another version", "it raises", "no effect", "an effect that stays"],
+)
+def test_a_package_whose_renewal_does_not_work_is_unsafe(installed, renewal, change):
+    renewal(**change)
+    found = import_learned(["learned_renewed"], lambda: "")
+    assert (found.unsafe, found.renewed) == ({"learned_renewed"}, set())
 
 
 def test_a_package_that_reads_all_variables_is_unsafe(installed):
@@ -70,13 +133,19 @@ def test_a_package_that_starts_a_thread_is_unsafe_and_the_last_one(installed):
     sys.modules["learned_busy"].go.set()
 
 
-def test_imports_are_noted_on_the_page_until_it_is_full(installed):
+def test_imports_are_noted_on_the_page_until_it_is_full(installed, monkeypatch):
     page = StatusPage.create()
     worker = WorkerPage.open(os.dup(page.fd))
     try:
         notes = ImportNotes(worker.note_import)
         notes.begin()
         import learned_calm.part  # noqa: F401
+
+        for name in ("json.tool", "elastane.errors"):
+            notes.find_spec(name)
+        with monkeypatch.context() as fork:
+            fork.setattr(os, "getpid", lambda: 1)
+            notes.find_spec("learned_last")
 
         sys.meta_path.remove(notes)
         assert page.imports == ("learned_calm", "learned_calm.part")

@@ -167,7 +167,7 @@ class ZygoteSpawner:
         """Warm up a zygote with these modules beside the one that serves, and swap the two."""
         unsafe: set[str] = set()
         for _ in range(LEARN_TRIES):
-            names = [name for name in modules if name.partition(".")[0] not in unsafe]
+            names = [name for name in modules if unsafe.isdisjoint((name, name.partition(".")[0]))]
             text = ",".join(names)[:LEARNED_BYTES_MAX].rpartition(",")[0]
             try:
                 zygote, sock = await self._start(text)

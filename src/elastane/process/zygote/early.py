@@ -15,13 +15,14 @@ import copy
 import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from elastane.process.zygote.fitness import is_read_at_import
+from elastane.process.zygote.renewals import renew
 
 # Parts of the launcher that the worker runs in; and what C extensions look up by themselves.
 _OWN = frozenset({"elastane", "msgspec"})
@@ -33,11 +34,15 @@ class Imported:
 
     `bound` are those that torch imported, and torch: one process holds each of them once. `reads`
     are the variables that learned packages read when they were imported, with their values then.
+    `writes` are those that packages set, each with the package and the value. `renewed` are the
+    modules that take in the worker's environment when they are given out (`renewals`).
     """
 
     origins: Mapping[str, str] = field(default_factory=dict)
     bound: frozenset[str] = frozenset()
     reads: Mapping[str, str | None] = field(default_factory=dict)
+    writes: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
+    renewed: frozenset[str] = frozenset()
 
 
 def outside(names: Iterable[str]) -> dict[str, str]:
@@ -95,9 +100,26 @@ class EarlyModules:
         if name in self._imported.bound:
             self._report(unit)
         self._show(unit)
+        self._renew(unit)
+
+    def _renew(self, unit: Collection[str]) -> None:
+        """Have the modules of these packages take in this worker's environment, and set theirs."""
+        renew(name for name in self._imported.renewed if name.partition(".")[0] in unit)
+        for name, (package, value) in self._imported.writes.items():
+            if package not in unit:
+                continue
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     def _is_stale(self, name: str) -> bool:
-        """Whether an import now would lead elsewhere, or read other variables."""
+        """Whether an import now would lead elsewhere, or read other variables.
+
+        A worker that waits for a place has no rank yet, and may import later what keeps the rank.
+        """
+        if self._imported.renewed and "RANK" not in os.environ:
+            return True
         if any(os.environ.get(each) != value for each, value in self._imported.reads.items()):
             return True
         return any(map(self._elsewhere, self._unit(name)))
@@ -124,7 +146,10 @@ class EarlyModules:
                 early = self._imported.origins[package]
                 _say(f"{found} is not used: torch was imported with {early} before")
         for name in sorted({*self._env, *os.environ}):
-            if is_read_at_import(name) and self._env.get(name) != os.environ.get(name):
+            value = os.environ.get(name)
+            if not is_read_at_import(name) or value == self._env.get(name):
+                continue
+            if name not in self._imported.writes or value != self._imported.writes[name][1]:
                 _say(f"{name} has no effect: torch was imported before the script set it")
 
     def _elsewhere(self, package: str) -> str:

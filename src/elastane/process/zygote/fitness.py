@@ -21,10 +21,11 @@ IMPORT_PREFIXES = (
     "NPY_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_",
 )  # fmt: skip
 FROZEN_PREFIXES = START_PREFIXES + IMPORT_PREFIXES
-# Read when a process group is made, or read again in the worker; the fault handler is set up anew
-# in each worker.
+# Read when a process group is made, when a device is looked for, or again in the worker; the fault
+# handler is set up anew in each worker.
 THAWED_PREFIXES = (
     "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_", "TORCH_WORKER_", "PYTHONFAULTHANDLER",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
 )  # fmt: skip
 
 

@@ -2,12 +2,15 @@
 
 Only packages of site-packages are imported, never the user's own modules, whose code may change.
 A package is unsafe where its import starts a thread, initialises CUDA, or reads a variable that
-differs between workers (RANK): the agent then starts another zygote without it. What other
-variables were read is returned, since a script may set them before its own import.
+differs between workers (RANK). The exceptions are modules that a worker can renew (`renewals`). The
+agent starts another zygote without the unsafe packages and without what imports them. What other
+variables were read is returned, since a script may set them before its own import. So is what
+packages set: a worker's environment is made anew, and lacks it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -15,11 +18,13 @@ import site
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from elastane.process.zygote.renewals import RENEWALS, fault_of
 
 # Whoever learns is not waited for, but shares the host's CPUs with the training.
 LEARNED_IMPORT_S = 60.0
@@ -30,36 +35,64 @@ _PLACE_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ELASTANE_")
 
 @dataclass
 class ImportFindings:
-    """Which packages are unsafe, and which variables the others have read."""
+    """What the environment was used for while packages were imported.
+
+    `unsafe`: packages, and modules of torch, that must not be imported early. `ranked`: the unsafe
+    packages that read a variable of one worker, each with that variable. `reads`: the variables
+    that the others read, with their values then. `writes`: the variables that they set, each with
+    the package and the value; None where it was deleted. `renewed`: the modules to be renewed.
+    """
 
     unsafe: set[str] = field(default_factory=set)
+    ranked: dict[str, str] = field(default_factory=dict)
     reads: dict[str, str | None] = field(default_factory=dict)
+    writes: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    renewed: set[str] = field(default_factory=set)
+
+    def try_renewals(self) -> None:
+        """Keep the renewals that work; the packages of the others are unsafe."""
+        for module in sorted(self.renewed):
+            if fault_of(module):
+                self.renewed.remove(module)
+                self.add_unsafe(_package(module))
+
+    def add_unsafe(self, package: str, variable: str = "") -> None:
+        """Note an unsafe package; `variable`: the one of a single worker that it reads."""
+        if variable and package not in self.unsafe:
+            self.ranked[package] = variable
+        self.unsafe.add(package)
 
 
 def import_learned(names: Iterable[str], unfit: Callable[[], str]) -> ImportFindings:
     """Import modules in their order; `unfit` says why this process could not be forked by now."""
     found, known = ImportFindings(), {}
     ends_s = time.monotonic() + LEARNED_IMPORT_S
-    watched = _watch(found)
-    try:
+    with watched(found):
         for name in names:
-            package = name.partition(".")[0]
+            package = _package(name)
             if package not in known:
                 known[package] = _is_installed(package)
             if not known[package] or package in found.unsafe or name in sys.modules:
                 continue
             if time.monotonic() > ends_s:
                 break
+            before = set(found.unsafe)
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit):
                 continue  # As it may have been for the worker: an optional part that is missing.
+            if found.unsafe - before:
+                # It would import the unsafe package in the next zygote too.
+                found.unsafe.add(name if package == "torch" else package)
             if len(os.listdir("/proc/self/task")) > 1 and unfit():  # noqa: PTH208 - counted only
                 found.unsafe.add(package)
                 break
-    finally:
-        watched()
+    found.try_renewals()
     return found
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _is_installed(package: str) -> bool:
@@ -74,38 +107,59 @@ def _is_installed(package: str) -> bool:
     return origin is not None and any(Path(origin).is_relative_to(root) for root in roots)
 
 
-def _watch(found: ImportFindings) -> Callable[[], None]:
-    """Note which variables are read from now on; returns what ends that."""
+@contextlib.contextmanager
+def watched(found: ImportFindings) -> Iterator[None]:
+    """Note which variables are read and set by packages that are imported meanwhile."""
     kind: Any = type(os.environ)
 
     class ImportWatch(kind):  # type: ignore[misc]
         def __getitem__(self, name: str) -> str:
-            if name in _PLACES or name.startswith(_PLACE_PREFIXES):
-                found.unsafe |= _readers(sys._getframe(1))
+            reader = _user(sys._getframe(1))
+            if reader in RENEWALS:
+                found.renewed.add(reader)
+                return str(super().__getitem__(name))
+            if reader and (name in _PLACES or name.startswith(_PLACE_PREFIXES)):
+                found.add_unsafe(_package(reader), name)
+            if name in found.writes:  # What a package has set says nothing of the environment.
+                return str(super().__getitem__(name))
             found.reads[name] = None
             found.reads[name] = value = str(super().__getitem__(name))
             return value
 
         def __iter__(self) -> Any:
-            found.unsafe |= _readers(sys._getframe(1))
+            reader = _user(sys._getframe(1))
+            if reader in RENEWALS:
+                found.renewed.add(reader)
+            elif reader:
+                found.add_unsafe(_package(reader))
             return super().__iter__()
+
+        def __setitem__(self, name: str, value: str) -> None:
+            super().__setitem__(name, value)
+            found.writes[name] = (_package(_user(sys._getframe(1))), value)
+
+        def __delitem__(self, name: str) -> None:
+            super().__delitem__(name)
+            found.writes[name] = (_package(_user(sys._getframe(1))), None)
 
     environ: Any = os.environ
     environ.__class__ = ImportWatch
-
-    def end() -> None:
+    try:
+        yield
+    finally:
         environ.__class__ = kind
 
-    return end
 
+def _user(frame: FrameType | None) -> str:
+    """Return the module whose code uses the environment, which is none of Python's own.
 
-def _readers(frame: FrameType | None) -> set[str]:
-    """Return the package whose code reads, which is none of Python's own; empty for the zygote."""
+    Empty for the zygote itself.
+    """
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package == "elastane":
+        module = str(frame.f_globals.get("__name__", ""))
+        if _package(module) == "elastane":
             break
-        if package not in sys.stdlib_module_names:
-            return {package}
+        if _package(module) not in sys.stdlib_module_names:
+            return module
         frame = frame.f_back
-    return set()
+    return ""

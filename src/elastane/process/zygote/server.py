@@ -28,7 +28,7 @@ from elastane.process.zygote import fitness, protocol
 from elastane.process.zygote.child import Birth, become, first_path_entry, note_birth
 from elastane.process.zygote.ddp import free_reducers_first
 from elastane.process.zygote.early import Imported, outside
-from elastane.process.zygote.learned import import_learned
+from elastane.process.zygote.learned import ImportFindings, import_learned, watched
 from elastane.process.zygote.sources import sets_too_late
 from elastane.process.zygote.store import serve
 
@@ -54,12 +54,15 @@ def main(args: Sequence[str]) -> Work | None:
     birth = note_birth()
     sock = socket.socket(fileno=protocol.ZYGOTE_FD)
     begun = time.monotonic()
+    chosen = ImportFindings()
     with without_collections():
-        problems, imported = import_all(preload)
+        with watched(chosen):
+            problems, imported = import_all(preload)
+        chosen.try_renewals()
         found = import_learned(learned, settle)
-    imported = replace(imported, origins=outside(sys.modules), reads=found.reads)
+    imported = _with_findings(imported, chosen, found)
     free_reducers_first()
-    unfit = settle()
+    unfit = settle() or _why_ranked(chosen)
     gc.collect()
     gc.freeze()  # so that a collection in a worker does not copy every page of the modules
     protocol.send(
@@ -74,6 +77,35 @@ def main(args: Sequence[str]) -> Work | None:
         },
     )
     return _Loop(sock, agent, birth, imported, _preloaded_files()).run()
+
+
+def _with_findings(imported: Imported, chosen: ImportFindings, found: ImportFindings) -> Imported:
+    """Return what was imported, with what its packages did with the environment.
+
+    What torch sets itself is left out: a worker that imports less of torch would not have it.
+    """
+    writes = {**chosen.writes, **found.writes}
+    return replace(
+        imported,
+        origins=outside(sys.modules),
+        reads=found.reads,
+        writes={name: by for name, by in writes.items() if by[0] not in ("", "torch")},
+        renewed=frozenset(chosen.renewed | found.renewed),
+    )
+
+
+def _why_ranked(chosen: ImportFindings) -> str:
+    """Return why packages that the user chose to preload forbid forks; empty where none does.
+
+    They kept a variable of one worker at import, and each fork would have the zygote's value.
+    """
+    for package, variable in sorted(chosen.ranked.items()):
+        return (
+            f"{package} reads {variable} when it is imported, so every worker would have the value"
+            f" of the process that preloads it; next: leave {package}, and what imports it, out of"
+            " --preload"
+        )
+    return ""
 
 
 # What torch._dynamo imports when the interpreter ends, where it is installed. Code that is compiled

@@ -1,0 +1,109 @@
+"""Lightning and torchmetrics, imported by the zygote: each worker has the rank that is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process_harness import (
+    DEADLINE_S,
+    Told,
+    command,
+    eventually,
+    run_plain,
+    run_spawned,
+    worker_environment,
+)
+
+from elastane.process.kernel import become_subreaper
+from elastane.process.zygote import DEFAULT_PRELOAD
+from elastane.process.zygote.client import ZygoteSpawner
+
+pytest.importorskip("lightning")
+pytest.importorskip("torchmetrics")
+
+LEARNED = ("torchmetrics", "lightning", "lightning.pytorch")
+SCRIPT = """\
+import json, os, sys
+import packaging
+early = "lightning" in sys.modules
+import lightning.pytorch
+import fsspec.config
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as shared
+from torchmetrics.utilities.prints import rank_zero_only as metrics
+import torch
+
+class Noting:
+    said = []
+
+@rank_zero_only
+def note():
+    Noting.said.append("rank 0")
+
+note()
+print(json.dumps({
+    "early": early,
+    "ranks": [rank_zero_only.rank, shared.rank, metrics.rank],
+    "said": Noting.said,
+    "conf": fsspec.config.conf.get("elastane"),
+    "cuda check": os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
+}))
+"""
+
+
+def workers() -> list[dict[str, str]]:
+    """The environments of three workers, of two nodes."""
+    places = (("0", "0"), ("1", "1"), ("5", "2"))
+    more = {"FSSPEC_ELASTANE": '{"key": "worker"}'}
+    return [worker_environment(RANK=rank, LOCAL_RANK=local, **more) for rank, local in places]
+
+
+def alike(folder: Path, preload: tuple[str, ...], swap: Callable[[ZygoteSpawner], None]) -> Told:
+    """Compare three workers of a zygote with fresh interpreters, once `swap` has been called."""
+    script = folder / "ranks.py"
+    script.write_text(SCRIPT)
+    become_subreaper()
+    told = Told()
+
+    async def scenario() -> None:
+        spawner = ZygoteSpawner(preload, worker_environment(), sys.executable, told)
+        await spawner.start()
+        try:
+            await asyncio.wait_for(spawner.warm.wait(), DEADLINE_S)
+            pid = spawner.pid
+            swap(spawner)
+            if preload == DEFAULT_PRELOAD:
+                await eventually(lambda: spawner.pid not in (pid, None), "another zygote", 60.0)
+            for env in workers():
+                wanted = command("script", script, env=env)
+                forked = await run_spawned(spawner, wanted, folder)
+                assert forked.code == 0, forked.err
+                found = json.loads(forked.out)
+                assert found.pop("early") is True
+                rank = int(env["RANK"])
+                assert found["ranks"] == [rank, rank, int(env["LOCAL_RANK"])]
+                assert "no effect" not in forked.err
+                if rank == 5:
+                    plain = json.loads(run_plain(wanted, folder).out)
+                    assert plain.pop("early") is False and plain == found
+        finally:
+            await spawner.close()
+
+    asyncio.run(scenario())
+    assert told.of("fallback") == told.of("died") == []
+    return told
+
+
+def test_a_worker_has_its_own_rank_in_lightning_that_the_zygote_learned(tmp_path: Path) -> None:
+    alike(tmp_path, DEFAULT_PRELOAD, lambda spawner: spawner.learn(LEARNED))
+
+
+def test_a_worker_has_its_own_rank_in_lightning_that_the_user_preloads(tmp_path: Path) -> None:
+    preload = ("torch", "torch.distributed", "lightning")
+    told = alike(tmp_path, preload, lambda spawner: None)
+    assert told.of("problem") == []
