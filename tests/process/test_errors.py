@@ -191,7 +191,7 @@ def test_a_report_that_cannot_be_written_has_no_say_in_the_end(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with agent(tmp_path, "--report-file", "file/report.json", body="pass") as one:
         assert one.wait() == 0
-    assert "how the job ended is not on file" in one.err
+    assert "the report of how the job ended was not written" in one.err
 
 
 FLAKY = """

@@ -341,7 +341,7 @@ def test_a_fault_of_the_thread_is_told_and_raised(
 ) -> None:
     a = cluster.new((1, 1))
     a.join()
-    monkeypatch.setattr(MembershipAgent, "_carry_out", lambda *_: 1 / 0)
+    monkeypatch.setattr(MembershipAgent, "_perform", lambda *_: 1 / 0)
     assert wait_changed(a) == "the membership has ended"
     with pytest.raises(ZeroDivisionError):
         a.join()

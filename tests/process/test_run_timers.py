@@ -66,8 +66,8 @@ def test_a_timer_of_somebody_elses_process_ends_nobody(tmp_path: Path) -> None:
             pipe.write(b"no timer at all\n")
             fields = {name: getattr(request, name) for name in request.__struct_fields__}
             pipe.write(json.dumps(fields).encode() + b"\n")
-        until(lambda: "no process of a worker here" in one.err, "the agent says so")
-        assert "is no timer" in one.err
+        until(lambda: "no worker here owns that process" in one.err, "the agent says so")
+        assert "is not a timer" in one.err
         (tmp_path / "sent").touch()
         assert one.wait() == 0
 

@@ -112,5 +112,5 @@ def test_a_session_is_there_whether_or_not_it_can_be_noted(dial, monkeypatch):
     monkeypatch.setattr(dialing._log, "warning", lambda *words: said.append(words[0]))
     dialer = dial(Coordinator({NEW}), registry=Registry(OSError(28, "No space left on device")))
     assert reach(dialer) == ("10.0.0.1", 29400, NEW)
-    assert said == ["status will not find this job: %s"]
+    assert said == ["elastane status will not find this job: %s"]
     assert reach(dial(Coordinator({NEW}))) == ("10.0.0.1", 29400, NEW)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from elastane.agent.snapshot_events import note_of
+from elastane.agent.snapshot_events import snapshot_event
 from elastane.protocol.checkpoints import Key
 from elastane.protocol.log_events import EventKind
 from elastane.snapshots import events
@@ -79,7 +79,7 @@ def test_an_agent_that_does_not_read_or_is_gone_holds_up_nobody(line):
 
 def test_each_becomes_an_event_with_step_and_place():
     notes = [
-        note_of(each, "n")
+        snapshot_event(each, "n")
         for each in (
             saved(7),
             PersistFailed(Key(0, 1, 0, 7), "/ck", "No space left", "checkpoint-write"),

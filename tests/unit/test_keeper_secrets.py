@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from elastane.agent.neighbours import neighbours
+from elastane.agent.neighbours import replica_peers
 from elastane.options.keyring import Keyring
 from elastane.process.tls import TlsConfig
 
@@ -13,7 +13,7 @@ def told(keyring, tls=None, job="job"):
         rendezvous=SimpleNamespace(tls=tls),
         reach="10.0.0.2",
     )
-    return neighbours(config, keyring)
+    return replica_peers(config, keyring)
 
 
 def test_two_nodes_of_a_job_have_one_secret_and_another_job_has_another():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from kube_cluster import Cluster, spec_of
 
-from elastane.agent.ending import tell_end
+from elastane.agent.ending import report_end
 from elastane.kubernetes.model.seen import ContainerEnd
 from elastane.kubernetes.reconcile.bounds import FIRST_START_LIVED_S, FIRST_START_S
 from elastane.kubernetes.reconcile.pods import ending_text
@@ -129,7 +129,7 @@ def agent_ends(path, outcome):
         report_file="",
         logs=SimpleNamespace(has_files=False),
     )
-    tell_end(config, Exit(code=outcome.exit_code, outcome=outcome, reason=outcome.reason))
+    report_end(config, Exit(code=outcome.exit_code, outcome=outcome, reason=outcome.reason))
 
 
 def failed(message="ValueError: boom\nat train.py:3"):

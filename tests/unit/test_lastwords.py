@@ -1,6 +1,6 @@
 """Of a crash's long output, what a person needs: both stacks of the thread that faulted."""
 
-from elastane.agent.failure_reports import crash_words, read_last_words
+from elastane.agent.failure_reports import crash_text, read_last_words
 from elastane.process.streams import WorkerStreams
 
 CRASH = """loading
@@ -28,7 +28,7 @@ frame #3: of_another_thread + 0x1e8 (0x7f in libc.so.6)
 
 
 def test_both_stacks_of_the_thread_that_faulted_are_kept_and_the_name_comes_last():
-    assert crash_words(CRASH).splitlines() == [
+    assert crash_text(CRASH).splitlines() == [
         "Native stack of the thread that faulted (innermost first):",
         "  frame #1: memcpy + 0x18 (0x7f in libc.so.6)",
         "  frame #21: main + 0x7 (0x7f in python)",
@@ -40,11 +40,11 @@ def test_both_stacks_of_the_thread_that_faulted_are_kept_and_the_name_comes_last
 
 
 def test_what_tells_of_no_crash_is_left_as_it_is():
-    assert crash_words("Traceback ...\nValueError: x\n") == ""
+    assert crash_text("Traceback ...\nValueError: x\n") == ""
 
 
 def test_a_crash_without_stacks_keeps_its_name():
-    assert crash_words("Fatal Python error: Aborted\n") == "Fatal Python error: Aborted"
+    assert crash_text("Fatal Python error: Aborted\n") == "Fatal Python error: Aborted"
 
 
 def streams(error_file="", tail=""):

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from elastane.agent.on_record import as_on_record
+from elastane.agent.on_record import recorded_exit
 from elastane.errors import ExitCode, StoreError
 from elastane.protocol.effects import Exit
 from elastane.protocol.model import JobRecord, JobSpec, Outcome
@@ -26,8 +26,8 @@ class Keys:
         return JobRecord(spec=spec, outcome=self.outcome)
 
 
-def judged(exit_=CLOSED, keys=None, was_in_it=True):
-    return asyncio.run(as_on_record(exit_, keys or Keys(), was_in_it=was_in_it))
+def judged(exit_=CLOSED, keys=None, was_welcomed=True):
+    return asyncio.run(recorded_exit(exit_, keys or Keys(), was_welcomed=was_welcomed))
 
 
 def test_an_agent_of_the_job_ends_as_the_job_did():
@@ -35,7 +35,7 @@ def test_an_agent_of_the_job_ends_as_the_job_did():
 
 
 def test_a_newcomer_to_an_ended_job_is_turned_away():
-    assert judged(was_in_it=False) is CLOSED
+    assert judged(was_welcomed=False) is CLOSED
 
 
 def test_any_other_end_stays_what_it_is():
@@ -43,4 +43,4 @@ def test_any_other_end_stays_what_it_is():
     assert judged(other) is other
     assert judged(keys=Keys(outcome=None)) is CLOSED
     assert judged(keys=Keys(fails=True)) is CLOSED
-    assert asyncio.run(as_on_record(CLOSED, None, was_in_it=True)) is CLOSED
+    assert asyncio.run(recorded_exit(CLOSED, None, was_welcomed=True)) is CLOSED

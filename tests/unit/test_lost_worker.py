@@ -159,7 +159,7 @@ def test_an_agent_that_lost_a_worker_exits_as_one_whose_node_is_unfit(lost, outc
         drain = SimpleNamespace(progress=lambda: None, met=lambda: 0)
         minder = SimpleNamespace(waiting=(), all_wait=False)
         agent._group = SimpleNamespace(
-            lost=lost, drain=drain, minder=minder, allow_until=without_bound
+            lost=lost, drain=drain, hang_monitor=minder, allow_until=without_bound
         )
         return await agent.run()
 
@@ -188,7 +188,7 @@ def test_the_core_learns_what_the_pages_and_the_clocks_say_with_each_event(monke
 
     told, bounds, page = [], [], StatusPage.create()
     theirs = WorkerPage.open(os.dup(page.fd))
-    worker = SimpleNamespace(page=page, local_rank=0, beside=False, is_alive=True)
+    worker = SimpleNamespace(page=page, local_rank=0, is_standby=False, is_alive=True)
     group._workers = [worker]
     asyncio.run(scenario())
     theirs.meet(12, 3)

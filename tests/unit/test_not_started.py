@@ -12,7 +12,7 @@ import pytest
 from test_lost_worker import ASSIGNMENT, Posted, Unkillable, group_of
 
 from elastane.agent import spares as spares_room
-from elastane.agent.control_sockets import Lines
+from elastane.agent.control_sockets import ControlSockets
 from elastane.agent.spares import Spares
 from elastane.agent.worker import EXIT_NOT_STARTED
 from elastane.process.status_page import StatusPage
@@ -66,7 +66,7 @@ def test_a_spare_for_which_nothing_can_be_opened_costs_its_head_start_alone(
             tasks.append(asyncio.create_task(work))
             return tasks[-1]
 
-        lines = Lines(lambda: None, lambda fence, reason: None)
+        lines = ControlSockets(lambda: None, lambda fence, reason: None)
         group = group_of(Unkillable(), Posted(), stuck_s=0.0)
         setup = replace(group.setup, spares=1)
         gc.collect()  # what other tests have left open

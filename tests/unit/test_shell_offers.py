@@ -35,7 +35,7 @@ def test_each_session_offers_a_port_of_its_own(group):
     async def run():
         warm = asyncio.Event()
         setup = SimpleNamespace(spawner=SimpleNamespace(warm=warm))
-        shell = AgentShell(core, setup, port, tell=None, bound=lambda until_ns: None)
+        shell = AgentShell(core, setup, port, log_event=None, set_deadline=lambda until_ns: None)
         # The port that workers speak of was given up while their word waited in the queue.
         late = GroupAble(Fence(1, 0), (0,), PortOffer(first.port, True), sharding=Sharding())
         for event in (Linked(), Linked(), late, Signalled("SIGTERM")):

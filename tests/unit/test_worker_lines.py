@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from elastane.agent import control_sockets as of_lines
-from elastane.agent.control_sockets import Lines
+from elastane.agent.control_sockets import ControlSockets
 from elastane.process.control_socket import CanRecoverInPlace, WorkerFinished, encode
 from elastane.protocol.sharding import Sharding
 
@@ -16,12 +16,12 @@ class Heard:
     """What is told of who is able, each time that it changes."""
 
     def __init__(self) -> None:
-        self.lines = Lines(self._changed, lambda fence, reason: None)
+        self.lines = ControlSockets(self._changed, lambda fence, reason: None)
         self.told: list[set[int]] = []
         self._news = asyncio.Event()
 
     def _changed(self) -> None:
-        self.told.append({*self.lines.not_known_unable})
+        self.told.append({*self.lines.recoverable_or_unreported})
         self._news.set()
 
     async def wait(self, count: int) -> list[set[int]]:
@@ -44,9 +44,9 @@ def test_who_has_hung_up_counts_as_able_until_its_end_is_told():
             worker.send(encode(CanRecoverInPlace()))
             assert await heard.wait(1) == [{0}]
         await heard.wait_closed(0)
-        assert heard.told == [{0}] and not heard.lines.able
-        heard.lines.explained(0)
-        heard.lines.explained(0)
+        assert heard.told == [{0}] and not heard.lines.recoverable
+        heard.lines.end_reported(0)
+        heard.lines.end_reported(0)
         assert heard.told == [{0}, set()]
 
     asyncio.run(scenario())
@@ -74,7 +74,7 @@ def test_who_was_not_able_when_it_hung_up_is_not_waited_for(says):
                 worker.send(encode(word))
             await heard.wait(len(says))
         await heard.wait_closed(0)
-        assert not heard.lines.not_known_unable
+        assert not heard.lines.recoverable_or_unreported
         with heard.lines.open(0):
             assert heard.told == [{0}, set()][: len(says)]
 

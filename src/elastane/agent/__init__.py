@@ -1,5 +1,8 @@
-"""The agent of one node: the shell around `agent.rules.agent`.
+"""The agent of one node: `rules` decides, and the other modules carry out its effects.
 
-It starts, watches and stops the local worker group, keeps the connection to the coordinator,
-and decides nothing: every event goes to the core, every effect comes from it.
+The agent starts, watches and stops the local workers, keeps the connection to the coordinator, and
+runs the coordinator while it holds the leadership. The shell decides nothing: it passes every event
+to `rules.agent.AgentCore` and carries out every effect that comes back. `elastane run` and
+`elastane.functions` start workers through `main`; `membership` serves programs that run their
+workers themselves.
 """

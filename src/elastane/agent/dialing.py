@@ -1,7 +1,7 @@
-"""Connecting to the coordinator of one job, and noting where it was, for `elastane status`.
+"""Connects to the coordinator of one job and registers its endpoint for `elastane status`.
 
-Owns this agent's entry among those of the machine. How it fails: as `rpc.connect`; a machine on
-which nothing can be noted goes without an entry.
+Owns this agent's entry among the jobs of this machine. It fails as `rpc.connect` does. Where no
+entry can be written, the job runs without one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TIMEOUT_S = 5.0
 
 
 class Dialer:
-    """Dials for one agent; `token` tells what the job's secret is made from now."""
+    """Connects for one agent; `token` returns the current source of the job's secret."""
 
     def __init__(
         self,
@@ -39,18 +39,18 @@ class Dialer:
         self._entry: JobEntry | None = None
 
     async def __call__(self, host: str, port: int) -> rpc.Session:
-        """Return a session that has been proven; raises as `rpc.connect`."""
+        """Return a session whose secret was proven; raises as `rpc.connect`."""
         session = await self._connect(host, port)
-        self._note(Endpoint(host, port))
+        self._register(Endpoint(host, port))
         return session
 
     def token_changed(self) -> None:
-        """Note the secret anew, so that `elastane status` is let in."""
+        """Write the entry again with the new secret, so that `elastane status` is let in."""
         if self._entry is not None:
-            self._note(parse_endpoint(self._entry.endpoint))
+            self._register(parse_endpoint(self._entry.endpoint))
 
     async def _connect(self, host: str, port: int) -> rpc.Session:
-        """Prove the secret; one that a coordinator does not know yet is followed by the other."""
+        """Prove the newest secret; a coordinator that doesn't know it yet gets the older one."""
         *newer, last = self._access.secrets()
         for secret in newer:
             try:
@@ -67,11 +67,11 @@ class Dialer:
         )
 
     def close(self) -> None:
-        """Take the entry out."""
+        """Remove the entry."""
         if self._entry is not None and self._registry is not None:
             self._registry.remove(self._entry)
 
-    def _note(self, endpoint: Endpoint) -> None:
+    def _register(self, endpoint: Endpoint) -> None:
         if self._registry is None:
             return
         self._entry = JobEntry(
@@ -87,11 +87,11 @@ class Dialer:
         try:
             self._registry.write(self._entry)
         except OSError as error:
-            _log.warning("status will not find this job: %s", error)
+            _log.warning("elastane status will not find this job: %s", error)
 
 
 def registry_here() -> JobRegistry | None:
-    """Return where the jobs of this process's user are noted; None where nothing can be."""
+    """Return where this user's jobs are registered; None where no folder can be written."""
     try:
         return JobRegistry(runtime_folder(environment.snapshot()))
     except OSError:

@@ -1,7 +1,7 @@
-"""What an agent leaves when its job has ended: the box, the report, its own error file.
+"""What an agent writes when its job has ended: the box, the report, and its own error file.
 
-Owns the order, and that none of them has a say in how the job ends: a console that went away, a
-folder that is full are said where they still can be.
+Owns the order of these writes. A failed write never changes how the job ends: a closed console or a
+full folder is logged where that is still possible.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from elastane.protocol.effects import Exit
 from elastane.protocol.model import Outcome
 
 _log = logging.getLogger("elastane.options")
-# Set for a launcher that is itself a worker of somebody's: TorchX, Kubernetes, another launcher.
+# Set for a launcher that is itself a worker of TorchX, Kubernetes or another launcher.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # Set in a pod of an ElasticJob: the file whose text its kubelet puts into the pod's status.
 _TERMINATION_LOG = "ELASTANE_TERMINATION_LOG"
 # A kubelet takes 4,096 bytes; a condition of an ElasticJob repeats 400 characters.
-_LAST_WORDS_CHARS_MAX = 1000
+_TERMINATION_CHARS_MAX = 1000
 
 
-def tell_end(config: AgentConfig, exit_: Exit) -> None:
-    """Write what was asked for, then print the box of a job that failed."""
+def report_end(config: AgentConfig, exit_: Exit) -> None:
+    """Write the requested files, then print the box of a failed job."""
     _write_files(config, exit_)
     outcome = _outcome(exit_)
-    _write_last_words(config.environment.get(_TERMINATION_LOG, ""), outcome)
+    _write_termination_log(config.environment.get(_TERMINATION_LOG, ""), outcome)
     if outcome.ok or (exit_.outcome is None and not outcome.slug):
         return
     show(outcome, _log_dir(config))
 
 
 def show(outcome: Outcome, log_dir: str) -> None:
-    """Print the box after all that was said before."""
+    """Print the box after everything that was logged before."""
     say.flush()
     try:
         sys.stderr.write(render_box(outcome, log_dir) + "\n")
         sys.stderr.flush()
     except OSError:
-        # The console went away: that has no say in how the job ends, nor has Python's last flush.
+        # The console is closed. That must not change how the job ends, nor must Python's last
+        # flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -62,20 +63,20 @@ def _write_files(config: AgentConfig, exit_: Exit) -> None:
         if error_file and exit_.outcome is not None and not outcome.ok:
             write_launcher_error(error_file, report)
     except OSError as error:
-        _log.warning("how the job ended is not on file: %s", error)
+        _log.warning("the report of how the job ended was not written: %s", error)
 
 
-def _write_last_words(path: str, outcome: Outcome) -> None:
-    """Write why this agent ends, in one line, where its pod's status tells it."""
+def _write_termination_log(path: str, outcome: Outcome) -> None:
+    """Write in one line why this agent ends, for its pod's status."""
     if not path or outcome.ok:
         return
-    words = outcome.reason
+    text = outcome.reason
     failure = outcome.cause.failure if outcome.cause is not None else None
     if failure is not None and failure.message:
-        words += f": {failure.message}"
-    line = " ".join(words.split())[:_LAST_WORDS_CHARS_MAX]
+        text += f": {failure.message}"
+    line = " ".join(text.split())[:_TERMINATION_CHARS_MAX]
     try:
-        # The kubelet has made the file; where there is none, nobody reads it.
+        # The kubelet has created the file; without it there is no reader.
         with Path(path).open("r+", encoding="utf-8", errors="replace") as file:
             file.write(line + "\n")
             file.truncate()
@@ -84,7 +85,7 @@ def _write_last_words(path: str, outcome: Outcome) -> None:
 
 
 def _outcome(exit_: Exit) -> Outcome:
-    """Return the outcome; an agent that left while the job goes on was told of none."""
+    """Return the outcome; an agent that leaves a running job has received none."""
     if exit_.outcome is not None:
         return exit_.outcome
     is_unfit = exit_.code == ExitCode.NODE_UNFIT

@@ -1,8 +1,8 @@
-"""The etcd that `--standalone --rdzv-backend etcd` brings along, for as long as the agent runs.
+"""The etcd server that `--standalone --rdzv-backend etcd` starts, for as long as the agent runs.
 
-Owns one server process of this agent: it carries the agent's leash and dies with it.
-How it fails: ConfigurationError where there is no etcd program, StoreError where it does not start,
-with the last lines it said.
+Owns one server process, which carries the agent's process mark and ends with it. It fails with
+ConfigurationError where there is no etcd program, and with StoreError, which quotes the last log
+lines, where the server does not start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _POLL_S = 0.05
 
 @contextlib.asynccontextmanager
 async def sidecar(environ: Mapping[str, str], leash: str) -> AsyncIterator[str]:
-    """Run a server; gives its endpoint. Nothing of it is left afterwards."""
+    """Run a server and yield its endpoint; nothing of it is left afterwards."""
     binary, base = find_binary(environ), runtime_folder(environ)
     offload = Offload()
     for attempt in range(START_ATTEMPTS):
@@ -54,7 +54,7 @@ async def sidecar(environ: Mapping[str, str], leash: str) -> AsyncIterator[str]:
 
 
 async def _start(server: LocalServer, environ: Mapping[str, str], leash: str) -> WorkerProcess:
-    # etcd reads ETCD_* variables, which here would be about another server.
+    # etcd reads ETCD_* variables, which here would describe another server.
     own = without_secrets(environ)
     env = {name: value for name, value in own.items() if not name.startswith("ETCD_")}
     env[SERVER_LEASH_VARIABLE] = leash
@@ -70,7 +70,7 @@ async def _start(server: LocalServer, environ: Mapping[str, str], leash: str) ->
 
 
 async def _is_up(server: LocalServer, process: WorkerProcess, offload: Offload) -> bool:
-    """Wait until the server answers; False where it ended, or its time is over."""
+    """Wait until the server answers; False if it ended or the time is over."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(START_TIMEOUT_S):
             while process.exit_code is None:
@@ -81,9 +81,9 @@ async def _is_up(server: LocalServer, process: WorkerProcess, offload: Offload) 
 
 
 def _did_not_start(server: LocalServer, process: WorkerProcess) -> StoreError:
-    said = last_lines(str(server.folder / "log"))
+    log_end = last_lines(str(server.folder / "log"))
     return StoreError(
-        f"etcd did not start ({server.binary}): {said[-500:] or 'it said nothing'}",
+        f"etcd did not start ({server.binary}): {log_end[-500:] or 'it logged nothing'}",
         slug="etcd-start",
         where=f"exit code {process.exit_code}",
         expected=f"a server that answers within {START_TIMEOUT_S:g} s",

@@ -1,9 +1,9 @@
-"""Where each worker's output goes: the streams of a group's starts.
+"""The output streams of a worker group, one set for each start of its workers.
 
-Owns them from the first start under a fence until no worker uses them. Where a LogsSpecs class is
-to say where output goes, it gives the class the environments that the workers will have, as torch
-does, off the event loop and within a bound. A class that fails, hangs or leaves a worker out costs
-nobody his job: the plan of the options is used, and one warning says why.
+Owns the streams from the first start under a fence until no worker uses them. A LogsSpecs class
+that decides where output goes receives the environments of the workers, as in torch. It is called
+off the event loop and within a bound. If it fails, hangs or omits a worker, the plan of the options
+is used and one warning says why.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from elastane.process.worker_environment import WorkerFacts, worker_environment
 from elastane.protocol.model import Assignment, Fence
 
 _log = logging.getLogger("elastane.streams")
-# A class may make folders on a slow network; longer than one look at a folder of our own.
+# A class may create folders on a slow network file system, which takes longer than a local look-up.
 _CHOOSE_S = 10.0
 
 
 class Outputs:
-    """The streams of one group; those of workers that start under one fence are the same."""
+    """The streams of one group; workers that start under one fence share them."""
 
     def __init__(self, setup: GroupSetup) -> None:
         self._setup = setup
         self._streams: dict[Fence, GroupStreams] = {}
 
     async def begin(self, place: Assignment) -> GroupStreams:
-        """Return the streams of a start."""
+        """Return the streams for a start, created at its first call."""
         if place.fence not in self._streams:
             run, setup = self._setup.run, self._setup
-            made = GroupStreams(setup.logs, run.job, run.node_id, place.fence, setup.offload)
-            self._streams[place.fence] = made
-            await choose_files(setup, place, made)
+            created = GroupStreams(setup.logs, run.job, run.node_id, place.fence, setup.offload)
+            self._streams[place.fence] = created
+            await choose_files(setup, place, created)
         return self._streams[place.fence]
 
-    def let_go(self, used: Iterable[GroupStreams]) -> list[GroupStreams]:
-        """Return those that are not used any more, for the last time; they are to be finished."""
-        kept = {id(streams) for streams in used}
-        ended = {f: streams for f, streams in self._streams.items() if id(streams) not in kept}
+    def remove_unused(self, used: Iterable[GroupStreams]) -> list[GroupStreams]:
+        """Remove and return the streams that no worker uses; the caller finishes them."""
+        in_use = {id(streams) for streams in used}
+        ended = {f: streams for f, streams in self._streams.items() if id(streams) not in in_use}
         for fence in ended:
             del self._streams[fence]
         return [*ended.values()]
 
     async def finish(self) -> None:
-        """Show what the workers wrote last, once they are gone."""
+        """Print what the workers wrote last, after they have ended."""
         await asyncio.gather(*(streams.finish() for streams in self._streams.values()))
 
 

@@ -1,4 +1,4 @@
-"""What all attempts of one agent have in common: values, and the hands that start workers."""
+"""What all attempts of one agent have in common: values, and the objects that start workers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from elastane.process.streams import ChooseFiles, LogPlan
 from elastane.process.worker_environment import RunFacts
 from elastane.protocol.limits import Timing
 
-# Begins a task of a worker group; one that fails is the agent's end, for nobody would notice.
+# Starts a task of a worker group. A task that fails ends the agent, since its failure would go
+# unnoticed.
 SpawnTask = Callable[[Coroutine[None, None, None]], asyncio.Task[None]]
 
 
 @dataclass(frozen=True)
 class GroupSetup:
-    """One agent's workers, whatever the round.
+    """The local workers of one agent, independent of the round.
 
-    `cpus` are, by local rank, the CPUs that a worker is bound to; none where it is not bound.
-    `stuck_s` is how long a worker may be in uninterruptible sleep before it is given up; 0 is for
-    ever. `spares` are kept beside workers that recover in place. `choose_files` is asked in place
-    of `logs` where each worker's output goes. No worker is taken to hang before `hang_floor_s`.
+    `cpus` holds, by local rank, the CPUs that a worker is bound to; empty without binding.
+    `stuck_s` is how long a worker may be in uninterruptible sleep before it is given up; 0 means no
+    limit. `spares` is the number of warm spares beside workers that recover in place.
+    `choose_files` decides instead of `logs` where each worker's output goes. No worker counts as
+    hung before `hang_floor_s`.
     """
 
     kind: WorkerKind
@@ -42,5 +44,5 @@ class GroupSetup:
     hang_floor_s: float = Timing().hang_floor_s
     timers: TimerWatch | None = None
     choose_files: ChooseFiles | None = None
-    # One for all attempts: its threads serve the next one too.
+    # Shared by all attempts, so that its threads are reused.
     offload: Offload = field(default_factory=Offload)

@@ -1,8 +1,8 @@
-"""Minds the local workers while they live: those that hang, and those in uninterruptible sleep.
+"""Watches the local workers for hangs and for uninterruptible sleep.
 
-Owns the looks at their status pages and at /proc, and the end of a worker that hangs: it shows its
-stack, is killed, and is reported as any worker that ended. `protocol.hangs` judges what hangs,
-`uninterruptible` what is wedged in the kernel. It starts no worker and knows nothing of worlds.
+Owns the reads of their status pages and of /proc, and the end of a worker that hangs. Such a worker
+prints its stacks, is killed, and is reported like any other failed worker. `protocol.hangs` judges
+what hangs, `uninterruptible` what is stuck in the kernel. It starts no worker and knows no worlds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from elastane.agent import uninterruptible
-from elastane.agent.control_sockets import Lines
+from elastane.agent.control_sockets import ControlSockets
 from elastane.agent.failure_reports import LastWords
 from elastane.agent.group_setup import GroupSetup, SpawnTask
 from elastane.agent.uninterruptible import StuckWatch, states_of
@@ -31,60 +31,60 @@ SLUG = "worker-hung"
 _ACTIVITIES = {int(known): known for known in Activity}
 
 
-class Minder:
-    """`members` have a place in the world; `failed` hears of one given up though it may live."""
+class HangMonitor:
+    """Watches the `members` of a world; `failed` receives a worker that is given up alive."""
 
     def __init__(
         self,
         members: Callable[[], list[LocalWorker]],
-        lines: Lines,
+        sockets: ControlSockets,
         failed: Callable[[Failure, float], None],
         spawn: SpawnTask,
         setup: GroupSetup,
     ) -> None:
-        self._members, self._lines = members, lines
+        self._members, self._sockets = members, sockets
         self._failed, self._spawn = failed, spawn
         self._stuck = StuckWatch(setup.stuck_s)
         self._hangs = HangWatch(setup.hang_floor_s)
-        self._marks: dict[int, int] = {}
+        self._progress_marks: dict[int, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        # Where all members wait for others, once nothing has moved for a while; and whether nothing
-        # will come of it.
+        # Where the members wait, once all of them have waited for others for a while; and whether
+        # they will wait forever.
         self.waiting: tuple[WaitPoint, ...] = ()
         self.all_wait = False
 
     def begin(self, workers: Iterable[LocalWorker]) -> None:
-        """Look at the members from now on, and at `workers` for uninterruptible sleep."""
-        lines = self._lines
-        lines.answered = self._answered
-        self._tasks.append(self._spawn(self._mind_hangs()))
+        """Watch the members for hangs from now on, and `workers` for uninterruptible sleep."""
+        sockets = self._sockets
+        sockets.answered = self._answered
+        self._tasks.append(self._spawn(self._watch_hangs()))
         if self._stuck.limit_s > 0:
-            self._tasks.append(self._spawn(self._mind_stuck(workers)))
+            self._tasks.append(self._spawn(self._watch_stuck(workers)))
 
     def end(self) -> None:
-        """Look no more: the group is stopped."""
+        """Stop watching: the group is stopped."""
         for task in self._tasks:
             task.cancel()
         self.waiting, self.all_wait = (), False
 
     def world_ended(self) -> None:
-        """The members' world has ended: what they were at is cut short."""
+        """Forget what the members waited for: their world has ended."""
         self._hangs.world_ended()
         self.waiting, self.all_wait = (), False
 
-    async def _mind_hangs(self) -> None:
+    async def _watch_hangs(self) -> None:
         while True:
             await asyncio.sleep(HANG_LOOK_S)
             members = self._members()
             alive = {w.process.pid: w for w in members if w.process and w.is_alive and w.page.mark}
-            found = self._hangs.look(self._sights(alive), time.monotonic())
+            found = self._hangs.look(self._observations(alive), time.monotonic())
             are_all = len(alive) == len(members)
             self.waiting, self.all_wait = (
                 found.waiting if are_all else (),
                 found.stalled and are_all,
             )
             for pid in found.ask:
-                self._lines.send(alive[pid].local_rank, StatusQuery())
+                self._sockets.send(alive[pid].local_rank, StatusQuery())
             for pid, reason in found.hung.items():
                 worker, process = alive[pid], alive[pid].process
                 if process is not None and not (worker.hung or worker.given_up):
@@ -92,11 +92,11 @@ class Minder:
                     _log.warning("worker of local rank %d: %s", worker.local_rank, worker.hung)
                     self._spawn(self._end(worker, process))
 
-    def _sights(self, alive: dict[int, LocalWorker]) -> dict[int, Sight]:
-        """Return what each shows; the kernel is only asked for those that made no progress."""
+    def _observations(self, alive: dict[int, LocalWorker]) -> dict[int, Sight]:
+        """Return what each worker shows; the kernel is asked only about those without progress."""
         marks = {pid: worker.page.mark for pid, worker in alive.items()}
-        still = [pid for pid, mark in marks.items() if self._marks.get(pid) == mark]
-        states, self._marks = states_of(still), marks
+        still = [pid for pid, mark in marks.items() if self._progress_marks.get(pid) == mark]
+        states, self._progress_marks = states_of(still), marks
         return {
             pid: Sight(
                 mark=marks[pid],
@@ -118,16 +118,16 @@ class Minder:
                 )
 
     async def _end(self, worker: LocalWorker, process: WorkerProcess) -> None:
-        """Have it show its stack, and kill it with what it started; nothing may keep us."""
+        """Have the worker print its stacks, then kill it with its children; never wait for long."""
         process.abort()
         if not await _ended(process):
             process.kill_group(signal.SIGKILL)
             if not await _ended(process) and not worker.given_up:
-                self._give_up(worker, process.pid, f"killed, and lives on; {worker.hung}")
+                self._give_up(worker, process.pid, f"killed, but still alive; {worker.hung}")
         process.kill_group(signal.SIGKILL)
 
-    async def _mind_stuck(self, workers: Iterable[LocalWorker]) -> None:
-        """Hold a worker for failed that has been in uninterruptible sleep for too long."""
+    async def _watch_stuck(self, workers: Iterable[LocalWorker]) -> None:
+        """Report a worker as failed that has been in uninterruptible sleep for too long."""
         watch = self._stuck
         while True:
             await asyncio.sleep(watch.pause_s)
@@ -145,7 +145,7 @@ class Minder:
 
 
 async def _ended(process: WorkerProcess) -> bool:
-    """Wait for the end of a process for as long as a hung one may take for its stack."""
+    """Wait for the end of a process for as long as a hung one may take to print its stacks."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(HANG_STACK_S):
             await process.wait()

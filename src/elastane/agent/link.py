@@ -1,8 +1,8 @@
 """The agent's connection to the coordinator: found, kept, and found again.
 
-Posts `Linked`, `WorkerTold` and `Unlinked`. A coordinator that is silent for the
-silence timeout is gone, whatever TCP thinks. Errors that no waiting can mend are fatal at the
-first contact only: once a job has run, an agent with workers waits for the right coordinator.
+Reports `Linked`, `WorkerTold` and `Unlinked`. A coordinator that is silent for the silence timeout
+counts as gone, whatever TCP thinks. Errors that waiting cannot mend are fatal at the first contact
+only: once a job has run, an agent with workers waits for the right coordinator.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ from elastane.protocol.model import JobSpec
 _log = logging.getLogger("elastane.link")
 _RETRY_FIRST_S = 0.05
 _RETRY_MAX_S = 0.5
-# For so long a coordinator is looked for as often as the store bears: its successor is there soon.
+# For this long a coordinator is searched as often as the store bears, since a new one is elected
+# soon.
 _SOON_S = 3.0
-# After this long without a coordinator a person should hear what is being waited for.
+# After this long without a coordinator, a warning says what is being waited for.
 _SAY_AFTER_S = 3.0
 _FLUSH_S = 1.0
-# An agent's heartbeat, due since it stood still, and the answer to it.
+# Time for the heartbeat that fell due while this host stood still, and for its answer.
 _SECOND_LOOK_S = 0.1
-# Who takes connections and closes them this often is no coordinator that is just ending: it
+# A peer that accepts connections and closes them this often is not a coordinator about to end. It
 # speaks TLS to an agent that does not, or has other certificates. About ten seconds.
 _CLOSED_EARLY_MAX = 20
-# What no waiting mends. A foreign program on the port counts: it will not go away by itself.
+# Errors that waiting cannot mend. A foreign program on the port counts: it will not go away.
 _FATAL_SLUGS = ("not-a-coordinator",)
 _FATAL_ERRORS = (RendezvousRefusedError, JobClosedError, ConfigurationError)
 
 
 class Locator(Protocol):
-    """Finds the coordinator, which may be in this very process."""
+    """Finds the coordinator, which may be in this process."""
 
     async def locate(self, *, linked: bool = False) -> tuple[str, int]:
-        """Return host and port; raises ElastaneError where none is known.
+        """Return host and port; raises ElastaneError if none is known.
 
-        `linked`: while a session with a coordinator lives, which has no authority.
+        `linked`: the call comes during a session with a coordinator that has no authority.
         """
 
     def found(self) -> None:
-        """Hear that there is a session, so that nothing is sought until `locate` is called."""
+        """Stop searching: there is a session, until `locate` is called again."""
 
 
 Dial = Callable[[str, int], Awaitable[Session]]
 
 
 class CoordinatorLink:
-    """Keeps one session; `send` drops what has no session to go to. `spec` is the job's."""
+    """Keeps one session for the job `spec`; `send` drops messages without a session."""
 
     def __init__(
         self, locator: Locator, dial: Dial, post: Callable[[AgentEvent], None], spec: JobSpec
@@ -75,7 +76,7 @@ class CoordinatorLink:
         self._at = ("", 0)
 
     def retire(self) -> None:
-        """Look for no other coordinator: the job has ended, and this agent knows how."""
+        """Search for no other coordinator: the job has ended, and this agent knows its outcome."""
         self._is_retired = True
 
     def send(self, message: ToCoordinator) -> None:
@@ -86,7 +87,7 @@ class CoordinatorLink:
     async def run(self) -> None:
         """Keep a session until cancelled; raises ElastaneError where waiting cannot help."""
         loop = asyncio.get_running_loop()
-        pause_s, since_s, said = _RETRY_FIRST_S, loop.time(), False
+        pause_s, since_s, has_warned = _RETRY_FIRST_S, loop.time(), False
         closed_early = 0
         while True:
             if self._is_retired:
@@ -98,8 +99,8 @@ class CoordinatorLink:
                 if not self._was_linked and (_is_fatal(error) or closed_early > _CLOSED_EARLY_MAX):
                     raise
                 self._post(Unlinked(f"{error.what} [{error.slug}]"))
-                if not said and loop.time() - since_s > _SAY_AFTER_S:
-                    said = True
+                if not has_warned and loop.time() - since_s > _SAY_AFTER_S:
+                    has_warned = True
                     _log.warning("still looking for the coordinator: %s", error.what)
                 await asyncio.sleep(pause_s)
                 is_soon = loop.time() - since_s < _SOON_S
@@ -108,13 +109,13 @@ class CoordinatorLink:
             self._was_linked = True
             self._locator.found()
             await self._serve(session)
-            pause_s, since_s, said = _RETRY_FIRST_S, loop.time(), False
+            pause_s, since_s, has_warned = _RETRY_FIRST_S, loop.time(), False
 
     async def _reach(self) -> Session:
-        """Return a session with the coordinator, wherever it moves to meanwhile.
+        """Return a session with the coordinator, and follow it if it moves meanwhile.
 
-        A host that lost its power refuses nothing: a call to it would last until its time is up,
-        and by then the successor has given up waiting for us.
+        A host without power refuses nothing: a connection attempt to it would last for its whole
+        timeout. By then the new coordinator would have given up waiting for this agent.
         """
         while True:
             self._at = await self._locator.locate()
@@ -129,14 +130,14 @@ class CoordinatorLink:
                 await asyncio.gather(dialing, return_exceptions=True)
 
     async def _is_elsewhere(self, dialing: asyncio.Future[Session]) -> bool:
-        """Wait for a moment; then say whether the coordinator is not where it is sought."""
+        """Wait a moment, then return whether the coordinator is at another address."""
         await asyncio.wait({dialing}, timeout=self._soon_s)
         with contextlib.suppress(ElastaneError):
             return not dialing.done() and await self._locator.locate() != self._at
         return False
 
     async def _has_moved(self, message: Alive) -> bool:
-        """Whether a coordinator without authority has a successor elsewhere, or is sought here."""
+        """Whether a coordinator without authority was replaced elsewhere, or is wanted here."""
         if message.authority:
             self._locator.found()
         if message.authority or self._is_retired:
@@ -170,10 +171,10 @@ class CoordinatorLink:
         self._post(Unlinked(reason))
 
     async def _receive(self, session: Session) -> ToAgent | None:
-        """Return the next message; TimeoutError after the time of silence.
+        """Return the next message; TimeoutError after the silence timeout.
 
-        Where this host itself stood still, the answer may be on its way in: it is looked for once
-        more. Not wait_for: that of Python 3.11 loses a cancellation that comes with a message.
+        If this host itself stood still, the answer may have arrived already, so it looks once more.
+        Not wait_for: that of Python 3.11 loses a cancellation that arrives together with a message.
         """
         try:
             async with asyncio.timeout(self._silence_s):
@@ -183,7 +184,7 @@ class CoordinatorLink:
                 return await session.receive()
 
     async def flush(self) -> None:
-        """Send what is enqueued, before the agent ends; takes `_FLUSH_S` at most."""
+        """Send what is queued before the agent ends; takes `_FLUSH_S` at most."""
         if self._session is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FLUSH_S):

@@ -1,8 +1,8 @@
-"""One agent, put together from its configuration, and taken apart again.
+"""One agent, put together from its configuration and taken apart again.
 
-What is this machine's alone is `launch.node`'s; here are the connection, the seat and the loop. On
-the way out the workers are gone before the coordinator is, and the coordinator tells all agents
-before it goes.
+`agent.node` owns what belongs to this machine; this module owns the connection, the leadership and
+the loop. On the way out the workers end before the coordinator does, and the coordinator informs
+all agents before it ends.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import socket
 import time
 
 from elastane.agent.dialing import Dialer
-from elastane.agent.ending import tell_end
+from elastane.agent.ending import report_end
 from elastane.agent.etcd_sidecar import sidecar
 from elastane.agent.group_setup import GroupSetup
 from elastane.agent.link import CoordinatorLink
-from elastane.agent.node import NodeServices, node_of, place
-from elastane.agent.on_record import as_on_record
+from elastane.agent.node import NodeServices, node_services, register_node
+from elastane.agent.on_record import recorded_exit
 from elastane.agent.rules.agent import AgentCore
 from elastane.agent.shell import AgentShell
 from elastane.coordinator.host import Hosting, attending_of
 from elastane.coordinator.leadership import EndpointSeat, Leadership, StoreSeat, first_contact
 from elastane.errors import ElastaneError, ExitCode
-from elastane.observe import logging as say
+from elastane.observe import logging as console
 from elastane.options.config import AgentConfig
 from elastane.options.facts import versions
 from elastane.options.identity import new_incarnation
@@ -45,37 +45,37 @@ from elastane.stores.jobs import JobKeys
 from elastane.stores.registry import make_store
 
 _log = logging.getLogger("elastane.options")
-# Sessions of a large job on the coordinator's host; the hard limit is the administrator's.
+# Sessions of a large job on the coordinator's host; the administrator sets the hard limit.
 _DESCRIPTORS_WANTED = 65536
 
 
 def launch(config: AgentConfig) -> int:
     """Run one agent to its end; returns its exit code."""
     _raise_descriptor_limit()
-    # Who ignores it has its children do so too; then no child's end would be seen here.
+    # With SIGCHLD ignored, inherited from a parent process, the end of a child would not be seen.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         return asyncio.run(_launch(config))
     finally:
-        say.flush()
+        console.flush()
 
 
 async def _launch(config: AgentConfig) -> int:
     host = socket.gethostname()
     with contextlib.ExitStack() as stack:
-        registry, node_id = place(config, host, stack)
-        say.setup(node_id, config.environment.get("LOGLEVEL", ""))
-        async with node_of(config, node_id, host) as node:
+        registry, node_id = register_node(config, host, stack)
+        console.setup(node_id, config.environment.get("LOGLEVEL", ""))
+        async with node_services(config, node_id, host) as node:
             try:
                 exit_ = await _Agent(node, registry).run()
-            except ElastaneError as error:  # Of the store, before there was anybody to meet.
+            except ElastaneError as error:  # The store failed before this agent had a coordinator.
                 exit_ = _exit_of(error)
-    tell_end(config, exit_)
+    report_end(config, exit_)
     return exit_.code
 
 
 class _Agent:
-    """The connection, the seat and the loop of one agent."""
+    """The connection, the leadership and the loop of one agent."""
 
     def __init__(self, node: NodeServices, registry: JobRegistry | None) -> None:
         self._node = node
@@ -99,12 +99,12 @@ class _Agent:
         await keyring.look()
         access = rpc.Access(config.spec.job, keyring.secrets()[0], _tls(config), keyring.secrets)
         if config.supervision.replicas:
-            from elastane.agent.neighbours import neighbours
+            from elastane.agent.neighbours import replica_peers
 
-            node.keeping.meet(lambda: neighbours(config, keyring))
-        attending = attending_of(keys, config.environment)
-        hosting = Hosting(config.spec, access, node.tell_as_coordinator, attending)
-        seat = self._seat(keys, hosting)
+            node.snapshot_server.replicate_with(lambda: replica_peers(config, keyring))
+        bridge = attending_of(keys, config.environment)
+        hosting = Hosting(config.spec, access, node.log_as_coordinator, bridge)
+        leadership = self._leadership(keys, hosting)
 
         self._keys = keys
         core = self._core = AgentCore(
@@ -114,14 +114,14 @@ class _Agent:
             time.monotonic(),
             self_fencing=keys is not None,
         )
-        shell = AgentShell(core, self._group_setup(), node.port, node.tell, node.warden.allow_until)
+        shell = AgentShell(core, self._group_setup(), node.port, node.log, node.reaper.allow_until)
         self._dialer = dialer = Dialer(
             access, lambda: keyring.token, node.id, self._registry, config.logs.base_dir
         )
-        link = CoordinatorLink(seat, dialer, shell.post, config.spec)
+        link = CoordinatorLink(leadership, dialer, shell.post, config.spec)
         shell.attach(link)
         shell.handle_signals(config.signals)
-        node.tell(
+        node.log(
             Note(
                 kind=EventKind.AGENT_STARTED,
                 reason=f"job {config.spec.job}, pid {os.getpid()}",
@@ -131,41 +131,45 @@ class _Agent:
 
         def changed() -> None:
             dialer.token_changed()
-            node.keeping.say_neighbours()
+            node.snapshot_server.send_peers()
 
         watch = asyncio.create_task(keyring.watch(changed))
         try:
-            return await self._work(shell, link, seat)
+            return await self._run_tasks(shell, link, leadership)
         finally:
             watch.cancel()
 
-    async def _work(self, shell: AgentShell, link: CoordinatorLink, seat: Leadership) -> Exit:
+    async def _run_tasks(
+        self, shell: AgentShell, link: CoordinatorLink, leadership: Leadership
+    ) -> Exit:
         work = asyncio.create_task(shell.run())
-        linking, seating = asyncio.create_task(link.run()), asyncio.create_task(seat.run())
+        linking, leading = asyncio.create_task(link.run()), asyncio.create_task(leadership.run())
         exit_: Exit | None = None
         try:
-            await asyncio.wait({work, linking, seating}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and seating.done() and seating.exception() is None:
-                # The coordinator here has finished; its agent still takes its leave.
+            await asyncio.wait({work, linking, leading}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and leading.done() and leading.exception() is None:
+                # The coordinator here has finished; its agent still ends in order.
                 await asyncio.wait({work, linking}, return_when=asyncio.FIRST_COMPLETED)
-            exit_ = work.result() if work.done() else await self._judged(_failed(linking, seating))
+            exit_ = (
+                work.result() if work.done() else await self._final_exit(_failed(linking, leading))
+            )
             return exit_
         finally:
             await link.flush()
-            for task in (work, linking, seating):
+            for task in (work, linking, leading):
                 task.cancel()
-            await asyncio.gather(work, linking, seating, return_exceptions=True)
-            await seat.close(ended=exit_ is not None and exit_.outcome is not None)
+            await asyncio.gather(work, linking, leading, return_exceptions=True)
+            await leadership.close(ended=exit_ is not None and exit_.outcome is not None)
             if self._dialer is not None:
                 self._dialer.close()
 
-    async def _judged(self, exit_: Exit) -> Exit:
-        """Return the exit that an end of the connection or the seat means for this agent."""
-        was_in_it = self._core is not None and self._core.welcomed
-        return await as_on_record(exit_, self._keys, was_in_it=was_in_it)
+    async def _final_exit(self, exit_: Exit) -> Exit:
+        """Return the exit of this agent after its connection or leadership ended."""
+        was_welcomed = self._core is not None and self._core.welcomed
+        return await recorded_exit(exit_, self._keys, was_welcomed=was_welcomed)
 
     async def _store_keys(self, stack: contextlib.AsyncExitStack) -> JobKeys | None:
-        """Return the job's place in its store, None where it has none."""
+        """Return the job's keys in its store; None without a store."""
         rendezvous, config = self._config.rendezvous, self._config
         place, conf = rendezvous.store, dict(rendezvous.store_conf)
         if rendezvous.sidecar:
@@ -173,7 +177,7 @@ class _Agent:
         store = make_store(rendezvous.backend, place, conf) if place else None
         return JobKeys(store, config.spec.job) if store is not None else None
 
-    def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Leadership:
+    def _leadership(self, keys: JobKeys | None, hosting: Hosting) -> Leadership:
         config = self._config
         if keys is not None:
             return StoreSeat(keys, self._node.id, config.reach, hosting)
@@ -181,14 +185,14 @@ class _Agent:
         return EndpointSeat(endpoint, config.rendezvous.hosts, hosting)
 
     def _node_spec(self) -> NodeSpec:
-        wish = self._config.node
+        requested = self._config.node
         return NodeSpec(
             node_id=self._node.id,
             incarnation=new_incarnation(self._config.environment),
-            local_world_size=wish.local_world_size,
-            role=wish.role,
-            node_rank=wish.node_rank,
-            local_addr=wish.local_addr,
+            local_world_size=requested.local_world_size,
+            role=requested.role,
+            node_rank=requested.node_rank,
+            local_addr=requested.local_addr,
             versions=versions(),
         )
 
@@ -209,7 +213,7 @@ class _Agent:
                 virtual_local_rank=config.supervision.virtual_local_rank,
                 timer_file=self._node.timers.path if self._node.timers else "",
                 signals=config.signals,
-                keeper=self._node.keeping.path,
+                keeper=self._node.snapshot_server.path,
                 on_one_machine=config.is_on_one_machine,
             ),
             logs=config.logs,
@@ -224,7 +228,7 @@ class _Agent:
 
 
 def _failed(*tasks: asyncio.Task[None]) -> Exit:
-    """Return the exit that an error of the connection or the seat means; raise what is a bug."""
+    """Return the exit for an error of the connection or the leadership; raise other errors."""
     for task in tasks:
         if task.done() and task.exception() is not None:
             error = task.exception()

@@ -1,10 +1,12 @@
-"""One node's part in a job whose workers are somebody else's: the side that runs in a thread.
+"""An agent whose workers belong to the calling program: the side that runs in a thread.
 
-Owns an event loop with the agent's core, its connection and its seat in it, so that heartbeats go
-on and a coordinator is served whatever the rest of the process does. The worker group of the core
-is whoever calls `agent.membership`: StartGroup becomes a place on the desk, StopGroup a change.
-It must not know what the caller does with a place. How it fails: whatever ends it, our own bugs
-included, lies on the desk afterwards, and nothing is raised in the thread.
+Owns an event loop with the agent's rules, its connection and its leadership. Heartbeats and a local
+coordinator therefore keep running whatever the rest of the process does. To the rules, the caller
+of `agent.membership` is the worker group: StartGroup becomes an assignment in the shared state,
+StopGroup a change. This module must not know what the caller does with a place.
+
+How it fails: whatever ends it, our own bugs included, is left in the shared state; nothing is
+raised in the thread.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from elastane.agent.offers import OfferedPort
 from elastane.agent.rules.agent import AgentCore
 from elastane.coordinator.host import Hosting, attending_of
 from elastane.coordinator.leadership import EndpointSeat, Leadership, StoreSeat, token_of
-from elastane.observe import logging as say
+from elastane.observe import logging as console
 from elastane.options.facts import versions
 from elastane.options.identity import new_incarnation
 from elastane.process import rpc
@@ -77,11 +79,11 @@ _FINISHED = "finished"
 
 @dataclass(frozen=True)
 class MemberConfig:
-    """Which job, where it meets, and as what this node presents itself.
+    """The job, where it meets, and how this node presents itself.
 
-    `open_store` makes the store in which the coordinator is elected; without one it is served at
-    `endpoint` by whoever owns that address (`hosts`: by order). `close_grace_s` is how long a
-    caller is left in peace after another node closed the job without saying that it failed.
+    `open_store` opens the store in which the coordinator is elected. Without it, the owner of the
+    address `endpoint` runs the coordinator (`hosts`: by order). `close_grace_s` is how long the
+    caller may continue after another node closed the job without an error.
     """
 
     spec: JobSpec
@@ -98,23 +100,24 @@ class MemberConfig:
 
     @property
     def reach(self) -> str:
-        """Where others reach this node's listeners, "" where that is not known yet."""
+        """Where others reach this node's listeners; "" while that is not known."""
         endpoint = self.endpoint.host if self.open_store is None else ""
         return reach(self.local_addr, alone=meets_here(endpoint, self.local_addr))
 
 
 @dataclass
-class Desk:
-    """What the two threads share, under the lock of `told`; the member writes, and notifies.
+class SharedMembership:
+    """What the two threads share, guarded by `condition`; the member writes and notifies.
 
-    `assignment` is the one in force, with the `listener` of its store on node rank 0; `taken` is
-    set by the caller once it has it. `change` says why the caller is to come back.
+    `assignment` is the current one, with the `listener` of its store on node rank 0. The caller
+    sets `claimed` when it has received the assignment. `change` says why the caller must call
+    `join` again.
     """
 
-    told: threading.Condition = field(default_factory=threading.Condition)
+    condition: threading.Condition = field(default_factory=threading.Condition)
     assignment: Assignment | None = None
     listener: socket.socket | None = None
-    taken: bool = False
+    claimed: bool = False
     change: str = ""
     outcome: Outcome | None = None
     ended: bool = False
@@ -122,11 +125,11 @@ class Desk:
 
 
 class MembershipAgent:
-    """The thread's side. Everything but `run` and `call` is for its own loop."""
+    """The thread's side; all methods but `run` and `call` belong to its own loop."""
 
-    def __init__(self, config: MemberConfig, desk: Desk) -> None:
+    def __init__(self, config: MemberConfig, shared: SharedMembership) -> None:
         self.config = config
-        self.desk = desk
+        self.shared = shared
         self._selector: selectors.BaseSelector | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
@@ -136,9 +139,9 @@ class MembershipAgent:
         self._core: AgentCore | None = None
         self._link: CoordinatorLink | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._stopping = False  # the core wants the group in hand stopped
-        self._given_back = False  # the caller runs nothing of it any more
-        self._left = ""  # the caller will not come back at all, and why
+        self._stopping = False  # the rules have asked the group to stop
+        self._given_back = False  # the caller has stopped its work in this group
+        self._left = ""  # why the caller will not return; empty while it may
         self._conclusion: Conclude | None = None
 
     def run(self) -> None:
@@ -146,7 +149,7 @@ class MembershipAgent:
         error: BaseException | None = None
         try:
             with asyncio.Runner(loop_factory=self._new_loop) as runner:
-                runner.run(self._take_part())
+                runner.run(self._participate())
         except asyncio.CancelledError:
             _log.debug("the membership was cut")
         except BaseException as caught:
@@ -154,26 +157,26 @@ class MembershipAgent:
         finally:
             self._port.close()
             self._ready.set()
-            with self.desk.told:
-                self.desk.ended = True
-                self.desk.error = error
-                self.desk.change = self.desk.change or "the membership has ended"
-                self.desk.told.notify_all()
+            with self.shared.condition:
+                self.shared.ended = True
+                self.shared.error = error
+                self.shared.change = self.shared.change or "the membership has ended"
+                self.shared.condition.notify_all()
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` in the member's loop soon; from any thread. Dropped where it has ended."""
+        """Run `action` in the member's loop soon, from any thread; dropped after its end."""
         self._ready.wait()
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 self._loop.call_soon_threadsafe(action)
 
     def cut(self) -> None:
-        """End without waiting for anybody; the others see the connection break."""
+        """End without waiting for other nodes, which see the connection break."""
         if self._main is not None:
             self._main.cancel()
 
     def blank_after_fork(self) -> None:
-        """In a forked child: let go of every connection, so that their end is seen by others."""
+        """Release every connection in a forked child, so that others see them end."""
         if self._selector is None or self._selector.get_map() is None:
             return
         numbers = [key.fd for key in self._selector.get_map().values()]
@@ -181,14 +184,15 @@ class MembershipAgent:
             numbers.append(self._port.socket.fileno())
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for number in numbers:
-            # Not closed: a socket object would close the number again, whosever it is by then.
+            # Not closed: a socket object would later close the number again, which another file may
+            # own by then.
             os.dup2(null, number, inheritable=False)
         os.close(null)
 
-    # In the loop: what the caller does.
+    # Called in the loop for the caller's actions.
 
     def give_back(self, fence: Fence, failure: str) -> None:
-        """The caller has stopped what it ran in `fence`; `failure` says why, if nobody asked."""
+        """Record that the caller stopped its work in `fence`; `failure`: why, if unasked."""
         group = self._core.group if self._core is not None else None
         if group is None or group.fence != fence:
             return
@@ -201,7 +205,7 @@ class MembershipAgent:
         self.post(WorkerFailed(fence, failed, time.monotonic()))
 
     def succeed(self, fence: Fence) -> None:
-        """All that the caller ran in `fence` succeeded, and it will run nothing more."""
+        """Record that the caller's work in `fence` succeeded and it will run nothing more."""
         self._left = _FINISHED
         for local_rank in range(self.config.local_world_size):
             self.post(WorkerSucceeded(fence, local_rank))
@@ -209,25 +213,25 @@ class MembershipAgent:
             self._stop(fence, "")
 
     def conclude(self, ok: bool, reason: str, *, stays: bool) -> None:
-        """End the job for all; said again to each new coordinator until the job has ended.
+        """End the job for all; repeated to each new coordinator until the job has ended.
 
-        `stays`: the caller still runs something, and stops it when it is told to.
+        `stays`: the caller still runs its work, and stops it when asked.
         """
         self._conclusion = Conclude(ok=ok, reason=reason[:_REASON_CHARS_MAX])
-        self._say_conclusion()
+        self._send_conclusion()
         if not stays:
             self._left = reason
-            self._drop_if_stopping()
+            self._give_up_if_stopping()
 
     def leave(self, reason: str) -> None:
-        """Go, and let the others go on; what the caller ran has ended, or ends with it."""
+        """Leave the job, which continues; the caller's work has ended, or ends with it."""
         self._left = reason
         self.post(Signalled(reason))
         group = self._core.group if self._core is not None else None
         if group is not None:
             self._gone(group.fence)
 
-    def _drop_if_stopping(self) -> None:
+    def _give_up_if_stopping(self) -> None:
         if self._stopping and self._core is not None and self._core.group is not None:
             self._gone(self._core.group.fence)
 
@@ -241,7 +245,7 @@ class MembershipAgent:
         self._selector = selectors.DefaultSelector()
         return asyncio.SelectorEventLoop(self._selector)
 
-    async def _take_part(self) -> None:
+    async def _participate(self) -> None:
         self._main = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         self._ready.set()
@@ -250,8 +254,8 @@ class MembershipAgent:
         token = config.token or (await token_of(keys) if keys else "")
         secret = derive_secret(config.spec.job, token or None)
         access = rpc.Access(config.spec.job, secret, config.tls)
-        attending = attending_of(keys, snapshot())
-        seat = self._seat(keys, Hosting(config.spec, access, say.tell, attending))
+        bridge = attending_of(keys, snapshot())
+        leadership = self._leadership(keys, Hosting(config.spec, access, console.tell, bridge))
 
         self._core = AgentCore(
             config.spec,
@@ -260,15 +264,15 @@ class MembershipAgent:
             time.monotonic(),
             self_fencing=keys is not None,
         )
-        self._core.ready = True  # It forks nothing that would have to be warm.
+        self._core.ready = True  # It has no zygote that must warm up.
         dialer = Dialer(access, lambda: token, config.node_id, registry_here())
-        self._link = CoordinatorLink(seat, dialer, self.post, config.spec)
+        self._link = CoordinatorLink(leadership, dialer, self.post, config.spec)
         try:
-            await self._work(self._core, self._link, seat)
+            await self._run_tasks(self._core, self._link, leadership)
         finally:
             dialer.close()
 
-    def _seat(self, keys: JobKeys | None, hosting: Hosting) -> Leadership:
+    def _leadership(self, keys: JobKeys | None, hosting: Hosting) -> Leadership:
         config = self.config
         if keys is None:
             return EndpointSeat(config.endpoint, config.hosts, hosting)
@@ -285,15 +289,17 @@ class MembershipAgent:
             versions=versions(),
         )
 
-    async def _work(self, core: AgentCore, link: CoordinatorLink, seat: Leadership) -> None:
-        work = asyncio.create_task(self._decide(core, link))
-        others = [asyncio.create_task(link.run()), asyncio.create_task(seat.run())]
+    async def _run_tasks(
+        self, core: AgentCore, link: CoordinatorLink, leadership: Leadership
+    ) -> None:
+        work = asyncio.create_task(self._run_rules(core, link))
+        others = [asyncio.create_task(link.run()), asyncio.create_task(leadership.run())]
         tasks = [work, *others]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in others:
                 if not work.done() and task.done() and task.exception() is None:
-                    # The coordinator here has finished; the core still hears how.
+                    # The coordinator here has finished; the rules still receive the outcome.
                     await asyncio.wait([work])
             for task in tasks:
                 if task.done():
@@ -303,9 +309,9 @@ class MembershipAgent:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await seat.close(ended=core.outcome is not None)
+            await leadership.close(ended=core.outcome is not None)
 
-    async def _decide(self, core: AgentCore, link: CoordinatorLink) -> None:
+    async def _run_rules(self, core: AgentCore, link: CoordinatorLink) -> None:
         self.post(Tick())
         while True:
             event = await self._queue.get()
@@ -314,64 +320,64 @@ class MembershipAgent:
             core.slept_s = suspended_s()
             for effect in core.handle(event, time.monotonic()):
                 if core.outcome is not None:
-                    self._tell_outcome(core.outcome)
+                    self._announce_outcome(core.outcome)
                     link.retire()
                 if isinstance(effect, Exit):
                     return
-                self._carry_out(effect, link)
+                self._perform(effect, link)
             if isinstance(event, Linked):
-                self._say_conclusion()
+                self._send_conclusion()
             if self._timer is not None:
                 self._timer.cancel()
             delay_s = max(0.0, core.wake_s - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.post, Tick())
 
-    def _carry_out(self, effect: AgentEffect, link: CoordinatorLink) -> None:
+    def _perform(self, effect: AgentEffect, link: CoordinatorLink) -> None:
         match effect:
             case Transmit(message=message):
                 link.send(message)
             case StartGroup(assignment=assignment):
-                self._offer(assignment)
+                self._announce(assignment)
             case StopGroup(fence=fence, reason=reason):
                 self._stop(fence, reason)
             case Decline(fence=fence):
                 self._gone(fence)
             case MarkGroup(fence=fence):
-                self.post(GroupMarked(fence, None))  # Nobody here can be asked to checkpoint.
+                self.post(GroupMarked(fence, None))  # The caller cannot be asked to checkpoint.
             case AimGroup(fence=fence, stops=stops):
                 self.post(GroupDrained(fence, stops))
             case Tell(note=note):
-                say.tell(note)
+                console.tell(note)
             case Exit():
-                raise AssertionError("_decide returns on Exit")
+                raise AssertionError("_run_rules returns on Exit")
 
-    def _offer(self, assignment: Assignment) -> None:
+    def _announce(self, assignment: Assignment) -> None:
         self._stopping = self._given_back = False
         if self._left:
-            self._gone(assignment.fence)  # It was on its way while the caller went.
+            self._gone(assignment.fence)  # The caller left while the assignment was on its way.
             return
-        with self.desk.told:
-            self.desk.assignment, self.desk.taken, self.desk.change = assignment, False, ""
+        with self.shared.condition:
+            self.shared.assignment, self.shared.claimed, self.shared.change = assignment, False, ""
             if assignment.node_rank == 0:
-                self.desk.listener = self._port.socket.dup()
-            self.desk.told.notify_all()
+                self.shared.listener = self._port.socket.dup()
+            self.shared.condition.notify_all()
 
     def _stop(self, fence: Fence, reason: str) -> None:
-        """Have the group of `fence` end: the caller is told, where it has something to stop."""
+        """End the group of `fence`: ask the caller, if it has work to stop."""
         self._stopping = True
-        with self.desk.told:
-            if self.desk.taken and not self._given_back and not self._left:
+        with self.shared.condition:
+            if self.shared.claimed and not self._given_back and not self._left:
                 outcome = self._core.outcome if self._core is not None else None
-                # Who closes a job, and does not say that it failed, lets others finish.
+                # A node that closes a job without an error lets the others finish.
                 grace_s = self.config.close_grace_s if outcome is not None and outcome.ok else 0.0
-                asyncio.get_running_loop().call_later(grace_s, self._tell_change, fence, reason)
+                asyncio.get_running_loop().call_later(grace_s, self._announce_change, fence, reason)
                 return
         if self._left is _FINISHED and self._core is not None and self._core.outcome is None:
             self._cannot_start_again(reason)
         self._gone(fence)
 
     def _cannot_start_again(self, reason: str) -> None:
-        """The caller has finished, and the world it finished in is to be started anew."""
+        """Leave or end the job: the caller has finished, and its world is to restart."""
         what = f"it finished its part and cannot start again: {reason}"
         if self.config.spec.is_elastic:
             self.post(Signalled(what))
@@ -379,33 +385,33 @@ class MembershipAgent:
             self.conclude(False, what, stays=True)
 
     def _gone(self, fence: Fence) -> None:
-        """Tell that nothing runs in `fence` any more, with a new port for what comes next."""
-        with self.desk.told:
-            self.desk.assignment, self.desk.change = None, ""
-            if self.desk.listener is not None and not self.desk.taken:
-                self.desk.listener.close()
-            self.desk.listener, self.desk.taken = None, False
+        """Report that nothing runs in `fence` any more, and offer a new port."""
+        with self.shared.condition:
+            self.shared.assignment, self.shared.change = None, ""
+            if self.shared.listener is not None and not self.shared.claimed:
+                self.shared.listener.close()
+            self.shared.listener, self.shared.claimed = None, False
         self._given_back = self._stopping = False
         self.post(GroupGone(fence, self._new_port()))
 
     def _new_port(self) -> PortOffer:
-        """Hold another port than the last, which may have been told to others."""
+        """Hold a new port; others may know the previous one."""
         self._port.close()
         self._port = OfferedPort(listening=True, host=self.config.reach)
         return self._port.open()
 
-    def _say_conclusion(self) -> None:
+    def _send_conclusion(self) -> None:
         if self._conclusion is not None and self._link is not None:
             self._link.send(self._conclusion)
 
-    def _tell_change(self, fence: Fence, reason: str) -> None:
-        with self.desk.told:
-            if self.desk.assignment is not None and self.desk.assignment.fence == fence:
-                self.desk.change = reason or "the job has another membership"
-                self.desk.told.notify_all()
+    def _announce_change(self, fence: Fence, reason: str) -> None:
+        with self.shared.condition:
+            if self.shared.assignment is not None and self.shared.assignment.fence == fence:
+                self.shared.change = reason or "the job has another membership"
+                self.shared.condition.notify_all()
 
-    def _tell_outcome(self, outcome: Outcome) -> None:
-        with self.desk.told:
-            if self.desk.outcome is None:
-                self.desk.outcome = outcome
-                self.desk.told.notify_all()
+    def _announce_outcome(self, outcome: Outcome) -> None:
+        with self.shared.condition:
+            if self.shared.outcome is None:
+                self.shared.outcome = outcome
+                self.shared.condition.notify_all()

@@ -4,17 +4,17 @@
         while True:
             place = membership.join()            # blocks until this node is in a world
             if work(place, until=lambda: membership.has_changed):
-                membership.finish()              # all here succeeded; waits for the others
+                membership.finish()              # all succeeded here; waits for the others
                 break
 
-`join` is called again whenever `has_changed` (somebody failed, left or arrived) and whenever what
-the caller ran has failed; each call gives back the place before. All calls are synchronous and
-may come from any thread. Heartbeats go on in a thread, so a caller that trains need not come by.
+Call `join` again whenever `has_changed` is true (a node failed, left or arrived) and whenever the
+caller's work failed. Each call gives back the previous place. All calls are synchronous and may
+come from any thread. Heartbeats are sent by a thread, so a training caller need not call anything.
 
-Owns the thread of a `MembershipAgent`: it is started by the first `join`, and ends with the job, by
-`leave`, `close`, or with this process. It does not know what a place is used for. How it fails:
-ElastaneError as the agent would (refused, no coordinator, too few nodes, closed), from the call
-that needs what cannot be had. In a forked child every call is refused: a session is one process's.
+Owns the thread of a `MembershipAgent`. The first `join` starts it; it ends with the job, by
+`leave`, by `close`, or with this process. It does not know what a place is used for. How it fails:
+the call that needs the membership raises the agent's ElastaneError (refused, no coordinator, too
+few nodes, closed). In a forked child every call is refused: a session belongs to one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from elastane.agent.member import Desk, MemberConfig, MembershipAgent
+from elastane.agent.member import MemberConfig, MembershipAgent, SharedMembership
 from elastane.errors import (
     ConfigurationError,
     ElastaneError,
@@ -49,9 +49,9 @@ from elastane.stores.protocol import Store
 
 __all__ = ["MemberConfig", "MemberPlace", "Membership"]
 
-# The coordinator is told and tells all others, which have CLOSE_S; then this side has closed.
+# The coordinator informs all other nodes, which have CLOSE_S to end. Then this side has closed.
 _CLOSE_WAIT_S = 3 * CLOSE_S
-# At the end of the process: for the goodbye to go out, and for the thread to end.
+# At the end of the process: time for the goodbye to be sent, and for the thread to end.
 _GOODBYE_S = 0.2
 _CUT_S = 2.0
 _members: weakref.WeakSet[MembershipAgent] = weakref.WeakSet()
@@ -61,9 +61,9 @@ _members: weakref.WeakSet[MembershipAgent] = weakref.WeakSet()
 class MemberPlace:
     """This node's place in one attempt of one world.
 
-    `listener` is there on node rank 0: the socket, listening since before its port was told, on
-    which the attempt's process-group store is to be served; all nodes reach it at
-    `assignment.master_addr` and `master_port`. It is the caller's.
+    `listener` exists on node rank 0: the socket on which the attempt's process-group store is to be
+    served. It has listened since before its port was announced, and now belongs to the caller. All
+    nodes reach it at `assignment.master_addr` and `master_port`.
     """
 
     assignment: Assignment
@@ -84,7 +84,7 @@ class MemberPlace:
 
 
 class Membership:
-    """See the module. `name` makes the node id of each joining; nothing starts before `join`."""
+    """See the module. `name` returns the node id for each joining; `join` starts a thread."""
 
     def __init__(self, config: MemberConfig, name: Callable[[], str]) -> None:
         self._config = config
@@ -105,11 +105,11 @@ class Membership:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.leave("its program goes on without the job" if error is None else str(error))
+        self.leave("its program continues without the job" if error is None else str(error))
 
     @property
     def config(self) -> MemberConfig:
-        """What it was made with."""
+        """The configuration it was created with."""
         return self._config
 
     @property
@@ -119,18 +119,18 @@ class Membership:
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the job ended; None while it has not, as far as is known here."""
-        return self._outcome or (self._member.desk.outcome if self._member else None)
+        """How the job ended; None while this node has not learned of an end."""
+        return self._outcome or (self._member.shared.outcome if self._member else None)
 
     @property
     def change(self) -> str:
-        """Why the caller has to come back by `join`, in words; empty: it need not."""
+        """Why the caller must call `join` again, in words; empty: it need not."""
         self._check_process()
         member = self._member
         if member is None:
             return ""
-        with member.desk.told:
-            return member.desk.change
+        with member.shared.condition:
+            return member.shared.change
 
     @property
     def has_changed(self) -> bool:
@@ -138,12 +138,12 @@ class Membership:
         return bool(self.change)
 
     def wait_change(self, timeout_s: float) -> bool:
-        """Wait until the caller has to come back; return whether it has to."""
+        """Wait until the caller must call `join` again; return whether it must."""
         self._check_process()
         member = self._member
         if member is None:
             return False
-        return _wait_until(member, lambda desk: bool(desk.change), timeout_s)
+        return _wait_until(member, lambda shared: bool(shared.change), timeout_s)
 
     def has_ended(self) -> bool:
         """Whether the job has ended; one that was never joined is looked up in its store."""
@@ -161,10 +161,10 @@ class Membership:
     def join(self, failure: str = "the workers of this node failed") -> MemberPlace:
         """Return this node's place in the next world, once there is one.
 
-        Gives back the place held so far; where no change was announced, its world ends by it, for
-        the reason `failure`. A call that is interrupted leaves the job; the next one joins anew.
-        Raises RendezvousTimeoutError, RendezvousClosedError (also for a spare, when the others
-        have finished), RendezvousRefusedError, or what the store or the endpoint raised.
+        Gives back the place held so far. If no change was announced, this ends the current world
+        for the reason `failure`. An interrupted call leaves the job; the next call joins again.
+        Raises RendezvousTimeoutError, RendezvousClosedError (also for a spare node, when the others
+        have finished), RendezvousRefusedError, or the error of the store or the endpoint.
         """
         self._check_process()
         if self._outcome is not None:
@@ -178,10 +178,10 @@ class Membership:
             raise
 
     def finish(self) -> Outcome:
-        """Say that all succeeded here; return how the job ended, once the other nodes have too.
+        """Report that all work here succeeded; return the outcome once the other nodes finished.
 
-        Waits as long as they work. Where their world ends otherwise, this node cannot start again:
-        an elastic job goes on without it, and any other ends.
+        Waits as long as they work. If their world ends otherwise, this node cannot start again: an
+        elastic job continues without it, and any other job ends.
         """
         self._check_process()
         member, place = self._member, self._place
@@ -190,13 +190,14 @@ class Membership:
         fence = place.assignment.fence
         member.call(lambda: member.succeed(fence))
         self._await_end(member, None)
-        return self._end_of(member)
+        return self._outcome_of(member)
 
     def close(self, ok: bool, reason: str, *, stays: bool = False) -> bool:
-        """End the job for all nodes; return whether that was told and heard in time.
+        """End the job for all nodes; return whether the coordinator confirmed it in time.
 
-        `ok`: the others may finish what they do, within their grace; else they are to stop now.
-        `stays`: so may this node, which then is still a member; else its place is given back.
+        `ok`: the others may finish their work within their grace; otherwise they must stop now.
+        `stays`: this node may finish too, and stays a member until then; otherwise its place is
+        given back.
         """
         self._check_process()
         if self.outcome is None:
@@ -209,14 +210,14 @@ class Membership:
         return self._outcome is not None
 
     def leave(self, reason: str = "it was asked to") -> None:
-        """Leave the job, which goes on without this node. Does nothing where it is not in one."""
+        """Leave the job, which continues without this node; does nothing if it is not in a job."""
         self._check_process()
         if self.outcome is not None:
             self._finish_member()
         elif self._member is not None:
             member, thread = self._member, self._thread
             self._abandon(reason)
-            _see_off(member, thread)
+            _wait_for_goodbye(member, thread)
 
     # Private.
 
@@ -232,18 +233,18 @@ class Membership:
 
     def _begin(self) -> MembershipAgent:
         with self._lock:
-            if self._member is not None and not self._member.desk.ended:
+            if self._member is not None and not self._member.shared.ended:
                 return self._member
             if self._member is not None:
                 self._raise_end(self._member)
             config = replace(self._config, node_id=self._config.node_id or self._name())
-            member = MembershipAgent(config, Desk())
+            member = MembershipAgent(config, SharedMembership())
             self._thread = threading.Thread(
                 target=member.run, name=f"elastane-member-{config.node_id}", daemon=True
             )
             self._member = member
             _members.add(member)
-            weakref.finalize(self, _drop, member).atexit = False
+            weakref.finalize(self, _leave_unreferenced, member).atexit = False
             self._thread.start()
             return member
 
@@ -257,28 +258,28 @@ class Membership:
         member.call(lambda: member.give_back(fence, failure))
 
     def _await_place(self, member: MembershipAgent) -> MemberPlace:
-        desk = member.desk
-        with desk.told:
+        shared = member.shared
+        with shared.condition:
             while True:
-                if desk.outcome is not None or desk.ended:
+                if shared.outcome is not None or shared.ended:
                     break
-                if desk.assignment is not None and not desk.taken:
-                    desk.taken = True
-                    self._place = MemberPlace(desk.assignment, desk.listener)
+                if shared.assignment is not None and not shared.claimed:
+                    shared.claimed = True
+                    self._place = MemberPlace(shared.assignment, shared.listener)
                     return self._place
-                desk.told.wait()
+                shared.condition.wait()
         self._raise_end(member)
         raise AssertionError("an end raises")
 
     def _raise_end(self, member: MembershipAgent) -> None:
-        """Raise why the membership of `member` ended."""
-        desk = member.desk
-        if desk.outcome is not None:
-            self._outcome = desk.outcome
-            raise error_of(desk.outcome)
+        """Raise the reason why the membership of `member` ended."""
+        shared = member.shared
+        if shared.outcome is not None:
+            self._outcome = shared.outcome
+            raise error_of(shared.outcome)
         self._member = None
-        if desk.error is not None:
-            raise desk.error
+        if shared.error is not None:
+            raise shared.error
         raise MembershipError(
             "the membership ended: this node left the job",
             slug="membership-idle",
@@ -286,13 +287,13 @@ class Membership:
         )
 
     def _await_outcome(self, member: MembershipAgent, timeout_s: float) -> None:
-        _wait_until(member, lambda desk: desk.outcome is not None or desk.ended, timeout_s)
+        _wait_until(member, lambda shared: shared.outcome is not None or shared.ended, timeout_s)
 
     def _await_end(self, member: MembershipAgent, timeout_s: float | None) -> bool:
-        return _wait_until(member, lambda desk: desk.ended, timeout_s)
+        return _wait_until(member, lambda shared: shared.ended, timeout_s)
 
     def _finish_member(self) -> None:
-        """Give back what is held and see the thread to its end, which comes by itself."""
+        """Give the place back, and wait for the thread to end."""
         member, thread, place = self._member, self._thread, self._place
         if member is None:
             return
@@ -302,38 +303,38 @@ class Membership:
             member.call(lambda: member.give_back(fence, "the job is closed"))
         if not self._await_end(member, _CLOSE_WAIT_S):
             member.call(member.cut)
-        self._outcome = self._outcome or member.desk.outcome
+        self._outcome = self._outcome or member.shared.outcome
         self._member = None
         if thread is not None:
             thread.join(_CUT_S)
 
-    def _end_of(self, member: MembershipAgent) -> Outcome:
+    def _outcome_of(self, member: MembershipAgent) -> Outcome:
         self._place = None
-        if member.desk.outcome is None:
+        if member.shared.outcome is None:
             self._raise_end(member)
         self._finish_member()
         assert self._outcome is not None, "the outcome is kept"
         return self._outcome
 
     def _abandon(self, reason: str) -> None:
-        """Let the member leave by itself; the next `join` begins anew."""
+        """Let the member leave on its own; the next `join` starts another one."""
         member, self._member, self._place = self._member, None, None
-        if member is not None and not member.desk.ended:
+        if member is not None and not member.shared.ended:
             member.call(lambda: member.leave(reason))
 
 
 def _wait_until(
-    member: MembershipAgent, condition: Callable[[Desk], bool], timeout_s: float | None
+    member: MembershipAgent, is_met: Callable[[SharedMembership], bool], timeout_s: float | None
 ) -> bool:
-    """Wait for `condition` of what lies on the desk; return whether it came."""
-    desk = member.desk
+    """Wait until `is_met` holds for the shared state; return whether it does."""
+    shared = member.shared
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    with desk.told:
-        while not condition(desk):
+    with shared.condition:
+        while not is_met(shared):
             left_s = None if end_s is None else end_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return False
-            desk.told.wait(left_s)
+            shared.condition.wait(left_s)
     return True
 
 
@@ -344,14 +345,14 @@ async def _check_open(store: Store, job: str) -> None:
         await store.close()
 
 
-def _drop(member: MembershipAgent) -> None:
-    """Leave a job whose membership nobody holds any more."""
-    if not member.desk.ended:
-        member.call(lambda: member.leave("its program lets go of the membership"))
+def _leave_unreferenced(member: MembershipAgent) -> None:
+    """Leave the job when the membership was garbage-collected."""
+    if not member.shared.ended:
+        member.call(lambda: member.leave("its program dropped the membership"))
 
 
 def error_of(outcome: Outcome) -> ElastaneError:
-    """Return the error that the end of a job is, for one who wants to join it."""
+    """Return the error to raise to a program that wants to join an ended job."""
     kind: type[ElastaneError] = JobClosedError
     if outcome.slug == "rdzv-timeout":
         kind = JoinTimeoutError
@@ -365,21 +366,21 @@ def error_of(outcome: Outcome) -> ElastaneError:
     return kind(what, slug=outcome.slug or "rdzv-closed", next_step=outcome.next_step)
 
 
-def _see_off(member: MembershipAgent, thread: threading.Thread | None) -> None:
-    """Wait for a goodbye to go out, and end the thread whether or not it was answered."""
-    _wait_until(member, lambda desk: desk.ended, _GOODBYE_S)
+def _wait_for_goodbye(member: MembershipAgent, thread: threading.Thread | None) -> None:
+    """Wait until the goodbye was sent, then end the thread whether or not it was answered."""
+    _wait_until(member, lambda shared: shared.ended, _GOODBYE_S)
     member.call(member.cut)
     if thread is not None:
         thread.join(_CUT_S)
 
 
 def _at_exit() -> None:
-    """Leave every job that this process is in, as it ends."""
+    """Leave every job of this process as it ends."""
     for member in list(_members):
-        if not member.desk.ended:
+        if not member.shared.ended:
             with contextlib.suppress(RuntimeError):
                 member.call(lambda m=member: m.leave("its process ends"))  # type: ignore[misc]
-                _see_off(member, None)
+                _wait_for_goodbye(member, None)
 
 
 def _after_fork() -> None:

@@ -1,7 +1,7 @@
-"""What a node's keeper is told so that it knows the keepers of the job's other nodes.
+"""How the snapshot server of a node knows those of the job's other nodes.
 
-Owns how their secret comes from the job's: a keeper proves itself by it, and can do nothing else
-with it.
+Owns the derivation of their secret from the job's. With it a snapshot server can prove itself to
+others, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from elastane.snapshots.peers import Neighbours
 _PURPOSE = b"elastane keepers"
 
 
-def neighbours(config: AgentConfig, keyring: Keyring) -> Neighbours:
-    """Return it, as of now."""
+def replica_peers(config: AgentConfig, keyring: Keyring) -> Neighbours:
+    """Return the current secrets, address and TLS files for the snapshot server."""
     tls = config.rendezvous.tls
     return Neighbours(
         job=config.spec.job,

@@ -1,7 +1,8 @@
-"""What an agent has of its own on its machine: a name, a warden, a zygote, an event log, a port.
+"""What one agent has on its machine: its name, orphan reaper, zygote, event log and port.
 
-Owns their order: the warden before anything that it is to end, the zygote at once, since its
-imports take longest. On the way out, nothing that was started here is left.
+Owns the order of their start: the orphan reaper comes before any process that it must be able to
+end. The zygote starts right after it, since its imports take longest. On the way out, nothing that
+was started here is left.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastane.agent.offers import OfferedPort
-from elastane.agent.snapshot_server import Keeping
+from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.agent.timer_watch import TimerWatch
-from elastane.observe import logging as say
+from elastane.observe import logging as console
 from elastane.observe.events import EventLog
 from elastane.observe.handlers import Hear, event_handler, hear_nothing
 from elastane.observe.records import Teller
@@ -41,61 +42,63 @@ if TYPE_CHECKING:
     from elastane.snapshots.events import News
 
 _log = logging.getLogger("elastane.options")
-# Between two starts of the warden, so that one that cannot live costs little.
-_WARDEN_PAUSE_S = 0.5
+# Pause between two starts of the orphan reaper, so that one that always dies costs little.
+_REAPER_PAUSE_S = 0.5
 
 
 @dataclass
 class NodeServices:
-    """What an agent has of its own on this machine."""
+    """What one agent has on its machine."""
 
     config: AgentConfig
     id: str
     leash: str
     events: EventLog
-    warden: OrphanReaper
+    reaper: OrphanReaper
     spawner: Spawner
     port: OfferedPort
-    keeping: Keeping
+    snapshot_server: SnapshotServerHandle
     timers: TimerWatch | None = None
-    hear: Hear = hear_nothing
+    handle_event: Hear = hear_nothing
 
-    def tell(self, note: Note) -> None:
-        """Log a note of this agent's."""
-        self._tell(note, "agent")
+    def log(self, note: Note) -> None:
+        """Log an event of this agent."""
+        self._log_from(note, "agent")
 
-    def tell_of_keeper(self, news: News) -> None:
-        """Log what the keeper of snapshots tells."""
-        from elastane.agent.snapshot_events import note_of
+    def log_snapshot_event(self, event: News) -> None:
+        """Log what the snapshot server reports."""
+        from elastane.agent.snapshot_events import snapshot_event
 
-        self.tell(note_of(news, self.id))
+        self.log(snapshot_event(event, self.id))
 
-    def tell_keeper_lost(self, reason: str) -> None:
-        """Log that the keeper of snapshots ended before this agent."""
+    def log_snapshot_server_lost(self, reason: str) -> None:
+        """Log that the snapshot server ended before this agent."""
         self.events.tell(Note(kind=EventKind.KEEPER_LOST, reason=reason, node_id=self.id), "agent")
 
-    def tell_as_coordinator(self, note: Note) -> None:
-        """Log a note of the coordinator's, which runs here."""
-        self._tell(note, "coordinator")
+    def log_as_coordinator(self, note: Note) -> None:
+        """Log an event of the coordinator, which runs in this agent."""
+        self._log_from(note, "coordinator")
 
-    def _tell(self, note: Note, source: str) -> None:
-        say.tell(note)
+    def _log_from(self, note: Note, source: str) -> None:
+        console.tell(note)
         self.events.tell(note, source)
-        self.hear(note, source)
+        self.handle_event(note, source)
 
 
-def place(
+def register_node(
     config: AgentConfig, host: str, stack: contextlib.ExitStack
 ) -> tuple[JobRegistry | None, str]:
-    """Return where this machine's jobs are noted, and this agent's node id.
+    """Return the registry of this machine's jobs, and this agent's node id.
 
-    Where nothing can be written (a container with a read-only disk), the job runs all the same.
+    Where nothing can be written (a container with a read-only disk), the job runs without a
+    registry.
     """
-    wished = config.node.node_id
+    requested = config.node.node_id
     try:
         folder = runtime_folder(config.environment)
         node_id = (
-            wished or stack.enter_context(NodeSlot.acquire(folder, config.spec.job, host)).node_id
+            requested
+            or stack.enter_context(NodeSlot.acquire(folder, config.spec.job, host)).node_id
         )
     except OSError as error:
         _log.warning(
@@ -103,33 +106,36 @@ def place(
             " folder that can be written [runtime-folder]",
             error,
         )
-        return None, wished or f"{safe_name(host)}.{secrets.token_hex(2)}"
+        return None, requested or f"{safe_name(host)}.{secrets.token_hex(2)}"
     return JobRegistry(folder), node_id
 
 
 @contextlib.asynccontextmanager
-async def node_of(config: AgentConfig, node_id: str, host: str) -> AsyncIterator[NodeServices]:
-    """Set up what the agent has on this machine, and take it down again."""
+async def node_services(
+    config: AgentConfig, node_id: str, host: str
+) -> AsyncIterator[NodeServices]:
+    """Start the services of this agent on its machine, and stop them at the end."""
     leash = uuid.uuid4().hex
     become_subreaper()
-    keeping = Keeping(config.environment)
-    keeping.open()
-    warden = OrphanReaper(leash, keeping.path)
-    await warden.start()
+    snapshot_server = SnapshotServerHandle(config.environment)
+    snapshot_server.open()
+    reaper = OrphanReaper(leash, snapshot_server.path)
+    await reaper.start()
     events = EventLog(config.logs.base_dir, config.spec.job, node_id, host)
     spawner = _spawner(config, leash, events, node_id)
     port = OfferedPort(listening=isinstance(spawner, ZygoteSpawner), host=config.reach)
-    watched = config.supervision
-    node = NodeServices(config, node_id, leash, events, warden, spawner, port, keeping)
-    keeping.report(node.tell_of_keeper, node.tell_keeper_lost)
-    node.hear = event_handler(
-        watched.event_handler, Teller(job=config.spec.job, node=node_id, host=host, pid=os.getpid())
+    supervision = config.supervision
+    node = NodeServices(config, node_id, leash, events, reaper, spawner, port, snapshot_server)
+    snapshot_server.report(node.log_snapshot_event, node.log_snapshot_server_lost)
+    node.handle_event = event_handler(
+        supervision.event_handler,
+        Teller(job=config.spec.job, node=node_id, host=host, pid=os.getpid()),
     )
-    node.timers = TimerWatch(watched.timer_file) if watched.watches_timers else None
-    keeper = asyncio.create_task(_keep(warden))
-    keeping.start()
+    node.timers = TimerWatch(supervision.timer_file) if supervision.watches_timers else None
+    reaper_watch = asyncio.create_task(_restart_reaper(reaper))
+    snapshot_server.start()
     await spawner.start()
-    health = await _answer_health(watched.health_port)
+    health = await _answer_health(supervision.health_port)
     try:
         if node.timers is not None:
             node.timers.open()
@@ -142,14 +148,14 @@ async def node_of(config: AgentConfig, node_id: str, host: str) -> AsyncIterator
         await spawner.close()
         port.close()
         await kill_strays()
-        await keeping.close()
-        keeper.cancel()
-        await warden.close()
+        await snapshot_server.close()
+        reaper_watch.cancel()
+        await reaper.close()
         events.close()
 
 
 async def _answer_health(port: int | None) -> HealthServer | None:
-    """Answer health checks; a port that is taken costs the answers, not the job."""
+    """Answer health checks; if the port is taken, the job runs without answers."""
     if port is None:
         return None
     server = HealthServer(time.time, port)
@@ -161,17 +167,19 @@ async def _answer_health(port: int | None) -> HealthServer | None:
     return server
 
 
-async def _keep(warden: OrphanReaper) -> None:
-    """Start the warden again when it was killed: only it can end what outlives this agent."""
+async def _restart_reaper(reaper: OrphanReaper) -> None:
+    """Start the orphan reaper again when it was killed: only it outlives a killed agent."""
     while True:
-        code = await warden.wait()
-        _log.warning("the warden ended (%s); another one takes its place", exit_text(code))
+        code = await reaper.wait()
+        _log.warning("the orphan reaper ended (%s); it is started again", exit_text(code))
         try:
-            await warden.start()
+            await reaper.start()
         except OSError as error:
-            _log.error("no other warden: %s; a killed agent may leave processes behind", error)
+            _log.error(
+                "no other orphan reaper: %s; a killed agent may leave processes behind", error
+            )
             return
-        await asyncio.sleep(_WARDEN_PAUSE_S)
+        await asyncio.sleep(_REAPER_PAUSE_S)
 
 
 def _spawner(config: AgentConfig, leash: str, events: EventLog, node_id: str) -> Spawner:
@@ -185,13 +193,13 @@ def _spawner(config: AgentConfig, leash: str, events: EventLog, node_id: str) ->
         "fallback": EventKind.ZYGOTE_FALLBACK,
     }
 
-    def tell(kind: str, reason: str) -> None:
+    def log(kind: str, reason: str) -> None:
         note = Note(kind=kinds[kind], reason=reason, node_id=node_id)
-        say.tell(note)
+        console.tell(note)
         events.tell(note, "agent")
 
     env = {**without_secrets(config.environment), LEASH_VARIABLE: leash}
     if config.node.local_world_size > 1:
-        # As each worker will have it: OpenMP reads it when torch is imported.
+        # As in each worker: OpenMP reads it when torch is imported.
         env.setdefault("OMP_NUM_THREADS", "1")
-    return ZygoteSpawner(command.preload, env, command.python, tell)
+    return ZygoteSpawner(command.preload, env, command.python, log)

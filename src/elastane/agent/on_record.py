@@ -1,9 +1,9 @@
-"""How a job ended, for an agent of it whom no coordinator is left to tell.
+"""How a job ended, for an agent that has no coordinator left to ask.
 
-The coordinator may have died between the record and its messages, or this host stood still
-meanwhile. The seat then says that the job has ended, which for a newcomer is a mistake in the
-configuration; an agent that was in the job ends as all others did. Where the store does not
-answer, it is left at the mistake.
+The coordinator may have died between its record and its messages, or this host stood still
+meanwhile. The leadership then reports that the job has ended, which is a configuration mistake for
+a new node. An agent that took part ends like all others instead. If the store does not answer, the
+mistake is reported.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from elastane.protocol.effects import Exit
 from elastane.stores.jobs import JobKeys
 
 
-async def as_on_record(exit_: Exit, keys: JobKeys | None, *, was_in_it: bool) -> Exit:
-    """Return the exit that the job's record means, where the seat found the job ended."""
+async def recorded_exit(exit_: Exit, keys: JobKeys | None, *, was_welcomed: bool) -> Exit:
+    """Return the exit of the job's record, if the leadership found the job closed."""
     closed = exit_.outcome is not None and exit_.outcome.slug == "rdzv-closed"
-    if keys is None or not was_in_it or not closed:
+    if keys is None or not was_welcomed or not closed:
         return exit_
     try:
         record = await keys.load()

@@ -1,8 +1,8 @@
-"""Whether the kernel killed a worker for want of memory, from the counters that it keeps.
+"""Finds out whether the kernel killed a worker for lack of memory, from the kernel's counters.
 
 Owns the reading of the cgroup's `memory.events` (v2) or `memory.oom_control` (v1) and of
-/proc/vmstat, and the words about a SIGKILL. The reading is a file or two at each start of a group;
-the judging is pure. Where nothing can be read, it says so rather than guess.
+/proc/vmstat, and the text about a SIGKILL. Each start of a group reads a file or two; the judgement
+is pure. Where nothing can be read, the text says so instead of guessing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 _CGROUPS = Path("/sys/fs/cgroup")
 _OURS = Path("/proc/self/cgroup")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-# A cgroup without a limit says so by a number near 2^63.
+# A cgroup without a limit shows a number near 2^63.
 _LIMIT_BYTES_MAX = 1 << 60
 
 
 @dataclass(frozen=True)
 class OomCounters:
-    """Kills for want of memory so far: in the cgroup (None: unknown) and on the host."""
+    """Out-of-memory kills so far, in the cgroup (None: unknown) and on the host."""
 
     cgroup_kills: int | None = None
     host_kills: int | None = None
@@ -29,7 +29,7 @@ class OomCounters:
 
 
 def read_memory() -> OomCounters:
-    """Return the counters as they stand; those that cannot be read are None."""
+    """Return the current counters; None for those that cannot be read."""
     folder, events, limit = _cgroup()
     return OomCounters(
         cgroup_kills=_counter(folder / events, "oom_kill") if folder else None,
@@ -39,7 +39,7 @@ def read_memory() -> OomCounters:
 
 
 def kill_evidence(before: OomCounters, after: OomCounters, peak_bytes: int, exit_code: int) -> str:
-    """Return in words who killed a worker; empty where it was not killed by SIGKILL."""
+    """Return in words what killed a worker; empty unless it was killed by SIGKILL."""
     if exit_code != -signal.SIGKILL:
         return ""
     peak = f"; its memory had peaked at {size(peak_bytes)}" if peak_bytes else ""
@@ -54,7 +54,7 @@ def kill_evidence(before: OomCounters, after: OomCounters, peak_bytes: int, exit
 
 
 def size(count: float) -> str:
-    """Return a number of bytes for a person."""
+    """Return a number of bytes in a readable unit."""
     for unit in _UNITS[:-1]:
         if count < 1024:
             return f"{count:.3g} {unit}"
@@ -67,7 +67,7 @@ def _grew(before: int | None, after: int | None) -> bool:
 
 
 def _cgroup() -> tuple[Path | None, str, str]:
-    """Return this process's memory cgroup, and the names of its counter and its limit."""
+    """Return this process's memory cgroup, and the names of its counter and limit files."""
     try:
         lines = _OURS.read_text().splitlines()
     except OSError:
@@ -85,7 +85,7 @@ def _cgroup() -> tuple[Path | None, str, str]:
 
 
 def _folder(root: Path, path: str, counter: str) -> Path | None:
-    """Return the cgroup's folder; in a container its path may be one of the host's."""
+    """Return the cgroup's folder; in a container its path may be that of the host."""
     for folder in (root / path.lstrip("/"), root):
         if (folder / counter).is_file():
             return folder

@@ -1,6 +1,6 @@
-"""A worker whose timer ran out: found, ended, and told why.
+"""Ends a worker whose timer expired, and says why in its failure.
 
-Only processes of this group's workers are ever signalled: a worker's own, or one of its session.
+It signals only processes of this group's workers: a worker itself, or a process of its session.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from elastane.process.timers import WorkerTimer
 SLUG = "timer-expired"
 
 
-def end_overdue(workers: Iterable[LocalWorker], request: WorkerTimer) -> bool:
-    """Send the timer's signal; False where the process is alive and none of these workers'."""
+def end_expired(workers: Iterable[LocalWorker], request: WorkerTimer) -> bool:
+    """Send the timer's signal; False if the process is alive and belongs to no worker here."""
     try:
         pidfd = os.pidfd_open(request.pid)
     except OSError:
-        return True  # It is gone, and its timer with it.
+        return True  # The process has ended, and its timer with it.
     try:
-        # With the descriptor open the number stays this process's until it is reaped.
+        # While the descriptor is open, the pid remains this process's until it is reaped.
         worker = _owner(workers, request.pid)
         if worker is None:
             return False
         if request.signal > 0:
-            worker.verdict = _verdict(request)
+            worker.ended_because = _reason(request)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, request.signal)
     finally:
@@ -46,7 +46,7 @@ def _owner(workers: Iterable[LocalWorker], pid: int) -> LocalWorker | None:
     return alive.get(pid) or alive.get(session)
 
 
-def _verdict(request: WorkerTimer) -> str:
+def _reason(request: WorkerTimer) -> str:
     deadline = datetime.fromtimestamp(request.expiration_time, UTC).isoformat(
         timespec="milliseconds"
     )

@@ -1,7 +1,7 @@
-"""The process that serves one attempt's process-group store, on the node that has node rank 0.
+"""The process that serves one attempt's process-group store, on the node with node rank 0.
 
-Owns its start, its successor where it ends, and its end. Where it cannot be started, that is a
-failure of the group, told as one of local rank 0.
+Owns its start, its replacement when it dies, and its end. If it cannot be started, that is a
+failure of the group, reported for local rank 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elastane.process.process import Spawner, WorkerProcess
 from elastane.protocol.diagnosis import exit_text
 
 _log = logging.getLogger("elastane.workers")
-# Between two store processes, so that one that cannot live costs little.
+# Pause between two store processes, so that one that always dies costs little.
 _PAUSE_S = 0.2
 
 
 class GroupStore:
-    """Serves until `end`; `failed` hears why there is none."""
+    """Serves a store until `end`; `failed` receives the reason if it cannot be started."""
 
     def __init__(self, spawner: Spawner, port: OfferedPort, failed: Callable[[str], None]) -> None:
         self._spawner = spawner
@@ -33,11 +33,11 @@ class GroupStore:
         self._ending = False
 
     async def start(self) -> None:
-        """Serve, before any worker starts."""
+        """Start serving, before any worker starts."""
         self._process = await self._serve()
 
-    async def mind(self) -> None:
-        """Serve again where the store's process ended: late workers would wait for ever."""
+    async def supervise(self) -> None:
+        """Start another process when the store's ended: late workers would wait forever."""
         while self._process is not None:
             code = await self._process.wait()
             if not self._ending:
@@ -46,20 +46,20 @@ class GroupStore:
             if self._ending:
                 return
             self._process = await self._serve()
-            self._end_late()
+            self._kill_if_ending()
 
     def end(self) -> None:
-        """Start no other from now on: the group is being stopped."""
+        """Start no other process: the group is being stopped."""
         self._ending = True
 
     def kill(self) -> None:
-        """End the process, if there is one, and give its port back."""
+        """Kill the process, if there is one, and release its port."""
         if self._process is not None:
             self._process.kill_group(signal.SIGKILL)
         if self._ending:
             self._port.close()
 
-    def _end_late(self) -> None:
+    def _kill_if_ending(self) -> None:
         if self._ending:
             self.kill()
 
@@ -72,52 +72,52 @@ class GroupStore:
 
 
 class StoreHost:
-    """Where the worlds of one local worker group meet, one after the other.
+    """Where the successive worlds of one local worker group meet.
 
-    The agent's side serves a store there; where it has no zygote to fork one from, it holds the
-    port, which the worker of rank 0 binds by number. One move at a time: a fault in the middle of
-    a recovery brings the next world before the last one's store is up.
+    The agent serves a store there. Without a zygote to fork one from, it holds the port, which the
+    worker of rank 0 binds by number. Moves are serialized: a fault in the middle of a recovery
+    brings the next world before the store of the last one is up.
     """
 
     def __init__(self, spawner: Spawner, failed: Callable[[str], None], spawn: SpawnTask) -> None:
         self._spawner, self._failed, self._spawn = spawner, failed, spawn
-        self._moving = asyncio.Lock()
+        self._move_lock = asyncio.Lock()
         self._ending = False
         self._held: OfferedPort | None = None
         self._store: GroupStore | None = None
-        self._minding: asyncio.Task[None] | None = None
+        self._supervision: asyncio.Task[None] | None = None
 
     async def begin(self, port: OfferedPort, *, serves: bool) -> None:
         """Let the first world meet at `port`, before its workers start."""
-        async with self._moving:
-            await self._begin(port, serves=serves)
+        async with self._move_lock:
+            await self._open(port, serves=serves)
 
     async def move(self, port: OfferedPort | None, *, serves: bool) -> None:
-        """Let the next world meet at `port`, or elsewhere; where the last one met is given up."""
-        async with self._moving:
-            store, held, minding = self._store, self._held, self._minding
-            self._store = self._held = self._minding = None
+        """Let the next world meet at `port`, or on another node; close the previous store."""
+        async with self._move_lock:
+            store, held, supervision = self._store, self._held, self._supervision
+            self._store = self._held = self._supervision = None
             if port is not None:
-                await self._begin(port, serves=serves)
-            await _give_up(store, held, minding)
+                await self._open(port, serves=serves)
+            await _close(store, held, supervision)
 
     def end(self) -> None:
-        """Start no other store from now on."""
+        """Start no other store."""
         self._ending = True
         if self._store is not None:
             self._store.end()
 
     def kill(self) -> None:
-        """End the store's process, so that whoever waits for it is free."""
+        """Kill the store's process, which frees the workers that wait for it."""
         if self._store is not None:
             self._store.kill()
 
     async def close(self) -> None:
-        """Give up where the last world met, once a move in hand has come to its end."""
-        async with self._moving:
-            await _give_up(self._store, self._held, self._minding)
+        """Close the last store, after a running move has finished."""
+        async with self._move_lock:
+            await _close(self._store, self._held, self._supervision)
 
-    async def _begin(self, port: OfferedPort, *, serves: bool) -> None:
+    async def _open(self, port: OfferedPort, *, serves: bool) -> None:
         if self._ending:
             port.close()
         elif not serves:
@@ -125,16 +125,16 @@ class StoreHost:
         else:
             self._store = store = GroupStore(self._spawner, port, self._failed)
             await store.start()
-            self._minding = self._spawn(store.mind())
+            self._supervision = self._spawn(store.supervise())
 
 
-async def _give_up(
-    store: GroupStore | None, held: OfferedPort | None, minding: asyncio.Task[None] | None
+async def _close(
+    store: GroupStore | None, held: OfferedPort | None, supervision: asyncio.Task[None] | None
 ) -> None:
     if store is not None:
         store.end()
         store.kill()
-    if minding is not None:
-        await asyncio.wait({minding})
+    if supervision is not None:
+        await asyncio.wait({supervision})
     if held is not None:
         held.close()

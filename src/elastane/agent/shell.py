@@ -1,7 +1,7 @@
 """The agent's loop: events in, effects out, one after the other.
 
 Owns the queue, the timer and the signals. An exception here is our bug: the process ends with a
-trace, the warden takes the workers along, and the coordinator sees the connection break.
+trace, the orphan reaper ends the workers, and the coordinator sees the connection break.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _log = logging.getLogger("elastane.agent")
 
 
 class AgentShell:
-    """Carries out what `core` decides for one node.
+    """Carries out the decisions of `core` for one node.
 
-    `bound` hands on until when workers may live if this process stands still: nanoseconds of
-    CLOCK_BOOTTIME, 0 without a bound.
+    `set_deadline` passes on until when workers may live if this process stands still: nanoseconds
+    of CLOCK_BOOTTIME, 0 without a bound.
     """
 
     def __init__(
@@ -56,28 +56,28 @@ class AgentShell:
         core: AgentCore,
         setup: GroupSetup,
         port: OfferedPort,
-        tell: Callable[[Note], None],
-        bound: Callable[[int], None],
+        log_event: Callable[[Note], None],
+        set_deadline: Callable[[int], None],
     ) -> None:
         self._core = core
         self._setup = setup
         self._port = port
-        self._tell, self._bound = tell, bound
+        self._log_event, self._set_deadline = log_event, set_deadline
         self._queue: asyncio.Queue[AgentEvent] = asyncio.Queue()
         self._link: CoordinatorLink | None = None
         self._group: LocalWorkerGroup | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def post(self, event: AgentEvent) -> None:
-        """Queue an event; from the loop's own thread."""
+        """Queue an event; call it from the loop's thread."""
         self._queue.put_nowait(event)
 
     def attach(self, link: CoordinatorLink) -> None:
-        """Give the connection that messages go out by."""
+        """Set the connection that sends messages."""
         self._link = link
 
     def handle_signals(self, names: Sequence[str]) -> None:
-        """Take these signals as the wish to leave, but those that whoever started us ignores.
+        """Leave the job on these signals, except those that the parent process ignores.
 
         So a job that was started under nohup outlives its terminal.
         """
@@ -88,21 +88,22 @@ class AgentShell:
             loop.add_signal_handler(signal.Signals[name], self.post, Signalled(name))
 
     async def run(self) -> Exit:
-        """Work until the core says that the agent is to exit."""
-        warm = asyncio.ensure_future(self._watch_warmth())
+        """Work until the rules say that the agent must exit."""
+        warm = asyncio.ensure_future(self._report_warm())
         self.post(Tick())
         try:
             while True:
                 event = self._with_offer(await self._queue.get())
-                # What workers leave behind and soon ends is adopted here: no pile of zombies.
+                # Orphans of workers that soon end are adopted and reaped here, so no zombies pile
+                # up.
                 reap_orphans()
-                self._look_at_group()
+                self._read_group()
                 effects = self._core.handle(event, time.monotonic())
                 self._bound_workers()
                 for effect in effects:
                     if isinstance(effect, Exit):
-                        return self._judged(effect)
-                    self._carry_out(effect)
+                        return self._final_exit(effect)
+                    self._perform(effect)
                 if self._core.outcome is not None and self._link is not None:
                     self._link.retire()
                 self._set_timer()
@@ -111,25 +112,25 @@ class AgentShell:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _look_at_group(self) -> None:
-        """Tell the core what is on the pages of the workers, and whether this host slept."""
+    def _read_group(self) -> None:
+        """Give the rules what the workers' status pages show, and how long this host slept."""
         group = self._group
         self._core.progress = group.drain.progress() if group else None
         self._core.met = group.drain.met() if group else 0
         self._core.slept_s = suspended_s()
-        self._core.waiting = group.minder.waiting if group else ()
-        self._core.all_wait = group.minder.all_wait if group else False
+        self._core.waiting = group.hang_monitor.waiting if group else ()
+        self._core.all_wait = group.hang_monitor.all_wait if group else False
 
     def _bound_workers(self) -> None:
-        """Hand the deadline on before any effect: a group is started under it."""
+        """Pass the deadline on before any effect, so that a group starts under it."""
         until_s = self._core.train_until_s
         until_ns = 0 if until_s is None else int(until_s * 1e9)
-        self._bound(until_ns)
+        self._set_deadline(until_ns)
         if self._group is not None:
             self._group.allow_until(until_ns)
 
     def _with_offer(self, event: AgentEvent) -> AgentEvent:
-        """Offer a new port in each session; and what is held now, not when the event was posted."""
+        """Offer a new port in each session, and the port held now rather than when posted."""
         match event:
             case Linked():
                 return Linked(self._new_port())
@@ -139,18 +140,18 @@ class AgentShell:
                 return event
 
     def _new_port(self) -> PortOffer:
-        """Hold another port than the last, which may have been told to others."""
+        """Hold a new port; others may know the previous one."""
         self._port.close()
         return self._port.open()
 
-    def _judged(self, exit_: Exit) -> Exit:
-        """Return the exit; another one where this node proved unfit for workers."""
+    def _final_exit(self, exit_: Exit) -> Exit:
+        """Return the exit, or another one if this node proved unfit for workers."""
         lost = self._group.lost if self._group else ""
         if not lost or exit_.outcome is not None:
             return exit_
         return Exit(int(ExitCode.NODE_UNFIT), lost, None)
 
-    async def _watch_warmth(self) -> None:
+    async def _report_warm(self) -> None:
         await self._setup.spawner.warm.wait()
         self.post(Warm())
 
@@ -161,7 +162,7 @@ class AgentShell:
         delay_s = max(0.0, self._core.wake_s - time.monotonic())
         self._timer = loop.call_later(delay_s, self.post, Tick())
 
-    def _carry_out(self, effect: AgentEffect) -> None:
+    def _perform(self, effect: AgentEffect) -> None:
         match effect:
             case Transmit(message=message):
                 if self._link is not None:
@@ -171,15 +172,15 @@ class AgentShell:
                 self._bound_workers()
                 self._group.begin()
             case Tell(note=note):
-                self._tell(note)
+                self._log_event(note)
             case Exit():
                 raise AssertionError("run() returns on Exit")
             case Decline(fence=fence):
                 self.post(GroupGone(fence, self._new_port()))
             case _:
-                self._act_on_group(effect)
+                self._perform_on_group(effect)
 
-    def _act_on_group(self, effect: GroupEffect) -> None:
+    def _perform_on_group(self, effect: GroupEffect) -> None:
         group = self._group
         of_world = isinstance(effect, MarkGroup | AimGroup)
         if group is None or effect.fence != (group.world if of_world else group.assignment).fence:

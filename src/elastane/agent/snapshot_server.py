@@ -1,11 +1,14 @@
-"""The agent's hold on its node's keeper, the process that owns the memory of snapshots.
+"""The agent's side of its node's snapshot server, the process that owns the memory of snapshots.
 
-Owns the socket by which workers find it, and its life: it is started when the first worker
-connects, so that a job without checkpoints has none, and again when it was killed. What it held is
-lost then, and workers are told by their connections. It carries no leash and dies with nobody: an
-agent that ends tells it to, and waits, a bounded time, while it writes what is not durable yet; one
-that was killed leaves it to itself. A keeper that a signal has stopped is killed, and another one
-follows. How it fails: where no socket can be made, workers have keepers of their own, which is
+Owns the socket by which workers find the server, and the server's life. The server is started when
+the first worker connects, so a job without checkpoints has none. It is started again when it was
+killed: its snapshots are lost then, and workers learn that from their connections.
+
+The server carries no process mark and dies with no other process. An agent that ends asks it to
+end, and waits a bounded time while it writes what is not durable yet. A killed agent leaves it to
+end alone. A server stopped by a signal is killed and replaced.
+
+How it fails: if no socket can be created, workers start snapshot servers of their own, which is
 logged once.
 """
 
@@ -46,14 +49,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("elastane.agent")
 SLUG = "keeper-lost"
 _BACKLOG = 128
-# A keeper ends by itself within its bound; what the kernel holds beyond that is not waited for.
+# A snapshot server ends within its own bound; a kernel that holds it longer is not waited for.
 _MARGIN_S = 5.0
-# An end that takes longer than this is told: somebody may wait for it.
-_TELL_S = 2.0
+# An end that takes longer than this is logged, as a person may be waiting for it.
+_WARN_S = 2.0
 
 
-class Keeping:
-    """One agent's; `path` is that of the socket, "" where there is none."""
+class SnapshotServerHandle:
+    """The snapshot server of one agent; `path` is its socket, "" without one."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.path = ""
@@ -61,19 +64,19 @@ class Keeping:
         self._listener: socket.socket | None = None
         self._process: WorkerProcess | None = None
         self._control: socket.socket | None = None
-        self._keeper: asyncio.Task[None] | None = None
-        self._neighbours: Callable[[], Neighbours] | None = None
-        self._tell: Callable[[News], None] | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._peers: Callable[[], Neighbours] | None = None
+        self._log_event: Callable[[News], None] | None = None
         self._lost: Callable[[str], None] | None = None
 
     @property
     def pid(self) -> int | None:
-        """Return the keeper's pid while one lives."""
+        """Return the server's pid while it is alive."""
         alive = self._process is not None and self._process.exit_code is None
         return self._process.pid if self._process is not None and alive else None
 
     def open(self) -> None:
-        """Listen; a keeper is started when somebody connects, once `start` was called."""
+        """Listen; after `start`, the first connection starts a server."""
         try:
             folder = runtime_folder(self._environment) / "keepers"
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -82,69 +85,71 @@ class Keeping:
             self._listener = _listening(path)
         except OSError as error:
             _log.warning(
-                "workers that save snapshots keep them themselves, and lose them when they die: no"
-                " socket could be made: %s [runtime-folder]",
+                "workers keep their own snapshots and lose them when they die: the socket of the"
+                " snapshot server could not be created: %s [runtime-folder]",
                 error,
             )
             return
         self.path = str(path)
 
     def start(self) -> None:
-        """Begin to start keepers as they are needed."""
+        """Begin to start servers when they are needed."""
         if self._listener is not None:
-            self._keeper = asyncio.create_task(self._keep(self._listener))
+            self._serving = asyncio.create_task(self._serve(self._listener))
 
-    def meet(self, neighbours: Callable[[], Neighbours]) -> None:
-        """Have keepers bring copies to other nodes' from now on, and take theirs."""
-        self._neighbours = neighbours
+    def replicate_with(self, peers: Callable[[], Neighbours]) -> None:
+        """Let servers exchange copies with those of other nodes; `peers` returns how."""
+        self._peers = peers
 
-    def report(self, tell: Callable[[News], None], lost: Callable[[str], None]) -> None:
-        """Give what keepers report for the event log to `tell`, and why one ended to `lost`."""
-        self._tell, self._lost = tell, lost
+    def report(self, log_event: Callable[[News], None], lost: Callable[[str], None]) -> None:
+        """Pass the server's events to `log_event`, and the reason of its end to `lost`."""
+        self._log_event, self._lost = log_event, lost
 
-    def say_neighbours(self) -> None:
-        """Tell the keeper, if there is one, how it knows other nodes' keepers now."""
-        if self._neighbours is not None:
-            self._say(self._neighbours())
+    def send_peers(self) -> None:
+        """Send the server the current secrets and address for other nodes' servers."""
+        if self._peers is not None:
+            self._send(self._peers())
 
     async def close(self) -> None:
-        """Have the keeper write what is not durable, and wait for its end, a bounded time."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        """Have the server write what is not durable, and wait a bounded time for its end."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
             unlink(self.path)
         if self._control is not None:
             from elastane.snapshots.peers import AgentLeave
 
-            self._say(AgentLeave())
+            self._send(AgentLeave())
         if self._process is not None:
-            await self._end_of(self._process)
-        self._hang_up()
+            await self._await_end(self._process)
+        self._close_control()
 
-    async def _end_of(self, process: WorkerProcess) -> None:
-        telling = asyncio.get_running_loop().call_later(_TELL_S, _tell_wait)
+    async def _await_end(self, process: WorkerProcess) -> None:
+        warning = asyncio.get_running_loop().call_later(_WARN_S, _warn_slow_end)
         try:
             async with asyncio.timeout(KEEPER_END_S + _MARGIN_S):
                 await self._ended(process)
         except TimeoutError:
-            _log.error("the keeper of snapshots (pid %d) does not end", process.pid)
+            _log.error("the snapshot server (pid %d) does not end", process.pid)
         finally:
-            telling.cancel()
+            warning.cancel()
 
-    async def _keep(self, listener: socket.socket) -> None:
+    async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         pause_s = KEEPER_PAUSE_S
         while True:
             await _readable(listener)
             started_s = loop.time()
             try:
-                self._process = self._started(listener)
+                self._process = self._start_server(listener)
                 ended = exit_text(await self._ended(self._process))
             except OSError as error:
                 ended = f"could not be started: {error}"
-            line = f"the keeper of snapshots ended ({ended}): what it held is lost; another follows"
+            line = (
+                f"the snapshot server ended ({ended}): its snapshots are lost; it is started again"
+            )
             _log.error("%s [%s]", line, SLUG)
             if self._lost is not None:
                 self._lost(line)
@@ -154,66 +159,64 @@ class Keeping:
             pause_s = min(2 * pause_s, KEEPER_PAUSE_MAX_S)
 
     async def _ended(self, process: WorkerProcess) -> int:
-        """Wait for the end of a keeper; one that a signal has stopped is killed after a while."""
-        mending = asyncio.create_task(self._kill_stopped(process))
+        """Wait for the end of a server; one stopped by a signal is killed after a while."""
+        killing = asyncio.create_task(self._kill_stopped(process))
         try:
             return await process.wait()
         finally:
-            mending.cancel()
+            killing.cancel()
 
     async def _kill_stopped(self, process: WorkerProcess) -> None:
-        """Kill a keeper that stands still: until then no worker of this node can save.
+        """Kill a server that a signal stopped: until then no worker of this node can save.
 
-        Looks are counted, and not time: this process may have been stopped together with it.
+        It counts looks, not time: this process may have been stopped together with the server.
         """
         looks = 0
         while looks * KEEPER_LOOK_S < KEEPER_STOPPED_S:
             await asyncio.sleep(KEEPER_LOOK_S)
             looks = looks + 1 if states_of([process.pid]).get(process.pid) == "T" else 0
-        line = (
-            "the keeper of snapshots (pid %d) was stopped by a signal, for %g s: it is killed [%s]"
-        )
+        line = "the snapshot server (pid %d) was stopped by a signal for %g s: it is killed [%s]"
         _log.error(line, process.pid, KEEPER_STOPPED_S, SLUG)
         process.send_signal(signal.SIGKILL)
 
-    def _started(self, listener: socket.socket) -> WorkerProcess:
-        self._hang_up()
+    def _start_server(self, listener: socket.socket) -> WorkerProcess:
+        self._close_control()
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        asyncio.get_running_loop().add_reader(self._control, self._hear, self._control)
-        # It lies there before the keeper has its first worker.
-        self.say_neighbours()
+        asyncio.get_running_loop().add_reader(self._control, self._read, self._control)
+        # Sent before the server accepts its first worker.
+        self.send_peers()
         with its, spawning():
             return adopt(start_node_keeper(its, listener, without_secrets(self._environment)))
 
-    def _say(self, word: FromAgent) -> None:
+    def _send(self, message: FromAgent) -> None:
         if self._control is not None:
             from elastane.snapshots.messages import encode
 
-            with contextlib.suppress(OSError):  # It has ended.
-                self._control.send(encode(word), socket.MSG_DONTWAIT)
+            with contextlib.suppress(OSError):  # The server has ended.
+                self._control.send(encode(message), socket.MSG_DONTWAIT)
 
-    def _hear(self, control: socket.socket) -> None:
+    def _read(self, control: socket.socket) -> None:
         from elastane.snapshots.events import NEWS
 
         try:
-            news = NEWS.decode(control.recv(KEEPER_HELLO_BYTES_MAX, socket.MSG_DONTWAIT))
+            event = NEWS.decode(control.recv(KEEPER_HELLO_BYTES_MAX, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return
-        except (OSError, *UNREADABLE) as error:  # It has ended, or is of another version.
-            _log.debug("nothing more is heard of the keeper: %r", error)
+        except (OSError, *UNREADABLE) as error:  # The server has ended, or is of another version.
+            _log.debug("the snapshot server reports nothing more: %r", error)
             asyncio.get_running_loop().remove_reader(control)
         else:
-            if self._tell is not None:
-                self._tell(news)
+            if self._log_event is not None:
+                self._log_event(event)
 
-    def _hang_up(self) -> None:
+    def _close_control(self) -> None:
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
             self._control = None
 
 
-def _tell_wait() -> None:
+def _warn_slow_end() -> None:
     _log.warning(
         "the last snapshot is being written to storage, which may take up to %.0f s", KEEPER_END_S
     )
@@ -223,7 +226,7 @@ def _listening(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     folder = -1
     try:
-        # A path of more than 107 bytes is none for a socket; one by way of a descriptor is short.
+        # A socket's path has at most 107 bytes; the path through a descriptor is short.
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         listener.bind(f"/proc/self/fd/{folder}/{path.name}")
         path.chmod(0o600)
@@ -241,26 +244,26 @@ def _listening(path: Path) -> socket.socket:
 async def _readable(listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(listener, _settle, ready)
+    loop.add_reader(listener, _set_ready, ready)
     try:
         await ready
     finally:
         loop.remove_reader(listener)
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _set_ready(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
 
 def _name_of(pid: int) -> str:
-    """Return the name of the socket of the agent that now has this pid."""
+    """Return the socket's name for the agent that has this pid now."""
     start = hashlib.sha256(process_start(pid).encode()).hexdigest()[:12]
     return f"{pid}.{start}.sock"
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove the sockets of agents that were killed together with their wardens."""
+    """Remove the sockets of agents that were killed together with their orphan reapers."""
     for path in folder.glob("*.sock"):
         pid = path.name.partition(".")[0]
         if pid.isdecimal() and _name_of(int(pid)) != path.name:

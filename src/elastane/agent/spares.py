@@ -1,10 +1,12 @@
-"""Spare workers of one node: processes of the script that wait in `elastane.init()` for a place.
+"""Warm spares of one node: processes of the script that wait in `elastane.init()` for a place.
 
-Owns them from their start until one takes the place of a worker that is to start; from then on it
-is that worker, with its variables, its output and its line. A spare that ends is followed by
-another, after a pause that grows. They are started only once all workers of the group recover in
-place: a script that never calls init() would train beside the job. Nothing of them is a fault of
-the job's; what goes wrong costs a start its head start.
+Owns them from their start until one takes the place of a starting worker. From then on it is that
+worker, with its variables, output and control socket. A spare that ends is replaced after a growing
+pause.
+
+Spares start only once all workers of the group recover in place: a script that never calls init()
+would train outside the job. A failing spare is not a fault of the job: a later start merely loses
+its head start.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastane.agent.control_sockets import Lines
+from elastane.agent.control_sockets import ControlSockets
 from elastane.agent.group_setup import GroupSetup, SpawnTask
 from elastane.agent.worker import LocalWorker
 from elastane.errors import ElastaneError
@@ -30,37 +32,38 @@ from elastane.protocol.limits import BACKOFF_FIRST_S, BACKOFF_MAX_S
 from elastane.protocol.model import Assignment
 
 _log = logging.getLogger("elastane.workers")
-# A spare for one that was taken starts when the world that it serves is under way.
+# The next spare starts when the world with the previous one is running.
 _NEXT_S = 2.0
-# So many in a row that end before init() end the attempts: the script cannot be prepared so.
+# After this many ends in a row before init(), no more spares are started: the script cannot be
+# prepared this way.
 _ENDS_MAX = 5
-# What a spare says goes nowhere: it is not in the job yet. The end of its stderr is kept.
+# The output of a spare is dropped, since it is not in the job yet. The end of its stderr is kept.
 _SILENT = LogPlan(base_dir="", console_ranks=frozenset((-1,)))
-# A spare may take any place of the node; torch takes a device of -1 as none.
+# A spare may take any place of the node; torch reads a device of -1 as none.
 _NO_RANK = {"LOCAL_RANK": "-1"}
 
 
 class Spares:
-    """Keeps as many as `setup.spares` says, from `begin` on."""
+    """Keeps `setup.spares` spares alive from `begin` on."""
 
-    def __init__(self, setup: GroupSetup, lines: Lines, spawn: SpawnTask) -> None:
-        self._setup, self._lines, self._spawn = setup, lines, spawn
+    def __init__(self, setup: GroupSetup, sockets: ControlSockets, spawn: SpawnTask) -> None:
+        self._setup, self._sockets, self._spawn = setup, sockets, spawn
         self._waiting: dict[int, LocalWorker] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
         self._files: set[GroupStreams] = set()
         self._number = 0
 
     def begin(self, assignment: Assignment) -> None:
         """Start the spares in the background; a later call does nothing."""
-        if self._keepers or not self._setup.spares:
+        if self._supervisors or not self._setup.spares:
             return
         for _ in range(self._setup.spares):
-            self._keepers.append(self._spawn(self._keep_one(assignment)))
+            self._supervisors.append(self._spawn(self._supervise_one(assignment)))
 
-    def take(self, worker: LocalWorker, place: Assignment) -> bool:
-        """Make a spare the process of `worker`; False where none is ready, and nothing was done."""
+    def assign(self, worker: LocalWorker, place: Assignment) -> bool:
+        """Make a spare the process of `worker`; False if none is ready, with nothing changed."""
         for key, spare in self._waiting.items():
-            if key in self._lines.ready and spare.is_alive:
+            if key in self._sockets.ready and spare.is_alive:
                 break
         else:
             return False
@@ -70,7 +73,7 @@ class Spares:
         begin = control_socket.Begin(
             env={n: value for n, value in env.items() if own.get(n) != value}
         )
-        if not self._lines.hand_over(key, worker.local_rank, begin, worker.streams):
+        if not self._sockets.hand_over(key, worker.local_rank, begin, worker.streams):
             return False
         del self._waiting[key]
         worker.page.close()
@@ -79,9 +82,9 @@ class Spares:
         return True
 
     async def end(self) -> None:
-        """Kill them all, and wait for their ends."""
-        for keeper in self._keepers:
-            keeper.cancel()
+        """Kill all spares, and wait for their ends."""
+        for supervisor in self._supervisors:
+            supervisor.cancel()
         waiting, self._waiting = [*self._waiting.values()], {}
         for spare in waiting:
             if spare.process is not None:
@@ -90,32 +93,37 @@ class Spares:
             spare.page.close()
         await asyncio.gather(*(files.finish() for files in self._files))
 
-    async def _keep_one(self, assignment: Assignment) -> None:
+    async def _supervise_one(self, assignment: Assignment) -> None:
         ends = 0
         while ends < _ENDS_MAX:
             self._number -= 1
             key = self._number
-            spare = await self._start(key, assignment)
-            code = await self._wait(key, spare) if spare is not None else None
+            spare = await self._start_spare(key, assignment)
+            code = await self._wait_for(key, spare) if spare is not None else None
             if code is None and spare is not None:
-                ends = 0  # It was taken.
-                self._spawn(self._let_go(spare))
+                ends = 0  # The spare took a place.
+                self._spawn(self._finish_taken(spare))
                 await asyncio.sleep(_NEXT_S)
                 continue
             ends += 1
             await asyncio.sleep(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**ends))
-        _log.warning("spare workers end before elastane.init(), %d in a row: no more of them", ends)
+        _log.warning(
+            "spare workers ended before elastane.init() %d times in a row: no more are started",
+            ends,
+        )
 
-    async def _start(self, key: int, assignment: Assignment) -> LocalWorker | None:
+    async def _start_spare(self, key: int, assignment: Assignment) -> LocalWorker | None:
         run = self._setup.run
         files = GroupStreams(_SILENT, run.job, run.node_id, assignment.fence, self._setup.offload)
         self._files.add(files)
         spare = None
         try:
             streams = await files.open_soon(0, 0, run.role)
-            spare = LocalWorker(0, 0, streams, files, StatusPage.create(), _NO_RANK, beside=True)
-            with self._lines.open(key) as line:
-                self._lines.send(key, control_socket.Spare())
+            spare = LocalWorker(
+                0, 0, streams, files, StatusPage.create(), _NO_RANK, is_standby=True
+            )
+            with self._sockets.open(key) as line:
+                self._sockets.send(key, control_socket.Spare())
                 waiting = msgspec.structs.replace(assignment, waiting=True)
                 command = spare.command(self._setup, waiting, line.fileno())
                 spare.process = await self._setup.spawner.spawn(command)
@@ -128,8 +136,8 @@ class Spares:
         self._waiting[key] = spare
         return spare
 
-    async def _wait(self, key: int, spare: LocalWorker) -> int | None:
-        """Wait until a spare ends, which gives its exit code, or is taken: None."""
+    async def _wait_for(self, key: int, spare: LocalWorker) -> int | None:
+        """Return the exit code of a spare once it ends; None once it took a place."""
         process = spare.process
         assert process is not None, "it was started"
         while process.exit_code is None and key in self._waiting:
@@ -145,21 +153,21 @@ class Spares:
 
     async def _forget(self, key: int, spare: LocalWorker | None, files: GroupStreams) -> None:
         self._waiting.pop(key, None)
-        self._lines.hang_up(key)
+        self._sockets.close_one(key)
         if spare is not None:
             spare.page.close()
         await files.finish()
         self._files.discard(files)
 
-    async def _let_go(self, spare: LocalWorker) -> None:
-        """End the streams of a spare that was taken, which it may hold for as long as it lives."""
+    async def _finish_taken(self, spare: LocalWorker) -> None:
+        """Close the output streams of a spare that took a place, once it has ended."""
         assert spare.process is not None, "it was started"
         await spare.process.wait()
         await spare.files.finish()
         self._files.discard(spare.files)
 
     def _bind(self, worker: LocalWorker) -> None:
-        """Bind all threads of a process to the CPUs of the place that it has taken."""
+        """Bind all threads of a process to the CPUs of its new place."""
         if not self._setup.cpus or worker.process is None:
             return
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""The watch over the timers that workers set on themselves (TORCHELASTIC_ENABLE_FILE_TIMER=1).
+"""Watches the timers that workers set on themselves (TORCHELASTIC_ENABLE_FILE_TIMER=1).
 
-Owns the pipe and one timer of the event loop; whose process a timer is, and how its worker is
-ended, is the group's business. torch's watch ends the agent along with the worker; here the worker
-alone is ended, which is a failure like others. The wall clock is of this host on both sides; a
-clock that was set is looked at again within `_LOOK_S`.
+Owns the pipe and one timer of the event loop; the worker group decides which worker to end. torch's
+watch ends the agent together with the worker; here only the worker is ended, as a failure like
+others. Both sides read the wall clock of this host, and a changed clock is noticed within
+`_LOOK_S`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _LOOK_S = 1.0
 
 
 class TimerWatch:
-    """Reads timers and tells `expire` of each that ran out; False says that it is nobody's."""
+    """Reads timers and calls `expire` for each expired one; False: its process is no worker's."""
 
-    def __init__(self, wished_path: str) -> None:
+    def __init__(self, requested_path: str) -> None:
         self.expire: Callable[[WorkerTimer], bool] = lambda request: False
-        self._pipe = TimerPipe(wished_path)
+        self._pipe = TimerPipe(requested_path)
         self._table = TimerTable()
         self._fd = -1
         self._handle: asyncio.TimerHandle | None = None
 
     @property
     def path(self) -> str:
-        """What workers are told as TORCHELASTIC_TIMER_FILE."""
+        """The value of TORCHELASTIC_TIMER_FILE for the workers."""
         return self._pipe.path
 
     def open(self) -> None:
-        """Make the pipe and watch it; raises ConfigurationError where it cannot be made."""
+        """Create the pipe and watch it; raises ConfigurationError if that fails."""
         self._fd = self._pipe.open()
         asyncio.get_running_loop().add_reader(self._fd, self._read)
 
@@ -44,7 +44,7 @@ class TimerWatch:
         self._table.forget([pid])
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         if self._fd >= 0:
             asyncio.get_running_loop().remove_reader(self._fd)
             self._fd = -1
@@ -59,15 +59,15 @@ class TimerWatch:
                 _log.warning("too many timers: %r of process %d is not set",
                              request.scope_id, request.pid)  # fmt: skip
         if self._pipe.refused > refused:
-            _log.warning("what came over %s is no timer; it is left out", self.path)
+            _log.warning("a message on %s is not a timer and is ignored", self.path)
         self._look()
 
     def _look(self) -> None:
-        """Tell of what has expired, and come back in time for the next."""
+        """Report expired timers, and schedule the next look."""
         for request in self._table.expired(time.time()):
             if not self.expire(request):
                 _log.warning(
-                    "timer %r of process %d expired; that is no process of a worker here",
+                    "timer %r of process %d expired, but no worker here owns that process",
                     request.scope_id,
                     request.pid,
                 )

@@ -1,6 +1,7 @@
-"""Workers in uninterruptible sleep (state D), which no signal reaches: for how long.
+"""How long workers have been in uninterruptible sleep (state D), in which no signal reaches them.
 
-A wedged driver or network file system holds them. Pure but for one read of /proc; it ends nobody.
+A stuck driver or network file system causes it. Pure apart from the read of /proc; it ends no
+process.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SLUG = "worker-unkillable"
-# Looks for each bound; torch's agent looks ten times a second.
+# How many looks fit into the limit; torch's agent looks ten times a second.
 _LOOKS = 8
 _PAUSE_MAX_S = 1.0
 
 
 class StuckWatch:
-    """Tells which processes have been in state D at each look for `limit_s`."""
+    """Finds the processes that were in state D at every look for `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -23,7 +24,7 @@ class StuckWatch:
         self._since_s: dict[int, float] = {}
 
     def look(self, states: Mapping[int, str], now_s: float) -> list[int]:
-        """Take in the state of each living process; return those that are given up."""
+        """Record the state of each living process; return those that are given up."""
         since_s = self._since_s
         self._since_s = {
             pid: since_s.get(pid, now_s) for pid, state in states.items() if state == "D"
@@ -32,7 +33,7 @@ class StuckWatch:
 
 
 def states_of(pids: Iterable[int]) -> dict[int, str]:
-    """Return the letter of each process's state, of those that there are."""
+    """Return the state letter of each process that exists."""
     found = {}
     for pid in pids:
         try:

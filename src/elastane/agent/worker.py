@@ -1,7 +1,7 @@
-"""One worker of a group: what it is started with, and what its end says.
+"""One worker of a group: how it is started, and what its end means.
 
-Owns the command of a worker and the making of a `Failure` from its end; whatever reads files is
-kept off the event loop, within a bound. It starts nothing and decides nothing.
+Owns the command of a worker and the making of a `Failure` from its end. Reading files happens off
+the event loop and within a bound. It starts nothing and decides nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from elastane.process.worker_environment import (
 from elastane.protocol.limits import FAILURE_TEXT_CHARS_MAX
 from elastane.protocol.model import NO_RANK, Assignment, Failure
 
-# The descriptors of page and line in every worker: above what programs open by themselves.
+# The descriptors of the status page and the control socket in every worker, above those that
+# programs open themselves.
 PAGE_FD = 250
 LINE_FD = 251
-# What the exit code of a worker that could not be started says: command cannot be executed.
+# The exit code of a worker that could not be started: command cannot be executed.
 EXIT_NOT_STARTED = 126
-# Reading a failed worker's last words from its log folder, which may be a network's.
+# Bound for reading a failed worker's files from its log folder, which may be on the network.
 _WORDS_WAIT_S = 1.0
 
 
@@ -36,9 +37,10 @@ _WORDS_WAIT_S = 1.0
 class LocalWorker:
     """One local rank in one attempt.
 
-    `termed`: it was asked to checkpoint by SIGTERM. `given_up`: it was told as failed though its
-    process may live. `verdict`: why the agent itself ended it, in words. `hung`: why it was taken
-    to hang, and ended. `steps`: how many it had shown when it ended.
+    `got_sigterm`: it was asked to checkpoint by SIGTERM. `given_up`: it was reported as failed
+    though its process may be alive. `ended_because`: why the agent itself ended it, in words.
+    `hung`: why it counted as hung and was ended. `steps`: how many steps it had shown when it
+    ended.
     """
 
     local_rank: int
@@ -48,10 +50,10 @@ class LocalWorker:
     page: StatusPage
     env: Mapping[str, str] = field(default_factory=dict)
     process: WorkerProcess | None = None
-    beside: bool = False  # it waits for a place in a world
-    termed: bool = False
+    is_standby: bool = False  # it waits for a place in a world
+    got_sigterm: bool = False
     given_up: bool = False
-    verdict: str = ""
+    ended_because: str = ""
     hung: str = ""
     steps: int = 0
 
@@ -61,7 +63,7 @@ class LocalWorker:
         return self.process is not None and self.process.exit_code is None
 
     def facts(self, setup: GroupSetup) -> WorkerFacts:
-        """Return what is its own in its environment."""
+        """Return the values of this worker for its environment."""
         return WorkerFacts(
             local_rank=self.local_rank,
             error_file=self.streams.error_file,
@@ -70,8 +72,8 @@ class LocalWorker:
             leash=setup.leash,
         )
 
-    def command(self, setup: GroupSetup, assignment: Assignment, line: int) -> WorkerCommand:
-        """Return what it runs, and all that it inherits; `line` is its end of its line."""
+    def command(self, setup: GroupSetup, assignment: Assignment, control_fd: int) -> WorkerCommand:
+        """Return the command with all that the worker inherits, `control_fd` included."""
         env = worker_environment(setup.environment, assignment, setup.run, self.facts(setup))
         return WorkerCommand(
             kind=setup.kind,
@@ -82,35 +84,38 @@ class LocalWorker:
             stdin=0,
             stdout=self.streams.stdout,
             stderr=self.streams.stderr,
-            fds={PAGE_FD: self.page.fd, LINE_FD: line},
+            fds={PAGE_FD: self.page.fd, LINE_FD: control_fd},
             cpus=setup.cpus[self.local_rank] if setup.cpus else frozenset(),
         )
 
     async def last_words(self, setup: GroupSetup) -> LastWords:
-        """Return what it left to say; nothing where the log folder does not answer."""
+        """Return what the worker left about its end; empty if the log folder does not answer."""
         try:
             words = await setup.offload.run(self._read, _WORDS_WAIT_S)
         except TimeoutError:
-            words = LastWords()  # The failure must be told all the same.
-        if self.hung:  # What a handler of SIGABRT says last is of no use: we sent it.
+            words = LastWords()  # The failure must be reported without it.
+        if self.hung:  # Output of its SIGABRT handler is useless: the agent sent that signal.
             message = f"{words.message}\n{self.hung}".lstrip()
             return replace(words, message=message, output=False)
-        why = why_without_place(words.message) if self.beside else ""
+        why = why_without_place(words.message) if self.is_standby else ""
         return replace(words, message=f"{words.message}\n{why}") if why else words
 
     def failure(
         self, pid: int, code: int, words: LastWords, evidence: str = "", *, stopped: bool = False
     ) -> Failure:
-        """Return its end as the coordinator is told; `stopped`: in the end of its own error."""
+        """Return the failure for the coordinator.
+
+        `stopped`: the agent stopped it while it was ending with an error of its own.
+        """
         return Failure(
             local_rank=self.local_rank,
-            rank=NO_RANK if self.beside else self.rank,
+            rank=NO_RANK if self.is_standby else self.rank,
             pid=pid,
             exit_code=code,
             message=words.message[-FAILURE_TEXT_CHARS_MAX:],
             error_file=words.error_file,
             log_file=self.streams.stderr_path,
-            evidence=evidence or self.verdict,
+            evidence=evidence or self.ended_because,
             output=words.output,
             steps=self.steps,
             stopped=stopped,

@@ -1,10 +1,10 @@
 """The local worker group of one attempt, as processes.
 
-Owns their start, their end, and that nothing of them is left afterwards. It decides nothing: it
-posts what happened as events, and does what the core's effects say. A worker that cannot be
-started is a failed worker, with the error as its message. One that no signal ends is given up
-where TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT says when: `lost` then tells why this node is
-unfit for further workers.
+Owns the start and the end of the workers, and that no process of them is left afterwards. It
+decides nothing: it reports events and carries out effects. A worker that cannot be started is a
+failed worker, with the error as its message. A worker that no signal ends is given up after
+TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT; `lost` then says why this node is unfit for more
+workers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from elastane.agent.control_sockets import Lines, place_of
+from elastane.agent.control_sockets import ControlSockets, place_message
 from elastane.agent.files import Outputs
 from elastane.agent.group_drain import GroupDrain
 from elastane.agent.group_setup import GroupSetup
-from elastane.agent.hang_monitor import Minder
+from elastane.agent.hang_monitor import HangMonitor
 from elastane.agent.offers import OfferedPort
 from elastane.agent.out_of_memory import OomCounters, kill_evidence, read_memory
-from elastane.agent.overdue import end_overdue
+from elastane.agent.overdue import end_expired
 from elastane.agent.process_group_store import StoreHost
 from elastane.agent.spares import Spares
 from elastane.agent.uninterruptible import SLUG
@@ -50,61 +50,61 @@ from elastane.protocol.events import (
 from elastane.protocol.model import Assignment, Failure, Fence
 
 _log = logging.getLogger("elastane.workers")
-# A SIGKILLed process in uninterruptible sleep may take its time; then it is reported, not hidden.
+# A SIGKILLed process in uninterruptible sleep may end late; after this time it is reported.
 _KILL_WAIT_S = 5.0
-# By then a worker has imported what it needs, and a job that ends sooner has no use for it.
+# By then a worker has imported what it needs; a job that ends sooner gains nothing.
 _LEARN_AFTER_S = 20.0
 
 
 @dataclass
 class LocalWorkerGroup:
-    """One start of the local workers; `post` takes the events."""
+    """One start of the local workers; `post` receives the events."""
 
     setup: GroupSetup
     assignment: Assignment
     port: OfferedPort
     post: Callable[[AgentEvent], None]
     lost: str = ""
-    world: Assignment = field(init=False)  # the one that the workers have their places in now
+    world: Assignment = field(init=False)  # the world in which the workers have their places now
     _workers: list[LocalWorker] = field(default_factory=list)
     _memory: OomCounters = field(default_factory=OomCounters)
     _outputs: Outputs = field(init=False)
-    _lines: Lines = field(init=False)
-    _meeting: StoreHost = field(init=False)
+    _sockets: ControlSockets = field(init=False)
+    _store_host: StoreHost = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
-    _starting: asyncio.Task[None] | None = None
+    _start_task: asyncio.Task[None] | None = None
     drain: GroupDrain = field(init=False)
-    minder: Minder = field(init=False)
+    hang_monitor: HangMonitor = field(init=False)
     _spares: Spares = field(init=False)
     _kill: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: bool = False
-    _told_able: bool = False
+    _reported_recoverable: bool = False
     _stopped_s: float = 0.0
     _until_ns: int = 0
 
     def __post_init__(self) -> None:
         self.world = self.assignment
         self._outputs = Outputs(self.setup)
-        self._lines = Lines(self._post_able, self._post_lost)
-        self._lines.differed = self._post_differed
-        self._meeting = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
-        self.drain = GroupDrain(self._members, self._lines, self.post, self._spawn_task)
-        self._spares = Spares(self.setup, self._lines, self._spawn_task)
-        self.minder = Minder(
-            self._members, self._lines, self._post_failed, self._spawn_task, self.setup
+        self._sockets = ControlSockets(self._post_recoverable, self._post_lost)
+        self._sockets.differed = self._post_differed
+        self._store_host = StoreHost(self.setup.spawner, self._store_failed, self._spawn_task)
+        self.drain = GroupDrain(self._members, self._sockets, self.post, self._spawn_task)
+        self._spares = Spares(self.setup, self._sockets, self._spawn_task)
+        self.hang_monitor = HangMonitor(
+            self._members, self._sockets, self._post_failed, self._spawn_task, self.setup
         )
 
     def begin(self) -> None:
         """Start the workers in the background; `GroupStarted` and their ends are posted."""
         if self.setup.timers is not None:
             self.setup.timers.expire = self._expire
-        # At once: from here on, what is on offer is another port.
+        # Taken here, so that from now on another port is on offer.
         port = self._next_port(self.assignment) if self.assignment.node_rank == 0 else None
-        self._starting = self._spawn_task(self._start(port))
+        self._start_task = self._spawn_task(self._start(port))
 
     def allow_until(self, boot_ns: int) -> None:
-        """Let workers pass boundaries until then, by CLOCK_BOOTTIME; 0: without a bound."""
+        """Let workers pass step boundaries until `boot_ns` of CLOCK_BOOTTIME; 0: no bound."""
         self._until_ns = boot_ns
         for worker in self._workers:
             if worker.is_alive and not self.lost:
@@ -123,38 +123,39 @@ class LocalWorkerGroup:
             self._spawn_task(self._stop())
 
     def interrupt(self, reason: str) -> None:
-        """Have the workers that have a place end their step."""
-        self.minder.world_ended()
+        """Ask the workers that have a place to end their step."""
+        self.hang_monitor.world_ended()
         for worker in self._members():
-            self._lines.send(worker.local_rank, control_socket.InterruptWorker(reason))
+            self._sockets.send(worker.local_rank, control_socket.InterruptWorker(reason))
 
     def regroup(self, assignment: Assignment, able: tuple[int, ...]) -> None:
-        """Give `able` their places in another world, where they meet at another store."""
+        """Give the local ranks `able` their places in another world, with another store."""
         self.drain.cancel()
-        self.minder.world_ended()
+        self.hang_monitor.world_ended()
         self.world = assignment
         port = self._next_port(assignment)
-        self._spawn_task(self._meeting.move(port, serves=assignment.agent_store))
+        self._spawn_task(self._store_host.move(port, serves=assignment.agent_store))
         for worker in self._workers:
-            # One that ended, or whose successor only starts, is told as failed by the core.
-            if worker.local_rank in able and worker.local_rank in self._lines.able:
-                worker.beside = False
+            # A worker that has ended, or whose replacement is starting, is reported as failed by
+            # the rules.
+            if worker.local_rank in able and worker.local_rank in self._sockets.recoverable:
+                worker.is_standby = False
                 worker.page.release()
-                # by which its failure is told
+                # used when its failure is reported
                 worker.rank = assignment.rank_base + assignment.index_of(worker.local_rank)
-                self._lines.send(worker.local_rank, place_of(assignment, worker.local_rank))
-        self._post_able()
+                self._sockets.send(worker.local_rank, place_message(assignment, worker.local_rank))
+        self._post_recoverable()
         self._post_started(self._members())
 
-    def start_more(self, local_ranks: tuple[int, ...], beside: Assignment, delay_s: float) -> None:
-        """Start these workers in the place of others that ended; they have no place yet."""
+    def start_more(self, local_ranks: tuple[int, ...], standby: Assignment, delay_s: float) -> None:
+        """Start replacements for these local ranks; they have no place yet."""
         loop = asyncio.get_running_loop()
-        loop.call_later(delay_s, self._begin_more, local_ranks, beside)
+        loop.call_later(delay_s, self._begin_more, local_ranks, standby)
 
     async def _start(self, port: OfferedPort | None) -> None:
         self._memory = read_memory()
         if port is not None:
-            await self._meeting.begin(port, serves=self.assignment.agent_store)
+            await self._store_host.begin(port, serves=self.assignment.agent_store)
         files = await self._outputs.begin(self.assignment)
         try:
             for local_rank in range(self.setup.run.local_world_size):
@@ -163,18 +164,18 @@ class LocalWorkerGroup:
                     break
         finally:
             files.close_worker_ends()
-        self.minder.begin(self._workers)
+        self.hang_monitor.begin(self._workers)
         asyncio.get_running_loop().call_later(_LEARN_AFTER_S, self._learn)
         self._post_started(self._workers)
 
     def _learn(self) -> None:
-        """Have the spawner import early what a worker of this group has imported by now."""
+        """Have the spawner preload what a worker of this group has imported by now."""
         alive = [w for w in self._workers if w.is_alive]
         if alive and not self._stopping:
             self.setup.spawner.learn(alive[0].page.imports)
 
     def _next_port(self, assignment: Assignment) -> OfferedPort | None:
-        """Hold another port; the one that was offered is returned where its world meets here."""
+        """Hold a new port; return the offered one if its world meets on this node."""
         port = self.port.hand_over()
         self.port.open()
         if assignment.node_rank == 0:
@@ -193,20 +194,20 @@ class LocalWorkerGroup:
         except OSError as error:
             self._post_not_started(local_rank, rank, f"not started: {error}")
             return
-        env, beside = files.chosen_env(local_rank), place.waiting
-        worker = LocalWorker(local_rank, rank, streams, files, page, env, beside=beside)
+        env, standby = files.chosen_env(local_rank), place.waiting
+        worker = LocalWorker(local_rank, rank, streams, files, page, env, is_standby=standby)
         self._workers.append(worker)
-        is_taken = self._spares.take(worker, place)
+        is_taken = self._spares.assign(worker, place)
         worker.page.allow_until(self._until_ns)
         if not is_taken:
             await self._spawn(worker, place)
-        self._lines.send(local_rank, place_of(place, local_rank))
+        self._sockets.send(local_rank, place_message(place, local_rank))
         if worker.process is not None:
-            self._watch_soon(self._watch(worker, worker.process))
+            self._spawn_watch(self._watch(worker, worker.process))
 
     async def _spawn(self, worker: LocalWorker, place: Assignment) -> None:
         try:
-            with self._lines.open(worker.local_rank) as line:
+            with self._sockets.open(worker.local_rank) as line:
                 command = worker.command(self.setup, place, line.fileno())
                 worker.process = await self.setup.spawner.spawn(command)
         except (ElastaneError, OSError) as error:
@@ -216,45 +217,45 @@ class LocalWorkerGroup:
         code = await process.wait()
         worker.steps = max(worker.page.calls, worker.page.steps)
         if any(known is worker for known in self._workers):
-            self._lines.hang_up(worker.local_rank)  # Its children may hold the other end.
-        await self._tell_end(worker, process, code)
-        self._lines.explained(worker.local_rank)
+            self._sockets.close_one(worker.local_rank)  # Its children may hold the other end open.
+        await self._report_end(worker, process, code)
+        self._sockets.end_reported(worker.local_rank)
 
-    async def _tell_end(self, worker: LocalWorker, process: WorkerProcess, code: int) -> None:
+    async def _report_end(self, worker: LocalWorker, process: WorkerProcess, code: int) -> None:
         ended_s = time.monotonic()
         if self.setup.timers is not None:
             self.setup.timers.forget(process.pid)
         if worker.given_up:
-            return  # Its failure was told when it was held for lost.
+            return  # Its failure was reported when it was given up.
         if code == 0:
             self.post(WorkerSucceeded(self.assignment.fence, worker.local_rank))
             return
         stopped = self._stopping
         words = await worker.last_words(self.setup)
         evidence = ""
-        if not (stopped or worker.verdict or worker.hung):
+        if not (stopped or worker.ended_because or worker.hung):
             evidence = kill_evidence(self._memory, read_memory(), process.peak_bytes, code)
         by_signal = code in (-signal.SIGTERM, -signal.SIGKILL)
         stopped_in_its_end = stopped and by_signal and 0 < words.failed_s <= self._stopped_s
-        # The error file's time is the fault's own; its process ended by and by after that.
+        # The error file has the time of the fault; the process ended some time later.
         failed_s = min(ended_s, words.failed_s or ended_s)
         failure = worker.failure(process.pid, code, words, evidence, stopped=stopped_in_its_end)
         self._post_failed(failure, failed_s)
 
-    def _begin_more(self, local_ranks: tuple[int, ...], beside: Assignment) -> None:
+    def _begin_more(self, local_ranks: tuple[int, ...], standby: Assignment) -> None:
         if not self._stopping:
-            work = self._start_more(local_ranks, beside, self._starting)
-            self._starting = self._spawn_task(work)
+            work = self._start_more(local_ranks, standby, self._start_task)
+            self._start_task = self._spawn_task(work)
 
     async def _start_more(
         self,
         local_ranks: tuple[int, ...],
-        beside: Assignment,
+        standby: Assignment,
         before: asyncio.Task[None] | None,
     ) -> None:
         if before is not None:
             await asyncio.wait({before})
-        files = await self._outputs.begin(beside)
+        files = await self._outputs.begin(standby)
         try:
             for local_rank in local_ranks:
                 if self._stopping:
@@ -263,26 +264,26 @@ class LocalWorkerGroup:
                 for worker in former:
                     self._workers.remove(worker)
                     worker.page.close()
-                await self._start_one(local_rank, beside, files)
+                await self._start_one(local_rank, standby, files)
         finally:
             files.close_worker_ends()
             # A job of a month may lose thousands of workers.
-            for unused in self._outputs.let_go(worker.files for worker in self._workers):
-                self._watch_soon(unused.finish())
+            for unused in self._outputs.remove_unused(worker.files for worker in self._workers):
+                self._spawn_watch(unused.finish())
 
     def _members(self) -> list[LocalWorker]:
         """Return the workers that have a place in the world."""
         here = self.world.workers or range(self.setup.run.local_world_size)
-        return [w for w in self._workers if w.local_rank in here and not w.beside]
+        return [w for w in self._workers if w.local_rank in here and not w.is_standby]
 
-    def _post_able(self) -> None:
-        able = tuple(sorted(self._lines.not_known_unable))
-        if not self._stopping and (able or self._told_able):
-            self._told_able = True
+    def _post_recoverable(self) -> None:
+        able = tuple(sorted(self._sockets.recoverable_or_unreported))
+        if not self._stopping and (able or self._reported_recoverable):
+            self._reported_recoverable = True
             if len(able) == self.setup.run.local_world_size:
                 self._spares.begin(self.world)
-            fence, lines = self.assignment.fence, self._lines
-            self.post(GroupAble(fence, able, self.port.offer, lines.sharding))
+            fence, sockets = self.assignment.fence, self._sockets
+            self.post(GroupAble(fence, able, self.port.offer, sockets.sharding))
 
     def _post_started(self, workers: list[LocalWorker]) -> None:
         by_local_rank = sorted(workers, key=lambda worker: worker.local_rank)
@@ -302,17 +303,17 @@ class LocalWorkerGroup:
     def _post_lost(self, fence: Fence, reason: str) -> None:
         self.post(WorkerLost(self.assignment.fence, fence, reason))
 
-    def _post_differed(self, local_rank: int, told: control_socket.Differed) -> None:
-        fence, rank = self.assignment.fence, told.rank
-        self.post(ReplicaDiffered(fence, rank, local_rank, told.steps, told.reason))
+    def _post_differed(self, local_rank: int, difference: control_socket.Differed) -> None:
+        fence, rank = self.assignment.fence, difference.rank
+        self.post(ReplicaDiffered(fence, rank, local_rank, difference.steps, difference.reason))
 
     def _expire(self, request: WorkerTimer) -> bool:
-        return end_overdue(self._workers, request)
+        return end_expired(self._workers, request)
 
     async def _stop(self) -> None:
-        self._meeting.end()
+        self._store_host.end()
         await self._end_start()
-        self.minder.end()
+        self.hang_monitor.end()
         await self._spares.end()
         alive = [w.process for w in self._workers if w.process is not None and w.is_alive]
         for worker in self._workers:
@@ -329,37 +330,38 @@ class LocalWorkerGroup:
         await self._finish()
 
     def _ask_to_end(self, worker: LocalWorker, process: WorkerProcess) -> None:
-        """Have a worker end; at once where it has nothing to lose: it may swallow SIGTERM."""
-        self._lines.send(
+        """Ask a worker to end; kill one with nothing to lose, as it may swallow SIGTERM."""
+        self._sockets.send(
             worker.local_rank, control_socket.End()
-        )  # Heard where it waits for a place.
+        )  # Read by a worker that waits for a place.
         if worker.page.has_saved:
             process.kill_group(signal.SIGKILL)
-        elif not worker.termed:  # One that was asked to checkpoint by SIGTERM is not asked twice.
+        elif not worker.got_sigterm:  # A worker that got SIGTERM to checkpoint gets no second one.
             process.send_signal(signal.SIGTERM)
 
     async def _end_start(self) -> None:
-        """Wait for the start in hand; one that waits for a zygote's imports is given up."""
-        assert self._starting is not None, "begin() comes first"
+        """Wait for a running start; one that waits for a zygote's imports is cancelled."""
+        assert self._start_task is not None, "begin() comes first"
         if not self.setup.spawner.warm.is_set():
-            self._starting.cancel()
-        await asyncio.wait({self._starting})
-        self._meeting.end()
+            self._start_task.cancel()
+        await asyncio.wait({self._start_task})
+        self._store_host.end()
 
     async def _reap(self, ended: asyncio.Task[None]) -> None:
-        """Wait for what was killed; what a worker left behind is killed as well."""
-        self._meeting.kill()
+        """Wait for killed workers, and kill what they left behind."""
+        self._store_host.kill()
         await self._wait_killed(ended)
-        await self._meeting.close()
+        await self._store_host.close()
         if self._watches:
-            # Each says how its worker ended, within a bound; of a group that is gone nobody hears.
+            # Each watch reports within a bound how its worker ended. After GroupGone, a report
+            # would be ignored.
             await asyncio.wait(self._watches)
         strays = await kill_strays()
         if strays:
             _log.info("killed %d processes that workers had left behind", strays)
 
     async def _wait_killed(self, ended: asyncio.Task[None]) -> None:
-        """Wait for the end of what was killed; `lost` is why it was not waited for."""
+        """Wait for the end of killed workers; `lost` says why the wait was given up."""
         if await _within(ended, _KILL_WAIT_S):
             return
         limit_s = self.setup.stuck_s
@@ -384,14 +386,15 @@ class LocalWorkerGroup:
 
     async def _finish(self) -> None:
         await self._outputs.finish()
-        self._lines.close()
+        self._sockets.close()
         for worker in self._workers:
             worker.page.close()
-        self.port.close()  # Another is held: this attempt's may still be known to somebody.
+        # Release and hold another: nodes may still know the port of this attempt.
+        self.port.close()
         self.post(GroupGone(self.assignment.fence, self.port.open()))
 
-    def _watch_soon(self, work: Coroutine[None, None, None]) -> None:
-        """Do in the background what is over, within a bound, once the workers are gone."""
+    def _spawn_watch(self, work: Coroutine[None, None, None]) -> None:
+        """Run a task in the background that ends, within a bound, after the workers have."""
         task = self._spawn_task(work)
         self._watches.add(task)
         task.add_done_callback(self._watches.discard)
@@ -405,9 +408,9 @@ class LocalWorkerGroup:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            # Our bug; the agent must not live on with a group that nobody watches.
+            # Our bug; an agent must not run with an unsupervised group.
             _log.critical("the worker group's task failed", exc_info=task.exception())
-            process_console(2).wait_empty(1.0)  # Its thread ends with this process.
+            process_console(2).wait_empty(1.0)  # The console's thread ends with this process.
             os.kill(os.getpid(), signal.SIGABRT)
 
 
@@ -421,6 +424,6 @@ async def _wait_set(event: asyncio.Event) -> None:
 
 
 async def _within(task: asyncio.Task[None], limit_s: float | None) -> bool:
-    """Wait for `task`, which goes on if it takes longer; tell whether it is done."""
+    """Wait for `task` up to `limit_s` without cancelling it; return whether it is done."""
     await asyncio.wait({task}, timeout=limit_s)
     return task.done()

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 
-from elastane.agent.snapshot_server import Keeping
+from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.process.kernel import become_subreaper
 from elastane.process.orphan_reaper import OrphanReaper
 from elastane.snapshots.peers import Neighbours
@@ -12,12 +12,12 @@ from elastane.snapshots.peers import Neighbours
 
 async def main():
     become_subreaper()
-    keeping = Keeping(dict(os.environ))
+    keeping = SnapshotServerHandle(dict(os.environ))
     keeping.open()
     warden = OrphanReaper("none", keeping.path)
     await warden.start()
     if secret := os.environ.get("TEST_NEIGHBOURS"):
-        keeping.meet(lambda: Neighbours("job", (secret.encode(),), "127.0.0.1"))
+        keeping.replicate_with(lambda: Neighbours("job", (secret.encode(),), "127.0.0.1"))
     keeping.start()
     print(keeping.path, flush=True)
     told = asyncio.Event()
