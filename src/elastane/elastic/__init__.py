@@ -1,9 +1,12 @@
-"""The API of torch.distributed.elastic, module for module: a thin face over our parts.
+"""The API of torch.distributed.elastic, module for module, over elastane's own parts.
 
     import elastane.elastic as elastic
     agent = elastic.agent.server.LocalElasticAgent(spec)
 
-Modules are imported when their name is first used. Importing this package imports no torch.
+Public names and signatures are those of torch 2.13. Code written for torch works after renaming the
+import, including subclasses of agents and rendezvous handlers. Each module says where its behaviour
+differs on purpose. A module is imported when its name is first used, and importing this package
+imports no torch.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ _MODULES = frozenset(
         *("multiprocessing", "rendezvous", "timer", "utils"),
     )
 )
-# Samples take these from here as well; they are torch.distributed's.
+# torch's samples also take these functions of torch.distributed from here.
 _TORCHS = frozenset(("init_process_group", "destroy_process_group"))
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module of this package, or take a function of torch.distributed, by its name."""
+    """Import a module of this package, or return a function of torch.distributed."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _TORCHS:

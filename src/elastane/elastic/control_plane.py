@@ -1,4 +1,4 @@
-"""A worker's main function with torch's worker server beside it, where the launcher wants one."""
+"""A context for a worker's main function: it records errors, and serves torch's debug handlers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANSWER_WAIT_S = 5.0
 @record
 @contextmanager
 def worker_main() -> Generator[None, None, None]:
-    """Record errors of what runs within, as a context or a decorator, and serve torch's handlers.
+    """Record errors of the code inside, as a context or a decorator, and run torch's worker server.
 
     The server (ping, stacks, flight recorder) listens on the unix socket that
     TORCH_WORKER_SERVER_SOCKET names; without the variable there is none.
@@ -33,8 +33,8 @@ def worker_main() -> Generator[None, None, None]:
     try:
         yield
     finally:
-        # torch's shutdown blocks for ever, with the interpreter's lock, where the server's thread
-        # has not begun to serve: a main function can be that short.
+        # torch's shutdown blocks forever, holding the GIL, if the server's thread has not begun to
+        # serve. A short main function can end that early.
         if _answers(path):
             server.shutdown()
 

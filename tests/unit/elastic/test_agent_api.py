@@ -157,7 +157,7 @@ def test_a_handler_that_is_away_stops_no_healthy_worker(error, caplog):
     agent = agent_of(ours, ["HEALTHY"] * 5 + ["SUCCEEDED"], handler, max_restarts=0)
     assert not agent.run().is_failed()
     assert handler.met == 1 and not handler.waiting
-    away = [r for r in caplog.records if "does not answer, the workers go on" in r.getMessage()]
+    away = [r for r in caplog.records if "does not answer; workers keep running" in r.getMessage()]
     assert len(away) == 2, "once for each time that it is away"
 
 

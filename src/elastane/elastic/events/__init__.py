@@ -34,7 +34,7 @@ _loggers: dict[str, logging.Logger] = {}
 
 
 def record(event: Event, destination: str = "null") -> None:
-    """Send an event to the handler of that name."""
+    """Send an event to the handler named `destination`."""
     _logger(destination).info(event.serialize())
 
 
@@ -43,7 +43,7 @@ def record_rdzv_event(event: RdzvEvent) -> None:
     _logger(_RENDEZVOUS).info(event.serialize())
 
 
-def construct_and_record_rdzv_event(  # noqa: PLR0913, PLR0917 - the reference's signature
+def construct_and_record_rdzv_event(  # noqa: PLR0913, PLR0917 - torch's signature
     run_id: str,
     message: str,
     node_state: NodeState,
@@ -54,9 +54,9 @@ def construct_and_record_rdzv_event(  # noqa: PLR0913, PLR0917 - the reference's
     local_id: int | None = None,
     rank: int | None = None,
 ) -> None:
-    """Make an event of a rendezvous and send it; costs nothing where nobody hears it.
+    """Make an event of a rendezvous and send it; returns at once if no handler listens.
 
-    Its name begins with the caller's file, and is the caller's function where none is given.
+    Its name begins with the caller's file. Without `name`, it ends with the caller's function.
     """
     if isinstance(get_logging_handler(_RENDEZVOUS), logging.NullHandler):
         return
@@ -78,7 +78,7 @@ def construct_and_record_rdzv_event(  # noqa: PLR0913, PLR0917 - the reference's
 
 
 def _logger(destination: str) -> logging.Logger:
-    """Return the logger of a handler; its lines go nowhere else, so that each is heard once."""
+    """Return the logger of a handler; it does not propagate, so each event is handled once."""
     if destination not in _loggers:
         logger = logging.getLogger(f"torchelastic-events-{destination}")
         logger.setLevel(os.environ.get("LOGLEVEL", "INFO"))

@@ -1,6 +1,7 @@
-"""Events as JSON lines: what happened, who says so, when. Source: torch.distributed.elastic.events.
+"""Events as JSON lines: what happened, its source, and when.
 
-A timestamp that is not given is the moment at which the event is made (the reference leaves it 0).
+Source: torch.distributed.elastic.events. A timestamp that is not given is the time at which the
+event is made (torch leaves it 0).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ __all__ = ["Event", "EventMetadataValue", "EventSource", "NodeState", "RdzvEvent
 EventMetadataValue = str | int | float | bool | None
 
 
-class EventSource(str, Enum):  # noqa: UP042 - as the reference shows it
-    """Who says so."""
+class EventSource(str, Enum):  # noqa: UP042 - as torch shows it
+    """The source of an event."""
 
     AGENT = "AGENT"
     WORKER = "WORKER"
@@ -38,7 +39,7 @@ class Event:
 
     @staticmethod
     def deserialize(data: str | Event) -> Event:
-        """Return the event of a line; ValueError, KeyError or TypeError for what is none."""
+        """Parse a line; ValueError, KeyError or TypeError if it is no event."""
         if isinstance(data, Event):
             return data
         found = json.loads(data)
@@ -50,7 +51,7 @@ class Event:
 
 
 class NodeState(str, Enum):  # noqa: UP042
-    """How far a node is in a rendezvous."""
+    """The progress of a node in a rendezvous."""
 
     INIT = "INIT"
     RUNNING = "RUNNING"
@@ -78,7 +79,7 @@ class RdzvEvent:
 
     @staticmethod
     def deserialize(data: str | RdzvEvent) -> RdzvEvent:
-        """Return the event of a line; ValueError, KeyError or TypeError for what is none."""
+        """Parse a line; ValueError, KeyError or TypeError if it is no event."""
         if isinstance(data, RdzvEvent):
             return data
         found = json.loads(data)

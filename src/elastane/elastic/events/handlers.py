@@ -1,4 +1,4 @@
-"""Where events go, by name: handlers of Python's logging. Others may be added to the table."""
+"""The handlers of events, by name: handlers of Python's logging. Others may be added."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log_handlers: dict[str, logging.Handler] = {
 
 
 def get_logging_handler(destination: str = "null") -> logging.Handler:
-    """Return the handler of that name; KeyError that lists the names where there is none."""
+    """Return the handler of that name; KeyError with the known names if there is none."""
     if destination not in _log_handlers:
         known = ", ".join(sorted(_log_handlers))
         raise KeyError(f"no event handler {destination!r}: one of {known}")

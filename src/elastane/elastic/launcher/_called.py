@@ -1,8 +1,8 @@
-"""A LaunchConfig as a job of `elastane run`, with its agent in a child process.
+"""Runs a LaunchConfig as a job of `elastane run`, with its agent in a child process.
 
-Owns the way from the configuration to the launcher's options, and from the agent's report to the
-exceptions that callers of torch's launcher catch. How it fails: what the launcher says of options
-that cannot be; ConfigurationError for what cannot be pickled.
+Owns the translation of the configuration into the launcher's options, and of the agent's report
+into the exceptions that callers of torch's launcher catch. How it fails: as the launcher does for
+invalid options; ConfigurationError for arguments that cannot be pickled.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from elastane.worker.call import MODULE
 if TYPE_CHECKING:
     from elastane.elastic.launcher.api import LaunchConfig
 
-# What LaunchConfig fills in whatever the user wrote; only torch's oldest backend reads it.
+# LaunchConfig always fills this in; only torch's oldest backend reads it.
 _FILLED_IN_TIMEOUT = 900
 _PREFIX_TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _NS = 1_000_000_000
 
 
 class JobFailedError(ChildFailedError):
-    """The failures of a job, of all its nodes, with the root cause that its coordinator found."""
+    """The failures of all nodes of a job, with the root cause that its coordinator found."""
 
     def __init__(self, name: str, failures: dict[int, ProcessFailure], report: FinalReport) -> None:
         self.report = report
@@ -51,19 +51,19 @@ class JobFailedError(ChildFailedError):
 
 @dataclass(frozen=True)
 class CalledJob:
-    """A job that is ready to run; without files it is a command's."""
+    """A job that is ready to run; without files it runs a command."""
 
     wish: RequestedOptions
     files: Mapping[str, bytes]
     environ: Mapping[str, str]
     name: str
     commands: int
-    # For metrics: the workers' role, and the job's budget of restarts.
+    # For metrics: the workers' role, and the restart budget of the job.
     role: str = DEFAULT_ROLE
     allowed: int = 0
 
     def _put_metrics(self, ended: Ended) -> None:
-        """Put those that an agent in this process would: the job's own is in another."""
+        """Publish the metrics that an agent in this process would: the real agent is in another."""
         if ended.report is None:
             return
         left = max(0, self.allowed - ended.report.restarts_used)
@@ -73,7 +73,7 @@ class CalledJob:
         put_run_metrics(self.role, ended.code != 0, left, self.allowed)
 
     def run(self) -> dict[int, Any]:
-        """Run it; see launch_agent. A command returns None, on each rank of a job of one node."""
+        """Run it; see launch_agent. A command returns None on each rank of a job of one node."""
         if self.files:
             ended = run_function(self.wish, self.files, self.environ, self.name)
         else:
@@ -87,10 +87,11 @@ class CalledJob:
 def job_of(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any], name: str
 ) -> CalledJob | None:
-    """Return the job of a configuration; None where its agent has to run in this process.
+    """Return the job of a configuration; None if its agent has to run in this process.
 
-    That is so for handlers and LogsSpecs of the caller's, and for arguments that only a child of
-    this very process can be given (queues, or anything where it is to be forked).
+    That is the case for handlers and LogsSpecs of the caller's own. It is also the case for
+    arguments that only a direct child can receive, such as queues, or any object with the start
+    method fork.
     """
     if not _is_ours(config):
         return None
@@ -116,12 +117,12 @@ def job_of(
 
 def _is_ours(config: LaunchConfig) -> bool:
     plain = type(config.logs_specs).__name__ == "DefaultLogsSpecs"
-    stored = config.rdzv_configs.get("store_type") == "file"  # a FileStore of torch's
+    stored = config.rdzv_configs.get("store_type") == "file"  # torch's FileStore
     return is_builtin(config.rdzv_backend) and plain and not stored
 
 
 class _Logs(Protocol):
-    """What DefaultLogsSpecs keeps, torch's and ours."""
+    """The fields of DefaultLogsSpecs, torch's or elastane's."""
 
     root_log_dir: str
     _redirects: Any
@@ -184,7 +185,7 @@ def _raise(name: str, ended: Ended) -> None:
 
 
 def _failures(report: FinalReport) -> dict[int, ProcessFailure]:
-    """Return each rank's last failure; of the root cause's rank, that."""
+    """Return each rank's last failure, and the root cause for its rank."""
     found = {failure.rank: failure for failure in report.failures}
     if report.root_cause is not None:
         found[report.root_cause.rank] = report.root_cause
@@ -195,7 +196,7 @@ def _failure(one: ReportedFailure) -> ProcessFailure:
     failure = ProcessFailure(one.local_rank, one.pid, one.exit_code, one.error_file)
     failure.timestamp = one.time_ns // _NS
     if one.message and not isinstance(failure.message, dict):
-        # Its file is on another node, or there is none: what its agent heard of it.
+        # Its file is on another node or missing: use what its agent reported.
         failure.message = {
             "message": headline(one.message),
             "extraInfo": {"py_callstack": one.message, "timestamp": str(failure.timestamp)},

@@ -1,6 +1,7 @@
-"""How a launch in this process ended, in the words of `elastane run`: its outcome and exit code.
+"""Translates the end of a launch in this process to the outcome and exit code of `elastane run`.
 
-Exceptions of rendezvous are known by their names: a handler written for torch raises torch's.
+Exceptions of a rendezvous are recognized by their class names: a handler written for torch raises
+torch's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _CODES = {
 
 
 def exit_code_of(error: Exception) -> int | None:
-    """Return the exit code that an error of a rendezvous means, None for any other error."""
+    """Return the exit code for an error of a rendezvous, None for any other error."""
     if isinstance(error, ElastaneError):
         return None
     for kind in type(error).__mro__:
@@ -49,7 +50,7 @@ def outcome_of(error: ChildFailedError, max_restarts: int) -> Outcome:
         reason=reason,
         slug="worker-failed",
         exit_code=int(ExitCode.WORKER_FAILED),
-        # The handler's rounds have no numbers that it tells.
+        # A handler does not expose the numbers of its rounds.
         cause=msgspec.structs.replace(root_cause(sightings, Fence(0, 0)), fence=None),
         failures=told(sightings, now_s),
     )

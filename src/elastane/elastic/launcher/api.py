@@ -1,12 +1,12 @@
-"""Launching a function or a command on this node, from Python.
+"""Launch a function or a command on this node, from Python.
 
     def train(epochs): ...
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d")
     results = elastic_launch(config, train)(10)
 
-Owns the configuration, and the choice of the agent: with a rendezvous of ours it is `elastane run`
-in a child process; with a handler that was registered, or a LogsSpecs of the caller's own class, it
-is LocalElasticAgent in this one. Source: torch.distributed.launcher.api.
+Owns the configuration, and the choice of the agent. With one of elastane's rendezvous backends it
+is `elastane run` in a child process. With a registered handler, or the caller's own LogsSpecs
+class, it is LocalElasticAgent in this process. Source: torch.distributed.launcher.api.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _TIMEOUT_S = 900
 class LaunchConfig:
     """How to launch: nodes, workers, rendezvous, restarts, logs.
 
-    `rdzv_timeout` is legacy: it becomes `rdzv_configs["timeout"]`, 900 s by default. Raises
-    ValueError for a shutdown_timeout (seconds) that is negative.
+    `rdzv_timeout` is legacy: it sets `rdzv_configs["timeout"]`, 900 s by default. Raises ValueError
+    for a negative shutdown_timeout (seconds).
     """
 
     min_nodes: int
@@ -87,7 +87,7 @@ class LaunchConfig:
             raise ValueError(f"shutdown_timeout must be non-negative, got {self.shutdown_timeout}")
 
 
-class elastic_launch:  # noqa: N801 - the reference's name
+class elastic_launch:  # noqa: N801 - torch's name
     """Calls a function, or runs a command, in this node's workers; see launch_agent."""
 
     def __init__(
@@ -101,7 +101,7 @@ class elastic_launch:  # noqa: N801 - the reference's name
         self._health_check_server = health_check_server
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        """Run to the end with `args` for each worker; see launch_agent."""
+        """Run to the end, passing `args` to each worker; see launch_agent."""
         return launch_agent(
             self._config,
             self._entrypoint,
@@ -116,11 +116,11 @@ def launch_agent(
     args: list[Any],
     health_check_server: HealthCheckServer | None = None,
 ) -> dict[int, Any]:
-    """Run workers to the end; return what this node's returned, by global rank.
+    """Run workers to the end; return the values of this node's workers, by global rank.
 
-    Raises ChildFailedError where workers failed more often than max_restarts allows,
-    SignalException where a signal ended this process's part (the rendezvous stays open: others go
-    on), and what the rendezvous raises.
+    Raises ChildFailedError if workers failed more often than max_restarts allows, and what the
+    rendezvous raises. Raises SignalException if a signal ended this process's part; the rendezvous
+    then stays open, and other nodes continue.
     """
     config.run_id = config.run_id or str(uuid.uuid4().int)
     parameters = RendezvousParameters(
@@ -137,7 +137,7 @@ def launch_agent(
         raise AssertionError("entrypoint is missing: expected a callable or a command")
     name = _entrypoint_name(entrypoint, args)
     signals = _not_ignored(config.signals_to_handle)
-    # Where the workers' supervisor, which handles them too, reads them.
+    # The supervisor of the workers, which handles them too, reads this variable.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(signals)
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     with _signals_raised(signals):
@@ -176,7 +176,7 @@ def _run_here(
         result: RunResult = agent.run()
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         if result.is_failed():
-            # Workers that no process could be asked about (stuck in the kernel) have no failure.
+            # A worker stuck in the kernel has no failure to report.
             if not result.failures:
                 raise NodeUnfitError(
                     f"{name}: the workers are unhealthy, and cannot be restarted here",
@@ -226,9 +226,9 @@ def _spec(
 
 
 def _not_ignored(names: str) -> list[str]:
-    """Return these signals but for those that the caller ignores, and so do stay ignored.
+    """Return these signals without those that the caller ignores, which stay ignored.
 
-    So a job that was started under nohup outlives its terminal.
+    So a job that was started under nohup survives its terminal.
     """
     known = signal.Signals.__members__
     return [
@@ -240,7 +240,7 @@ def _not_ignored(names: str) -> list[str]:
 
 @contextmanager
 def _signals_raised(names: list[str]) -> Iterator[None]:
-    """Raise SignalException at these signals, and leave the caller's handlers as they were."""
+    """Raise SignalException at these signals, and restore the caller's handlers afterwards."""
     with raised(
         [signal.Signals[name] for name in names if name in signal.Signals.__members__],
         lambda one: SignalException(f"Process {os.getpid()} got signal: {one}", sigval=one),
@@ -249,7 +249,7 @@ def _signals_raised(names: list[str]) -> Iterator[None]:
 
 
 def _addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
-    """Return where the workers of a static rendezvous meet; others say so themselves."""
+    """Return where the workers of a static rendezvous meet; other backends choose it."""
     if parameters.backend != "static":
         return None, None
     endpoint = parameters.endpoint.strip()
@@ -263,7 +263,7 @@ def _addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, int | 
 
 
 def _entrypoint_name(entrypoint: Callable[..., Any] | str, args: list[Any]) -> str:
-    """Return what failed workers are called: a function, a program, or python's script."""
+    """Return the name of the workers in errors: a function, a program, or python's script."""
     if callable(entrypoint):
         return str(getattr(entrypoint, "__name__", type(entrypoint).__name__))
     if entrypoint == sys.executable:

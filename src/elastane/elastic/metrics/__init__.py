@@ -1,4 +1,4 @@
-"""Numbers that a program publishes, each to the handler of its group.
+"""Metrics that a program publishes, each to the handler of its group.
 
     metrics.configure(metrics.ConsoleMetricHandler(), group="my_app")
     metrics.put_metric("samples", 128, "my_app")
@@ -41,10 +41,10 @@ __all__ = [
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Set up what `cfg.params` says: `handler` is console or null, `group` its group.
+    """Configure the handler that `cfg.params` names: `handler` is console or null.
 
-    Without parameters nothing is changed. ValueError for another handler. (The reference's does
-    nothing.)
+    `group` is its group. Without parameters nothing changes. ValueError for another handler.
+    (torch's function does nothing.)
     """
     params = dict(cfg.params) if cfg is not None else {}
     if "handler" not in params:

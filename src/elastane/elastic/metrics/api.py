@@ -1,7 +1,7 @@
-"""Numbers that a program publishes, each to the handler of its group.
+"""Metrics that a program publishes, each to the handler of its group.
 
-Owns the table of handlers and the decorator that times a function. A handler that raises is its
-owner's; nothing is caught here. Source: torch.distributed.elastic.metrics.
+Owns the table of handlers and the decorator that times a function. Exceptions of a handler are not
+caught. Source: torch.distributed.elastic.metrics.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class MetricData(NamedTuple):
-    """One number; `timestamp` is in seconds since 1970."""
+    """One value; `timestamp` is in seconds since 1970."""
 
     timestamp: Any
     group_name: Any
@@ -40,7 +40,7 @@ class MetricData(NamedTuple):
 
 
 class MetricsConfig:
-    """Parameters of whoever sets metrics up."""
+    """Parameters for `initialize_metrics`."""
 
     __slots__ = ["params"]
 
@@ -49,15 +49,15 @@ class MetricsConfig:
 
 
 class MetricHandler(ABC):
-    """Takes numbers somewhere."""
+    """Receives values."""
 
     @abstractmethod
     def emit(self, metric_data: MetricData) -> None:
-        """Take one."""
+        """Handle one value."""
 
 
 class ConsoleMetricHandler(MetricHandler):
-    """Prints each number as a line."""
+    """Prints each value as a line."""
 
     def emit(self, metric_data: MetricData) -> None:
         """See MetricHandler."""
@@ -66,21 +66,21 @@ class ConsoleMetricHandler(MetricHandler):
 
 
 class NullMetricHandler(MetricHandler):
-    """Drops each number."""
+    """Drops each value."""
 
     def emit(self, metric_data: MetricData) -> None:
         """See MetricHandler."""
 
 
 class MetricStream:
-    """The numbers of one group."""
+    """The values of one group."""
 
     def __init__(self, group_name: str, handler: MetricHandler) -> None:
         self.group_name = group_name
         self.handler = handler
 
     def add_value(self, metric_name: str, metric_value: int) -> None:
-        """Publish one."""
+        """Publish one value."""
         self.handler.emit(MetricData(time.time(), self.group_name, metric_name, metric_value))
 
 
@@ -89,25 +89,25 @@ _default: list[MetricHandler] = [NullMetricHandler()]
 
 
 def configure(handler: MetricHandler, group: str | None = None) -> None:
-    """Have a group's numbers go to `handler`; without a group, those of all that have none."""
+    """Send a group's values to `handler`; without a group, those of all other groups."""
     if group is None:
         _default[0] = handler
     else:
         _handlers[group] = handler
 
 
-def getStream(group: str) -> MetricStream:  # noqa: N802 - the reference's name
+def getStream(group: str) -> MetricStream:  # noqa: N802 - torch's name
     """Return a group's stream."""
     return MetricStream(group, _handlers.get(group, _default[0]))
 
 
 def put_metric(metric_name: str, metric_value: int, metric_group: str = "torchelastic") -> None:
-    """Publish one number."""
+    """Publish one value."""
     getStream(metric_group).add_value(metric_name, metric_value)
 
 
 def publish_metric(metric_group: str, metric_name: str, metric_value: int) -> None:
-    """Publish one number; deprecated there, so here: use put_metric."""
+    """Publish one value; deprecated as in torch: use put_metric."""
     warnings.warn("publish_metric is deprecated: use put_metric", FutureWarning, stacklevel=2)
     getStream(metric_group).add_value(metric_name, metric_value)
 
@@ -118,16 +118,16 @@ def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
 
 
 def prof(fn: Callable[..., Any] | None = None, group: str = "torchelastic") -> Any:
-    """Publish success, failure and duration (ms) of each call of the function that is decorated.
+    """Publish success, failure and duration (ms) of each call of the decorated function.
 
-    Under its qualified name, or under its module's last part and its name where it is of no class.
+    The name is its qualified name; outside of a class, the last part of its module and its name.
     """
     wrap = _timed(_metric_name, group)
     return wrap(fn) if fn is not None else wrap
 
 
 def profile(group: str | None = None) -> Any:
-    """Do as `prof`, under the function's bare name; deprecated there, so here: use prof."""
+    """Do the same as `prof`, under the bare function name; deprecated as in torch: use prof."""
     warnings.warn("profile is deprecated: use prof", FutureWarning, stacklevel=2)
     return _timed(lambda fn: str(fn.__name__), str(group))
 

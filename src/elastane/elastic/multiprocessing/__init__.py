@@ -1,8 +1,8 @@
-"""Child processes: functions or commands, with their output in files and their failures named.
+"""Child processes that run functions or commands, with output in files and failures reported.
 
     context = start_processes("trainer", fn, args={0: (1,), 1: (2,)}, envs={0: {}, 1: {}},
                               logs_specs=DefaultLogsSpecs())
-    result = context.wait()     # all have returned, or one has failed and all are ended
+    result = context.wait()     # all have returned, or one has failed and all were ended
 
 Source: torch.distributed.elastic.multiprocessing.
 """
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-def start_processes(  # noqa: PLR0913, PLR0917 - the reference's signature
+def start_processes(  # noqa: PLR0913, PLR0917 - torch's signature
     name: str,
     entrypoint: Callable[..., Any] | str,
     args: dict[int, tuple[Any, ...]],
@@ -55,10 +55,11 @@ def start_processes(  # noqa: PLR0913, PLR0917 - the reference's signature
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
 ) -> PContext:
-    """Start a process for each local rank of `args`, and return what waits for and ends them.
+    """Start a process for each local rank of `args`; return the context that waits for them.
 
-    A str is a command, a callable is called in a process made by `start_method`. `envs` is added to
-    this process's environment. RuntimeError where `args` and `envs` are not of local ranks 0 to N.
+    A str is run as a command, a callable in a process made by `start_method`. `envs` is added to
+    this process's environment. RuntimeError if the keys of `args` and `envs` are not local ranks 0
+    to N.
     """
     count = len(args)
     _check_ranks(dict.fromkeys(args, ""), count, "args")

@@ -1,9 +1,9 @@
-"""Functions of the main program that a spawned child cannot import, sent to it by value.
+"""Sends functions of the main program to a spawned child by value, if it cannot import them.
 
-A child of multiprocessing imports the main program again. That is no way to a function where the
-program launches at its top level, without `if __name__ == "__main__":`, for the import would launch
-again; nor where there is no file (a notebook, `python -c`). How it fails: ConfigurationError where
-such a function cannot be pickled.
+A child of multiprocessing imports the main program again. That fails for a program that launches at
+its top level, without `if __name__ == "__main__":`, since the import would launch again. It also
+fails without a file (a notebook, `python -c`). A function that cannot be pickled raises
+ConfigurationError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _starting = threading.Lock()
 
 
 class ByValue:
-    """Something of the main program. Its pickle is loaded as the thing itself."""
+    """An object of the main program, pickled by value; unpickling returns the object itself."""
 
     def __init__(self, thing: Any) -> None:
         try:
@@ -46,7 +46,7 @@ class ByValue:
 
 
 def must_go_by_value(fn: Any, start_method: str) -> bool:
-    """Whether a child could not import `fn`; to be asked while the program launches it."""
+    """Whether a child could not import `fn`; call it while the program launches `fn`."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     if start_method == "fork" or getattr(fn, "__module__", None) != "__main__":
@@ -56,14 +56,14 @@ def must_go_by_value(fn: Any, start_method: str) -> bool:
 
 
 def of_main_by_value(arg: Any) -> Any:
-    """Return an argument as it can be sent: by value where it, or its class, is of `__main__`."""
+    """Return an argument in the form to send: by value if it, or its class, is of `__main__`."""
     places = (getattr(arg, "__module__", None), type(arg).__module__)
     return ByValue(arg) if "__main__" in places else arg
 
 
 @contextmanager
 def main_not_imported() -> Iterator[None]:
-    """Have children that are started meanwhile import no main program."""
+    """Prevent children started in this context from importing the main program."""
     main: Any = sys.modules["__main__"]
     with _starting:
         spec, path = main.__spec__, vars(main).pop("__file__", None)
@@ -77,7 +77,7 @@ def main_not_imported() -> Iterator[None]:
 
 
 def is_guarded(source: str | bytes, line: int) -> bool:
-    """Whether a line of a program runs below an `if` that asks for `__name__`."""
+    """Whether a line of a program is inside an `if` that tests `__name__`."""
     return any(
         isinstance(node, ast.If)
         and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))
@@ -93,11 +93,11 @@ def _launches_unguarded(path: str) -> bool:
     try:
         return not is_guarded(Path(path).read_bytes(), line)
     except (OSError, SyntaxError, ValueError):
-        return False  # No source: as multiprocessing itself does.
+        return False  # Without source, do as multiprocessing does.
 
 
 def _line_of_main() -> int | None:
-    """Return the line of the main program's top level that this call comes from."""
+    """Return the line at the main program's top level that this call comes from."""
     main = vars(sys.modules["__main__"])
     frame: FrameType | None = sys._getframe()
     while frame is not None:

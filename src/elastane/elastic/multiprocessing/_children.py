@@ -1,4 +1,4 @@
-"""Waiting for, and ending, child processes of the user's own process, and no others."""
+"""Waits for and ends child processes of the user's own process, and no others."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import signal
 import time
 
 _log = logging.getLogger(__name__)
-# After SIGKILL: a process in uninterruptible sleep is given up, and said so.
+# How long to wait after SIGKILL: a process in uninterruptible sleep is given up with an error.
 KILL_WAIT_S = 5.0
 _POLL_S = 0.01
 
 
 def wait_any(pids: list[int], timeout_s: float) -> None:
-    """Return when one of these children has ended, or the time is over."""
+    """Return when one of these children has ended, or after `timeout_s`."""
     poller = select.poll()
     fds = []
     try:
@@ -24,7 +24,7 @@ def wait_any(pids: list[int], timeout_s: float) -> None:
             try:
                 fds.append(os.pidfd_open(pid))
             except ProcessLookupError:
-                return  # It has ended and was reaped.
+                return  # It has ended and was reaped already.
             poller.register(fds[-1], select.POLLIN)
         poller.poll(max(0.0, timeout_s) * 1000)
         if not pids:
@@ -35,7 +35,7 @@ def wait_any(pids: list[int], timeout_s: float) -> None:
 
 
 def end_all(pids: list[int], death_sig: signal.Signals, timeout_s: float) -> None:
-    """Signal each child's session, and kill what is left after the time."""
+    """Signal each child's session, and kill the processes that remain after the timeout."""
     for pid in pids:
         _signal_session(pid, death_sig)
     left = _wait_gone(pids, timeout_s)
@@ -45,11 +45,11 @@ def end_all(pids: list[int], death_sig: signal.Signals, timeout_s: float) -> Non
         _signal_session(pid, signal.SIGKILL)
     left = _wait_gone(left, KILL_WAIT_S)
     if left:
-        _log.error("processes %s do not end (uninterruptible sleep?): given up", left)
+        _log.error("processes %s cannot be killed (uninterruptible sleep?), ignoring them", left)
 
 
 def _wait_gone(pids: list[int], timeout_s: float) -> list[int]:
-    """Wait until none of these children runs; return those that still do."""
+    """Wait until all of these children have ended; return those that have not."""
     end_s = time.monotonic() + timeout_s
     while True:
         left = [pid for pid in pids if _runs(pid)]
@@ -59,7 +59,7 @@ def _wait_gone(pids: list[int], timeout_s: float) -> list[int]:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a child runs; one that has ended waits, a zombie, for whoever started it."""
+    """Whether a child still runs; one that has ended is left for its parent to reap."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -71,4 +71,4 @@ def _signal_session(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signum)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signum)  # It may not lead its own session yet.
+        os.kill(pid, signum)  # The child may not lead its own session yet.

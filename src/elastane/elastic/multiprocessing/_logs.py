@@ -1,4 +1,4 @@
-"""Where the output of child processes goes: the values, and the default choice of files."""
+"""Where the output of child processes goes: the data classes, and the default choice of files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONSOLE = ""
 
 
 class _CallsFunctions(EnumType):
-    """Lets `Std(entrypoint=...)` name a run of a function; `Std(3)` stays a mask."""
+    """Makes `Std(entrypoint=...)` a run of a function; `Std(3)` stays a mask."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "entrypoint" not in kwargs:
@@ -31,8 +31,8 @@ class _CallsFunctions(EnumType):
 class Std(IntFlag, metaclass=_CallsFunctions):
     """Standard streams, as a mask.
 
-    `Std(entrypoint=train, log_dir="logs", max_restarts=3).run()` calls a function in the workers of
-    this machine, with both streams shown and kept; see FunctionRun.
+    `Std(entrypoint=train, log_dir="logs", max_restarts=3).run()` calls a function in workers on
+    this machine, with both streams shown and saved; see FunctionRun.
     """
 
     NONE = 0
@@ -42,7 +42,7 @@ class Std(IntFlag, metaclass=_CallsFunctions):
 
     @classmethod
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
-        """Read `3`, or by local rank `0:3,1:2` (ranks of several digits too); ValueError else."""
+        """Parse `3`, or by local rank `0:3,1:2` (ranks of several digits too); else ValueError."""
         try:
             parse_std_map(vm, 0)
         except UsageError as error:
@@ -54,7 +54,7 @@ class Std(IntFlag, metaclass=_CallsFunctions):
 
 
 def to_map(val_or_map: Std | dict[int, Std], local_world_size: int) -> dict[int, Std]:
-    """Return a value for each local rank; one that a map leaves out has none."""
+    """Return a value for each local rank; ranks missing in a map get NONE."""
     if isinstance(val_or_map, Std):
         return dict.fromkeys(range(local_world_size), val_or_map)
     return {rank: val_or_map.get(rank, Std.NONE) for rank in range(local_world_size)}
@@ -95,15 +95,15 @@ class LogsSpecs(ABC):
     @property
     @abstractmethod
     def root_log_dir(self) -> str:
-        """The folder below which everything lies."""
+        """The folder that contains all files."""
 
 
 class DefaultLogsSpecs(LogsSpecs):
     """`<log_dir>/<run id>_<random>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}`.
 
-    `log_dir` is made where it is missing; None is a temporary folder, /dev/null no files at all.
-    An attempt's folder that is there already is kept, and the next one gets another name: the
-    reference deletes it, and with it why the attempt before failed.
+    `log_dir` is created if missing. None means a temporary folder, and /dev/null means no files. If
+    an attempt's folder exists, it is kept and the next one gets another name. torch deletes it, and
+    with it the reason of the previous failure.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""A function in the workers of this machine, as `multiprocessing.Std(entrypoint=...)` names it.
+"""Runs a function in workers on this machine, as `multiprocessing.Std(entrypoint=...)`.
 
-Owns nothing but the parameters: the job is elastic_launch's. How it fails: ChildFailedError where
-the function failed more often than `max_restarts`.
+Owns only the parameters: elastic_launch runs the job. ChildFailedError if the function failed more
+often than `max_restarts`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from elastane.options.build import read_nproc
 
 @dataclass(frozen=True)
 class FunctionRun:
-    """A function, or a command, to be run on this machine.
+    """A function, or a command, to run on this machine.
 
-    `local_world_size` is the number of workers, or cpu, gpu or auto: one for each GPU, without any
-    one for each CPU. What workers write is shown and, where `log_dir` is given, kept there.
+    `local_world_size` is the number of workers, or cpu, gpu or auto: one for each GPU, or without
+    GPUs one for each CPU. The output of workers is shown and, with `log_dir`, saved there.
     `monitor_interval` (seconds) has no effect, since the end of a worker is noticed at once.
     """
 
@@ -33,7 +33,7 @@ class FunctionRun:
     role: str = "default"
 
     def run(self) -> dict[int, Any]:
-        """Run to the end; return what the workers returned, by rank. See elastic_launch."""
+        """Run to the end; return the workers' values, by rank. See elastic_launch."""
         from elastane.elastic.launcher.api import LaunchConfig, elastic_launch
 
         config = LaunchConfig(

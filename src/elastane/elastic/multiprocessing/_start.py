@@ -1,6 +1,6 @@
-"""What every child process gets at its start: a death with its parent, its CPUs, its result pipe.
+"""What every child process sets up at its start: death with its parent, CPUs, result pipe.
 
-This is the user's process: nothing here waits for, or reaps, any child that is not its own.
+This code runs in the user's process: it waits for and reaps only its own children.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from elastane.worker.call import pickled_result
 
 
 def death_with_parent() -> Callable[[], None] | None:
-    """Return what a child calls to die with this process.
+    """Return the function that a child calls to die with this process.
 
-    None off the main thread: the kernel's signal comes when the thread ends that made the child.
+    None off the main thread: the kernel sends the signal when the creating thread ends.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -37,7 +37,7 @@ def death_with_parent() -> Callable[[], None] | None:
 
 
 def bind_child(pid: int, local_rank: int, numa_options: Any | None) -> None:
-    """Bind a child to the CPUs that torch's NumaOptions mean for its local rank."""
+    """Bind a child to the CPUs that torch's NumaOptions select for its local rank."""
     if numa_options is None:
         return
     mode = getattr(numa_options.affinity_mode, "value", str(numa_options.affinity_mode))
@@ -50,7 +50,7 @@ def bind_child(pid: int, local_rank: int, numa_options: Any | None) -> None:
 
 
 def _own_streams() -> None:
-    """Write to the descriptors: a fork of a notebook or of a test has streams that go elsewhere."""
+    """Write to descriptors 1 and 2: a fork of a notebook or test may have other streams."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         try:
             same = getattr(sys, name).fileno() == number
@@ -60,28 +60,28 @@ def _own_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
 
 
-# Held back from a child until it calls its function: in the middle of its making, the exception of
-# an inherited handler may be raised where Python drops it, and the child would live on.
+# Blocked in a child until it calls its function. Python could drop the exception of an inherited
+# handler during the child's start, and the child would survive the signal.
 ENDING = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
 
 
 @dataclass(frozen=True)
 class Child:
-    """What a child needs besides its function: its variables, files, result pipe and start."""
+    """What a child needs besides its function: variables, files, result pipe, start method."""
 
     env: dict[str, str]
     files: tuple[str, str]
     result: Connection
-    # The process that it is to die with, 0 for none.
+    # The process to die with; 0 for none.
     parent: int
     start_method: str
 
 
 def run_callable(fn: Callable[..., Any], args: tuple[Any, ...], child: Child) -> None:
-    """Be the child of a MultiprocessContext: call `fn`, send what it returns.
+    """Run as the child of a MultiprocessContext: call `fn`, and send its return value.
 
-    Values go by value, tensors too: this process is gone before the other one looks at them. A
-    value that cannot be pickled is an error of the child, with its traceback on file.
+    Values are sent by value, tensors too, since this process may end before the other reads them. A
+    value that cannot be pickled is an error of the child, with its traceback in the error file.
     """
     os.setsid()
     if child.parent and os.getppid() == child.parent:
@@ -96,7 +96,7 @@ def run_callable(fn: Callable[..., Any], args: tuple[Any, ...], child: Child) ->
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         main = record(lambda: _send(child.result, fn(*args), name_of(fn)))
         if child.start_method == "spawn":
-            # Children that were forked leave so by themselves.
+            # Forked children exit this way without it.
             run_and_leave(main)
         main()
 

@@ -1,8 +1,8 @@
 """Several child processes as one: started together, waited for together, ended together.
 
-Owns their supervision in the user's own process: all succeed, or the first failure ends all. Ends
-are noticed by pidfd, at once. Only its own children are ever waited for. Those that are ended
-because another failed are no failures. Source: torch.distributed.elastic.multiprocessing.api.
+Owns their supervision in the user's own process: all succeed, or the first failure ends all. Exits
+are noticed at once, by pidfd. Only its own children are waited for. Children that are ended because
+another failed do not count as failures. Source: torch.distributed.elastic.multiprocessing.api.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 class SignalException(Exception):
-    """A signal that means the end of this process, raised in its main thread."""
+    """A signal that ends this process, raised in its main thread."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg)
@@ -79,7 +79,7 @@ def _raise_signal(signum: int, frame: FrameType | None) -> None:
 
 @dataclass
 class RunProcsResult:
-    """How a run ended, by local rank: what callables returned, or who failed; and the files."""
+    """How a run ended, by local rank: values of callables, or failures; and the output files."""
 
     return_values: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
@@ -92,9 +92,9 @@ class RunProcsResult:
 
 
 class PContext(ABC):
-    """A set of child processes; `start` once, then `wait` until it gives a result, or `close`."""
+    """A set of child processes: `start` once, then `wait` until it returns a result, or `close`."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
+    def __init__(  # noqa: PLR0913, PLR0917 - torch's signature
         self,
         name: str,
         entrypoint: Callable[..., Any] | str,
@@ -123,7 +123,7 @@ class PContext(ABC):
         ):
             if needles:
                 self._filter(needles, files, path, log_line_prefixes)
-        # How long those get to end that are stopped because another failed; an agent sets its own.
+        # Timeout for stopping the others after a failure; an agent sets its own.
         self.close_timeout_s = 30
         self._closing = threading.Lock()
         self._closed = False
@@ -145,10 +145,10 @@ class PContext(ABC):
         )
 
     def start(self) -> None:
-        """Start all processes; ValueError for a second time.
+        """Start all processes; ValueError on a second call.
 
-        In the main thread, signals that mean the end become a SignalException there, as the
-        reference does; elsewhere they are the caller's.
+        In the main thread, terminating signals become a SignalException there, as in torch. In
+        other threads, signals are left to the caller.
         """
         if threading.current_thread() is threading.main_thread():
             _handle_signals(os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _SIGNALS))
@@ -162,20 +162,20 @@ class PContext(ABC):
 
     @abstractmethod
     def _poll(self) -> RunProcsResult | None:
-        """Return the result where all have succeeded or one has failed, else None."""
+        """Return the result if all have succeeded or one has failed, else None."""
 
     @abstractmethod
     def pids(self) -> dict[int, int]:
-        """Return the process of each local rank."""
+        """Return the pid of each local rank."""
 
     @abstractmethod
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """End what is left, by a signal and after `timeout` seconds by SIGKILL."""
+        """End the remaining processes, by a signal and after `timeout` seconds by SIGKILL."""
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
-        """Return the result, or None after `timeout` seconds (negative: never; 0: look only).
+        """Return the result, or None after `timeout` seconds (negative: never; 0: do not wait).
 
-        An end is noticed at once; `period` bounds how long one look may take to come.
+        Exits are noticed at once; `period` only bounds the time between two polls.
         """
         end_s = time.monotonic() + timeout if timeout >= 0 else float("inf")
         while True:
@@ -186,7 +186,7 @@ class PContext(ABC):
             wait_any(list(self.pids().values()), min(period, left_s))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """End all processes and what they started; may be called again."""
+        """End all processes and their descendants. Idempotent."""
         with self._closing:
             self._close(death_sig=death_sig or signal.SIGTERM, timeout=timeout)
             if self._closed:
@@ -218,14 +218,14 @@ class PContext(ABC):
 def get_std_cm(
     std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
-    """Return a context that redirects to `std_rd`, or that does nothing where it is empty."""
+    """Return a context that redirects to `std_rd`, or that does nothing if it is empty."""
     return redirect_fn(std_rd) if std_rd else nullcontext()
 
 
 class MultiprocessContext(PContext):
-    """Child processes that each call a function; its return values come back by local rank."""
+    """Child processes that each call a function; return values are by local rank."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
+    def __init__(  # noqa: PLR0913, PLR0917 - torch's signature
         self,
         name: str,
         entrypoint: Callable[..., Any],
@@ -304,9 +304,9 @@ class MultiprocessContext(PContext):
         return self._result({}, dict(self._values))
 
     def _receive(self, rank: int) -> None:
-        """Take a value that has come: a large one fills its pipe, and its sender waits.
+        """Receive a value that is available: a large one fills its pipe and blocks its sender.
 
-        ConfigurationError for one that this process cannot load.
+        ConfigurationError if this process cannot load it.
         """
         with contextlib.suppress(EOFError, OSError):
             if rank not in self._values and self._results[rank].poll():
@@ -323,7 +323,7 @@ class MultiprocessContext(PContext):
 class SubprocessContext(PContext):
     """Child processes that each run a command."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
+    def __init__(  # noqa: PLR0913, PLR0917 - torch's signature
         self,
         name: str,
         entrypoint: str,

@@ -1,4 +1,4 @@
-"""Standard streams of this very process into a file, for a while: Python's and C's alike."""
+"""Redirects the standard streams of this process into a file, for Python and C code alike."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def get_libc() -> ctypes.CDLL:
 
 @contextmanager
 def redirect(std: str, to_file: str) -> Iterator[None]:
-    """Have `std` (stdout or stderr) go to `to_file`, which is emptied first, within the context.
+    """Redirect `std` (stdout or stderr) to `to_file` in this context; the file is truncated first.
 
-    By descriptor, so the output of C code and of child processes goes there too. Raises ValueError
-    for another name, OSError where the file cannot be made.
+    The descriptor is redirected, so the output of C code and of child processes goes there too.
+    Raises ValueError for another name, OSError if the file cannot be created.
     """
     if std not in ("stdout", "stderr"):
         raise ValueError(f"unknown standard stream <{std}>, must be stdout or stderr")
     number = {"stdout": 1, "stderr": 2}[std]
     before = os.dup(number)
     try:
-        with open(to_file, "w+b") as target:  # noqa: PTH123 - as the reference takes any path
+        with open(to_file, "w+b") as target:  # noqa: PTH123 - as torch takes any path
             _flush(std)
             os.dup2(target.fileno(), number)
             try:

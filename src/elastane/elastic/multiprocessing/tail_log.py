@@ -1,7 +1,7 @@
-"""Log files shown as they grow, each line under the name of its writer.
+"""Shows log files as they grow, each line with a prefix that names its writer.
 
-Owns one thread over all files of a TailLog. A file need not exist yet. How it fails: a file that
-cannot be read, or a destination that cannot be written, is logged, and the others go on.
+Owns one thread for all files of a TailLog. A file need not exist yet. A file that cannot be read,
+or a destination that cannot be written, is logged, and the other files are still shown.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import BinaryIO, TextIO
 
 __all__ = ["TailLog", "tail_logfile"]
 _log = logging.getLogger(__name__)
-# So much of a line without an end is shown before more of it comes.
+# This much of an unterminated line is read at once.
 _LINE_BYTES_MAX = 1 << 20
 
 
 class _Tail:
-    """One file, and how far it was shown."""
+    """One file, and how much of it was shown."""
 
     def __init__(
         self, header: str, file: str, dst: TextIO, keep: Callable[[str], bool] | None
@@ -30,7 +30,7 @@ class _Tail:
         self._pending = b""
 
     def look(self, *, final: bool = False) -> None:
-        """Show what was written since; at the end, a line without its end too."""
+        """Show what was written since the last call; if `final`, an unterminated line too."""
         if self._file is None:
             if not self._path.exists():
                 return
@@ -60,7 +60,7 @@ def tail_logfile(
 ) -> None:
     """Write each line of `file` to `dst` until `finished` is set and all is shown.
 
-    Without a filter every line is shown (the reference shows none).
+    Without a filter every line is shown (torch shows none).
     """
     tail = _Tail(header, file, dst, log_line_filter)
     while not finished.wait(interval_sec):
@@ -69,7 +69,7 @@ def tail_logfile(
 
 
 class TailLog:
-    """Shows files by local rank; `start` returns at once, `stop` when all is shown."""
+    """Shows files by local rank; `start` returns at once, `stop` after the last line."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class TailLog:
         self._stopped = False
 
     def start(self) -> TailLog:
-        """Begin; returns itself."""
+        """Start; returns itself."""
         if self._tails and self._thread is None:
             name = f"TailLog_{self._name}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -100,7 +100,7 @@ class TailLog:
         return self
 
     def stop(self) -> None:
-        """Show what is left, and end; may be called again."""
+        """Show the remaining lines, and end. Idempotent."""
         self._finished.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,7 +1,7 @@
-"""Rendezvous as torch.distributed.elastic has it by name, over our own membership.
+"""Rendezvous under the names of torch.distributed.elastic, over elastane's own membership.
 
-Every built-in name (elastane, c10d, etcd, etcd-v2, file) is one engine; what differs is where its
-coordinator is found. `static` has fixed ranks and a store, as the reference.
+All built-in backends (elastane, c10d, etcd, etcd-v2, file) use one engine, and differ in where
+their coordinator is found. `static` has fixed ranks and a store, as in torch.
 """
 
 from elastane.elastic.rendezvous.api import (

@@ -1,8 +1,8 @@
-"""The store of one attempt: served by the handler of node rank 0, new for each attempt.
+"""The store of one attempt, served by the handler of node rank 0, and new for each attempt.
 
-Its socket listened before its port was told to anybody, so no client is refused and no two
-attempts share keys. The agents' keys lie under a prefix, the workers' do not. `AgentStore` also
-notes how far an agent of torch's shape has come: only one that succeeded enters its exit barrier.
+Its socket listens before its port is announced, so no client is refused and no two attempts share
+keys. The agents' keys have a prefix, the workers' have none. `AgentStore` also records how far an
+agent in torch's shape has come: only an agent that succeeded enters its exit barrier.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from elastane.agent.membership import MemberPlace
 
 _PREFIX = "elastane.agents"
-# What torch's agents write: anything below the first, and the second once all workers succeeded.
+# torch's agents write keys below the first prefix, and the second once all workers succeeded.
 _AGENT_KEYS = "torchelastic/"
 _BARRIER_KEYS = "torchelastic/agent/terminal_state"
 
 
 class AgentStore(PrefixStore):
-    """The agents' part of a store. Notes are taken of what is written from Python, as agents do."""
+    """The agents' part of a store. Records which keys Python code writes, as agents do."""
 
     def __init__(self, prefix: str, store: Store) -> None:
         super().__init__(prefix, store)
@@ -34,7 +34,7 @@ class AgentStore(PrefixStore):
         super().set(key, value)  # type: ignore[arg-type]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return it."""
+        """Add to a counter, and return its value."""
         self._note(key)
         return int(super().add(key, amount))
 
@@ -44,9 +44,9 @@ class AgentStore(PrefixStore):
 
 
 def open_attempt_store(place: MemberPlace, timeout: timedelta) -> Store:
-    """Serve the attempt's store on node rank 0, and meet it there from any other node.
+    """Serve the attempt's store on node rank 0; connect to it on any other node.
 
-    Raises RuntimeError (torch's DistError) where its server went away meanwhile.
+    Raises RuntimeError (torch's DistError) if its server went away meanwhile.
     """
     where = place.assignment
     if place.listener is None:
@@ -69,7 +69,7 @@ def open_attempt_store(place: MemberPlace, timeout: timedelta) -> Store:
 
 
 def agents_part(store: Store, given: Store | None, run_id: str, place: MemberPlace) -> AgentStore:
-    """Return the agents' view: of the attempt's store, or of one that the user gave for them."""
+    """Return the agents' view of the attempt's store, or of the store that the user gave."""
     if given is None:
         return AgentStore(_PREFIX, store)
     fence = place.assignment.fence
@@ -77,7 +77,7 @@ def agents_part(store: Store, given: Store | None, run_id: str, place: MemberPla
 
 
 def progress_of(store: Any) -> tuple[bool, bool]:
-    """Return whether an agent of torch's shape uses `store`, and whether it has succeeded."""
+    """Return whether an agent in torch's shape uses `store`, and whether it has succeeded."""
     if not isinstance(store, AgentStore):
         return False, False
     return store.is_agents, store.has_succeeded

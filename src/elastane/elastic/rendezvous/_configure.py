@@ -1,8 +1,8 @@
-"""From the parameters of a rendezvous to a membership: where it meets, its secret, its bounds.
+"""Builds a membership from the parameters of a rendezvous: endpoint, secret, bounds.
 
-Owns the reading of `--rdzv-conf` for handlers (the same keys as `elastane run`, and `store`), and
-the names of nodes. Does no I/O but to read the secret's and TLS files. How it fails: ValueError or
-ElastaneError that names the key and the value.
+Owns the parsing of `--rdzv-conf` for handlers (the same keys as `elastane run`, and `store`), and
+the names of nodes. Its only I/O is reading the files of the secret and of TLS. Invalid parameters
+raise ValueError or ElastaneError with the key and the value.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from elastane.stores import registry
 from elastane.stores.etcd.settings import CONF_KEYS, read_settings
 from elastane.stores.protocol import Store
 
-PORT = 29400  # torchrun's for c10d
-# Whoever runs the workers counts their restarts; this budget is only never to be in its way.
+PORT = 29400  # torchrun's port for c10d
+# The agent that runs the workers counts their restarts, so this budget must never limit it.
 MAX_RESTARTS = 1_000_000
 _WITHOUT_STORE = ("elastane", "c10d")
 _CLOSE_GRACE_S = 30.0
-# Longer than an agent's own 3 s: heartbeats share the interpreter with code that we do not know,
-# and loading a large library holds its lock. A process that dies is missed at once all the same.
+# Longer than an agent's own 3 s: heartbeats share the interpreter with the user's code, and loading
+# a large library holds the GIL. A process that dies is detected at once anyway.
 _SILENCE_S = 10.0
-# What torch's LaunchConfig fills in whatever the user wrote; only its oldest backend reads it.
+# torch's LaunchConfig always fills this in; only torch's oldest backend reads it.
 _LAUNCH_CONFIG_TIMEOUT = 900
 _handlers = itertools.count()
 
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """What a handler is to take part in, of whatever spelling it was read."""
+    """What a handler joins, independent of how it was spelled."""
 
     run_id: str
     min_nodes: int
@@ -54,14 +54,14 @@ class RendezvousOptions:
 
 
 def membership_over(
-    wish: RendezvousOptions, open_store: Callable[[], Store], token: str = ""
+    options: RendezvousOptions, open_store: Callable[[], Store], token: str = ""
 ) -> Membership:
     """Return a membership whose coordinator is elected in a store."""
-    return _membership(_member_config(wish, open_store=open_store, token=token or _token()))
+    return _membership(_member_config(options, open_store=open_store, token=token or _token()))
 
 
 def membership_of(params: RendezvousParameters) -> Membership:
-    """Return a membership in the job that `params` mean, by one of our own backends."""
+    """Return a membership in the job that `params` describe, for one of elastane's backends."""
     config = {key: value for key, value in params.config.items() if value is not None}
     kind = str(config.pop("store", "") or params.backend)
     if "join_timeout" in config or config.get("timeout") == _LAUNCH_CONFIG_TIMEOUT:
@@ -76,7 +76,7 @@ def membership_of(params: RendezvousParameters) -> Membership:
         )
     close_grace_s = float(params.get_as_int("close_timeout") or _CLOSE_GRACE_S)
     conf = read_conf(",".join(f"{key}={value}" for key, value in config.items()))
-    wish = RendezvousOptions(
+    options = RendezvousOptions(
         params.run_id,
         params.min_nodes,
         params.max_nodes,
@@ -87,21 +87,21 @@ def membership_of(params: RendezvousParameters) -> Membership:
     token = conf.token or _token()
     if in_store:
         open_store = _opener(kind, params.endpoint, conf.store)
-        return _membership(_member_config(wish, open_store=open_store, token=token), conf)
+        return _membership(_member_config(options, open_store=open_store, token=token), conf)
     where = _endpoint(params)
     if where.port == 0:
         token = token or secrets.token_hex(16)
-    return _membership(_member_config(wish, endpoint=where, token=token), conf)
+    return _membership(_member_config(options, endpoint=where, token=token), conf)
 
 
 def _opener(kind: str, endpoint: str, conf: dict[str, str]) -> Callable[[], Store]:
-    # What is wrong with it is said before anything starts.
+    # Report wrong settings before anything starts.
     place = registry.backend(kind).place(endpoint, conf, os.environ)
     return lambda: registry.make_store(kind, place.endpoint, place.conf)
 
 
 def node_name() -> str:
-    """Return a node id that no other handler has, in this process or elsewhere."""
+    """Return a unique node id, also among the handlers of this process."""
     return f"{socket.gethostname()}.{os.getpid()}.{next(_handlers)}-{secrets.token_hex(3)}"
 
 
@@ -122,7 +122,7 @@ def _membership(config: MemberConfig, conf: Conf | None = None) -> Membership:
 
 
 def _member_config(
-    wish: RendezvousOptions,
+    options: RendezvousOptions,
     *,
     endpoint: Endpoint = STANDALONE,
     open_store: Callable[[], Store] | None = None,
@@ -130,17 +130,17 @@ def _member_config(
 ) -> MemberConfig:
     return MemberConfig(
         spec=JobSpec(
-            job=wish.run_id,
-            min_nodes=wish.min_nodes,
-            max_nodes=wish.max_nodes,
+            job=options.run_id,
+            min_nodes=options.min_nodes,
+            max_nodes=options.max_nodes,
             max_restarts=MAX_RESTARTS,
-            timing=wish.timing,
+            timing=options.timing,
         ),
         endpoint=endpoint,
         open_store=open_store,
-        local_addr=wish.local_addr or "",
+        local_addr=options.local_addr or "",
         token=token,
-        close_grace_s=wish.close_grace_s,
+        close_grace_s=options.close_grace_s,
     )
 
 
@@ -159,18 +159,18 @@ def _endpoint(params: RendezvousParameters) -> Endpoint:
 
 
 def _timing(conf: Conf, defaults: Timing | None) -> Timing:
-    wished = dict(conf.durations)
-    if "heartbeat_s" not in wished:
-        wished.setdefault("silence_s", _SILENCE_S)
-    # How long the agents around us give their workers; the coordinator waits as long for them.
+    durations = dict(conf.durations)
+    if "heartbeat_s" not in durations:
+        durations.setdefault("silence_s", _SILENCE_S)
+    # The agents in this job give their workers this long to stop, so the coordinator waits as long.
     text = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-    if "shutdown_timeout_s" not in wished and text:
-        wished["shutdown_timeout_s"] = max(0.0, float(text))
-    return timing_of(wished, defaults)
+    if "shutdown_timeout_s" not in durations and text:
+        durations["shutdown_timeout_s"] = max(0.0, float(text))
+    return timing_of(durations, defaults)
 
 
 def etcd_client(params: RendezvousParameters, backend: str) -> EtcdClient:
-    """Return a client of the etcd that `params` name; RendezvousError where they name none."""
+    """Return a client of the etcd in `params`; RendezvousError if they are invalid."""
     conf = {key: str(params.config[key]) for key in CONF_KEYS if params.config.get(key)}
     try:
         read_settings(params.endpoint, conf)

@@ -1,4 +1,4 @@
-"""Our errors as the ones that callers of a rendezvous handler catch; the text stays whole."""
+"""Maps elastane's errors to those that callers of a rendezvous handler catch, with their text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _STATE_SLUGS = ("store-record", "membership-forked")
 
 
 def raise_as_api(error: errors.ElastaneError) -> NoReturn:
-    """Raise the api's error that `error` is."""
+    """Raise the error of the rendezvous API that corresponds to `error`."""
     raise kind_of(error)(str(error)) from error
 
 
 def kind_of(error: errors.ElastaneError) -> type[api.RendezvousError]:
-    """Return the api's class for `error`."""
+    """Return the class of the rendezvous API for `error`."""
     if isinstance(error, errors.JoinTimeoutError):
         return api.RendezvousTimeoutError
     if isinstance(error, errors.JobClosedError) or error.slug == "job-closed":

@@ -1,8 +1,8 @@
-"""The rendezvous of one machine alone: what an agent uses that is given no handler.
+"""The rendezvous of a single machine, for an agent that is given no handler.
 
 Each call serves a new process-group store on the loopback, so no attempt reads the keys of an
-earlier one. There is nobody to wait for, and nothing to close. How it fails: OSError where no port
-can be had.
+earlier one. It waits for no other node, and closing it does nothing. How it fails: OSError if no
+port is free.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elastane.elastic.rendezvous.api import (
 )
 
 _HOST = "127.0.0.1"
-# Workers of one machine that connect at once; the kernel caps it at somaxconn.
+# The most workers that connect at once; the kernel caps it at somaxconn.
 _BACKLOG = 4096
 _PREFIX = "elastane.agents"
 
 
 class OneMachineRendezvous(RendezvousHandler):
-    """See the module."""
+    """A rendezvous of this machine only: rank 0 of 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class OneMachineRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return rank 0 of 1, with a new store; the store before it ends."""
+        """Return rank 0 of 1, with a new store; the previous store ends."""
         listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
         port = listener.getsockname()[1]
         self._served = TCPStore(
@@ -56,5 +56,5 @@ class OneMachineRendezvous(RendezvousHandler):
         return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(_HOST, port))
 
     def get_run_id(self) -> str:
-        """Return a name that no other handler has."""
+        """Return a unique name."""
         return self._run_id

@@ -1,4 +1,4 @@
-"""The bounds of an elastic rendezvous, under the names that torch 2.13 gives them."""
+"""The bounds of an elastic rendezvous, under torch 2.13's names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from datetime import timedelta
 
 
 class RendezvousTimeout:
-    """The bounds of a rendezvous.
+    """The timeouts of a rendezvous.
 
     `join`: too few nodes for this long ends the job. `last_call`: the longest wait for more than
-    the minimum; it ends earlier, 3 s after the latest arrival. `close`: how long others may go on
-    after a node closed the job. `heartbeat` has no effect here: a beat is a frame of a session.
+    the minimum; it ends earlier, 3 s after the latest arrival. `close`: how long other nodes may
+    run after a node closed the job. `heartbeat` has no effect here, since heartbeats are part of a
+    session.
     """
 
     _DEFAULTS = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}  # noqa: RUF012
@@ -23,11 +24,11 @@ class RendezvousTimeout:
         close: timedelta | None = None,
         heartbeat: timedelta | None = None,
     ) -> None:
-        wished = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
+        given = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
         self._bounds: dict[str, timedelta] = {}
-        # Those that were given. The others are defaults, and give way to these.
-        self.given = frozenset(name for name, bound in wished.items() if bound is not None)
-        for name, bound in wished.items():
+        # The timeouts that the caller gave; the others are defaults, which these override.
+        self.given = frozenset(name for name, bound in given.items() if bound is not None)
+        for name, bound in given.items():
             if bound is not None and bound <= timedelta(0):
                 raise ValueError(f"{name} timeout = {bound}: expected more than nothing")
             self._bounds[name] = bound or timedelta(seconds=self._DEFAULTS[name])
@@ -55,10 +56,10 @@ class RendezvousTimeout:
 
 @dataclass(repr=False, eq=False, frozen=True)
 class RendezvousSettings:
-    """What a handler was made with.
+    """The settings that a handler was made with.
 
-    A node that was silent for `keep_alive_max_attempt` times `keep_alive_interval` is dead; one
-    whose connection ends is so at once.
+    A node that was silent for `keep_alive_max_attempt` times `keep_alive_interval` is dead. A node
+    whose connection ends is dead at once.
     """
 
     run_id: str
@@ -69,7 +70,7 @@ class RendezvousSettings:
     keep_alive_max_attempt: int
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be."""
+        """Raise ValueError for invalid settings."""
         if not self.run_id:
             raise ValueError("run_id = '': expected the job's id")
         if self.min_nodes < 1:

@@ -1,7 +1,7 @@
-"""Blocking calls on one of our stores, for the parts of the API that are handed a client of etcd.
+"""Blocking calls to a store, for parts of the API that receive a client of etcd.
 
-Owns a loop in a daemon thread, which the first call starts. A forked child gets its own. How it
-fails: as the store does, StoreError or ConflictError; TimeoutError is never raised.
+Owns an event loop in a daemon thread, which the first call starts. A forked child gets a new one.
+How it fails: as the store does, with StoreError or ConflictError; it never raises TimeoutError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class StoreClient:
-    """A store that is called from threads. `open_store` makes one for a loop, as often as asked."""
+    """A store for use from threads. `open_store` makes one for a loop, and may be called again."""
 
     def __init__(self, open_store: Callable[[], Store]) -> None:
         self.open_store = open_store
@@ -42,7 +42,7 @@ class StoreClient:
         self._run(lambda store: store.delete(key, expected_version))
 
     def await_entry(self, key: str, timeout_s: float) -> Entry | None:
-        """Return the key's entry as soon as there is one, None after `timeout_s`."""
+        """Return the key's entry as soon as it exists, None after `timeout_s`."""
 
         async def wait(store: Store) -> Entry | None:
             try:
@@ -60,7 +60,7 @@ class StoreClient:
         return self._run(wait)
 
     def close(self) -> None:
-        """Let go of the connection; the next call makes another."""
+        """Close the connection; the next call opens another."""
         with self._lock:
             loop, store = self._loop, self._store
             self._loop = self._store = None
@@ -84,7 +84,7 @@ class StoreClient:
 
 
 class EtcdClient(StoreClient):
-    """A client of one etcd: `endpoint` and `conf` as --rdzv-endpoint and --rdzv-conf have them."""
+    """A client of one etcd: `endpoint` and `conf` as in --rdzv-endpoint and --rdzv-conf."""
 
     def __init__(self, endpoint: str, conf: dict[str, str], backend: str = "etcd") -> None:
         self.endpoint = endpoint
@@ -102,9 +102,9 @@ class EtcdClient(StoreClient):
     ) -> None:
         """Remove a key, or with `recursive` all keys below it; see Store.delete.
 
-        Without a version it is removed whatever it holds, as python-etcd's client does.
+        Without a version it is removed whatever its value, as python-etcd's client does.
         """
-        del dir  # There are no folders: what is below a key goes with `recursive`.
+        del dir  # etcd v3 has no folders: `recursive` removes the keys below a key.
         if recursive:
             self._run(lambda store: store.purge(key.strip("/")))
             self._remove(key.strip("/"))
@@ -120,6 +120,6 @@ class EtcdClient(StoreClient):
                 return
 
     def opener(self, prefix: str = "") -> Callable[[], Store]:
-        """Return what opens this etcd, with all keys below `prefix` where one is given."""
+        """Return a function that opens this etcd, with all keys below `prefix` if one is given."""
         conf = {**self.conf, "etcd_prefix": prefix} if prefix else self.conf
         return lambda: make_store(self.backend, self.endpoint, conf)

@@ -1,7 +1,7 @@
-"""The interface of a rendezvous: what a handler promises, is made from, returns and raises.
+"""The interface of a rendezvous: handlers, their parameters, their results and errors.
 
-Owns the names that agents and authors of handlers share; names, signatures and meaning are those
-of torch 2.13. It knows of no backend. How it fails: ValueError for parameters that cannot be.
+Owns the names that agents and authors of handlers share. Names, signatures and meaning are those of
+torch 2.13. It does not know any backend. Invalid parameters raise ValueError.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _LOOPBACK = "127.0.0.1"
 
 
 class RendezvousError(Exception):
-    """Base of all that can go wrong while nodes meet."""
+    """Base of all errors of a rendezvous."""
 
 
 class RendezvousClosedError(RendezvousError):
-    """The job has ended, or was closed: nobody can join it any more."""
+    """The job has ended or was closed: no node can join it."""
 
 
 class RendezvousTimeoutError(RendezvousError):
@@ -49,20 +49,20 @@ class RendezvousTimeoutError(RendezvousError):
 
 
 class RendezvousConnectionError(RendezvousError):
-    """The backend, or the coordinator, is out of reach."""
+    """The backend, or the coordinator, is unreachable."""
 
 
 class RendezvousStateError(RendezvousError):
-    """What the backend holds cannot be read, or the handler is used in a wrong process."""
+    """The backend's data cannot be read, or the handler is used in a wrong process."""
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """The job ended well while this node was a spare in it: no failure, nothing left to do."""
+    """The job succeeded while this node was a spare in it: nothing is left to do."""
 
 
 @dataclass
 class RendezvousStoreInfo:
-    """Where the workers' process-group store is: what becomes MASTER_ADDR and MASTER_PORT."""
+    """The address of the workers' process-group store: MASTER_ADDR and MASTER_PORT."""
 
     MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
     MASTER_PORT_KEY: ClassVar[str] = "MASTER_PORT"
@@ -73,9 +73,9 @@ class RendezvousStoreInfo:
     def build(
         rank: int, store: Store, local_addr: str | None, server_port: int | None = None
     ) -> RendezvousStoreInfo:
-        """Agree over `store`: rank 0 says its address and port, all others read them.
+        """Agree over `store`: rank 0 publishes its address and port, all others read them.
 
-        Without `server_port` rank 0 names a port that was free a moment ago, for the worker of
+        Without `server_port` rank 0 publishes a port that was free a moment ago, for the worker of
         rank 0 to bind.
         """
         if rank == 0:
@@ -89,7 +89,7 @@ class RendezvousStoreInfo:
 
 
 class RendezvousInfo:
-    """What a node gets from a rendezvous: a store, its rank among nodes, and their number."""
+    """The result of a rendezvous: a store, this node's rank, and the number of nodes."""
 
     def __init__(
         self,
@@ -115,19 +115,19 @@ class RendezvousInfo:
 
     @property
     def world_size(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return self._world_size
 
     @property
     def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
-        """Where the workers' own store is."""
+        """The address of the workers' own store."""
         return self._bootstrap_store_info
 
 
 def info_of(found: Any, local_addr: str | None) -> Any:
-    """Return what a handler's `next_rendezvous` gave as a RendezvousInfo, torch's or ours.
+    """Return the result of `next_rendezvous` as a RendezvousInfo, torch's or elastane's.
 
-    Of the short form `(store, rank, world_size)` the nodes agree over the store on where their
+    For the short form `(store, rank, world_size)`, the nodes agree over the store where their
     workers meet. TypeError for anything else.
     """
     if all(hasattr(found, name) for name in ("store", "rank", "world_size")):
@@ -138,16 +138,16 @@ def info_of(found: Any, local_addr: str | None) -> Any:
             "(store, rank, world_size)"
         )
     store, rank, world_size = found
-    # A node that is alone needs no name that others can resolve.
+    # A single node needs no name that others can resolve.
     where = local_addr or (_LOOPBACK if world_size == 1 else None)
     return RendezvousInfo(store, rank, world_size, RendezvousStoreInfo.build(rank, store, where))
 
 
 class RendezvousHandler(ABC):
-    """One node's way into a job. Our agents and torch's use it alike.
+    """One node's way into a job, for elastane's agents and torch's.
 
-    A subclass has to bring `next_rendezvous` alone. The other methods have defaults, those of a
-    job of fixed nodes under the name and the id that the parameters have.
+    A subclass has to implement only `next_rendezvous`. The other methods have defaults for a job of
+    fixed nodes, with the name and id in the parameters.
     """
 
     _params: RendezvousParameters | None = None
@@ -167,26 +167,26 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def next_rendezvous(self) -> RendezvousInfo | tuple[Store, int, int]:
-        """Block until this node is in a world, and return its place there.
+        """Block until this node is in a world, and return its rank there.
 
         The short form is a store for the agents of this world, this node's rank and the number of
-        nodes. The agents then agree over the store on where the workers meet. It has to be a new
-        store in each world, or a new prefix of one.
+        nodes. The agents then agree over the store where the workers meet. It has to be a new store
+        in each world, or a new prefix of one.
 
         Raises RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError or
-        RendezvousStateError; RendezvousGracefulExitError where it was never needed.
+        RendezvousStateError; RendezvousGracefulExitError if this node was never needed.
         """
 
     def is_closed(self) -> bool:
-        """Whether the job is closed, as far as this node has heard: no one can join it."""
+        """Whether this node knows that the job is closed, so that no node can join."""
         return self._is_closed
 
     def set_closed(self) -> None:
-        """Close the job for all nodes. By default this handler alone is closed."""
+        """Close the job for all nodes; the default closes only this handler."""
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Return more than 0 when this node is to come back by `next_rendezvous`."""
+        """Return more than 0 if this node has to call `next_rendezvous` again."""
         return 0
 
     def get_run_id(self) -> str:
@@ -194,13 +194,13 @@ class RendezvousHandler(ABC):
         return self._params.run_id if self._params is not None else type(self).__name__
 
     def shutdown(self) -> bool:
-        """Close the job and let go of all resources; return whether that succeeded."""
+        """Close the job and release all resources; return whether that succeeded."""
         self.set_closed()
         return True
 
 
 class RendezvousParameters:
-    """What a handler is made from; `kwargs` are the backend's own (`--rdzv-conf`)."""
+    """The parameters of a handler; `kwargs` are the backend's own (`--rdzv-conf`)."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class RendezvousParameters:
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return `key` as a bool; ValueError where it is none."""
+        """Return `key` as a bool; ValueError if it is none."""
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
@@ -242,7 +242,7 @@ class RendezvousParameters:
         raise ValueError(f"rendezvous configuration {key} = {value!r}: expected true or false")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """Return `key` as an int; ValueError where it is none."""
+        """Return `key` as an int; ValueError if it is none."""
         value = self.get(key, default)
         if value is None:
             return None
@@ -266,7 +266,7 @@ class RendezvousHandlerRegistry:
         self._registry = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Add a backend; ValueError where the name is empty, or is another creator's already."""
+        """Add a backend; ValueError if the name is empty or belongs to another creator."""
         if not backend:
             raise ValueError("backend = '': expected the name of a rendezvous backend")
         known = self._registry.get(backend)
@@ -275,7 +275,7 @@ class RendezvousHandlerRegistry:
         self._registry[backend] = creator
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """Make the handler of `params.backend`; ValueError where nobody registered that."""
+        """Make the handler of `params.backend`; ValueError if that is not registered."""
         creator = self._registry.get(params.backend)
         if creator is None:
             raise ValueError(

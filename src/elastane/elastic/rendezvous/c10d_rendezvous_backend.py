@@ -1,7 +1,7 @@
-"""A register in a key of a torch store (TCPStore, FileStore, HashStore): `compare_set` is enough.
+"""A register in a key of a torch store (TCPStore, FileStore, HashStore), over `compare_set`.
 
-For those who hand their own store to `DynamicRendezvousHandler.from_backend`; the backend named
-c10d needs none of it, and survives the loss of any host but the endpoint's.
+It is for callers that pass their own store to `DynamicRendezvousHandler.from_backend`. The backend
+named c10d does not use it, and survives the loss of any host but the endpoint's.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from elastane.elastic.rendezvous.utils import (
 )
 
 DEFAULT_PORT = 29400
-# A store's get waits for its key; so the key is there from the start, with what is no base64.
+# A store's get waits for its key, so the key is created at the start, with a value that is not
+# base64.
 _NOTHING = b"-"
 
 
 class C10dRendezvousBackend(RendezvousBackend):
-    """See the module. The token is the value itself, as `compare_set` takes it."""
+    """A register in one key. The token is the value itself, as `compare_set` takes it."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         if not run_id:
@@ -55,7 +56,7 @@ class C10dRendezvousBackend(RendezvousBackend):
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """See RendezvousBackend. Two who write the very same bytes both succeed."""
+        """See RendezvousBackend. Two writers of identical bytes both succeed."""
         if token and not isinstance(token, bytes):
             found = self.get_state()
             return (*found, False) if found else None
@@ -72,10 +73,10 @@ class C10dRendezvousBackend(RendezvousBackend):
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Store]:
-    """Make the store that `params` name, and a backend in it.
+    """Make the store that `params` describe, and a backend in it.
 
-    Read are store_type (tcp or file), read_timeout (seconds, 60) and is_host; for tcp the endpoint
-    is HOST:PORT, for file a path.
+    Parameters are store_type (tcp or file), read_timeout (seconds, 60) and is_host. For tcp the
+    endpoint is HOST:PORT, for file a path.
     """
     kind = params.get("store_type", "tcp").strip().lower()
     if kind not in ("tcp", "file"):
@@ -86,15 +87,15 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
 
 def _tcp_store(params: RendezvousParameters) -> Store:
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=DEFAULT_PORT)
-    told = params.get_as_bool("is_host")
+    is_host_given = params.get_as_bool("is_host")
     timeout_s = params.get_as_int("read_timeout", 60) or 0
     if timeout_s <= 0:
         raise ValueError(
             f"rendezvous configuration read_timeout = {timeout_s}: expected 1 or more seconds"
         )
-    is_host = _matches_machine_hostname(host) if told is None else told
-    # Several nodes may share this machine: who finds the port served is a client of it.
-    tries = [True, False] if is_host and told is None else [is_host]
+    is_host = _matches_machine_hostname(host) if is_host_given is None else is_host_given
+    # Several nodes may share this machine: if the port is served already, be a client.
+    tries = [True, False] if is_host and is_host_given is None else [is_host]
     for serves in tries:
         try:
             timeout = timedelta(seconds=timeout_s)
@@ -120,4 +121,6 @@ def _decode(value: bytes) -> tuple[bytes, Token] | None:
     try:
         return b64decode(value, validate=True), value
     except binascii.Error as error:
-        raise RendezvousStateError(f"the value in the torch store is no base64: {error}") from error
+        raise RendezvousStateError(
+            f"the value in the torch store is not base64: {error}"
+        ) from error

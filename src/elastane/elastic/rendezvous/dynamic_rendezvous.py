@@ -1,10 +1,10 @@
-"""The elastic rendezvous: a handler over a membership, and backends that others write.
+"""The elastic rendezvous: a handler over a membership, and custom backends.
 
-Owns what `next_rendezvous` returns. A `RendezvousBackend` (one register with a fencing token) is
-put under our own machinery as a store, so its nodes get the same elections, rounds and fences as
-any job here. Differences from torch 2.13, all on purpose: `num_nodes_waiting` is also above 0 when
-a node failed or left; each attempt has a new store; who is shut down by a signal, or dies, leaves
-the job at once; nothing that is read is ever unpickled.
+Owns the result of `next_rendezvous`. A `RendezvousBackend` (one register with a fencing token) is
+used as a store of elastane's membership, so its nodes get the same elections, rounds and fences as
+any job. Differences from torch 2.13, all on purpose. `num_nodes_waiting` is also above 0 if a node
+failed or left. Each attempt has a new store. A node that is stopped by a signal, or dies, leaves
+the job at once. Data are never unpickled.
 """
 
 from __future__ import annotations
@@ -49,43 +49,45 @@ __all__ = [
 
 Token = Any
 _STORE_TIMEOUT_S = 60
-# After the store of an attempt was lost: its host's end is told within the time of silence.
+# After the loss of an attempt's store, the death of its host is reported within the silence timeout
+# plus this margin.
 _LOSS_MARGIN_S = 5.0
 _OPT_OUT = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class RendezvousBackend(ABC):
-    """One value with a fencing token, kept where all nodes reach it.
+    """One value with a fencing token, stored where all nodes reach it.
 
-    All that a custom backend has to be. Calls come from a thread of the handler's, one at a time.
+    This is all that a custom backend has to implement. Calls come from a thread of the handler, one
+    at a time.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The backend's name, under which it is registered."""
+        """The name under which the backend is registered."""
 
     @abstractmethod
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the value and its token, None where there is none yet.
+        """Return the value and its token, None if there is none yet.
 
-        Not older than any write that ended before. Raises RendezvousConnectionError where the
-        backend is out of reach; that is tried again.
+        It must not be older than any write that has completed. Raises RendezvousConnectionError if
+        the backend is unreachable; the call is then retried.
         """
 
     @abstractmethod
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """Replace the value that `token` is of; with None, write where there is no value yet.
+        """Replace the value that has this token; without a token, write if there is no value yet.
 
-        Of several that hold the same token one may succeed. Returns the value that is there now,
+        Of several writers with the same token at most one may succeed. Returns the current value,
         its token, and whether it is `state`.
         """
 
 
 class DynamicRendezvousHandler(RendezvousHandler):
-    """See the module. One node of one job; its heartbeats need nobody to call it."""
+    """One node of one job; its heartbeats run in the background."""
 
     @classmethod
     def from_backend(  # noqa: PLR0913, PLR0917
@@ -102,8 +104,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
     ) -> DynamicRendezvousHandler:
         """Make a handler whose coordinator is elected in a backend.
 
-        `store` holds what agents tell each other, under a prefix of each attempt; None: a new
-        store is served for each attempt.
+        `store` holds the agents' keys, with a prefix for each attempt. None: a new store is served
+        for each attempt.
         """
         settings = RendezvousSettings(
             run_id,
@@ -114,7 +116,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             keep_alive_max_attempt,
         )
         settings.check()
-        wish = RendezvousOptions(
+        options = RendezvousOptions(
             run_id,
             min_nodes,
             max_nodes,
@@ -123,7 +125,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             settings.timeout.close.total_seconds(),
         )
         name = backend.name
-        membership = membership_over(wish, lambda: RegisterStore(backend, name))
+        membership = membership_over(options, lambda: RegisterStore(backend, name))
         return cls(local_addr or socket.getfqdn(), settings, name, store, membership)
 
     def __init__(
@@ -146,7 +148,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     @property
     def settings(self) -> RendezvousSettings:
-        """What it was made with."""
+        """The settings that it was made with."""
         return self._settings
 
     def get_backend(self) -> str:
@@ -155,21 +157,21 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers meet at the store that the handler of node rank 0 serves."""
+        """Whether workers use the store that the handler of node rank 0 serves."""
         return os.environ.get(_OPT_OUT, "0") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return this node's place in the next world, and a store that is new with it.
+        """Return this node's rank in the next world, with a new store.
 
-        Gives back the place held before. A node that is not needed waits for as long as the job
-        runs. See RendezvousHandler for what it raises.
+        The node gives up its previous rank. A node that is not needed waits for as long as the job
+        runs. See RendezvousHandler for the errors.
         """
         while True:
             self._served = self._agents = None
             place = self._join()
             try:
                 return self._info_of(place)
-            except RuntimeError as error:  # torch's DistError: the store's host is going
+            except RuntimeError as error:  # torch's DistError: the store's host is going away
                 if not self._membership.wait_change(self._loss_s()):
                     raise RendezvousConnectionError(
                         f"{place}: the store at {place.assignment.master_addr}:"
@@ -184,20 +186,20 @@ class DynamicRendezvousHandler(RendezvousHandler):
             raise_as_api(error)
 
     def set_closed(self) -> None:
-        """Close the job; nodes that are in a world may finish, within the close timeout."""
+        """Close the job; the nodes of a world may finish, within the close timeout."""
         try:
-            heard = self._membership.close(True, "set_closed() was called", stays=True)
+            is_delivered = self._membership.close(True, "set_closed() was called", stays=True)
         except ElastaneError as error:
             raise_as_api(error)
-        if not heard:
+        if not is_delivered:
             raise RendezvousConnectionError(
-                f"job {self._settings.run_id}: no coordinator heard that it is to be closed"
+                f"job {self._settings.run_id}: no coordinator received the request to close it"
             )
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 when this node has to come back, whatever for; else 0.
+        """Return 1 if this node has to call `next_rendezvous` again, else 0.
 
-        Also when a node failed, left or died, and when the job was closed.
+        Reasons are a node that came, failed, left or died, and a job that was closed.
         """
         try:
             return int(self._membership.has_changed)
@@ -209,10 +211,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return self._settings.run_id
 
     def shutdown(self) -> bool:
-        """Close the job and let go of it; return whether that succeeded.
+        """Close the job and release it; return whether that succeeded.
 
-        Where an agent's workers all succeeded, the job ends when those of all nodes have, and this
-        waits for them. A node that is in no world closes nothing.
+        If an agent's workers all succeeded, the job ends when those of all nodes have, and this
+        call waits for them. A node that is in no world does not close the job.
         """
         membership = self._membership
         try:
@@ -266,9 +268,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
 def create_handler(
     store: Store | None, backend: RendezvousBackend, params: RendezvousParameters
 ) -> DynamicRendezvousHandler:
-    """Make a handler over a backend, with the bounds that `params` name.
+    """Make a handler over a backend, with the bounds in `params`.
 
-    Read are join_timeout, last_call_timeout, close_timeout, heartbeat_timeout (seconds),
+    Parameters are join_timeout, last_call_timeout, close_timeout, heartbeat_timeout (seconds),
     keep_alive_interval (seconds) and keep_alive_max_attempt.
     """
     bounds = [
@@ -292,7 +294,7 @@ def create_handler(
 
 
 def create_builtin_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
-    """Make the handler of one of our own backends."""
+    """Make the handler of a built-in backend."""
     try:
         membership = membership_of(params)
     except ElastaneError as error:

@@ -1,6 +1,6 @@
-"""The handler named `etcd` in the oldest texts, by the names they import it under.
+"""The oldest handler named `etcd`, under the names by which old code imports it.
 
-One engine: an election in etcd, as for every built-in backend. Nothing here speaks the v2 API.
+It uses the same engine as every built-in backend: an election in etcd. It does not use the v2 API.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _BEAT_S, _BEATS_MISSED = 1.0, 3
 
 
 class EtcdRendezvousRetryableFailure(Exception):
-    """Kept for code that names it; ours retries by itself and never raises it."""
+    """Kept for code that names it; elastane retries internally and never raises it."""
 
 
 class EtcdRendezvousRetryImmediately(Exception):
-    """Kept for code that names it; ours retries by itself and never raises it."""
+    """Kept for code that names it; elastane retries internally and never raises it."""
 
 
 class EtcdRendezvous:
-    """Which job, and where in etcd. Nothing is read or written before a handler joins."""
+    """The job, and its place in etcd. Nothing is read or written before a handler joins."""
 
     def __init__(  # noqa: PLR0913, PLR0917
         self,
@@ -67,11 +67,11 @@ class EtcdRendezvous:
 
 
 class EtcdRendezvousHandler(DynamicRendezvousHandler):
-    """A handler over an EtcdRendezvous."""
+    """A handler for an EtcdRendezvous."""
 
     def __init__(self, rdzv_impl: EtcdRendezvous, local_addr: str | None) -> None:
         settings, client, prefix = rdzv_impl.settings, rdzv_impl.client, rdzv_impl.prefix
-        wish = RendezvousOptions(
+        options = RendezvousOptions(
             settings.run_id,
             settings.min_nodes,
             settings.max_nodes,
@@ -83,16 +83,16 @@ class EtcdRendezvousHandler(DynamicRendezvousHandler):
             ),
             local_addr,
         )
-        membership = membership_over(wish, client.opener(prefix))
+        membership = membership_over(options, client.opener(prefix))
         node = local_addr or socket.getfqdn()
         super().__init__(node, settings, "etcd", None, membership)
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make a handler of the etcd at `params.endpoint`.
+    """Make a handler for the etcd at `params.endpoint`.
 
-    Read are timeout, last_call_timeout (seconds), etcd_prefix, and how etcd is reached: protocol,
-    cacert, cert, key.
+    Parameters are timeout, last_call_timeout (seconds), etcd_prefix, and the connection to etcd:
+    protocol, cacert, cert, key.
     """
     impl = EtcdRendezvous(
         etcd_client(params, "etcd"),

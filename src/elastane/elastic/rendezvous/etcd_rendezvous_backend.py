@@ -1,7 +1,7 @@
-"""A register in a key of etcd, and the parameters by which etcd is reached.
+"""A register in a key of etcd, and the parameters of the connection to etcd.
 
-The backends named etcd and etcd-v2 need no register: their coordinator is elected in etcd itself.
-This is for those who build a handler of parts.
+It is for callers that assemble a handler themselves. The backends named etcd and etcd-v2 do not use
+it: their coordinator is elected in etcd itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STORE_PREFIX = "torch/elastic/store"
 
 
 class EtcdRendezvousBackend(RendezvousBackend):
-    """See the module. The token is the key's version; `ttl` has no effect, the value stays."""
+    """A register in one key; the token is the key's version. `ttl` has no effect."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class EtcdRendezvousBackend(RendezvousBackend):
 
 
 def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, Store]:
-    """Make a client of the etcd that `params` name, a backend in it, and a store for the agents."""
-    # v2 only where that is what was asked for: newer servers no longer speak it.
+    """Make a client of the etcd in `params`, a backend in it, and a store for the agents."""
+    # v2 only if it was asked for: newer servers do not support it.
     client = etcd_client(params, "etcd-v2" if params.backend == "etcd-v2" else "etcd")
     return EtcdRendezvousBackend(client, params.run_id, _PREFIX), EtcdStore(client, _STORE_PREFIX)
 

@@ -1,10 +1,9 @@
-"""A local etcd for tests, notebooks and one machine's jobs: started here, and ended with it.
+"""A local etcd for tests, notebooks and jobs of one machine.
 
-Owns one server process. It speaks v3, and v2 where its etcd has that. It listens on the loopback
-only. It ends by `stop`, with
-this object, or as this process ends in order; what a killed process leaves is not found again.
-How it fails: ConfigurationError where there is no etcd program; TimeoutError where it does not
-come up.
+Owns one server process, which listens on the loopback only. It serves v3, and v2 if its etcd
+supports that. It ends by `stop`, with this object, or when this process exits normally. A killed
+process leaves data that are not reused. How it fails: ConfigurationError without an etcd program;
+TimeoutError if the server does not come up.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from elastane.stores.etcd.server import LocalServer, find_binary, prepare
 _log = logging.getLogger("elastane.etcd")
 _POLL_S = 0.05
 _STOP_S = 5.0
-# The program prints its flags and ends.
+# Timeout for the program to print its flags.
 _HELP_S = 30.0
 
 
 def find_free_port() -> socket.socket:
-    """Return a listening socket on a free port of the loopback; close it just before the use."""
+    """Return a listening socket on a free port of the loopback; close it just before use."""
     return socket.create_server(("localhost", 0))
 
 
 def stop_etcd(subprocess: subprocess.Popen[bytes] | None, data_dir: str | None = None) -> None:
-    """End a server's process; remove its data, if they are named."""
+    """End a server's process, and remove its data if `data_dir` is given."""
     if subprocess is not None:
         _stop(subprocess, data_dir or "")
 
 
 class EtcdServer:
-    """See the module. `data_dir` is kept when the server stops, if it was given."""
+    """A local etcd server. A given `data_dir` is kept when the server stops."""
 
     def __init__(self, data_dir: str | None = None) -> None:
         self._data_dir = data_dir
@@ -50,7 +49,7 @@ class EtcdServer:
         self._end: weakref.finalize[[subprocess.Popen[bytes], str], EtcdServer] | None = None
 
     def get_port(self) -> int:
-        """Return the port it listens on; -1 where it does not run."""
+        """Return the port it listens on; -1 if it does not run."""
         return self._server.port if self._server is not None else -1
 
     def get_host(self) -> str:
@@ -58,19 +57,20 @@ class EtcdServer:
         return "127.0.0.1"
 
     def get_endpoint(self) -> str:
-        """Return host:port, as --rdzv-endpoint takes it."""
+        """Return host:port, in the form of --rdzv-endpoint."""
         return f"{self.get_host()}:{self.get_port()}"
 
     def get_client(self) -> EtcdClient:
-        """Return a client, for EtcdStore and the like."""
+        """Return a client, for instance for EtcdStore."""
         return EtcdClient(self.get_endpoint(), {})
 
     def start(
         self, timeout: int = 60, num_retries: int = 3, stderr: int | TextIO | None = None
     ) -> None:
-        """Start the server and return once it answers; TimeoutError after `num_retries` tries.
+        """Start the server and return once it answers; TimeoutError after `num_retries` attempts.
 
-        `timeout`: seconds for each try. `stderr`: where what it says goes; None: to ours.
+        `timeout`: seconds for each attempt. `stderr`: where its output goes; None: to this
+        process's.
         """
         self.stop()
         for attempt in range(1, num_retries + 1):
@@ -84,7 +84,7 @@ class EtcdServer:
                     raise
 
     def stop(self) -> None:
-        """End the server, and remove its data if nobody asked to keep it."""
+        """End the server, and remove its data unless `data_dir` was given."""
         if self._end is not None:
             self._end()
         self._server = self._end = None
@@ -93,7 +93,7 @@ class EtcdServer:
         binary = find_binary(os.environ)
         base = self._data_dir or tempfile.mkdtemp(prefix="elastane-etcd-")
         server = prepare(binary, Path(base))
-        # etcd reads ETCD_* variables, which here would be about another server.
+        # etcd would read ETCD_* variables, which here are about another server.
         env = {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
         command = [*server.command(), *_v2_flags(binary, env)]
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=stderr)
@@ -110,7 +110,7 @@ class EtcdServer:
 
 
 def _v2_flags(binary: str, env: dict[str, str]) -> list[str]:
-    """Return what has an etcd serve v2 as well; nothing where it has none any more (3.6)."""
+    """Return the flags by which etcd also serves v2; none for versions without it (3.6)."""
     done = subprocess.run(
         [binary, "--help"], env=env, capture_output=True, timeout=_HELP_S, check=False
     )

@@ -1,7 +1,7 @@
-"""A torch store in etcd (or in any of our stores): for agents that share nothing else.
+"""A torch store in etcd (or in any store of elastane), for agents that share nothing else.
 
-Each key of torch's, which may be any text, becomes one name below a prefix. Waiting is a watch.
-How it fails: LookupError when a key did not come in time, StoreError when etcd is out of reach.
+Each key of torch's, which may be any text, becomes one name below a prefix. Waiting uses a watch.
+How it fails: LookupError if a key did not come in time, StoreError if etcd is unreachable.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from elastane.elastic.rendezvous._store_client import StoreClient
 from elastane.stores.protocol import ConflictError, Entry
 
-# A name of our stores has at most 200 characters; a longer key goes by its digest.
+# A name has at most 200 characters; a longer key is replaced by its digest.
 _NAME_CHARS_MAX = 180
 
 
 class EtcdStore(Store):
-    """See the module. `etcd_client` is `EtcdServer.get_client()`'s, or what a handler uses."""
+    """A torch store. `etcd_client` is that of `EtcdServer.get_client()`, or of a handler."""
 
     timeout: datetime.timedelta  # torch's own property, which its stubs lack
 
@@ -43,20 +43,20 @@ class EtcdStore(Store):
         self._change(key, lambda _: _bytes(value))
 
     def get(self, key: str | bytes) -> bytes:
-        """Return a key's value, waiting for it within the store's time."""
+        """Return a key's value; wait for it within the store's timeout."""
         found = self.client.await_entry(self._name(key), self.timeout.total_seconds())
         if found is None:
             raise LookupError(f"store: {key!r} did not come within {self.timeout}")
         return found.value
 
     def add(self, key: str | bytes, num: int) -> int:
-        """Add to a counter, which begins at 0, and return what it is then."""
+        """Add to a counter, which begins at 0, and return its new value."""
         return int(
             self._change(key, lambda found: str(int(found.value if found else 0) + num).encode())
         )
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` where `expected` stands (empty: where nothing does); return the value."""
+        """Write `desired` if the value is `expected` (empty: missing); return the result."""
 
         def change(found: Entry | None) -> bytes:
             if found is None:
@@ -69,7 +69,7 @@ class EtcdStore(Store):
         return self._change(key, change)
 
     def wait(self, keys: list[str], override_timeout: datetime.timedelta | None = None) -> None:
-        """Wait for all of `keys`; LookupError when they are not all there in time."""
+        """Wait for all of `keys`; LookupError if they do not exist in time."""
         timeout = self.timeout if override_timeout is None else override_timeout
         deadline_s = time.monotonic() + timeout.total_seconds()
         for key in keys:
@@ -79,20 +79,20 @@ class EtcdStore(Store):
                 raise LookupError(f"store: {key!r} did not come within {timeout}")
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of `keys` are there."""
+        """Whether all of `keys` exist."""
         return all(self.client.get(self._name(key)) is not None for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of `keys`, waiting for each."""
+        """Return the values of `keys`; wait for each."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
-        """Write `keys`, one after the other."""
+        """Write `keys`, one after another."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it was there."""
+        """Remove a key; return whether it existed."""
         while (found := self.client.get(self._name(key))) is not None:
             try:
                 self.client.delete(self._name(key), found.version)
@@ -102,7 +102,7 @@ class EtcdStore(Store):
         return False
 
     def _change(self, key: str | bytes, change: Callable[[Entry | None], bytes]) -> bytes:
-        """Replace a value by what `change` makes of it; of several at once, one after the other."""
+        """Replace a value by the result of `change`; retry until no other write came between."""
         name = self._name(key)
         found = self.client.get(name)
         while True:

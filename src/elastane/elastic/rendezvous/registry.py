@@ -1,8 +1,8 @@
-"""The backends that come with elastane, and those that other packages bring.
+"""The built-in backends, and those of other packages.
 
-Plug-ins written for torch's entry point group `torchrun.handlers` work as they are: the entry is a
-callable that returns a creator. It is loaded when its name is asked for, so a broken plug-in costs
-only those who want it.
+Plug-ins for torch's entry point group `torchrun.handlers` work unchanged: the entry is a callable
+that returns a creator. It is loaded when its name is used, so a broken plug-in affects only jobs
+that use it.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def _register_default_handlers() -> None:
 
 def _register_out_of_tree_handlers() -> None:
     for entry in entry_points(group=_GROUP):
-        # Our own entry brings our engine to torchrun; here it is built in.
+        # elastane's own entry is for torchrun; here these backends are built in.
         if entry.name in (*_ours(), *_TORCHS):
             continue
         try:
             handler_registry.register(entry.name, _Plugin(entry))
         except ValueError as error:
-            _log.warning("two packages bring one name, and the first is used: %s", error)
+            _log.warning("two packages register one name, the first is used: %s", error)
 
 
 class _Plugin:
-    """A creator that loads its entry point when it is first needed."""
+    """A creator that loads its entry point when it is first called."""
 
     def __init__(self, entry: EntryPoint) -> None:
         self._entry = entry
@@ -82,7 +82,7 @@ class _Plugin:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, _Plugin):
             return self._entry == other._entry
-        # The module that the entry names may register its creator by itself, when it is imported.
+        # The module of the entry may also register its creator itself when it is imported.
         return getattr(other, "__module__", None) == self._entry.module
 
     def __hash__(self) -> int:
@@ -93,13 +93,13 @@ class _Plugin:
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler of `params.backend`; ValueError where nobody registered that."""
+    """Make the handler of `params.backend`; ValueError if that is not registered."""
     return handler_registry.create_handler(params)
 
 
 def register(backend: str, creator: RendezvousHandlerCreator) -> None:
-    """Register what makes the handlers of `backend`: a function, or a class of handlers.
+    """Register the creator of `backend`'s handlers: a function, or a class of handlers.
 
-    ValueError where the name is empty, or is another creator's already.
+    ValueError if the name is empty or belongs to another creator.
     """
     handler_registry.register(backend, creator)

@@ -1,6 +1,6 @@
 """A rendezvous of fixed ranks: one TCPStore at a given address, served by the agent of rank 0.
 
-As the reference: nothing is elastic, every call of `next_rendezvous` gives the same store.
+As in torch, nothing is elastic: every call of `next_rendezvous` returns the same store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIMEOUT_S = 600
 
 
 class StaticTCPRendezvous(RendezvousHandler):
-    """See the module."""
+    """A handler with a fixed rank and world size."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class StaticTCPRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the place that was given; blocks until the store of rank 0 is there."""
+        """Return the given rank; blocks until the store of rank 0 is reachable."""
         if self._store is None:
             self._store = TCPStore(
                 self.master_addr,
@@ -78,7 +78,7 @@ class StaticTCPRendezvous(RendezvousHandler):
         """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: nobody can join."""
+        """Return 0: no node can join."""
         return 0
 
     def get_run_id(self) -> str:
@@ -91,7 +91,7 @@ class StaticTCPRendezvous(RendezvousHandler):
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make one of `rank` (of --node-rank) and an endpoint that has a port."""
+    """Make a handler from `rank` (of --node-rank) and an endpoint with a port."""
     if "rank" not in params.config:
         raise ValueError("static rendezvous: no rank is given: expected --node-rank N")
     endpoint = params.endpoint.strip()

@@ -1,4 +1,4 @@
-"""Endpoints and configuration strings of a rendezvous, read as torch reads them."""
+"""Endpoints and configuration strings of a rendezvous, parsed as torch parses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HOST = re.compile(r"[\w.:-]+")
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
     """Return host and port of `host`, `host:port`, `[v6]` or `[v6]:port`.
 
-    Nothing at all is localhost. ValueError for a port that is none, or a host that is no name.
+    An empty endpoint is localhost. ValueError for an invalid port or host.
     """
     text = (endpoint or "").strip()
     if not text:
@@ -29,12 +29,12 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
             f"rendezvous endpoint {text!r}: port {port!r}: expected an integer from 0 to 65535"
         )
     if not _HOST.fullmatch(host):
-        raise ValueError(f"rendezvous endpoint {text!r}: {host!r} is no host name or address")
+        raise ValueError(f"rendezvous endpoint {text!r}: {host!r} is not a host name or address")
     return host, default_port if port is None else int(port)
 
 
 def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
-    """Return the pairs of `k=v,k=v`; ValueError for what is no pair."""
+    """Return the pairs of `k=v,k=v`; ValueError for an invalid pair."""
     config: dict[str, str] = {}
     for pair in config_str.split(",") if config_str.strip() else ():
         key, _, value = (part.strip() for part in pair.partition("="))

@@ -1,4 +1,4 @@
-"""Timers by which a process is ended that does not come back in time.
+"""Timers that end a process which does not finish a block in time.
 
     timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
     with timer.expires(after=60):

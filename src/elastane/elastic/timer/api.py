@@ -1,7 +1,8 @@
-"""Timers that a process sets on itself, so that it is ended where it does not come back in time.
+"""Timers that a process sets on itself: it is ended if it does not release them in time.
 
-Owns the shapes: a client that sets and releases, a server that watches and reaps. Times are seconds
-since 1970 of one host's clock, on both sides. Source: torch.distributed.elastic.timer.
+Owns the interfaces: a client that sets and releases timers, and a server that watches them and ends
+processes. Times are seconds since 1970 by one host's clock, on both sides. Source:
+torch.distributed.elastic.timer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class TimerRequest:
-    """A timer that is set, or released where `expiration_time` is negative."""
+    """A timer to set, or to release if `expiration_time` is negative."""
 
     __slots__ = ["expiration_time", "scope_id", "worker_id"]
 
@@ -48,23 +49,23 @@ class TimerClient(ABC):
 
     @abstractmethod
     def release(self, scope_id: str) -> None:
-        """Release it: it is no longer in effect."""
+        """Release the timer of a scope."""
 
 
 class RequestQueue(ABC):
-    """What a server reads requests from."""
+    """The queue that a server reads requests from."""
 
     @abstractmethod
     def size(self) -> int:
-        """Return how many there are; more may have come by the time of `get`."""
+        """Return the number of requests; more may arrive before `get`."""
 
     @abstractmethod
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Return up to `size` requests, waiting for at most `timeout` seconds."""
+        """Return up to `size` requests; wait at most `timeout` seconds."""
 
 
 class TimerServer(ABC):
-    """Watches timers in a thread, and reaps the workers whose timers expire."""
+    """Watches timers in a thread, and reaps workers whose timers expire."""
 
     def __init__(
         self, request_queue: RequestQueue, max_interval: float, daemon: bool = True
@@ -78,7 +79,7 @@ class TimerServer(ABC):
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Set, or release, what was asked for."""
+        """Set or release the requested timers."""
 
     @abstractmethod
     def clear_timers(self, worker_ids: set[Any]) -> None:
@@ -90,16 +91,16 @@ class TimerServer(ABC):
 
     @abstractmethod
     def _reap_worker(self, worker_id: Any) -> bool:
-        """End a worker; False where that has to be tried again."""
+        """End a worker; return False to be called again."""
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         self._stop_signaled = False
         self._watchdog_thread = threading.Thread(target=self._watchdog_loop, daemon=self._daemon)
         self._watchdog_thread.start()
 
     def stop(self) -> None:
-        """Watch no more; returns after `max_interval` seconds at the latest."""
+        """Stop watching; returns after `max_interval` seconds at the latest."""
         self._stop_signaled = True
         if self._watchdog_thread is not None:
             self._watchdog_thread.join(self._max_interval)
@@ -110,10 +111,10 @@ class TimerServer(ABC):
             try:
                 self._run_watchdog()
             except Exception:
-                _log.exception("the timer watch failed; it goes on")
+                _log.exception("the timer watchdog failed, and continues")
 
     def _run_watchdog(self) -> None:
-        """Take what has come, and reap whose time is over."""
+        """Register new requests, and reap workers with expired timers."""
         size = max(1, self._request_queue.size())
         self.register_timers(self._request_queue.get(size, self._max_interval))
         reaped = set()
@@ -122,7 +123,7 @@ class TimerServer(ABC):
             if self._reap_worker_no_throw(worker_id):
                 reaped.add(worker_id)
             else:
-                _log.error("worker %s was not reaped; it is tried again", worker_id)
+                _log.error("worker %s was not reaped, retrying", worker_id)
         self.clear_timers(reaped)
 
     def _reap_worker_no_throw(self, worker_id: Any) -> bool:
@@ -137,8 +138,8 @@ _client: TimerClient | None = None
 
 
 def configure(timer_client: TimerClient) -> None:
-    """Set the client that `expires` uses where it is given none."""
-    global _client  # noqa: PLW0603 - one for the process, as in the reference
+    """Set the default client of `expires`."""
+    global _client  # noqa: PLW0603 - one for the process, as in torch
     _client = timer_client
 
 
@@ -146,10 +147,9 @@ def configure(timer_client: TimerClient) -> None:
 def expires(
     after: float, scope: str | None = None, client: TimerClient | None = None
 ) -> Generator[None, None, None]:
-    """Have this process ended if the context is not left within `after` seconds.
+    """End this process if the context is not left within `after` seconds.
 
-    `scope` names the timer, by default the line of the `with`. RuntimeError where no client is
-    configured and none is given.
+    `scope` names the timer, by default the line of the `with`. RuntimeError without a client.
     """
     client = client or _client
     if client is None:

@@ -1,4 +1,4 @@
-"""What is logged of timers that expired; a hook for those who want more of it."""
+"""Logs timers that expired; replace the function to log more."""
 
 from __future__ import annotations
 

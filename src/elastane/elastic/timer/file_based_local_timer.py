@@ -1,7 +1,7 @@
-"""Timers over a named pipe: the client in a worker, the server in whoever watches it.
+"""Timers over a named pipe: the client in a worker, the server in its supervisor.
 
-A thin face over runtime.timers, which the agent of `elastane run` uses too. How it fails:
-BrokenPipeError where no server reads; a line that is no request is left out.
+A thin layer over `elastane.process.timers`, which the agent of `elastane run` uses too. How it
+fails: BrokenPipeError if no server reads; a line that is no valid request is skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPEN_ATTEMPTS, _OPEN_PAUSE_S = 10, 0.1
 
 
 class FileTimerRequest(TimerRequest):
-    """A timer of a process; `signal` ends the process, none does where it is 0 or less."""
+    """A timer of a process; when it expires, `signal` is sent, unless that is 0 or less."""
 
     __slots__ = ["signal", "version"]
 
@@ -39,7 +39,7 @@ class FileTimerRequest(TimerRequest):
 
     @property
     def worker_pid(self) -> int:
-        """The process."""
+        """The pid of the process."""
         pid: int = self.worker_id
         return pid
 
@@ -53,7 +53,7 @@ class FileTimerRequest(TimerRequest):
         return hash((super().__hash__(), self.signal))
 
     def to_json(self) -> str:
-        """Return the line that goes over the pipe."""
+        """Return the line for the pipe."""
         return json.dumps(
             {
                 "version": self.version,
@@ -105,10 +105,10 @@ class FileTimerClient(TimerClient):
 
 
 class FileTimerServer:
-    """Watches timers that come over a pipe, which it makes at `file_path`, in a thread.
+    """Watches timers from a pipe, which it makes at `file_path`, in a thread.
 
-    Whose time is over is sent its request's signal. Unlike the reference it does not end its own
-    process with it: the worker's end is a failure like others, which its supervisor sees.
+    A process whose timer expires is sent its request's signal. Unlike torch's, this server does not
+    end its own process as well: the end of the worker is a failure that its supervisor sees.
     """
 
     def __init__(
@@ -133,24 +133,24 @@ class FileTimerServer:
         self._last_progress_time = int(time.time())
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         self._watchdog_thread = threading.Thread(target=self._watch, daemon=self._daemon)
         self._watchdog_thread.start()
         self._log_event("watchdog started", None)
 
     def stop(self) -> None:
-        """Watch no more, and remove the pipe."""
+        """Stop watching, and remove the pipe."""
         self._stop_signaled = True
         self._join()
         self._log_event("watchdog stopped", None)
 
     def run_once(self) -> None:
-        """Judge what has come by now, then stop."""
+        """Handle the requests that have arrived, then stop."""
         self._run_once = True
         self._join()
 
     def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
-        """Set, or release, what was asked for."""
+        """Set or release the requested timers."""
         for each in timer_requests:
             timer = timers.WorkerTimer(
                 each.worker_pid, each.scope_id, each.expiration_time, int(each.signal)
@@ -158,7 +158,7 @@ class FileTimerServer:
             self._table.update(timer)
 
     def clear_timers(self, worker_pids: set[int]) -> None:
-        """Drop the timers of these processes, and of those that are gone."""
+        """Drop the timers of these processes, and of processes that have ended."""
         gone = {pid for pid in self._table.pids() if not self.is_process_running(pid)}
         self._table.forget(worker_pids | gone)
 
@@ -170,7 +170,7 @@ class FileTimerServer:
         return found
 
     def get_last_progress_time(self) -> int:
-        """Return when the watch last turned, seconds since 1970; now, while nothing is set."""
+        """Return when the watch loop last ran, seconds since 1970; now if no timer is set."""
         return self._last_progress_time if len(self._table) else int(time.time())
 
     @staticmethod
@@ -207,9 +207,11 @@ class FileTimerServer:
     def _reap(self) -> None:
         self._table.forget(p for p in self._table.pids() if not self.is_process_running(p))
         expired = self._table.expired(time.time())
-        told = [_request(timer) for timer in expired]
-        log_debug_info_for_expired_timers(self._run_id, {t.worker_pid: [t.to_json()] for t in told})
-        for timer in told:
+        requests = [_request(timer) for timer in expired]
+        log_debug_info_for_expired_timers(
+            self._run_id, {t.worker_pid: [t.to_json()] for t in requests}
+        )
+        for timer in requests:
             self._log_event("timer expired", timer)
             if timer.signal > 0 and self._kill(timer):
                 self._log_event("kill worker process", timer)

@@ -32,7 +32,7 @@ class LocalTimerClient(TimerClient):
 
 
 class MultiprocessingRequestQueue(RequestQueue):
-    """A queue of multiprocessing's."""
+    """A request queue over a queue of multiprocessing."""
 
     def __init__(self, mp_queue: mp.Queue) -> None:  # type: ignore[type-arg]
         super().__init__()
@@ -53,7 +53,7 @@ class MultiprocessingRequestQueue(RequestQueue):
 
 
 class LocalTimerServer(TimerServer):
-    """Watches the timers of child processes, and ends by SIGKILL whose time is over."""
+    """Watches the timers of child processes, and ends those that expire by SIGKILL."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def get_env_variable_or_raise(env_name: str) -> str:
-    """Return a variable of the environment; ValueError where it is not set."""
+    """Return an environment variable; ValueError if it is not set."""
     value = os.environ.get(env_name)
     if value is None:
         raise ValueError(f"Environment variable {env_name} expected, but not set")
@@ -17,7 +17,7 @@ def get_env_variable_or_raise(env_name: str) -> str:
 
 
 def get_socket_with_port() -> socket.socket:
-    """Return a socket that holds a free port of this host's loopback; RuntimeError without any."""
+    """Return a socket bound to a free port of the loopback; RuntimeError if there is none."""
     last: OSError | None = None
     for family, kind, number, _, _ in socket.getaddrinfo(
         "localhost", None, family=socket.AF_UNSPEC, type=socket.SOCK_STREAM
@@ -34,14 +34,14 @@ def get_socket_with_port() -> socket.socket:
     raise RuntimeError(f"no socket can be bound to localhost: {last}")
 
 
-class macros:  # noqa: N801 - the reference's name
-    """What stands for a value of its own in the arguments of each worker."""
+class macros:  # noqa: N801 - torch's name
+    """Placeholders in the arguments of workers, which are replaced for each worker."""
 
     local_rank = "${local_rank}"
 
     @staticmethod
     def substitute(args: list[Any], local_rank: str) -> list[str]:
-        """Return `args` with the local rank in place; what is no text is left as it is."""
+        """Return `args` with the local rank filled in; other types than text are unchanged."""
         return [
             Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg
             for arg in args

@@ -1,4 +1,4 @@
-"""A c10d store of one's own, and free ports. Source: ...elastic.utils.distributed."""
+"""Creates a c10d store, and finds free ports. Source: ...elastic.utils.distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["create_c10d_store", "get_free_port", "get_socket_with_port"]
 _log = logging.getLogger(__name__)
 
 
-def create_c10d_store(  # noqa: PLR0913, PLR0917 - the reference's signature
+def create_c10d_store(  # noqa: PLR0913, PLR0917 - torch's signature
     is_server: bool,
     server_addr: str,
     server_port: int = -1,
@@ -28,10 +28,10 @@ def create_c10d_store(  # noqa: PLR0913, PLR0917 - the reference's signature
     retries: Any = 3,
     use_libuv: bool | None = None,
 ) -> TCPStore:
-    """Return a TCPStore, served here where `is_server`; -1 is any free port (one member only).
+    """Return a TCPStore, served here if `is_server`; port -1 is any free one (one member only).
 
-    With `wait_for_workers` it returns when all members are there. ValueError for several members
-    without a port, RuntimeError where the port is taken, TimeoutError where members do not come.
+    With `wait_for_workers` it returns once all members are connected. ValueError for several
+    members without a port, RuntimeError if the port is taken, TimeoutError if members do not come.
     """
     if use_libuv is not None:
         _log.warning("use_libuv has no effect: set USE_LIBUV=0 or 1 in the environment")
@@ -65,14 +65,14 @@ def create_c10d_store(  # noqa: PLR0913, PLR0917 - the reference's signature
 
 
 def get_free_port() -> int:
-    """Return a port of localhost that is free now; somebody else may take it next."""
+    """Return a port of localhost that is free now; another process may take it at any time."""
     with closing(get_socket_with_port()) as found:
         port: int = found.getsockname()[1]
         return port
 
 
 def get_socket_with_port() -> socket.socket:
-    """Return a socket that holds a free port of localhost."""
+    """Return a socket bound to a free port of localhost."""
     return _loopback_socket()
 
 

@@ -1,4 +1,4 @@
-"""The level of logs that nobody has set."""
+"""The default log level."""
 
 
 def get_log_level() -> str:

@@ -1,4 +1,4 @@
-"""The state of a process, as the kernel shows it. Source: ...elastic.utils.process_state."""
+"""The state of a process, as the kernel reports it. Source: ...elastic.utils.process_state."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["is_uninterruptible_state", "read_proc_state"]
 
 
 def read_proc_state(pid: int) -> str | None:
-    """Return the letter of a process's state (R, S, D, Z, ...), None where there is none."""
+    """Return the letter of a process's state (R, S, D, Z, ...), None without such a process."""
     try:
-        # Behind the command, which may itself hold spaces and parentheses.
+        # The state follows the command, which may itself contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None

@@ -1,8 +1,8 @@
-"""Who is which rank: agents tell each other their sizes through the store of their world.
+"""Assigns ranks: agents exchange the sizes of their nodes through the store of their world.
 
-Nodes may differ in the number of their workers and in their role. Keys and values are those of
-torch 2.13, and one key more: the restart count of the world, the highest of its agents', so that
-all workers of a world are told the same.
+Nodes may differ in their number of workers and in their role. Keys and values are those of torch
+2.13. One more key holds the restart count of the world, the highest of its agents', so that all
+workers of a world receive the same one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
 
 
 class _RoleInstanceInfo:
-    """What one agent tells the others of its world."""
+    """What one agent publishes for the others of its world."""
 
     __slots__ = ["local_world_size", "rank", "restarts", "role"]
 
@@ -37,7 +37,7 @@ class _RoleInstanceInfo:
 
     @staticmethod
     def deserialize(data: bytes) -> _RoleInstanceInfo:
-        """Read it; an agent of torch says nothing of restarts."""
+        """Parse it; torch's agents publish no restart count."""
         found = json.loads(data.decode())
         return _RoleInstanceInfo(
             found["role"], found["rank"], found["local_world_size"], found.get("restarts", 0)
@@ -57,17 +57,17 @@ class _RoleInstanceInfo:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The workers of this agent, and the restart count of their world; None where nobody told."""
+    """The workers of this agent, and the restart count of their world; None if unknown."""
 
     workers: list[Worker]
     restarts: int | None
 
 
 def assign(store: Any, place: tuple[int, int], spec: WorkerSpec, restarts: int) -> Ranks:
-    """Agree with the world's other agents; `place` is this one's rank, and how many there are.
+    """Agree on ranks with the world's other agents; `place` is (rank, number) of agents.
 
-    Blocks until all have told; raises what the store raises. With TORCH_ELASTIC_WORKER_IDENTICAL=1
-    nothing is asked: all agents are taken to be alike.
+    Blocks until all have published; raises what the store raises. With
+    TORCH_ELASTIC_WORKER_IDENTICAL=1 nothing is exchanged, and all agents are assumed to be alike.
     """
     group_rank, group_world_size = place
     if os.environ.get(_IDENTICAL, "0") == "1":
@@ -78,18 +78,18 @@ def assign(store: Any, place: tuple[int, int], spec: WorkerSpec, restarts: int) 
     if group_rank == 0:
         found = store.multi_get([f"{_ROLE_INFO}{index}" for index in range(group_world_size)])
         _publish(store, [_RoleInstanceInfo.deserialize(data) for data in found])
-    told = json.loads(store.get(f"{_ASSIGNED}{group_rank}"))
+    assigned = json.loads(store.get(f"{_ASSIGNED}{group_rank}"))
     count = int(store.get(_RESTARTS)) if store.check([_RESTARTS]) else None
-    return Ranks(_workers(spec, told), count)
+    return Ranks(_workers(spec, assigned), count)
 
 
 def _publish(store: Any, infos: list[_RoleInstanceInfo]) -> None:
-    """Tell each agent its first ranks and the totals."""
+    """Publish each agent's first ranks, and the totals."""
     role_sizes: dict[str, int] = defaultdict(int)
     for info in infos:
         role_sizes[info.role] += info.local_world_size
     total = sum(role_sizes.values())
-    # First, so that it is there for whoever finds its ranks.
+    # First: an agent that finds its ranks must also find the count.
     store.set(_RESTARTS, str(max(info.restarts for info in infos)))
     keys, values, base = [], [], 0
     role_bases: dict[str, int] = defaultdict(int)
@@ -101,8 +101,8 @@ def _publish(store: Any, infos: list[_RoleInstanceInfo]) -> None:
     store.multi_set(keys, values)
 
 
-def _workers(spec: WorkerSpec, told: tuple[int, int, int, int] | list[int]) -> list[Worker]:
-    base, total, role_base, role_total = told
+def _workers(spec: WorkerSpec, assigned: tuple[int, int, int, int] | list[int]) -> list[Worker]:
+    base, total, role_base, role_total = assigned
     return [
         Worker(
             local_rank=rank,

@@ -1,7 +1,7 @@
-"""The values of an agent: what it is to run, its workers, and how they ended.
+"""The data of an agent: what it runs, its workers, and how they ended.
 
-Names, fields and defaults are those of torch 2.13. Nothing here acts. How it fails: AssertionError
-for a spec that cannot be run, as the reference.
+Names, fields and defaults are those of torch 2.13. There is no behaviour here. A spec that cannot
+run raises AssertionError, as in torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ DEFAULT_ROLE = "default"
 
 @dataclass
 class WorkerSpec:
-    """What the workers of one role are: one spec for each role, the same on all nodes.
+    """What the workers of one role run: one spec for each role, the same on all nodes.
 
-    `entrypoint` is a callable, or a command as str; `args` are its arguments, in which
-    `${local_rank}` stands for the local rank. `fn` is its deprecated name. `rdzv_handler` has the
-    methods of RendezvousHandler, torch's or ours; by default this machine is alone. `master_addr`
-    and `master_port` replace what the rendezvous says. `monitor_interval` is in seconds.
+    `entrypoint` is a callable, or a command as str. `args` are its arguments, in which
+    `${local_rank}` is replaced by the local rank. `fn` is a deprecated name of `entrypoint`.
+    `rdzv_handler` has the methods of RendezvousHandler, torch's or elastane's; the default is a job
+    on this machine only. `master_addr` and `master_port` override those of the rendezvous.
+    `monitor_interval` is in seconds.
     """
 
     role: str
@@ -72,7 +73,7 @@ class WorkerSpec:
 
 
 class Worker:
-    """One worker's places; `id` is the agent's own name for it, a pid in LocalElasticAgent."""
+    """The ranks of one worker; `id` is set by the agent, a pid in LocalElasticAgent."""
 
     __slots__ = ["global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size"]
 
@@ -102,11 +103,11 @@ class Worker:
         return str(self)
 
 
-class WorkerState(str, Enum):  # noqa: UP042 - its text is the reference's
-    """The state of a worker group, which its workers share: one that fails fails all.
+class WorkerState(str, Enum):  # noqa: UP042 - its text is torch's
+    """The state of a worker group, which all its workers share: one failure fails all.
 
-    INIT until the first start; HEALTHY or UNHEALTHY while they run; STOPPED by the agent, to be
-    started again; SUCCEEDED or FAILED at the end; UNKNOWN where the agent lost track of them.
+    INIT until the first start; HEALTHY or UNHEALTHY while they run; STOPPED by the agent, before a
+    restart; SUCCEEDED or FAILED at the end; UNKNOWN if the agent lost track of them.
     """
 
     UNKNOWN = "UNKNOWN"
@@ -119,12 +120,12 @@ class WorkerState(str, Enum):  # noqa: UP042 - its text is the reference's
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Return whether there are processes of workers, well or not."""
+        """Return whether worker processes exist, healthy or not."""
         return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
 
 
 class WorkerGroup:
-    """An agent's workers. What the rendezvous tells is None before the first one."""
+    """An agent's workers. The rendezvous sets the fields that are None at first."""
 
     __slots__ = [
         "group_rank",

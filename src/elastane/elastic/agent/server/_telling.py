@@ -1,6 +1,6 @@
-"""What an agent tells of itself: events, and metrics of how its runs end.
+"""The events that an agent records, and the metrics of how its runs end.
 
-A base of SimpleElasticAgent, so that subclasses find every method under torch's name for it.
+A base class of SimpleElasticAgent, so that subclasses find every method under torch's name.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ def _get_fq_hostname() -> str:
     return socket.getfqdn(socket.gethostname())
 
 
-class Telling:
-    """See the module."""
+class EventRecorder:
+    """Records events and metrics of an agent."""
 
     _worker_group: WorkerGroup
     _remaining_restarts: int
     _total_execution_time: int
 
     def get_event_failed(self) -> Event:
-        """Return the event of an agent that failed, with the exception that is being handled."""
+        """Return the event of a failed agent, with the exception that is being handled."""
         return self._construct_event(
             state="FAILED", source=EventSource.AGENT, raw_error=traceback.format_exc()
         )
 
     def get_event_succeeded(self) -> Event:
-        """Return the event of an agent that did its work, whatever became of its workers."""
+        """Return the event of an agent that completed, whether or not its workers succeeded."""
         return self._construct_event(state="SUCCEEDED", source=EventSource.AGENT)
 
     @contextmanager
     def record_duration(self, state: str) -> Generator[None, None, None]:
-        """Tell how long the context took."""
+        """Record how long the context took."""
         started_s = time.perf_counter()
         try:
             yield
@@ -71,12 +71,12 @@ class Telling:
     def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
         failure = result.failures.get(worker.global_rank)
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not failure:
-            return "TERMINATED"  # by the agent, because another failed
+            return "TERMINATED"  # by the agent, since another worker failed
         if failure or worker.global_rank in result.return_values:
             return result.state.value
         raise ValueError(f"Unknown worker: {worker.global_rank}")
 
-    def _construct_event(  # noqa: PLR0913, PLR0917 - the reference's signature
+    def _construct_event(  # noqa: PLR0913, PLR0917 - torch's signature
         self,
         state: str,
         source: EventSource,
@@ -93,7 +93,7 @@ class Telling:
             "entry_point": spec.get_entrypoint_name(),
         }
         if worker:
-            # Lists of one: whoever reads these events has always had them so.
+            # Tuples of one, as torch records them.
             more["local_rank"] = (worker.local_rank,)
             more["role_rank"] = (worker.role_rank,)
             more["role_world_size"] = (worker.role_world_size,)
@@ -127,7 +127,7 @@ class Telling:
 
 
 def put_run_metrics(role: str, is_failed: bool, remaining: int, allowed: int) -> None:
-    """Put how a run of workers ended, under torch's names.
+    """Publish the metrics of a run's end, under torch's names.
 
     `remaining` of the `allowed` restarts were not used. `flakiness` is in percent.
     """

@@ -1,14 +1,14 @@
-"""Agents: what supervises workers in the user's own process, in torch's shape.
+"""Agents: they supervise workers inside the user's own process, in torch's shape.
 
-Owns the loop: rendezvous, start, watch, restart, exit barrier. How workers are started, watched and
-stopped is a subclass's. Hooks have torch's names, so subclasses written for torch work with the
-import renamed, and handlers are known by their methods alone: torch's will do.
+Owns the loop: rendezvous, start, monitor, restart, exit barrier. Subclasses decide how workers are
+started, monitored and stopped. Hooks have torch's names, so subclasses written for torch work after
+renaming the import. Handlers are used only by their methods, so torch's handlers work too.
 
-Differences from torch 2.13, on purpose: a store or a coordinator that is away for a while stops no
-healthy workers; a world that lost a member before its ranks were agreed meets again; all workers of
-a world are told one restart count; workers that are unhealthy for good have failed; a node that was
-not needed gets a result, not None; an exit barrier that fails is a line of log. `elastane run` is
-none of this: see elastane.agent.
+Differences from torch 2.13, on purpose. A store or a coordinator that is unreachable for a while
+stops no healthy workers. A world that lost a member before its ranks were agreed meets again. All
+workers of a world receive one restart count. Workers that are unhealthy for good have failed. A
+node that was not needed gets a result instead of None. A failed exit barrier is only logged.
+`elastane run` does not use this module: see elastane.agent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastane.elastic.agent.server._spec import (
     WorkerSpec,
     WorkerState,
 )
-from elastane.elastic.agent.server._telling import Telling, _get_fq_hostname
+from elastane.elastic.agent.server._telling import EventRecorder, _get_fq_hostname
 from elastane.elastic.events import EventSource
 from elastane.elastic.metrics import prof, put_metric
 from elastane.elastic.multiprocessing import SignalException
@@ -50,13 +50,13 @@ __all__ = [
 ]
 _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 _log = logging.getLogger(__name__)
-# A rendezvous whose handler cannot be asked stops nobody who trains, for as long as etcd needs to
-# elect a leader many times over, or an administrator to restart a server.
+# How long an unreachable rendezvous handler is tolerated while workers train. etcd can elect a
+# leader many times in this time, and an administrator can restart a server.
 HANDLER_SILENT_S = 120.0
-# Worlds that lose a member between their rendezvous and their ranks, one after another.
+# The most consecutive worlds that may lose a member between their rendezvous and their ranks.
 _MEETINGS_MAX = 5
 _AWAY = ("RendezvousConnectionError", "DistError", "OSError")
-# Of a handler that is asked for news, what is no outage: its answer, a signal, a mistake in it.
+# Errors of `num_nodes_waiting` that are no outage: an answer, a signal, or a defect of the handler.
 _FINAL = (
     *("RendezvousClosedError", "RendezvousGracefulExitError", "RendezvousStateError"),
     *("SignalException", "AssertionError", "AttributeError", "TypeError"),
@@ -64,13 +64,13 @@ _FINAL = (
 
 
 class ElasticAgent(abc.ABC):
-    """Starts workers and keeps them going; `run` blocks until they are done."""
+    """Starts workers and keeps them running; `run` blocks until they have ended."""
 
     @abc.abstractmethod
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers, restarting them up to `max_restarts` times; return how they ended.
 
-        Raises what is not the workers' fault: the rendezvous', the agent's own, a signal.
+        Raises errors that are not the workers': of the rendezvous, of the agent, or by a signal.
         """
 
     @abc.abstractmethod
@@ -78,8 +78,8 @@ class ElasticAgent(abc.ABC):
         """Return the workers of a role; the object changes while they run."""
 
 
-class SimpleElasticAgent(Telling, ElasticAgent):
-    """An agent of one role. A subclass brings the four abstract hooks."""
+class SimpleElasticAgent(EventRecorder, ElasticAgent):
+    """An agent of one role. A subclass implements the four abstract hooks."""
 
     def __init__(
         self, spec: WorkerSpec, exit_barrier_timeout: float = 300, shutdown_timeout: int = 30
@@ -91,7 +91,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
         self._shutdown_timeout = shutdown_timeout
         self._total_execution_time = 0
         self._in_exit_barrier = False
-        # Of the world, where its agents agreed on one.
+        # The restart count of the world, if its agents agreed on one.
         self._world_restarts: int | None = None
         self._handler_away_since_s: float | None = None
 
@@ -105,25 +105,25 @@ class SimpleElasticAgent(Telling, ElasticAgent):
 
     @abc.abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop the workers, whatever state they are in, also where there are none."""
+        """Stop the workers, in any state; without workers do nothing."""
 
     @abc.abstractmethod
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look at the workers, and return the new state of their group."""
+        """Check the workers, and return the new state of their group."""
 
     @abc.abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Let go of everything; workers get `death_sig`, and SIGKILL after `timeout` seconds."""
+        """Release everything; workers get `death_sig`, and SIGKILL after `timeout` seconds."""
 
     @property
     def _restart_count(self) -> int:
-        """How often workers were restarted: in this world, else as this agent counts."""
+        """How often workers were restarted: in this world if known, else by this agent."""
         own = self._worker_group.spec.max_restarts - self._remaining_restarts
         return own if self._world_restarts is None else self._world_restarts
 
     @prof
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other agents, and fill in the world's part of the group."""
+        """Meet the other agents, and set the fields of the group that describe the world."""
         for meeting in range(1, _MEETINGS_MAX + 1):
             try:
                 self._meet(worker_group)
@@ -131,7 +131,9 @@ class SimpleElasticAgent(Telling, ElasticAgent):
             except _LostWorldError as error:
                 if meeting == _MEETINGS_MAX:
                     raise error.why from None
-                _log.warning("a world ended before its ranks were known, again: %s", error.why)
+                _log.warning(
+                    "a world ended before its ranks were assigned, retrying: %s", error.why
+                )
 
     def _meet(self, group: WorkerGroup) -> None:
         spec = group.spec
@@ -170,7 +172,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
 
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        """Meet, and start the workers; the old ones are stopped already."""
+        """Rendezvous, and start the workers; the old ones are stopped already."""
         role = worker_group.spec.role
         _log.info("[%s] Rendezvous'ing worker group", role)
         self._rendezvous(worker_group)
@@ -183,7 +185,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
 
     @prof
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop the workers, meet, start them anew."""
+        """Stop the workers, rendezvous, and start them again."""
         _log.info("[%s] Stopping worker group", worker_group.spec.role)
         self._stop_workers(worker_group)
         worker_group.state = WorkerState.STOPPED
@@ -210,7 +212,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
             _log.info("Rendezvous gracefully exited: %s", error)
             return RunResult(state=WorkerState.SUCCEEDED)
         finally:
-            if death_sig is None:  # A subclass has a default of its own.
+            if death_sig is None:  # A subclass may have another default.
                 self._shutdown(timeout=self._shutdown_timeout)
             else:
                 self._shutdown(death_sig, timeout=self._shutdown_timeout)
@@ -253,7 +255,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
         self._restart_workers(group)
 
     def _follow_membership(self, group: WorkerGroup) -> None:
-        """Restart the workers where the world changes, which costs no restart of the budget."""
+        """Restart the workers if the membership changes; this does not count as a restart."""
         waiting = self._nodes_waiting(group)
         if waiting > 0:
             _log.info(
@@ -264,7 +266,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
             self._restart_workers(group)
 
     def _nodes_waiting(self, group: WorkerGroup) -> int:
-        """Ask the handler; one that cannot be reached says nothing for HANDLER_SILENT_S."""
+        """Ask the handler; return 0 while it is unreachable, for up to HANDLER_SILENT_S."""
         try:
             waiting = group.spec.rdzv_handler.num_nodes_waiting()
         except Exception as error:
@@ -273,7 +275,7 @@ class SimpleElasticAgent(Telling, ElasticAgent):
             if _is_one_of(error, _FINAL) or now_s - since_s > HANDLER_SILENT_S:
                 raise
             if self._handler_away_since_s is None:
-                _log.warning("the rendezvous does not answer, the workers go on: %s", error)
+                _log.warning("the rendezvous does not answer; workers keep running: %s", error)
             self._handler_away_since_s = since_s
             return 0
         if self._handler_away_since_s is not None:
@@ -282,9 +284,9 @@ class SimpleElasticAgent(Telling, ElasticAgent):
         return waiting
 
     def _exit_barrier(self) -> None:
-        """Wait, within a bound, until the workers of all agents are done.
+        """Wait, within a timeout, until the workers of all agents have ended.
 
-        So an agent that serves the others' store is there for as long as they need it.
+        So an agent that serves the others' store stays for as long as they need it.
         """
         _log.info(
             "Local worker group finished (%s). Waiting %s seconds for other agents to finish",
@@ -302,8 +304,8 @@ class SimpleElasticAgent(Telling, ElasticAgent):
             _log.warning("Got termination signal: %s", error.sigval)
             raise
         except Exception as error:
-            # The workers have succeeded: who went away meanwhile cannot change that.
-            _log.info("other agents were not waited for: %s", error)
+            # The workers have succeeded, and the departure of another agent does not change that.
+            _log.info("the exit barrier failed, not waiting for other agents: %s", error)
         finally:
             self._in_exit_barrier = False
 
@@ -315,5 +317,5 @@ class _LostWorldError(Exception):
 
 
 def _is_one_of(error: BaseException, names: tuple[str, ...]) -> bool:
-    """Whether an exception's class or a base has one of these names: torch's, or ours."""
+    """Whether an exception's class or base has one of these names, torch's or elastane's."""
     return any(kind.__name__ in names for kind in type(error).__mro__)

@@ -1,6 +1,7 @@
-"""Health checks by HTTP that answer: 200 while `alive_callback` tells of recent progress, else 503.
+"""Health checks over HTTP: 200 while `alive_callback` reports recent progress, else 503.
 
-A face over runtime.health, in a thread of its own. (The reference's server starts nothing.)
+It runs `elastane.process.health` in a thread. (torch's server does nothing.) How it fails: a port
+that is taken is logged, and health checks are not answered.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _START_S = 10.0
 
 
 class HealthCheckServer:
-    """Answers on `port` whether `alive_callback()`, since 1970, is `timeout` s ago at most."""
+    """Answers on `port` whether the time of `alive_callback()` is at most `timeout` s ago.
+
+    Times are seconds since 1970.
+    """
 
     def __init__(self, alive_callback: Callable[[], int], port: int, timeout: int) -> None:
         self._alive_callback = alive_callback
@@ -30,11 +34,11 @@ class HealthCheckServer:
 
     @property
     def alive_callback(self) -> Callable[[], int]:
-        """What tells of the last progress."""
+        """Returns the time of the last progress."""
         return self._alive_callback
 
     def start(self) -> None:
-        """Listen; a port that is taken is logged, and costs the answers alone."""
+        """Listen; if the port is taken, log it and serve nothing."""
         if self._thread is not None:
             return
         ready = threading.Event()
@@ -46,7 +50,7 @@ class HealthCheckServer:
         ready.wait(_START_S)
 
     def stop(self) -> None:
-        """Listen no more; may be called again."""
+        """Stop listening. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -74,5 +78,5 @@ class HealthCheckServer:
 def create_healthcheck_server(
     alive_callback: Callable[[], int], port: int, timeout: int
 ) -> HealthCheckServer:
-    """Return a server that `start` begins."""
+    """Return a server; call `start` to begin."""
     return HealthCheckServer(alive_callback, port, timeout)

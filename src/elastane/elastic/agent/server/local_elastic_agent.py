@@ -1,11 +1,11 @@
 """An agent whose workers are child processes of this one.
 
-Owns their environment, which is that of `elastane run`'s workers, and the watch over them: ends,
-timers, uninterruptible sleep, health checks. How they run is elastic.multiprocessing's.
+Owns their environment, which equals that of `elastane run`'s workers, and their supervision: exits,
+timers, uninterruptible sleep, health checks. `elastic.multiprocessing` owns how they run.
 
-Differences from torch 2.13, on purpose: `shutdown_timeout` holds wherever workers are stopped,
-not only at the end; the health check outlives restarts; a report file and a secret of this process
-are not its workers'.
+Differences from torch 2.13, on purpose. `shutdown_timeout` holds whenever workers are stopped, not
+only at the end. The health check survives restarts. The report file and the secret of this process
+are not passed to its workers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TORCHELASTIC_HEALTH_CHECK_PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"
 TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
-# Of this process's environment, what a worker's own is made from; the rest is inherited.
+# The variables of this process that a worker's environment is computed from; the rest is inherited.
 _PASSED_ON = (
     "CUDA_VISIBLE_DEVICES",
     "GLOO_SOCKET_IFNAME",
@@ -75,14 +75,14 @@ _PASSED_ON = (
     "PYTHONFAULTHANDLER",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
-# What is this process's own, though children inherit it: an empty one counts as none.
-_KEPT = ("ELASTANE_REPORT_FILE", "ELASTANE_TOKEN")
+# Variables that workers must not inherit: they are set to "", which counts as unset.
+_NOT_PASSED_ON = ("ELASTANE_REPORT_FILE", "ELASTANE_TOKEN")
 _WATCH_S = 0.1
 _HEALTHY_S = 60
 
 
 def _stuck_timeout_s(explicit: float | None) -> float:
-    """Return the bound on uninterruptible sleep: as given, else the variable's; 0 is none."""
+    """Return the limit of uninterruptible sleep: as given, else from the variable; 0 is none."""
     try:
         text = os.environ.get(TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, "")
         return max(0.0, float(text or 0) if explicit is None else float(explicit))
@@ -91,7 +91,7 @@ def _stuck_timeout_s(explicit: float | None) -> float:
 
 
 class _AliveCallbackProxy:
-    """What a health check asks before there is an agent: now, until a delegate is set."""
+    """The callback of a health check before there is an agent: now, until a delegate is set."""
 
     def __init__(self) -> None:
         self._delegate: Callable[[], int] | None = None
@@ -104,18 +104,17 @@ class _AliveCallbackProxy:
 
 
 class LocalElasticAgent(SimpleElasticAgent):
-    """Runs `spec.local_world_size` workers on this machine, started and stopped as one.
+    """Runs `spec.local_world_size` workers on this machine, started and stopped together.
 
     A callable and its arguments have to suit `start_method`. Without `logs_specs` workers write to
-    the console. `exit_barrier_timeout` and
-    `shutdown_timeout` are in seconds. `log_line_prefix_template` knows `${role_name}`,
-    `${local_rank}` and `${rank}`. With TORCHELASTIC_ENABLE_FILE_TIMER=1 workers may set timers
-    on themselves; with TORCHELASTIC_HEALTH_CHECK_PORT health checks are answered.
-    `uninterruptible_state_timeout` is how long a worker may sleep in the kernel before the group
-    is given up.
+    the console. `exit_barrier_timeout` and `shutdown_timeout` are in seconds.
+    `log_line_prefix_template` may contain `${role_name}`, `${local_rank}` and `${rank}`. With
+    TORCHELASTIC_ENABLE_FILE_TIMER=1 workers may set timers on themselves; with
+    TORCHELASTIC_HEALTH_CHECK_PORT health checks are answered. `uninterruptible_state_timeout` is
+    how long a worker may sleep in the kernel before the group is given up.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
+    def __init__(  # noqa: PLR0913, PLR0917 - torch's signature
         self,
         spec: WorkerSpec,
         logs_specs: LogsSpecs | None = None,
@@ -198,7 +197,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             on_one_machine=isinstance(spec.rdzv_handler, OneMachineRendezvous),
         )
         base = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        kept = {name: "" for name in _KEPT if name in os.environ}
+        kept = {name: "" for name in _NOT_PASSED_ON if name in os.environ}
         return {**worker_environment(base, assignment, run, WorkerFacts(rank)), **kept}
 
     def _set_local_rank_env(
@@ -258,9 +257,10 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _check_uninterruptible_state_timeout(
         self, worker_group: WorkerGroup, timeout: float
     ) -> RunResult | None:
-        """Give the group up where a worker sleeps in the kernel for `timeout` seconds; 0: never.
+        """Give up the group if a worker sleeps in the kernel for `timeout` seconds; 0: never.
 
-        No restart then: what the worker holds (a device, a mount) would hold up the next one too.
+        It is not restarted, since a resource that the worker holds (a device, a mount) would block
+        the next worker too.
         """
         if timeout <= 0 or self._pcontext is None:
             return None
@@ -277,7 +277,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _update_uninterruptible_dwell(self, pid: int, role: str, timeout: float) -> float | None:
-        """Return for how many seconds a process has been in such a sleep; None: it is not."""
+        """Return how many seconds a process has been in such a sleep; None if it is not."""
         seen = self._uninterruptible_state_first_seen
         state = read_proc_state(pid)
         if state is None:
@@ -294,7 +294,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return time.monotonic() - seen[pid]
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
-        """Watch the workers' timers where that is asked for, and tell them the pipe."""
+        """Serve the workers' timers if that is enabled, and pass them the path of the pipe."""
         path = os.environ.get(TORCHELASTIC_TIMER_FILE)
         if os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) == "1":
             path = path or str(Path(tempfile.gettempdir()) / f"watchdog_timer_{uuid.uuid4()}")
@@ -311,12 +311,14 @@ class LocalElasticAgent(SimpleElasticAgent):
                 env[TORCHELASTIC_TIMER_FILE] = path
 
     def _setup_healthcheck(self) -> None:
-        """Answer health checks where a port is named; begun once, it goes on over restarts."""
+        """Start health checks if a port is given; they survive restarts."""
         port = os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT)
         if port is None or self._health_check_server is not None:
             return
         if not port.isdecimal():
-            _log.warning("%s=%r is no port: no health checks", TORCHELASTIC_HEALTH_CHECK_PORT, port)
+            _log.warning(
+                "%s=%r is not a port: no health checks", TORCHELASTIC_HEALTH_CHECK_PORT, port
+            )
             return
         self._health_check_server = create_healthcheck_server(
             alive_callback=self._get_alive_time, port=int(port), timeout=_HEALTHY_S
@@ -324,7 +326,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._health_check_server.start()
 
     def _get_alive_time(self) -> int:
-        """Return when there last was progress: the timers', where there are any to watch."""
+        """Return the time of the last progress: the timers', if they are watched."""
         watchdog = self._worker_watchdog
         if watchdog is not None and not self._in_exit_barrier:
             return watchdog.get_last_progress_time()

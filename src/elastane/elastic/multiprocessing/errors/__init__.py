@@ -1,7 +1,7 @@
 """Failures of child processes: what each of them was, and which one came first.
 
-Owns ProcessFailure and ChildFailedError, whose text has torch's layout for those who parse it. The
-first failure is found by nanoseconds where the error files have them. Knows nothing of how the
+Owns ProcessFailure and ChildFailedError, whose text keeps torch's layout since users parse it. The
+first failure is found by nanoseconds if the error files have them. It does not know how the
 processes were run. Source: torch.distributed.elastic.multiprocessing.errors.
 """
 
@@ -33,11 +33,11 @@ _WIDTH_MAX = 60
 
 @dataclass
 class ProcessFailure:
-    """One child's end: by exit code, by signal (-N), or by what its error file says.
+    """The end of one child: by exit code, by signal (-N), or as its error file says.
 
-    `error_file_data` is the file's content, `message` its message (a dict where it has a
-    traceback), `timestamp` whole seconds since 1970. A file that is torn counts as none. `time_ns`
-    is the same moment in nanoseconds, of the error file where it has them.
+    `error_file_data` is the file's content and `message` its message (a dict if it has a
+    traceback). `timestamp` is whole seconds since 1970. An incomplete file counts as none.
+    `time_ns` is the same moment in nanoseconds, from the error file if it has them.
     """
 
     local_rank: int
@@ -60,15 +60,15 @@ class ProcessFailure:
             self.timestamp = error.time_ns // _NS
             self._order = (error.time_ns, error.monotonic_ns)
         if not self.message:
-            self.message = self._made_up()
+            self.message = self._default_message()
 
     @property
     def time_ns(self) -> int:
-        """When it failed, nanoseconds since 1970; the moment of this object without a file."""
+        """When it failed, in nanoseconds since 1970; without a file, when this object was made."""
         return self._order[0]
 
     def signal_name(self) -> str:
-        """Return the name of the signal that ended it, `<N/A>` where none did."""
+        """Return the name of the signal that ended it, `<N/A>` if none did."""
         try:
             return signal.Signals(-self.exitcode).name
         except ValueError:
@@ -78,16 +78,16 @@ class ProcessFailure:
         """Return the local time as YYYY-MM-DD_HH:MM:SS."""
         return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
 
-    def _made_up(self) -> str:
+    def _default_message(self) -> str:
         if self.exitcode >= 0:
             return _ADVICE
         return f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
 
 
 class ChildFailedError(Exception):
-    """Children failed: by global rank, with the first of them as root cause.
+    """Children failed: `failures` by global rank, the earliest as root cause.
 
-    Raised by launches; `record` hands the first failure's error file on to its own parent.
+    Raised by launches; `record` copies the first failure's error file for its own parent.
     """
 
     def __init__(self, name: str, failures: dict[int, ProcessFailure]) -> None:
@@ -98,37 +98,37 @@ class ChildFailedError(Exception):
         super().__init__(self.format_msg())
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Return the global rank and the failure of who failed first."""
+        """Return the global rank and the failure of the child that failed first."""
         rank = min(self.failures, key=lambda rank: self.failures[rank].time_ns)
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """Return the report in torch's layout."""
         root_rank, _ = self.get_first_failure()
-        told = {
-            rank: _told(index, rank, failure)
+        described = {
+            rank: _described(index, rank, failure)
             for index, (rank, failure) in enumerate(self.failures.items())
         }
         title = f"{self.name} FAILED"
-        lines = [line for text in told.values() for line in text.split("\n")]
+        lines = [line for text in described.values() for line in text.split("\n")]
         width = min(_WIDTH_MAX, max(map(len, [title, *lines])))
         border, section = boarder_delim * width, section_delim * width
-        others = [text for rank, text in told.items() if rank != root_rank]
+        others = [text for rank, text in described.items() if rank != root_rank]
         return "\n".join(
             [
                 *("", border, title, section),
                 *("Failures:", *(others or ["  <NO_OTHER_FAILURES>"]), section),
-                *("Root Cause (first observed failure):", told[root_rank], border),
+                *("Root Cause (first observed failure):", described[root_rank], border),
             ]
         )
 
 
 def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Callable[P, R | None]:
-    """Wrap a main function so that its exception is kept for its parent; see elastane.record."""
+    """Wrap a main function so that its parent learns its exception; see elastane.record."""
     return job_record.record(fn, error_handler or get_error_handler())
 
 
-def _told(index: int, rank: int, failure: ProcessFailure) -> str:
+def _described(index: int, rank: int, failure: ProcessFailure) -> str:
     name = failure.signal_name()
     by = f" ({name})" if name != _NOT_AVAILABLE else ""
     return "\n".join(
@@ -139,12 +139,12 @@ def _told(index: int, rank: int, failure: ProcessFailure) -> str:
             f"  rank      : {rank} (local_rank: {failure.local_rank})",
             f"  exitcode  : {failure.exitcode} (pid: {failure.pid}) {by}",
             f"  error_file: {failure.error_file}",
-            f"  traceback : {_said(failure)}",
+            f"  traceback : {_traceback_text(failure)}",
         ]
     )
 
 
-def _said(failure: ProcessFailure) -> str:
+def _traceback_text(failure: ProcessFailure) -> str:
     if not isinstance(failure.message, dict):
         return str(failure.message)
     extra = failure.message.get("extraInfo", {})

@@ -1,6 +1,6 @@
-"""What `record` does with an exception, to be subclassed: the methods are torch's.
+"""The error handler of `record`, for subclassing: the methods are torch's.
 
-Owns nothing but the shape; the work is job.record's and the format runtime.errorfile's.
+`worker.record` does the work, and `process.errorfile` owns the format.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ class ErrorHandler(ErrorFileHandler):
     def override_error_code_in_rootcause_data(
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
     ) -> None:
-        """Put an exit code into what was read from `rootcause_error_file`, in place."""
+        """Set the exit code in the content of `rootcause_error_file`, in place."""
         rootcause_error.update(with_error_code(rootcause_error, error_code))

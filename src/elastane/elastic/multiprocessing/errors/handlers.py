@@ -1,4 +1,4 @@
-"""Which error handler `record` uses where none is given."""
+"""The default error handler of `record`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from elastane.elastic.multiprocessing.subprocess_handler.subprocess_handler impo
 __all__ = ["get_subprocess_handler"]
 
 
-def get_subprocess_handler(  # noqa: PLR0913, PLR0917 - the reference's signature
+def get_subprocess_handler(  # noqa: PLR0913, PLR0917 - torch's signature
     entrypoint: str,
     args: tuple[Any, ...],
     env: dict[str, str],

@@ -1,7 +1,7 @@
 """One child process that runs a command: its start, its files, its end.
 
-Owns a session of its own for the child, and that the child dies with this process where that can be
-had. Knows nothing of its siblings.
+Owns the session of the child, and ends the child with this process if the kernel can do that. It
+does not know its siblings.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["SubprocessHandler"]
 
 
 class SubprocessHandler:
-    """A child that is started by the constructor, as the reference's is; `proc` is its Popen.
+    """A child that the constructor starts, as in torch; `proc` is its Popen.
 
-    `stdout` and `stderr` are files that are written anew, the console where they are None or empty.
-    `env` is added to this process's own. Raises OSError where the command or a file cannot be had.
+    `stdout` and `stderr` are files that are truncated; None or "" is the console. `env` is added to
+    this process's own. Raises OSError if the command or a file cannot be opened.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the reference's signature
+    def __init__(  # noqa: PLR0913, PLR0917 - torch's signature
         self,
         entrypoint: str,
         args: tuple[Any, ...],
@@ -50,7 +50,7 @@ class SubprocessHandler:
         bind_child(self.proc.pid, local_rank_id, numa_options)
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send a signal (SIGTERM) to the child and all of its session that is left."""
+        """Send a signal (SIGTERM) to the child and to what remains of its session."""
         try:
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
         except ProcessLookupError:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class CyclingIterator(Iterator[T]):
-    """Goes through `generator_fn(epoch)` for each epoch from `start_epoch` to `n` - 1."""
+    """Iterates over `generator_fn(epoch)` for each epoch from `start_epoch` to `n` - 1."""
 
     def __init__(
         self, n: int, generator_fn: Callable[[int], Iterator[T]], start_epoch: int = 0

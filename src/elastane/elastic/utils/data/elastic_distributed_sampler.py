@@ -1,9 +1,9 @@
-"""A sampler that goes on in the middle of an epoch, in a world of any size.
+"""A sampler that resumes in the middle of an epoch, in a world of any size.
 
-Source: torch.distributed.elastic.utils.data. The order differs on purpose: the reference shuffles
-the indices from `start_index` on, so a job that goes on within an epoch sees some samples twice and
-others never. Here an epoch has one permutation of all indices, whatever `start_index` is, and what
-is dealt is its rest: after a restart at a position, each sample still comes once.
+Source: torch.distributed.elastic.utils.data. The order differs on purpose. torch shuffles the
+indices from `start_index` on, so a job that resumes within an epoch uses some samples twice and
+others never. Here an epoch has one permutation of all indices, whatever `start_index` is, and the
+rest of it is dealt. After a restart at a position, each sample is still used once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ElasticDistributedSampler(DistributedSampler[T]):
     """Deals an epoch from position `start_index` on to `num_replicas`, without overlap.
 
     The epoch (`set_epoch`) seeds the permutation, so the world may change between two positions of
-    one epoch. Where the rest does not divide, its first samples are dealt again at the end, as
-    DistributedSampler does. TypeError for a dataset without a length, ValueError for a position
-    beyond it.
+    one epoch. If the rest does not divide evenly, its first samples are repeated at the end, as in
+    DistributedSampler. TypeError for a dataset without a length, ValueError for a position beyond
+    it.
     """
 
     def __init__(
