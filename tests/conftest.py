@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -12,3 +13,7 @@ settings.load_profile("elastane")
 
 # Where a container sets it, workers print in pieces, and the pieces of several mix in one line.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# `nohup make test &` ignores these, and every process that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
