@@ -105,13 +105,13 @@ def test_a_file_that_is_gone_torn_or_empty_takes_nothing_away(tmp_path):
     keyring = Keyring(JOB, "one", str(path))
 
     async def scenario():
-        assert not await keyring.look()
+        assert not await keyring.reload()
         for spoil in (path.unlink, lambda: path.write_text(""), lambda: path.write_bytes(b"\xff")):
             spoil()
-            assert not await keyring.look()
+            assert not await keyring.reload()
             assert keyring.secrets() == (derive_secret(JOB, "one"),)
         path.write_text("two\none\n")
-        assert await keyring.look()
+        assert await keyring.reload()
         assert keyring.token == "two" and len(keyring.secrets()) == 2
 
     asyncio.run(scenario())
@@ -125,7 +125,7 @@ def test_a_secret_that_came_by_a_pipe_is_read_once(tmp_path):
 
     async def scenario():
         async with asyncio.timeout(5):
-            assert not await keyring.look()
+            assert not await keyring.reload()
 
     asyncio.run(scenario())
     assert keyring.token == "one"

@@ -31,7 +31,7 @@ from elastane.elastic.multiprocessing import DefaultLogsSpecs, Std
 from elastane.elastic.multiprocessing.errors import ChildFailedError, record
 from elastane.elastic.rendezvous import RendezvousTimeoutError, rendezvous_handler_registry
 from elastane.errors import ConfigurationError
-from elastane.functions.job import Ended
+from elastane.functions.job import EndedJob
 from elastane.observe.report import FinalReport, ReportedFailure
 
 theirs = importlib.import_module("torch.distributed.launcher.api")
@@ -163,7 +163,7 @@ def test_the_root_cause_is_the_coordinators_verdict_also_of_another_node():
         job="j", ok=False, exit_code=1, reason="r", root_cause=first, failures=[other, first]
     )
     with pytest.raises(ChildFailedError) as caught:
-        _called._raise("train", Ended(1, report))
+        _called._raise("train", EndedJob(1, report))
     rank, failure = caught.value.get_first_failure()
     assert (rank, failure.local_rank, failure.timestamp) == (5, 1, 9)
     assert failure.message["message"] == "KeyError: 'x'"

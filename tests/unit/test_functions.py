@@ -26,7 +26,7 @@ from elastane.errors import (
 from elastane.functions.failure import FunctionFailedError, error_of
 from elastane.functions.payload import FunctionCall, collect, name_of, pack
 from elastane.functions.relay import Relay
-from elastane.functions.signals import at_default, raised
+from elastane.functions.signals import raise_on, with_default_handler
 from elastane.observe.report import FinalReport, ReportedFailure
 from elastane.worker import call
 
@@ -258,8 +258,8 @@ def test_a_pipe_is_read_on_where_its_target_fails():
     os.write(mine, b"one")
     os.close(mine)
     relay = Relay(Broken())
-    assert relay.take(theirs)
-    assert not relay.take(theirs)
+    assert relay.forward(theirs)
+    assert not relay.forward(theirs)
     os.close(theirs)
 
 
@@ -269,9 +269,9 @@ def test_a_character_that_comes_in_two_parts_is_one():
     relay = Relay(target)
     for part in ("é".encode()[:1], "é".encode()[1:], "€".encode()[:2]):
         os.write(mine, part)
-        relay.take(theirs)
+        relay.forward(theirs)
     os.close(mine)
-    relay.take(theirs)
+    relay.forward(theirs)
     os.close(theirs)
     assert target.getvalue() == "é\N{REPLACEMENT CHARACTER}"
 
@@ -290,8 +290,8 @@ def test_signals_are_taken_for_a_while_and_given_back():
 
     before = signal.signal(signal.SIGUSR1, mine)
     try:
-        assert at_default(signal.SIGUSR1, signal.SIGUSR2) == (signal.SIGUSR2,)
-        with pytest.raises(KeyError), raised([signal.SIGUSR1], lambda one: KeyError(one.name)):
+        assert with_default_handler(signal.SIGUSR1, signal.SIGUSR2) == (signal.SIGUSR2,)
+        with pytest.raises(KeyError), raise_on([signal.SIGUSR1], lambda one: KeyError(one.name)):
             os.kill(os.getpid(), signal.SIGUSR1)
         assert signal.getsignal(signal.SIGUSR1) is mine
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastane.errors import UsageError
-from elastane.functions.wish import RequestedOptions, as_text, named, read_wish
+from elastane.functions.wish import RequestedOptions, as_text, read_request, with_defaults
 from elastane.options.options import TABLE
 from elastane.options.parser import parse
 
@@ -137,8 +137,8 @@ def test_without_ambience_only_what_is_said_counts(tmp_path):
 
 def test_the_agent_reads_the_wish_that_the_caller_wrote(tmp_path):
     wish = RequestedOptions({"nnodes": "2"}, "m", ("a", "b"), ambient=False)
-    (tmp_path / "wish.json").write_bytes(wish.to_json())
-    assert read_wish(tmp_path) == wish
+    (tmp_path / "request.json").write_bytes(wish.to_json())
+    assert read_request(tmp_path) == wish
 
 
 # Names of jobs
@@ -146,7 +146,7 @@ def test_the_agent_reads_the_wish_that_the_caller_wrote(tmp_path):
 
 def job(function="train", environ=None, **options):
     wish = RequestedOptions(as_text(options), "m")
-    return named(wish, function, environ or {}).options(environ or {})
+    return with_defaults(wish, function, environ or {}).options(environ or {})
 
 
 def test_a_job_of_one_node_has_a_name_of_its_own_each_time():

@@ -35,7 +35,7 @@ def test_while_the_secret_changes_a_keeper_has_one_for_each(tmp_path):
     path.write_text("newer-secret\nolder-secret\n")
     path.chmod(0o600)
     ring = Keyring("job", "older-secret", str(path))
-    assert asyncio.run(ring.look())
+    assert asyncio.run(ring.reload())
     newer, older = told(ring).secrets
     assert newer in told(Keyring("job", "newer-secret")).secrets
     assert older in told(Keyring("job", "older-secret")).secrets

@@ -5,7 +5,7 @@ from elastane.cli._status_view import (
     duration,
     ended_lines,
     report_lines,
-    trouble_lines,
+    unreachable_lines,
 )
 from elastane.errors import MembershipError
 from elastane.observe.records import LoggedEvent
@@ -112,7 +112,7 @@ def test_a_job_that_was_cut_off_is_not_said_to_have_ended():
 
 def test_a_coordinator_that_does_not_answer_is_named_beside_the_agents_that_live():
     error = MembershipError("nobody listens at h:1", slug="x", next_step="start it")
-    text = "\n".join(trouble_lines("j", error, ["a (pid 7)"], [event("coordinator-away")]))
+    text = "\n".join(unreachable_lines("j", error, ["a (pid 7)"], [event("coordinator-away")]))
     for part in ("does not answer", "nobody listens at h:1", "start it", "a (pid 7)", "away"):
         assert part in text
 

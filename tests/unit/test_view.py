@@ -208,9 +208,9 @@ def test_acts_come_in_order_by_progress_and_not_before_training_went_on():
     assert next_act(STORY, due, [], 4) == kill_worker
     done = [DemoDone(act="kill-worker", time_s=200.5, what="")]
     assert next_act(STORY, due, done, 4) is None  # still the same process: it has not recovered
-    again = [point(200 + i, pid=2, at=201.0 + i) for i in range(STORY.settled_steps - 1)]
+    again = [point(200 + i, pid=2, at=201.0 + i) for i in range(STORY.steady_steps - 1)]
     assert next_act(STORY, due[:200] + again, done, 4) is None
-    settled_ = [point(240 + i, pid=2, at=201.0 + i) for i in range(STORY.settled_steps)]
+    settled_ = [point(240 + i, pid=2, at=201.0 + i) for i in range(STORY.steady_steps)]
     assert next_act(STORY, due[:200] + settled_, done, 4) == kill_node
 
 
@@ -219,7 +219,7 @@ def test_no_act_comes_before_all_workers_are_back():
     done = [DemoDone(act="kill-worker", time_s=200.5, what="")]
     fewer = [point(200 + i, round=2, at=201.0 + i, world_size=3) for i in range(50)]
     assert next_act(STORY, due + fewer, done, 4) is None
-    all_back = [point(250 + i, round=3, at=251.0 + i) for i in range(STORY.settled_steps)]
+    all_back = [point(250 + i, round=3, at=251.0 + i) for i in range(STORY.steady_steps)]
     assert next_act(STORY, due + fewer + all_back, done, 4) == STORY.acts[1]
 
 

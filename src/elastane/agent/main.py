@@ -96,7 +96,7 @@ class _Agent:
         if keys is not None:
             token = await first_contact(keys, token, config.spec.timing.join_timeout_s)
         keyring = Keyring(config.spec.job, token, config.rendezvous.token_file)
-        await keyring.look()
+        await keyring.reload()
         access = rpc.Access(config.spec.job, keyring.secrets()[0], _tls(config), keyring.secrets)
         if config.supervision.replicas:
             from elastane.agent.neighbours import replica_peers

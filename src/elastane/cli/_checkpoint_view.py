@@ -1,4 +1,4 @@
-"""What `elastane checkpoint` shows, as text and as JSON; and its bar, while a file is read."""
+"""What `elastane checkpoint` prints, as text and as JSON, and its progress bar."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _COLUMNS = ("step", "written", "size", "world", "era.round.attempt", "why", "fol
 
 
 def entry(found: FoundCheckpoint) -> dict[str, Any]:
-    """Return what JSON says of a checkpoint."""
+    """Return the JSON fields of a checkpoint."""
     key, manifest = found.key, found.manifest
-    said = {
+    fields = {
         "folder": found.folder,
         "step": key.step,
         "era": key.era,
@@ -31,7 +31,7 @@ def entry(found: FoundCheckpoint) -> dict[str, Any]:
     }
     if manifest is not None:
         about = manifest.about
-        said |= {
+        fields |= {
             "bytes": manifest.size_bytes,
             "job": about.job,
             "world": about.world,
@@ -39,11 +39,11 @@ def entry(found: FoundCheckpoint) -> dict[str, Any]:
             "why": about.reason,
             "versions": about.versions,
         }
-    return said
+    return fields
 
 
 def judged(found: FoundCheckpoint, reason: str, took_s: float) -> dict[str, Any]:
-    """Return what JSON says of a checkpoint that was read."""
+    """Return the JSON fields of a checkpoint that was read."""
     return entry(found) | {"reason": reason, "valid": not reason, "seconds": round(took_s, 3)}
 
 
@@ -57,7 +57,7 @@ def files(found: FoundCheckpoint) -> list[dict[str, Any]]:
 
 
 def none_at(where: str) -> str:
-    """Return what is said of a place without checkpoints; a folder may have been misspelt."""
+    """Return the text for a place without checkpoints; a folder may have been misspelt."""
     is_there = "://" in where or Path(where).is_dir()
     return f"no checkpoints at {where}" + ("" if is_there else ": there is no such folder")
 
@@ -65,7 +65,7 @@ def none_at(where: str) -> str:
 def listing(
     where: str, published: Sequence[FoundCheckpoint], unfinished: Sequence[str]
 ) -> list[str]:
-    """Return the table of a place."""
+    """Return the table of the checkpoints at a place."""
     if not published and not unfinished:
         return [none_at(where)]
     lines = _table([_COLUMNS, *map(_row, published)]) if published else []
@@ -73,18 +73,18 @@ def listing(
     return lines + [f"{name}: a save that goes on, or did not end" for name in unfinished]
 
 
-def verdict(said: dict[str, Any]) -> str:
-    """Return the line of a checkpoint that was read."""
-    if said["reason"]:
-        word = "not for this elastane" if said["newer"] else "NOT VALID"
-        return f"{said['folder']}: {word}: {said['reason']}"
-    took_s = max(said["seconds"], 0.001)
-    pace = size(said["bytes"] / took_s)
-    return f"{said['folder']}: valid, {size(said['bytes'])} in {took_s:.2f} s ({pace}/s)"
+def verdict(fields: dict[str, Any]) -> str:
+    """Return the line for a checkpoint that was read."""
+    if fields["reason"]:
+        word = "not for this elastane" if fields["newer"] else "NOT VALID"
+        return f"{fields['folder']}: {word}: {fields['reason']}"
+    took_s = max(fields["seconds"], 0.001)
+    pace = size(fields["bytes"] / took_s)
+    return f"{fields['folder']}: valid, {size(fields['bytes'])} in {took_s:.2f} s ({pace}/s)"
 
 
 def details(found: FoundCheckpoint) -> list[str]:
-    """Return all that a manifest says, but for digests."""
+    """Return everything in a manifest except the digests."""
     lines = [found.folder]
     if found.reason:
         lines.append(f"  not valid  {found.reason}")
@@ -106,7 +106,7 @@ def details(found: FoundCheckpoint) -> list[str]:
 
 
 def pruned(where: str, removed: Sequence[Removal], *, dry_run: bool) -> list[str]:
-    """Return what was removed, a line each."""
+    """Return one line for each removed folder."""
     word = "would be removed" if dry_run else "removed"
     lines = [f"{one.folder}: {word}: {one.why}" for one in removed]
     return lines or [f"nothing to remove at {where}"]
@@ -115,7 +115,7 @@ def pruned(where: str, removed: Sequence[Removal], *, dry_run: bool) -> list[str
 def exported(
     found: FoundCheckpoint, path: str, size_bytes: int, left_out: Sequence[str]
 ) -> list[str]:
-    """Return what was written, and what the format had no place for."""
+    """Return the lines about the exported file, and what the format could not hold."""
     lines = [f"{path}: step {found.key.step}, {size(size_bytes)}"]
     if left_out:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
@@ -133,7 +133,7 @@ def size(count: float) -> str:
 
 @contextlib.contextmanager
 def progress(found: FoundCheckpoint) -> Iterator[Progress | None]:
-    """Show a bar on a terminal's standard error while a checkpoint is read; else nothing."""
+    """Show a bar on a terminal's standard error while a checkpoint is read."""
     if not sys.stderr.isatty() or found.manifest is None:
         yield None
         return

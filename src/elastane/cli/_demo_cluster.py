@@ -1,7 +1,7 @@
 """The demo's nodes: real agents of `elastane run` on this machine, in one folder, on one port.
 
-Owns the processes and ends them all, however the demo ends: it adopts whatever loses its parent,
-and the agents die with it should it be killed itself. It stays single-threaded for that.
+Owns the processes and ends them all, however the demo ends: it adopts their orphans, and the agents
+die with it if it is killed. For that it must stay single-threaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Self
 from elastane.process.kernel import become_subreaper, die_with_parent
 
 WORKERS_PER_NODE = 2
-# Processes that got SIGKILL are gone within milliseconds; a disk that hangs may hold one longer.
+# Processes that got SIGKILL end within milliseconds; a disk that hangs may hold one longer.
 END_TIMEOUT_S = 5.0
 POLL_S = 0.01
 
@@ -36,8 +36,8 @@ class Agent:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def last_words(self, lines: int = 30) -> str:
-        """Return the end of what the agent and its workers said."""
+    def log_end(self, lines: int = 30) -> str:
+        """Return the last lines of the output of the agent and its workers."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
@@ -77,7 +77,7 @@ class DemoCluster:
         return agent
 
     def start_undisturbed(self, script: Sequence[str]) -> Agent:
-        """Start a job by itself, which nothing is done to."""
+        """Start a separate job that the demo leaves alone."""
         words = ["--standalone", "--nproc-per-node", str(WORKERS_PER_NODE)]
         words += ["--log-dir", str(self.log_dir)]
         command = [sys.executable, "-m", "elastane", "run", *words, *script]
@@ -113,7 +113,7 @@ class DemoCluster:
         return [sys.executable, "-m", "elastane", "run", *words, *self._script]
 
     def failed(self) -> Agent | None:
-        """Return an agent that ended as it should not have, and was not killed by the demo."""
+        """Return an agent that ended with an error, although the demo did not kill it."""
         return next((agent for agent in self.agents if agent.process.poll() not in (None, 0)), None)
 
     def all_done(self) -> bool:
@@ -121,13 +121,13 @@ class DemoCluster:
         return all(agent.process.poll() == 0 for agent in self.agents)
 
     def kill_agent(self, agent: Agent) -> None:
-        """SIGKILL to the agent alone: its workers are its own responsibility."""
+        """Send SIGKILL to the agent only: ending its workers is the product's task."""
         self.agents.remove(agent)
         agent.process.kill()
         agent.process.wait()
 
     def dismiss(self, agent: Agent) -> None:
-        """SIGTERM to the agent, as a preemption does; from now on it may end as it likes."""
+        """Send SIGTERM to the agent, as a preemption does; any exit code is fine after that."""
         self.agents.remove(agent)
         agent.process.terminate()
 
@@ -137,7 +137,7 @@ class DemoCluster:
 
 
 def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
-    """Wait until none of the processes runs any more; return those that still do."""
+    """Wait until no process runs any more; return those that still do."""
     deadline = time.monotonic() + timeout_s
     while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""What the demo says at its end, in words and as JSON."""
+"""The result of the demo, in words and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastane.cli._demo_told import WorkerEnd
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the workers ended, beside those of a run that nothing was done to."""
+    """How the workers ended, beside those of an undisturbed run."""
 
     seed: int
     here: Sequence[WorkerEnd]
@@ -21,7 +21,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether all ended after the same step, with the same weights."""
+        """Whether all workers ended after the same step with the same weights."""
         ends = {(ending.steps, ending.weights) for ending in (*self.here, *self.undisturbed)}
         return bool(self.here) and bool(self.undisturbed) and len(ends) == 1
 
@@ -45,7 +45,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The outcome of a demo that ran to its end. `kept` is the folder that stays, or empty."""
+    """The outcome of a demo that ran to its end; `kept` is the folder to keep, or empty."""
 
     example: Example
     learned: float
@@ -57,7 +57,7 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the training is as good as an undisturbed one, and equal where that is shown."""
+        """Whether the training reached its promise, and equals the undisturbed run if compared."""
         equal = self.comparison is None or self.comparison.ok
         return self.example.is_reached(self.learned) and equal
 

@@ -1,4 +1,4 @@
-"""The running demo: what is read from the job, what is done to it, and what each act cost."""
+"""The running demo: reads the job's progress, performs the acts, and computes their costs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from elastane.observe.dashboard.view import (
 )
 from elastane.observe.events import EventReader
 
-# Workers get SIGKILL from the kernel at the death of their agent: this only covers a busy machine.
+# The kernel sends workers SIGKILL at the death of their agent; this covers a busy machine.
 ORPHANS_GONE_S = 3.0
 POLL_S = 0.02
 
 
 class Show:
-    """Follows the job through its event log and the script's progress file, and harms it."""
+    """Follows the job through its event log and the script's progress file, and disturbs it."""
 
     def __init__(self, cluster: DemoCluster, plan: DemoPlan) -> None:
         self.view = JobView()
@@ -62,14 +62,14 @@ class Show:
             self._start_second()
             workers = WORKERS_PER_NODE * len(self.cluster.agents)
             if planned := next_act(self._plan, self.points, self.done, workers):
-                self._carry_out(planned)
+                self._perform(planned)
             show(self.view)
             time.sleep(POLL_S)
         self._read()
         show(self.view)
 
     def costs(self) -> list[Cost]:
-        """Return what each act cost; every one that was due must have come."""
+        """Return the cost of each act; a missing act is an error."""
         costs = [cost for done in self.done if (cost := cost_of(self.points, done))]
         if len(costs) < len(self._plan.acts):
             missing = self._plan.acts[len(costs)].act
@@ -82,7 +82,7 @@ class Show:
         return costs
 
     def learned(self) -> float:
-        """Return what the training says at its end that it has learned."""
+        """Return the training's final result."""
         if self.view.learned is None:
             raise WorkerFailedError(
                 "demo: the training ended and did not say what it has learned",
@@ -92,7 +92,7 @@ class Show:
         return self.view.learned
 
     def wait_done(self, agent: Agent, timeout_s: float) -> None:
-        """Wait for the end of a job that nothing is done to."""
+        """Wait for the end of the undisturbed job."""
         try:
             code = agent.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -102,7 +102,7 @@ class Show:
             raise WorkerFailedError(
                 f"demo: the undisturbed run {ended}",
                 slug="demo-failed",
-                where=f"{agent.log}, which ends with:\n{agent.last_words()}",
+                where=f"{agent.log}, which ends with:\n{agent.log_end()}",
             )
 
     def _read(self) -> None:
@@ -117,25 +117,25 @@ class Show:
             raise WorkerFailedError(
                 f"demo: the agent of {agent.name} ended with {agent.process.returncode}",
                 slug="demo-failed",
-                where=f"{agent.log}, which ends with:\n{agent.last_words()}",
+                where=f"{agent.log}, which ends with:\n{agent.log_end()}",
                 expected="it to train until the job is done",
             )
         if time.monotonic() > deadline_s:
-            words = "\n".join(f"{a.name}:\n{a.last_words(5)}" for a in self.cluster.agents)
+            words = "\n".join(f"{a.name}:\n{a.log_end(5)}" for a in self.cluster.agents)
             raise WorkerFailedError(
                 f"demo: not done within {timeout_s:g} s, at step {self.view.step}",
                 slug="demo-failed",
-                where=f"{self.cluster.folder}; the agents' last words:\n{words}",
+                where=f"{self.cluster.folder}; the ends of the agents' logs:\n{words}",
                 next_step="elastane demo --timeout 900",
             )
 
     def _start_second(self) -> None:
-        """Start node-b once node-a coordinates: the node that is killed is to be the other one."""
+        """Start node-b once node-a coordinates: the node to kill must not coordinate."""
         alone = len(self.cluster.agents) == 1 and not self.points
         if alone and any(node.coordinates for node in self.view.nodes):
             self.cluster.start(self.cluster.next_name())
 
-    def _carry_out(self, planned: PlannedAct) -> None:
+    def _perform(self, planned: PlannedAct) -> None:
         time.sleep(planned.jitter_s)
         agents = self.cluster.agents
         agent = agents[int(planned.pick * len(agents))]
@@ -176,7 +176,7 @@ class Show:
                 where=f"node {agent.name}",
                 expected="no worker without an agent",
             )
-        self._say(agent.name, f"its {len(pids)} workers are gone with it")
+        self._log(agent.name, f"its {len(pids)} workers are gone with it")
 
     def _pids(self, agent: Agent) -> list[int]:
         node = self.view.node(agent.name)
@@ -189,8 +189,8 @@ class Show:
         return [worker.pid for worker in node.workers]
 
     def _act(self, act: Act, node: str, what: str) -> None:
-        self._say(node, what)
+        self._log(node, what)
         self.done.append(DemoDone(act=act, time_s=time.time(), what=f"{node}: {what}"))
 
-    def _say(self, node: str, what: str) -> None:
+    def _log(self, node: str, what: str) -> None:
         self.view = after_act(self.view, time.time(), node, what)

@@ -1,7 +1,7 @@
 """What happens in the demo, when, and what it cost: pure functions of the training's progress.
 
 Nothing here knows a process or a clock. An act is due when training is far enough, and when all
-workers have gone on for a while since the act before, so that each recovery is seen whole.
+workers have trained for a while since the previous act, so that each recovery is seen whole.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ TITLES: dict[Act, str] = {
     "leave": "node left",
     "add-node": "node arrived",
 }
-# After the last act much is left: a newcomer imports torch first, which takes seconds on a busy
-# machine.
+# Much training remains after the last act: a new node imports torch first, which takes seconds on a
+# busy machine.
 CHAOS_FIRST, CHAOS_LAST = 0.05, 0.6
-# Chaos acts within a step too: training reports whole steps only.
+# Chaos also acts within a step, while training reports whole steps only.
 JITTER_S = 0.05
 
 
 class PlannedAct(msgspec.Struct, frozen=True, kw_only=True):
-    """An act that is to come once a fraction `at` of all steps is done, and `jitter_s` later.
+    """An act that is due once a fraction `at` of all steps is done, and `jitter_s` later.
 
-    `pick`, in [0, 1), chooses among those whom it can hit; 0.99 is the last of them.
+    `pick`, in [0, 1), chooses among its possible targets; 0.99 is the last of them.
     """
 
     act: Act
@@ -42,25 +42,26 @@ class PlannedAct(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The acts in their order, and how many steps all workers go on before the next."""
+    """The acts in their order, and how many steps all workers train between two of them."""
 
     acts: tuple[PlannedAct, ...]
-    settled_steps: int
+    steady_steps: int
 
 
-# One checkpoint at least lies between two acts, for the script that restarts.
+# At least one checkpoint lies between two acts, for the script that restarts.
 STORY = DemoPlan(
     acts=(
         PlannedAct(act="kill-worker", at=0.15),
-        PlannedAct(act="kill-node", at=0.31),  # not at a checkpoint: something is to be redone
+        # not at a checkpoint, so that some steps must be redone
+        PlannedAct(act="kill-node", at=0.31),
         PlannedAct(act="add-node", at=0.42),
     ),
-    settled_steps=30,
+    steady_steps=30,
 )
 
 
 def chaos(seed: int, rounds: int) -> DemoPlan:
-    """Return a plan from a seed: in each round a node goes and one comes, and a worker is lost."""
+    """Return a plan from a seed: each round loses a node, adds a node, and loses a worker."""
     rng = random.Random(seed)
     acts: list[Act] = []
     nodes: list[Act] = ["kill-node", "leave"]
@@ -76,11 +77,11 @@ def chaos(seed: int, rounds: int) -> DemoPlan:
         PlannedAct(act=act, at=at, pick=rng.random(), jitter_s=rng.random() * JITTER_S)
         for act, at in zip(acts, places, strict=True)
     )
-    return DemoPlan(acts=tuple(planned), settled_steps=5)
+    return DemoPlan(acts=tuple(planned), steady_steps=5)
 
 
 class DemoDone(msgspec.Struct, frozen=True, kw_only=True):
-    """An act that was carried out, at a time of the clock that the progress is written by."""
+    """An act that was performed, at a time of the clock used for progress."""
 
     act: Act
     time_s: float
@@ -90,8 +91,8 @@ class DemoDone(msgspec.Struct, frozen=True, kw_only=True):
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What an act cost the training.
 
-    `recovery_s` is from the act to the first step of the next world; `interrupted_s` is from
-    the last step before it to that one, which for an arrival is all that training notices.
+    `recovery_s` is from the act to the first step of the next world. `interrupted_s` is from the
+    last step before the act to that step: for an arrival, training notices only this.
     """
 
     act: Act
@@ -105,7 +106,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 def next_act(
     plan: DemoPlan, points: Sequence[StepProgress], done: Sequence[DemoDone], workers: int
 ) -> PlannedAct | None:
-    """Return the act that is due now, or None. `workers`: how many there are to be by now."""
+    """Return the act that is due now, or None; `workers`: how many should run by now."""
     if len(done) == len(plan.acts) or not points:
         return None
     if done and not _is_over(plan, points, done[-1], workers):
@@ -116,7 +117,7 @@ def next_act(
 
 
 def cost_of(points: Sequence[StepProgress], done: DemoDone) -> Cost | None:
-    """Return what an act cost, or None while the training has not come back from it."""
+    """Return what an act cost, or None while the training has not recovered from it."""
     steps = [point for point in points if point.loss is not None]
     split = _first_after(steps, done)
     if split is None:
@@ -127,21 +128,21 @@ def cost_of(points: Sequence[StepProgress], done: DemoDone) -> Cost | None:
         what=done.what,
         recovery_s=first.time - done.time_s,
         interrupted_s=first.time - last.time,
-        # A rank 0 that died may have taken the line of its last step along.
+        # A killed rank 0 may have lost the line of its last step.
         redone_steps=max(0, last.step - first.step + 1),
         world_size=first.world_size,
     )
 
 
 def _is_over(plan: DemoPlan, points: Sequence[StepProgress], done: DemoDone, workers: int) -> bool:
-    """Whether training came back from an act, with all workers, and has gone on for a while."""
+    """Whether training recovered from an act with all workers, and continued for a while."""
     world, size = _world(points[-1]), points[-1].world_size
     if size != workers or cost_of(points, done) is None:
         return False
     since = [
         p for p in points if _world(p) == world and p.time > done.time_s and p.loss is not None
     ]
-    return len(since) >= plan.settled_steps
+    return len(since) >= plan.steady_steps
 
 
 def _first_after(steps: Sequence[StepProgress], done: DemoDone) -> int | None:
@@ -154,5 +155,5 @@ def _first_after(steps: Sequence[StepProgress], done: DemoDone) -> int | None:
 
 
 def _world(point: StepProgress) -> tuple[int, int]:
-    """What tells one world from the next: rank 0's process, or the round that it says it is in."""
+    """What tells two worlds apart: rank 0's process, or the round that it reports."""
     return point.pid, point.round

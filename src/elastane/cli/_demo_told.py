@@ -1,4 +1,4 @@
-"""What the demo's training script tells: a line for each step, and how each worker ended."""
+"""What the demo's training script writes: a line for each step, and how each worker ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProgressReader:
         self._offset = 0
 
     def poll(self) -> list[StepProgress]:
-        """Return what is new; a file that is not there yet is empty."""
+        """Return the new lines; a missing file is empty."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -40,7 +40,7 @@ class ProgressReader:
 
 
 def endings(folder: Path) -> list[WorkerEnd]:
-    """Return how the workers ended that wrote into a folder; a line of something else is none."""
+    """Return how the workers ended that wrote into a folder; other lines are ignored."""
     try:
         lines = (folder / "final.jsonl").read_bytes().splitlines()
     except FileNotFoundError:

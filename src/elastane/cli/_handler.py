@@ -1,10 +1,11 @@
-"""`elastane run --rdzv-backend NAME` where the name is a handler's that somebody else wrote.
+"""`elastane run --rdzv-backend NAME` for a rendezvous handler of another package.
 
 Owns the way from the launcher's options to LocalElasticAgent, and how that ends: exit code, box,
-report. Such a handler runs in this process, with torch, and decides by itself who is in the world;
-what it cannot tell (a departure, a failure elsewhere) is not known here either. How it fails:
-UsageError for a name that nobody offers, ConfigurationError for a handler that cannot be loaded.
-Nothing of elastane.elastic, nor torch, is imported before it is known that there is one.
+report. Such a handler runs in this process, with torch, and decides alone which nodes are in the
+world. Departures and failures elsewhere are visible here only as far as it reports them.
+
+How it fails: UsageError for an unknown name, ConfigurationError for a handler that cannot be
+loaded. Neither elastane.elastic nor torch is imported before such a handler was found.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastane.agent.ending import show
 from elastane.errors import ConfigurationError, ExitCode, UsageError
-from elastane.observe import logging as say
+from elastane.observe import logging as console
 from elastane.observe.report import report_of, write_launcher_error, write_report
 from elastane.options.backend import is_builtin, names
 from elastane.options.build import read_nnodes, read_nproc
@@ -41,11 +42,11 @@ _log = logging.getLogger(__name__)
 
 
 def is_wanted(options: Options) -> bool:
-    """Return whether the backend is a handler of others; UsageError where nobody offers it."""
+    """Return whether the backend is a handler of another package; UsageError if unknown."""
     name = options.text("rdzv_backend")
     if is_builtin(name) or options.flag("standalone"):
         return False
-    offered = _offered()
+    offered = _offered_names()
     if name in offered:
         return True
     known = [*names(), *sorted(offered)]
@@ -60,13 +61,13 @@ def is_wanted(options: Options) -> bool:
 
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
-    """Launch, tell how it ended, and return the exit code."""
+    """Launch, report how it ended, and return the exit code."""
     from elastane.elastic.launcher._verdict import outcome_of
     from elastane.elastic.launcher.api import launch_agent
     from elastane.elastic.multiprocessing import SignalException
     from elastane.elastic.multiprocessing.errors import ChildFailedError
 
-    say.setup(socket.gethostname(), environ.get("LOGLEVEL", ""))
+    console.setup(socket.gethostname(), environ.get("LOGLEVEL", ""))
     argv = argv_of(options, environ)
     try:
         config = config_of(options, environ)
@@ -80,12 +81,12 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
         )
     except Exception as error:
         outcome = _outcome_of_handler(error)
-    _tell_end(options, environ, outcome)
+    _report_end(options, environ, outcome)
     return outcome.exit_code
 
 
 def _outcome_of_handler(error: Exception) -> Outcome:
-    """Return the end that a rendezvous' own error means; what is none of those is raised again."""
+    """Return the outcome for an error of the rendezvous; raise any other error again."""
     from elastane.elastic.launcher._verdict import exit_code_of
 
     code = exit_code_of(error)
@@ -94,7 +95,7 @@ def _outcome_of_handler(error: Exception) -> Outcome:
     return Outcome(ok=False, reason=f"{type(error).__name__}: {error}", exit_code=code)
 
 
-def _tell_end(options: Options, environ: Mapping[str, str], outcome: Outcome) -> None:
+def _report_end(options: Options, environ: Mapping[str, str], outcome: Outcome) -> None:
     path, own = options.text("report_file"), environ.get("TORCHELASTIC_ERROR_FILE", "")
     report = report_of(options.text("rdzv_id"), outcome, outcome.exit_code, options.text("log_dir"))
     try:
@@ -103,13 +104,13 @@ def _tell_end(options: Options, environ: Mapping[str, str], outcome: Outcome) ->
         if own and not outcome.ok:
             write_launcher_error(own, report)
     except OSError as error:
-        _log.warning("how the job ended is not on file: %s", error)
+        _log.warning("the report of how the job ended was not written: %s", error)
     if not outcome.ok:
         show(outcome, options.text("log_dir"))
 
 
 def argv_of(options: Options, environ: Mapping[str, str]) -> list[str]:
-    """Return the words of a worker's command."""
+    """Return the command of a worker."""
     command = read_command(options, environ)
     words = [command.target, *command.args]
     if command.kind == "exec":
@@ -152,12 +153,12 @@ def config_of(options: Options, environ: Mapping[str, str]) -> LaunchConfig:
 
 
 def _check_handler(name: str) -> None:
-    """Load the plug-in, so that what is wrong with it is said before anything else happens."""
+    """Load the plug-in first, so that its error is reported before anything else happens."""
     found: dict[str, EntryPoint] = {one.name: one for one in entry_points(group=_GROUP)}
     if name not in found:
         return
-    # A plug-in of torch's kind imports torch's registry, which loads all plug-ins and would warn
-    # of this one, which is only half there.
+    # A plug-in for torch imports torch's registry. That registry loads all plug-ins and would warn
+    # about this one, which is only half loaded.
     registry_log = logging.getLogger(_TORCHS_REGISTRY)
     registry_log.disabled = True
     try:
@@ -183,7 +184,7 @@ def _numa(mode: str) -> Any | None:
 
 
 def _logs(options: Options, environ: Mapping[str, str], count: int) -> LogsSpecs:
-    """Return where output goes, by the class of --logs-specs where there is one."""
+    """Return where output goes, decided by the class of --logs-specs if given."""
     from elastane.elastic.multiprocessing import DefaultLogsSpecs, Std
     from elastane.options.logspecs import load_logs_specs
 
@@ -191,7 +192,7 @@ def _logs(options: Options, environ: Mapping[str, str], count: int) -> LogsSpecs
     kind: Any = DefaultLogsSpecs
     name = options.text("logs_specs")
     if name:
-        load_logs_specs(name, options, count)  # For what it says of a class that will not do.
+        load_logs_specs(name, options, count)  # Raises the error for an unusable class.
         kind = entry_points(group=_LOGS_GROUP)[name].load()
     specs: LogsSpecs = kind(
         log_dir=plan.base_dir if options.text("log_dir") else None,
@@ -203,13 +204,13 @@ def _logs(options: Options, environ: Mapping[str, str], count: int) -> LogsSpecs
 
 
 def _pairs(text: str) -> dict[str, Any]:
-    """Return KEY=VALUE,... as the handler's own reader wants it: as text."""
+    """Return KEY=VALUE,... as the handler's own reader expects it: as text."""
     pairs = (part.partition("=") for part in text.split(",") if part.strip())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _offered() -> set[str]:
-    """Return the names that installed packages, or this process, offer besides ours."""
+def _offered_names() -> set[str]:
+    """Return the names that installed packages, or this process, offer besides elastane's."""
     offered = {entry.name for entry in entry_points(group=_GROUP)}
     registry: Any = sys.modules.get(_REGISTRY)
     if registry is not None:

@@ -1,4 +1,4 @@
-"""The options of `elastane kubernetes render`, and the ElasticJob that they say."""
+"""The options of `elastane kubernetes render`, and the ElasticJob that they describe."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the ElasticJob; UsageError for what cannot be one."""
+    """Return the ElasticJob; UsageError if the options describe none."""
     from elastane.kubernetes.manifests import JobWish, job
 
     made = job(
@@ -73,7 +73,7 @@ def job_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _checked(made: dict[str, Any]) -> dict[str, Any]:
-    """Return a job that the operator would take; what it would refuse is refused here."""
+    """Return the job if the operator would accept it; otherwise raise the operator's reason."""
     import msgspec
 
     from elastane.kubernetes.model import ElasticJob

@@ -1,7 +1,7 @@
 """What `elastane kubernetes status` shows: one ElasticJob in depth, for a person.
 
-`look` asks the API server, four requests; `lines` and `as_json` are pure. How it fails: ApiError,
-ConfigurationError where no server is found, UsageError where there is no such job.
+`look` asks the API server with four requests; `lines` and `as_json` are pure. How it fails:
+ApiError, ConfigurationError if no server is found, UsageError if there is no such job.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LABEL_CHARS = 15
 
 
 class EventSeen(msgspec.Struct, rename="camel"):
-    """An Event, as far as it is shown."""
+    """The fields of a Kubernetes Event that are shown."""
 
     type: str = ""
     reason: str = ""
@@ -47,12 +47,12 @@ class EventSeen(msgspec.Struct, rename="camel"):
 
     @property
     def at(self) -> str:
-        """When it came last."""
+        """When it occurred last."""
         return self.last_timestamp or self.event_time or ""
 
 
 class FoundObjects(msgspec.Struct):
-    """A job, its pods and what was told of it."""
+    """A job, its pods and its events."""
 
     job: ElasticJob
     status: JobStatus
@@ -61,7 +61,7 @@ class FoundObjects(msgspec.Struct):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the job has ended badly."""
+        """Whether the job ended with a failure."""
         return self.status.is_("Failed")
 
 
@@ -84,7 +84,7 @@ async def look(access: ClusterAccess, name: str) -> FoundObjects:
 
 
 async def _events(api: Api, namespace: str, job: ElasticJob) -> list[EventSeen]:
-    """Return what was told of the job; nothing where that may not be read."""
+    """Return the job's events; empty if they may not be read."""
     chosen = Selector(fields=f"involvedObject.uid={job.metadata.uid}")
     try:
         page = await api.list(EVENTS, namespace, EventSeen, chosen)
@@ -95,7 +95,7 @@ async def _events(api: Api, namespace: str, job: ElasticJob) -> list[EventSeen]:
 
 def as_json(found: FoundObjects) -> str:
     """Return everything that is known."""
-    told = {
+    shown = {
         "job": found.job.metadata.name,
         "namespace": found.job.metadata.namespace,
         "spec": found.job.spec,
@@ -103,7 +103,7 @@ def as_json(found: FoundObjects) -> str:
         "pods": found.pods,
         "events": found.events,
     }
-    return msgspec.json.format(msgspec.json.encode(told)).decode()
+    return msgspec.json.format(msgspec.json.encode(shown)).decode()
 
 
 def lines(found: FoundObjects) -> list[str]:
@@ -213,12 +213,12 @@ def _last_exit(worker: ContainerStatus | None) -> str:
 
 
 def _event_lines(events: Sequence[EventSeen]) -> list[str]:
-    told = [f"  {'events':<{_LABEL_CHARS}}"]
+    shown = [f"  {'events':<{_LABEL_CHARS}}"]
     for event in events[-EVENTS_SHOWN_MAX:]:
         times = f" ({event.count} times)" if (event.count or 1) > 1 else ""
         sign = "!" if event.type == "Warning" else " "
-        told.append(f" {sign}{event.at[:19]}Z {event.reason}: {event.message}{times}")
-    return told
+        shown.append(f" {sign}{event.at[:19]}Z {event.reason}: {event.message}{times}")
+    return shown
 
 
 def _ago(stamp: str | None) -> str:

@@ -1,5 +1,6 @@
-"""What `elastane status` shows, as text: one screen for a job that runs, a few lines for one that
-ended. Pure: from a report or events to lines.
+"""What `elastane status` shows, as text: a screen for a running job, a few lines for an ended one.
+
+Pure: from a report or events to lines.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from elastane.observe.records import LoggedEvent
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import NodeStatus, Report
 
-# More nodes than fit on a screen are counted, not listed; those in trouble are listed first.
+# More nodes than fit on a screen are counted, not listed; those without a rank come first.
 NODES_SHOWN_MAX = 40
 EVENTS_SHOWN_MAX = 10
 _COLUMNS = ("node", "host", "state", "rank", "workers", "step", "steps/s", "heard")
@@ -28,11 +29,11 @@ def report_lines(report: Report, endpoint: str) -> list[str]:
     ]
     if report.last_incident:
         lines.append(f"  last incident {report.last_incident}")
-    return [*lines, *_unseen(report), "", *_table(report.nodes)]
+    return [*lines, *_missing_steps(report), "", *_table(report.nodes)]
 
 
-def _unseen(report: Report) -> list[str]:
-    """Say what is not seen of a script that shows no steps."""
+def _missing_steps(report: Report) -> list[str]:
+    """Explain why no steps are shown for a script that does not report any."""
     training = [node for node in report.nodes if node.node_rank is not None]
     if not training or any(node.progress is not None for node in training):
         return []
@@ -43,18 +44,18 @@ def _unseen(report: Report) -> list[str]:
 
 
 def ended_lines(job: str, events: Sequence[LoggedEvent], folder: str) -> list[str]:
-    """Return what the event log of a job that nobody answers for says: how it went at the end."""
+    """Return how a job went at the end, from its event log."""
     outcome = [event for event in events if event.kind == EventKind.JOB_ENDED]
     state = f"ended: {outcome[-1].reason}" if outcome else "no longer runs on this machine"
     return [f"{job}: {state}", f"  event log     {folder}", "", *_last_events(events)]
 
 
-def trouble_lines(
-    job: str, trouble: ElastaneError, agents: Sequence[str], events: Sequence[LoggedEvent]
+def unreachable_lines(
+    job: str, error: ElastaneError, agents: Sequence[str], events: Sequence[LoggedEvent]
 ) -> list[str]:
     """Return what is known of a job whose agents live and whose coordinator does not answer."""
-    lines = [f"{job}: its coordinator does not answer", f"  why           {trouble.what}"]
-    lines += [f"  next          {trouble.next_step}"] if trouble.next_step else []
+    lines = [f"{job}: its coordinator does not answer", f"  why           {error.what}"]
+    lines += [f"  next          {error.next_step}"] if error.next_step else []
     lines.append(f"  agents here   {', '.join(agents)}: alive")
     return [*lines, "", *_last_events(events)]
 
@@ -93,7 +94,7 @@ def _wanted(report: Report) -> str:
 def _table(nodes: tuple[NodeStatus, ...]) -> list[str]:
     if not nodes:
         return []
-    ordered = sorted(nodes, key=_troubled_first)
+    ordered = sorted(nodes, key=_state_order)
     rows = [_COLUMNS, *(_row(node) for node in ordered[:NODES_SHOWN_MAX])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = [
@@ -105,7 +106,7 @@ def _table(nodes: tuple[NodeStatus, ...]) -> list[str]:
     return [*lines, f"  and {hidden} more; --json lists all"] if hidden > 0 else lines
 
 
-def _troubled_first(node: NodeStatus) -> tuple[bool, int, str]:
+def _state_order(node: NodeStatus) -> tuple[bool, int, str]:
     rank = node.node_rank
     return (rank is not None, -1 if rank is None else rank, node.node_id)
 

@@ -1,8 +1,8 @@
-"""torch.distributed.run's functions, for programs that call torchrun instead of typing it.
+"""The functions of torch.distributed.run, for programs that call torchrun instead of typing it.
 
-Owns the parser in argparse's own manner, to which such programs add options of theirs, and the way
-from its namespace to a launch. How it fails: SystemExit of argparse for a command line, UsageError
-and ConfigurationError of the launcher for values, ChildFailedError for workers.
+Owns the parser in argparse's own manner, to which such programs add options, and the way from its
+namespace to a launch. How it fails: SystemExit of argparse for a command line, UsageError and
+ConfigurationError of the launcher for values, ChildFailedError for workers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from elastane.process.worker_environment import LOCAL_RANK_MACRO
 if TYPE_CHECKING:
     from elastane.elastic.launcher.api import LaunchConfig
 
-# Where nothing is said of them, torchrun's namespace has a text; elsewhere None.
+# Without a value, these are a text in torchrun's namespace; all others are None.
 _EMPTY_TEXTS = ("rdzv_endpoint", "rdzv_conf", "local_ranks_filter")
-# They say how the script is run.
+# These options say how the script is run.
 _HOW = ("module", "no_python", "run_path")
 _FLAG_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -47,7 +47,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Return the namespace of a command line; None: this process's own."""
+    """Return the namespace of a command line; None: of this process's own."""
     return get_args_parser().parse_args(args)
 
 
@@ -57,19 +57,19 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
-    """Return how many workers a number, cpu, gpu or auto means on this machine."""
+    """Return the number of workers that a number, cpu, gpu or auto means here."""
     return read_nproc(nproc_per_node, environment.snapshot())
 
 
 def get_rdzv_endpoint(args: argparse.Namespace) -> str:
-    """Return the endpoint, which for the static backend may be the master's address."""
+    """Return the endpoint; for the static backend it may be the master's address."""
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
         return f"{args.master_addr}:{_port(args)}"
     return str(args.rdzv_endpoint)
 
 
 def get_use_env(args: argparse.Namespace) -> bool:
-    """Return whether workers learn their local rank from LOCAL_RANK; else --local-rank says it."""
+    """Return whether workers get LOCAL_RANK only, and not --local-rank."""
     return bool(getattr(args, "use_env", True))
 
 
@@ -82,9 +82,9 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
 def config_from_args(
     args: argparse.Namespace,
 ) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
-    """Return what `elastic_launch` takes: configuration, command, and the command's arguments."""
+    """Return the arguments of `elastic_launch`: configuration, command, its arguments."""
     environ = environment.snapshot()
-    options = _wish(args).options(environ)
+    options = _request(args).options(environ)
     config, argv = config_of(options, environ), argv_of(options, environ)
     config.rdzv_endpoint = get_rdzv_endpoint(args)
     if config.rdzv_backend == "static":
@@ -95,21 +95,21 @@ def config_from_args(
 def run(args: argparse.Namespace) -> None:
     """Launch, and return when all workers of the job are done.
 
-    Raises ChildFailedError where workers failed more often than is allowed.
+    Raises ChildFailedError if workers failed more often than allowed.
     """
     from elastane.elastic.launcher._called import CalledJob
     from elastane.elastic.launcher.api import launch_agent
 
     environ = environment.snapshot()
-    wish = _wish(args)
-    options = wish.options(environ)
+    request = _request(args)
+    options = request.options(environ)
     if not is_builtin(options.text("rdzv_backend")) and is_wanted(options):
         config, command, words = config_from_args(args)
         launch_agent(config, command, list(words))
     else:
         allowed = int(options.text("max_restarts"))
         name = os.fspath(args.training_script)
-        CalledJob(wish, {}, environ, name, 0, options.text("role"), allowed).run()
+        CalledJob(request, {}, environ, name, 0, options.text("role"), allowed).run()
 
 
 def _add(parser: argparse.ArgumentParser, option: Option, variable: str) -> None:
@@ -132,7 +132,7 @@ def _add(parser: argparse.ArgumentParser, option: Option, variable: str) -> None
 
 
 def _typed(option: Option, text: str) -> Any:
-    """Return a value as torchrun's namespace has it; ValueError, which argparse tells of."""
+    """Return a value as in torchrun's namespace; argparse reports a ValueError."""
     if option.kind == "flag":
         known = _FLAG_WORDS.get(text.strip().lower())
         return bool(int(text)) if known is None else known
@@ -149,10 +149,10 @@ def _typed(option: Option, text: str) -> Any:
     return text
 
 
-def _wish(args: argparse.Namespace) -> RequestedOptions:
-    """Return what a namespace asks for, of a parser of ours, of torch's, or made by hand.
+def _request(args: argparse.Namespace) -> RequestedOptions:
+    """Return the request in a namespace of our parser, of torch's, or made by hand.
 
-    A value at its default was not asked for: a settings file may say more.
+    A value at its default counts as not given, so that a settings file can set it.
     """
     found: Mapping[str, Any] = vars(args)
     script = found.get("training_script")
@@ -162,16 +162,16 @@ def _wish(args: argparse.Namespace) -> RequestedOptions:
             slug="usage",
             expected="what parse_args() returns",
         )
-    said = [dest for dest in BY_DEST if _says(dest, found.get(dest))]
-    values = as_text({dest: found[dest] for dest in said if dest not in _HOW})
-    values |= dict.fromkeys((dest for dest in said if dest in _HOW), "1")
+    given = [dest for dest in BY_DEST if _is_set(dest, found.get(dest))]
+    values = as_text({dest: found[dest] for dest in given if dest not in _HOW})
+    values |= dict.fromkeys((dest for dest in given if dest in _HOW), "1")
     words = tuple(map(str, found.get("training_script_args") or ()))
     if not get_use_env(args):
         words = (f"--local-rank={LOCAL_RANK_MACRO}", *words)
     return RequestedOptions(values, os.fspath(script), words)
 
 
-def _says(dest: str, value: Any) -> bool:
+def _is_set(dest: str, value: Any) -> bool:
     return value not in (None, "", [], _typed(BY_DEST[dest], BY_DEST[dest].default))
 
 

@@ -1,7 +1,7 @@
-"""`python -m elastane.cli.called FOLDER PARENT`: the agent of `elastane.launch` and its like.
+"""`python -m elastane.cli.called FOLDER PARENT`: the agent of `elastane.launch` and similar calls.
 
-It reads its options from the function's folder, and is killed by the kernel when the process
-PARENT, which waits for it, is gone. Not a command for people.
+It reads its options from the function's folder. The kernel kills it when the process PARENT, which
+waits for it, ends. It is not a command for people.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elastane.cli.run import start
 from elastane.errors import ElastaneError
-from elastane.functions.wish import read_wish
+from elastane.functions.wish import read_request
 from elastane.process import environment
 from elastane.process.kernel import die_with_parent
 
@@ -22,10 +22,10 @@ def main(argv: list[str]) -> int:
     try:
         die_with_parent(int(parent))
     except ProcessLookupError:
-        return 1  # It is gone already: there is nobody to tell.
+        return 1  # The parent has ended already, so there is no reader for an error.
     environ = environment.snapshot()
     try:
-        return start(read_wish(Path(folder)).options(environ), environ)
+        return start(read_request(Path(folder)).options(environ), environ)
     except ElastaneError as error:
         print(f"elastane: {error}", file=sys.stderr)
         return int(error.exit_code)

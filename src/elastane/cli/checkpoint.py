@@ -1,7 +1,7 @@
-"""`elastane checkpoint ACT WHERE`: what is kept there, whether it is sound, and what may go.
+"""`elastane checkpoint ACT WHERE`: lists, checks, shows, exports and prunes checkpoints.
 
 Each act is a function of the parsed options that returns the exit code; `ACTS` is the table of
-them. What they find comes from `storage`, what they print from `_checkpoint_view`.
+them. `storage` finds the checkpoints, `_checkpoint_view` prints them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Carry out an act; what the place's faults are is told as such."""
+    """Run an act; faults of the place are raised as its errors."""
     return ACTS[args.act].run(args)
 
 
@@ -180,7 +180,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _chosen(repository: Repository, which: list[str]) -> list[FoundCheckpoint]:
-    """Return the checkpoints that are meant, newest first; CheckpointError where one is none."""
+    """Return the chosen checkpoints, newest first; CheckpointError for an unknown one."""
     published = repository.published()
     where = repository.storage.where
     for word in which or [""]:
@@ -210,7 +210,7 @@ def _print_json(found: dict[str, Any]) -> None:
 
 
 def _nothing(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: an act without options of its own."""
+    """Add no options."""
 
 
 @dataclass(frozen=True)

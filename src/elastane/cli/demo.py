@@ -1,10 +1,12 @@
-"""`elastane demo`: train a real model while workers and nodes die, and say what it cost.
+"""`elastane demo`: train a real model while workers and nodes die, and show what it cost.
 
-Two agents on this machine, two workers each, run a script of examples/, which recovers in place; or
-with --restart examples/digits.py, which knows nothing of elastane. By the training's progress a
-worker is killed, then a node with its agent, then a new node comes; with --chaos at instants from a
-seed, and the weights at the end are those of a run that nothing was done to. Exit code 0: the job
-ended by itself, has learned what is promised, and with --chaos ended with equal weights.
+Two agents on this machine, with two workers each, run a script of examples/ that recovers in place.
+With --restart they run examples/digits.py, which does not use elastane. At set points of the
+training a worker is killed, then a node with its agent, then a new node arrives. With --chaos these
+faults come at instants from a seed, and the final weights are compared with those of an undisturbed
+run.
+
+Exit code 0: the job ended alone, reached its promised result, and with --chaos has equal weights.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from elastane.errors import ConfigurationError, ElastaneError, ExitCode, UsageEr
 if TYPE_CHECKING:
     from elastane.cli._demo_show import Show
 
-# Longer than the slowest machine that should watch this; a job that takes so long is stuck.
+# Longer than the slowest sensible machine needs; a job that takes this long is stuck.
 TIMEOUT_S = 300.0
 # Two departures, two arrivals and two killed workers; half of that in the short one.
 CHAOS_ROUNDS, CHAOS_ROUNDS_FAST = 2, 1
@@ -95,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def chosen(args: argparse.Namespace) -> tuple[Example, DemoPlan, int]:
-    """Return what is trained, what is done to it, and the seed of that."""
+    """Return the training, the plan of faults, and the plan's seed."""
     if args.restart and (args.chaos or args.example):
         raise UsageError(
             "demo: --restart has an example and a story of its own",
@@ -120,7 +122,7 @@ def chosen(args: argparse.Namespace) -> tuple[Example, DemoPlan, int]:
 def compare(
     show: Show, example: Example, args: argparse.Namespace, stream: TextIO, seed: int
 ) -> Comparison:
-    """Train once more with nothing done to it, and put both ends side by side."""
+    """Train once more undisturbed, and compare both ends."""
     cluster = show.cluster
     print("the same training once more, undisturbed, to compare:", file=stream, flush=True)
     folder = cluster.folder / "undisturbed"
@@ -130,7 +132,7 @@ def compare(
 
 
 def check_packages(example: Example) -> None:
-    """Raise ConfigurationError where the script's own packages are not installed."""
+    """Raise ConfigurationError if the script's own packages are not installed."""
     if missing := example.missing():
         raise ConfigurationError(
             f"demo: {', '.join(missing)} cannot be imported",
@@ -142,7 +144,7 @@ def check_packages(example: Example) -> None:
 
 
 def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without settings that were meant for another job."""
+    """Return the environment without settings meant for another job."""
     kept = {
         name: value
         for name, value in environ.items()
@@ -153,7 +155,7 @@ def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def working_folder(keep: str | None) -> Iterator[Path]:
-    """Give a folder: one to keep, or one that goes away at the end if all went well."""
+    """Yield a folder to keep, or one that is removed at the end if all went well."""
     if keep is not None:
         folder = Path(keep)
         try:
@@ -170,7 +172,7 @@ def working_folder(keep: str | None) -> Iterator[Path]:
     try:
         yield folder
     except ElastaneError:
-        raise  # It names files of the folder.
+        raise  # The error names files of the folder.
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -179,7 +181,7 @@ def working_folder(keep: str | None) -> Iterator[Path]:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP end the demo as Ctrl-C does: through every context's end."""
+    """Make SIGTERM and SIGHUP end the demo as Ctrl-C does, through every context's exit."""
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

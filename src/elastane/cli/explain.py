@@ -1,7 +1,7 @@
-"""`elastane explain JOB`: why a job failed, or restarted, attempt by attempt.
+"""`elastane explain JOB`: why a job failed or restarted, attempt by attempt.
 
-It owns the words; the facts are observe.story's. It reads a folder, so it works on a job that runs,
-that ended long ago, or all of whose agents were killed, and needs nobody's answer.
+This module owns the words; `observe.story` finds the facts. It reads a folder, so it works on a
+running job, on one that ended long ago, and on one whose agents were all killed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elastane.observe.story import AttemptStory, JobStory, SeenFailure
 
-# Failures of one attempt that are told in full; the others are in --json.
+# How many failures of one attempt are shown; --json has all.
 _FAILURES_SHOWN_MAX = 8
 _MESSAGE_LINES_MAX = 12
 _DIFFERED_SHOWN_MAX = 8
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Tell the story; 0 whatever became of the job."""
+    """Print the story; returns 0 for every outcome of the job."""
     from elastane.cli.logs import find_job
     from elastane.observe.box import printable
     from elastane.observe.events import read_events
@@ -102,8 +102,8 @@ def _attempt_lines(attempt: AttemptStory) -> list[str]:
     if attempt.ended:
         lasted = f" (after {attempt.lasted_s:g} s)" if attempt.lasted_s is not None else ""
         lines.append(f"  ended      {attempt.ended}{lasted}: {attempt.ended_because}")
-    for told in attempt.differed[-_DIFFERED_SHOWN_MAX:]:
-        lines.append(f"  replica    {told}")
+    for difference in attempt.differed[-_DIFFERED_SHOWN_MAX:]:
+        lines.append(f"  replica    {difference}")
     if attempt.root_cause:
         lines.append(f"  root cause {attempt.root_cause}")
     if attempt.alike:
@@ -141,12 +141,12 @@ def _failure_lines(one: SeenFailure, *, root: bool) -> list[str]:
 
 def _counts(attempt: AttemptStory, own: int) -> list[str]:
     stopped = sum(one.stopped for one in attempt.failures)
-    told = [
+    texts = [
         f"{own - _FAILURES_SHOWN_MAX} more failures (--json has all)"
         if own > _FAILURES_SHOWN_MAX
         else "",
         f"{stopped} workers were stopped" if stopped else "",
         f"{attempt.succeeded} succeeded" if attempt.succeeded else "",
     ]
-    found = [text for text in told if text]
+    found = [text for text in texts if text]
     return [f"  others     {', '.join(found)}"] if found else []

@@ -1,8 +1,7 @@
 """`elastane kubernetes ACT`: jobs on Kubernetes, from their definition to their operator.
 
 Each act is a function of the parsed options that returns the exit code; `ACTS` is the table of
-them. What is printed as YAML is made by `kubernetes.manifests`, what a person reads by
-`_kubernetes_view`.
+them. `kubernetes.manifests` makes the YAML, `_kubernetes_view` the text for people.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Carry out an act."""
+    """Run an act."""
     return ACTS[args.act].run(args)
 
 
@@ -99,7 +98,7 @@ def _operator(args: argparse.Namespace) -> int:
     return 0
 
 
-# What is printed for kubectl apply.
+# Acts that print YAML for kubectl apply.
 
 
 def _configure_crd(parser: argparse.ArgumentParser) -> None:
@@ -153,13 +152,13 @@ def _render(args: argparse.Namespace) -> int:
 
 
 def print_yaml(documents: list[dict[str, Any]]) -> None:
-    """Write documents as YAML that kubectl reads, in the order that they are to be applied in."""
+    """Write documents as YAML for kubectl, in the order in which to apply them."""
     from elastane.kubernetes.manifests import as_yaml
 
     sys.stdout.write(as_yaml(documents))
 
 
-# What a person reads.
+# Acts that print text for a person.
 
 
 def _configure_status(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +186,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def kubectl() -> int:
-    """Be the plugin `kubectl elastane`, which is this verb."""
+    """Run the plugin `kubectl elastane`, which is this verb."""
     from elastane.cli.main import main_of
 
     return main_of("kubernetes", sys.argv[1:], "kubectl elastane")

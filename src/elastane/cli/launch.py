@@ -1,7 +1,7 @@
 """`python -m elastane.launch`: the older command line, of torch.distributed.launch.
 
-It is `elastane run` with one difference: the script gets `--local-rank=N` before its own
-arguments, as scripts from before LOCAL_RANK expect it, unless `--use-env` is given.
+It is `elastane run` with one difference: unless `--use-env` is given, the script gets
+`--local-rank=N` before its own arguments, as scripts from before LOCAL_RANK expect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`elastane logs`: the output of a job's workers, from their files, merged by time if asked.
+"""`elastane logs`: the output of a job's workers, from their files, merged by time on request.
 
-It owns the words of the command line and the look of a line. It reads a folder, so it works on
-a job that runs and on one that ended long ago, and needs nobody's answer.
+It owns the command line and the format of a line. It reads a folder, so it works on a running job
+and on one that ended long ago.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the wanted output; 0 also where the reader of a pipe has enough."""
+    """Print the selected output; returns 0 also when the reader of a pipe stops reading."""
     from elastane.observe.merge import Follower, LogCursor, find_streams, merged
 
     selection = _selection(args)
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def find_job(job: str, log_dir: str) -> Path:
-    """Return the folder of a job that is given by its name or by a path."""
+    """Return the folder of a job given by name or path."""
     from elastane.process import environment
     from elastane.process.files import safe_name
     from elastane.process.streams.files import default_base_dir
@@ -142,7 +142,7 @@ def _print(lines: Iterable[LogLine], *, timed: bool) -> None:
 
 
 def _prefixes() -> Callable[[StreamFile], bytes]:
-    """Return what gives each file's prefix, made once for each."""
+    """Return a function that makes each file's prefix once."""
     made: dict[Path, bytes] = {}
 
     def prefix(stream: StreamFile) -> bytes:

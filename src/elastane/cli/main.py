@@ -1,9 +1,9 @@
 """The entry of every command: finds the verb, runs it, and turns its errors into exit codes.
 
-A verb is a module, named as it is but for dashes, with `configure(parser)` and `main(args) -> int`;
-one that reads its command line in a way of its own has a `Parser` too. Nothing is imported before
-its verb is known, and a verb imports what it works with only when it works, so that every help
-comes at once.
+A verb is a module of the same name (with underscores for dashes) with `configure(parser)` and
+`main(args) -> int`. A module with its own command line also has a `Parser`. Nothing is imported
+before the verb is known, and a verb imports its work only when it works, so that every help is
+fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERBS = {
     "demo": "train a classifier while workers and nodes die, on this machine",
 }
 
-# Modules that are run by their own name, as torch.distributed's are, and are no verbs.
+# Modules that run under their own name, as torch.distributed's do, and are not verbs.
 MODULES = {
     "launch": "start a job as torch.distributed.launch does: the script gets --local-rank",
 }
@@ -43,11 +43,11 @@ MODULES = {
 def main(argv: Sequence[str] | None = None, prog: str = "elastane") -> int:
     """Run one command and return its exit code."""
     if os.getpid() == 1:
-        # The first process of a container is spared each signal that it has no handler for: one
-        # that comes before the verb has its own would be lost, and the container killed later.
+        # The kernel drops each signal without a handler for the first process of a container. A
+        # SIGTERM before the verb sets its handler would be lost, and the container killed later.
         signal.signal(signal.SIGTERM, _end)
     words = list(sys.argv[1:] if argv is None else argv)
-    return _guarded(lambda: _dispatch(words, prog), prog)
+    return _with_exit_codes(lambda: _dispatch(words, prog), prog)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -55,20 +55,20 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def main_of(verb: str, argv: Sequence[str], prog: str) -> int:
-    """Run one verb, or one of the modules beside them, under a name of its own."""
-    return _guarded(lambda: run_verb(verb, list(argv), prog), prog)
+    """Run one verb, or one of `MODULES`, under another name."""
+    return _with_exit_codes(lambda: run_verb(verb, list(argv), prog), prog)
 
 
-def _guarded(act: Callable[[], int], prog: str) -> int:
+def _with_exit_codes(action: Callable[[], int], prog: str) -> int:
     try:
-        code = act()
+        code = action()
         sys.stdout.flush()
         return code
     except ElastaneError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return int(error.exit_code)
     except BrokenPipeError:
-        # Whoever read our output went away, as head does. Python would complain once more when
+        # The reader of our output closed the pipe, as head does. Python would complain again when
         # it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -98,7 +98,7 @@ def run_verb(verb: str, words: list[str], prog: str) -> int:
     parser = make_parser(module, prog, VERBS.get(verb) or MODULES[verb])
     try:
         args = parser.parse_args(words)
-    except SystemExit as stop:  # argparse's own way to end after --help
+    except SystemExit as stop:  # how argparse ends after --help
         return int(stop.code or 0)
     return int(module.main(args))
 
@@ -130,7 +130,7 @@ def usage(prog: str) -> str:
 
 
 def unknown_verb(verb: str, prog: str) -> UsageError:
-    """Return the error for a verb that is not in the table, with the nearest that is."""
+    """Return the error for an unknown verb, with the nearest known one."""
     from elastane.options.nearest import nearest
 
     near = nearest(verb, VERBS)
@@ -138,11 +138,11 @@ def unknown_verb(verb: str, prog: str) -> UsageError:
         f"no such verb: {verb}",
         slug="unknown-verb",
         expected=f"did you mean {near}?" if near else "one of " + ", ".join(VERBS),
-        next_step=_instead(verb, prog),
+        next_step=_suggestion(verb, prog),
     )
 
 
-def _instead(verb: str, prog: str) -> str:
+def _suggestion(verb: str, prog: str) -> str:
     if verb in MODULES:
         return f"python -m elastane.{verb}"
     return f"{prog} run {verb}" if verb.endswith(".py") else f"{prog} --help"

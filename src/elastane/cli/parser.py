@@ -1,4 +1,4 @@
-"""The parser of verbs that have nothing special: argparse with our errors."""
+"""The parser of verbs without special needs: argparse with elastane's errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from elastane.errors import UsageError
 
 
 class VerbParser(argparse.ArgumentParser):
-    """argparse, but a mistake is a UsageError and a typo gets the nearest option."""
+    """argparse, but a mistake is a UsageError that names the nearest option."""
 
     def error(self, message: str) -> Any:
-        """Raise UsageError in place of argparse's exit."""
+        """Raise UsageError instead of exiting."""
         raise UsageError(
             message,
             slug="unknown-option" if "unrecognized" in message else "usage",

@@ -1,4 +1,4 @@
-"""`elastane run`: torchrun's command line, from the words to the launcher."""
+"""`elastane run`: torchrun's command line, from the words to the agent."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def read_options(args: argparse.Namespace, environ: Mapping[str, str]) -> Options:
-    """Return what command line, variables and settings file say together."""
+    """Return the options from command line, variables and settings file together."""
     named = getattr(args, "config", "") or environ.get("ELASTANE_CONFIG", "")
     return read(args, environ, _settings(named))
 
 
 def start(options: Options, environ: Mapping[str, str]) -> int:
-    """Show the configuration where that is asked for, else launch."""
+    """Show the configuration if asked for, otherwise launch."""
     if options.flag("show_config"):
         return _show(options, environ)
     if options.flag("json"):
@@ -48,26 +48,26 @@ def start(options: Options, environ: Mapping[str, str]) -> int:
             expected="--show-config --json; an option of the script comes after the script",
         )
     from elastane.options.build import build
-    from elastane.options.notes import settings_notes, whence
+    from elastane.options.notes import origin_of, settings_notes
 
-    _tell(settings_notes(options))
+    _print_notes(settings_notes(options))
     try:
-        if _is_others(options):
+        if _is_foreign_handler(options):
             from elastane.cli._handler import run
 
             return run(options, environ)
         config = build(options, environ)
     except ElastaneError as error:
-        error.where = error.where or whence(options, error.what)
+        error.where = error.where or origin_of(options, error.what)
         raise
-    _tell(config.notes)
+    _print_notes(config.notes)
     from elastane.agent.main import launch
 
     return launch(config)
 
 
-def _is_others(options: Options) -> bool:
-    """Whether the backend is a handler of another package; nothing is imported for ours."""
+def _is_foreign_handler(options: Options) -> bool:
+    """Whether the backend is a handler of another package; ours need no import."""
     from elastane.options.backend import is_builtin
 
     if is_builtin(options.text("rdzv_backend")):
@@ -77,7 +77,7 @@ def _is_others(options: Options) -> bool:
     return is_wanted(options)
 
 
-def _tell(notes: Iterable[str]) -> None:
+def _print_notes(notes: Iterable[str]) -> None:
     for note in notes:
         print(f"elastane: {note}", file=sys.stderr)
 

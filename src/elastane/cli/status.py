@@ -1,7 +1,7 @@
-"""`elastane status`: one screen about a job, asked of its coordinator.
+"""`elastane status`: one screen about a job, asked from its coordinator.
 
-It finds the jobs of this user's agents on this machine by themselves, any other by its endpoint,
-and reads the event log of one that has ended. What it asks never changes a job.
+It finds the jobs of this user on this machine by their agents, any other job by its endpoint, and
+reads the event log of an ended job. It never changes a job.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class _View:
-    """What is known about one job: a report, or why there is none and what its log says."""
+    """What is known about one job: its report, or the error of asking and the job's event log."""
 
     job: str
     endpoint: str = ""
     report: Report | None = None
-    trouble: ElastaneError | None = None
+    error: ElastaneError | None = None
     agents: list[JobEntry] = field(default_factory=list)
     folder: str = ""
     events: list[LoggedEvent] = field(default_factory=list)
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what is known; 75 where a job runs but its coordinator does not answer."""
+    """Print what is known; returns 75 if a job runs but its coordinator does not answer."""
     if args.job and args.rdzv_id and args.job != args.rdzv_id:
         raise UsageError(
             f"two names for one job: {args.job} and --rdzv-id {args.rdzv_id}",
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
 
         texts = ("\n".join(printable(line) for line in _lines(view)) for view in views)
         print("\n\n".join(texts))
-    troubled = [view for view in views if view.trouble is not None]
+    troubled = [view for view in views if view.error is not None]
     return int(ExitCode.TRY_AGAIN) if troubled else 0
 
 
@@ -88,7 +88,7 @@ def _views(args: argparse.Namespace, job: str) -> list[_View]:
 
 
 def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
-    """Ask at an address; whatever stands against it is raised."""
+    """Ask at an address; errors are raised."""
     from elastane.options.secret import read_token
     from elastane.process import environment
     from elastane.process.endpoint import parse_endpoint
@@ -106,16 +106,16 @@ def _from_endpoint(args: argparse.Namespace, job: str) -> _View:
 
 
 def _from_agents(entries: list[JobEntry], tls: TlsConfig | None) -> _View:
-    """Ask the coordinators that the job's agents here know; keep what stands against it."""
+    """Ask the coordinators that the job's agents on this machine know; keep the last error."""
     view = _View(entries[0].job, agents=entries)
-    for entry in reversed(entries):  # the youngest knows best
+    for entry in reversed(entries):  # the youngest agent has the newest address
         view.endpoint = entry.endpoint
         try:
             view.report = _ask(entry.endpoint, entry.job, entry.token, tls)
         except ElastaneError as error:
-            view.trouble = error
+            view.error = error
         else:
-            view.trouble = None
+            view.error = None
             return view
     _add_events(view, entries[-1].log_dir)
     return view
@@ -143,7 +143,7 @@ def _add_events(view: _View, log_dir: str, *, must_exist: bool = False) -> None:
 
 
 def _ask(endpoint: str, job: str, token: str, tls: TlsConfig | None) -> Report:
-    """Return the coordinator's report; ElastaneError where none comes."""
+    """Return the coordinator's report; ElastaneError if none arrives."""
     import asyncio
 
     from elastane.coordinator.client import query
@@ -164,13 +164,13 @@ def _tls(args: argparse.Namespace) -> TlsConfig | None:
 
 
 def _lines(view: _View) -> list[str]:
-    from elastane.cli._status_view import ended_lines, report_lines, trouble_lines
+    from elastane.cli._status_view import ended_lines, report_lines, unreachable_lines
 
     if view.report is not None:
         return report_lines(view.report, view.endpoint)
-    if view.trouble is not None:
+    if view.error is not None:
         agents = [f"{entry.node} (pid {entry.pid})" for entry in view.agents]
-        return trouble_lines(view.job, view.trouble, agents, view.events)
+        return unreachable_lines(view.job, view.error, agents, view.events)
     return ended_lines(view.job, view.events, view.folder)
 
 
@@ -180,10 +180,10 @@ def _print_json(views: list[_View]) -> None:
     jobs = [
         {
             "job": view.job,
-            "running": view.report is not None or view.trouble is not None,
+            "running": view.report is not None or view.error is not None,
             "endpoint": view.endpoint,
             "report": view.report,
-            "trouble": str(view.trouble) if view.trouble else "",
+            "trouble": str(view.error) if view.error else "",
             "agents": [{"node": entry.node, "pid": entry.pid} for entry in view.agents],
             "log_dir": view.folder,
             "events": view.events,

@@ -1,7 +1,7 @@
-"""`elastane verify-run A B`: whether two runs did the same, and the first step in which not.
+"""`elastane verify-run A B`: whether two runs computed the same, and the first step that differs.
 
-It reads two trails (`elastane.init(trail=...)`), names the settings in which the runs differ, and
-compares the digests of the steps that both have.
+It reads two digest logs (`elastane.init(trail=...)`), names the settings in which the runs differ,
+and compares the digests of the steps that both have.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Compare, and print what was found."""
+    """Compare, and print the findings."""
     from elastane.worker.digest_log import read_trail
 
     found = compared(read_trail(args.a), read_trail(args.b))
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def compared(one: Recorded, other: Recorded) -> dict[str, Any]:
-    """Return what is to be said of two trails; ConfigurationError where they share no step."""
+    """Return the findings for two digest logs; ConfigurationError if they share no step."""
     from elastane.worker.digest_log import differing
 
     common = sorted(one.lines.keys() & other.lines.keys())
@@ -59,8 +59,8 @@ def compared(one: Recorded, other: Recorded) -> dict[str, Any]:
         )
     differences = list(differing(one, other))
     return {
-        "runs": {name: _told(run) for name, run in (("a", one), ("b", other))},
-        "settings": _odd(_flat(one.settings), _flat(other.settings)),
+        "runs": {name: _summary(run) for name, run in (("a", one), ("b", other))},
+        "settings": _differing(_flat(one.settings), _flat(other.settings)),
         "compared": len(common),
         "different": len(differences),
         "same_until": _before(common, differences),
@@ -68,7 +68,7 @@ def compared(one: Recorded, other: Recorded) -> dict[str, Any]:
     }
 
 
-def _told(run: Recorded) -> dict[str, Any]:
+def _summary(run: Recorded) -> dict[str, Any]:
     worlds: list[int] = []
     for line in run.lines.values():
         if not worlds or worlds[-1] != line.world_size:
@@ -91,7 +91,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _odd(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {
         name: [one.get(name), other.get(name)]
         for name in {**one, **other}

@@ -1,8 +1,8 @@
-"""An agent as a child process: started, waited for, told to stop, never outliving this process.
+"""An agent as a child process: started, awaited, stopped, and never outliving this process.
 
-It is exec'd, in a session of its own, and the kernel kills it when the thread that waits here is
-gone; its warden then ends all that it started. Owns what goes over between the two: output,
-signals, the end. How it fails: OSError where no process can be made.
+The agent is exec'd in a session of its own. The kernel kills it when the thread that waits here
+ends, and its orphan reaper then ends everything it started. Owns the exchange between the two:
+output, signals and the exit code. How it fails: OSError if no process can be created.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from pathlib import Path
 from elastane.functions.relay import Relay
 
 _MODULE = "elastane.cli.called"
-# More signals than this from whoever waits, and the agent is not asked any more.
+# After this many signals to the waiting caller, the agent is killed.
 _ASKED_MAX = 2
 _KILLED_WAIT_S = 10.0
 
 
 def signal_of(error: BaseException) -> int:
-    """Return what the agent is to get: the signal that came here, else the one that means: end."""
+    """Return the signal for the agent: the one received here, otherwise one that ends it."""
     default = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
     return int(getattr(error, "sigval", default))
 
 
 class CalledAgent:
-    """One agent of one call."""
+    """The agent of one call."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self._folder = folder
@@ -43,7 +43,7 @@ class CalledAgent:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The pid of its process."""
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
@@ -51,7 +51,7 @@ class CalledAgent:
         try:
             return self._start()
         except BaseException:
-            self.__exit__()  # Ctrl-C may come at any line
+            self.__exit__()  # Ctrl-C may come at any line.
             raise
 
     def _start(self) -> CalledAgent:
@@ -72,7 +72,7 @@ class CalledAgent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave nothing: an agent that still runs is killed, and with it its workers."""
+        """Kill an agent that still runs, and with it its workers."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -86,7 +86,7 @@ class CalledAgent:
                 pipe.close()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Return its exit code, bringing on its output meanwhile; None after `timeout_s`."""
+        """Return its exit code, forwarding its output meanwhile; None after `timeout_s`."""
         assert self._process is not None
         end_s = time.monotonic() + timeout_s if timeout_s is not None else None
         poller = select.poll()
@@ -96,24 +96,24 @@ class CalledAgent:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
             ready = poller.poll(None if left_s is None else left_s * 1000)
             for fd, _ in ready:
-                if fd in self._relays and not self._relays[fd].take(fd):
+                if fd in self._relays and not self._relays[fd].forward(fd):
                     poller.unregister(fd)
             if any(fd == self._pidfd for fd, _ in ready):
-                return self._ended()
+                return self._drain_output()
             if left_s == 0.0:
                 return None
 
-    def stop(self, signum: int, patience_s: float) -> None:
-        """Pass a signal on, and wait for the end; ask no more after `patience_s`.
+    def stop(self, signum: int, timeout_s: float) -> None:
+        """Pass a signal on, and wait for the end; kill the agent after `timeout_s`.
 
-        What is raised meanwhile (Ctrl-C once more, a signal) asks again, by its own signal; one too
-        many, and the agent is killed.
+        An exception raised meanwhile (another Ctrl-C, a signal) sends its own signal. One exception
+        too many kills the agent.
         """
         assert self._process is not None
-        asked, end_s = 0, time.monotonic() + patience_s
+        attempts, end_s = 0, time.monotonic() + timeout_s
         while self._process.poll() is None:
-            asked += 1
-            if asked > _ASKED_MAX or time.monotonic() >= end_s:
+            attempts += 1
+            if attempts > _ASKED_MAX or time.monotonic() >= end_s:
                 self._process.kill()
                 self.wait(_KILLED_WAIT_S)
                 return
@@ -123,11 +123,11 @@ class CalledAgent:
             except BaseException as error:
                 signum = signal_of(error)
 
-    def _ended(self) -> int:
-        """Bring on what is left in the pipes: whoever else holds them is not waited for."""
+    def _drain_output(self) -> int:
+        """Return the exit code after forwarding the rest of the pipes, whoever else holds them."""
         assert self._process is not None
         code = self._process.wait()
         for fd, relay in self._relays.items():
-            while relay.take(fd):
+            while relay.forward(fd):
                 pass
         return code

@@ -1,4 +1,4 @@
-"""How a call failed, as an error of ours: from the agent's report, or from its silence."""
+"""Turns the failure of a call into an error: from the agent's report, or from its absence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BY_CODE: dict[int, type[ElastaneError]] = {
 
 
 class FunctionFailedError(WorkerFailedError):
-    """A function failed in a worker; `report` is the job's end, `trace` what the worker said."""
+    """A function failed in a worker; `report` is the job's, `trace` the worker's traceback."""
 
     def __init__(self, what: str, *, report: FinalReport, trace: str, **rest: Any) -> None:
         super().__init__(what, slug="worker-failed", **rest)
@@ -43,28 +43,28 @@ class FunctionFailedError(WorkerFailedError):
 
 
 def error_of(name: str, report: FinalReport | None, code: int) -> ElastaneError:
-    """Return the error of a call whose agent ended with `code`, which is not 0."""
+    """Return the error of a call whose agent ended with a `code` other than 0."""
     if report is None:
-        return lost(name, code)
+        return agent_lost(name, code)
     if report.root_cause is not None:
         return _of_worker(name, report, report.root_cause)
     kind = _BY_SLUG.get(report.slug) or _BY_CODE.get(code, ElastaneError)
     return kind(
         f"{name}(): {report.cause or report.reason}",
         slug=report.slug or "agent-lost",
-        where=_place(report),
+        where=_where(report),
         next_step=report.next_step,
     )
 
 
-def lost(name: str, code: int) -> ElastaneError:
-    """Return the error of an agent that said nothing of how its job ended."""
+def agent_lost(name: str, code: int) -> ElastaneError:
+    """Return the error for an agent that ended without a report."""
     how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
     return ElastaneError(
         f"the agent of {name}() ended {how}, and left no report",
         slug="agent-lost",
         expected="an agent that lives as long as its workers; they were ended with it",
-        next_step="see what it said on standard error; for SIGKILL, the kernel's log (memory)",
+        next_step="see its standard error; for SIGKILL, the kernel's log (memory)",
     )
 
 
@@ -74,7 +74,7 @@ def _of_worker(name: str, report: FinalReport, root: ReportedFailure) -> Functio
         f"{name}() failed on rank {root.rank}: {headline(trace) or root.exit}",
         report=report,
         trace=trace,
-        where=f"{_place(report)}, node {root.node}, rank {root.rank} (local rank "
+        where=f"{_where(report)}, node {root.node}, rank {root.rank} (local rank "
         f"{root.local_rank}, pid {root.pid}), {root.exit}",
         next_step=f"{_advice(name, report)}; logs: {report.log_dir}",
     )
@@ -86,6 +86,6 @@ def _advice(name: str, report: FinalReport) -> str:
     return advice.replace("the script", f"{name}()") or "start from that failure"
 
 
-def _place(report: FinalReport) -> str:
+def _where(report: FinalReport) -> str:
     at = f", round {report.round}, attempt {report.attempt}" if report.round is not None else ""
     return f"job {report.job}{at}"

@@ -1,8 +1,8 @@
 """One call of a function as a job: its folder, its agent, its end.
 
-Owns the private folder that caller, agent and workers share, and that nothing is left of it. A
-caller that was killed leaves its folder behind: the next call removes it. How it fails: errors of
-the launcher before anything starts; afterwards what happened is returned, not raised.
+Owns the private folder that caller, agent and workers share, and removes it. A killed caller leaves
+its folder behind; the next call removes it. How it fails: it raises the launcher's errors before
+anything starts; afterwards it returns what happened.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elastane.functions.agent import CalledAgent, signal_of
-from elastane.functions.failure import lost
+from elastane.functions.failure import agent_lost
 from elastane.functions.payload import collect, no_room, write_files
 from elastane.functions.wish import FILE, OF_A_FUNCTION, REPORT, RequestedOptions
 from elastane.observe.report import FinalReport, read_report, write_report
@@ -30,16 +30,16 @@ from elastane.protocol.unreadable import UNREADABLE
 
 _log = logging.getLogger(__name__)
 _PREFIX = "elastane-call"
-# Beyond its bounds on checkpoints and on SIGTERM: the agent's own way out.
+# The agent's time to end, beyond its bounds for checkpoints and SIGTERM.
 _STOP_MARGIN_S = 10.0
-# The workers want the interpreter that pickled the function; the caller's own error file is its
-# own, also where it is a worker and takes the failure calmly.
-_NOT_HANDED_ON = ("PYTHON_EXEC", "TORCHELASTIC_ERROR_FILE")
+# The workers need the interpreter that pickled the function. The error file belongs to the caller,
+# which may itself be a worker and may handle the failure.
+_NOT_INHERITED = ("PYTHON_EXEC", "TORCHELASTIC_ERROR_FILE")
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a job ended: the agent's exit code, its report, and by rank what was returned here."""
+class EndedJob:
+    """How a job ended: exit code, report, and the values returned on this node, by rank."""
 
     code: int
     report: FinalReport | None
@@ -47,51 +47,51 @@ class Ended:
 
 
 def run_function(
-    wish: RequestedOptions, files: Mapping[str, bytes], environ: Mapping[str, str], name: str
-) -> Ended:
+    request: RequestedOptions, files: Mapping[str, bytes], environ: Mapping[str, str], name: str
+) -> EndedJob:
     """Run the packed function `files` as a job; blocks until it ends."""
     with _folder() as folder:
         write_files(folder, files)
-        values = {**wish.values, **OF_A_FUNCTION}
-        ended = _run(folder, replace(wish, values=values, script_args=(str(folder),)), environ)
+        values = {**request.values, **OF_A_FUNCTION}
+        ended = _run(folder, replace(request, values=values, script_args=(str(folder),)), environ)
         if ended.code != 0:
             return ended
         if ended.report is None:
-            raise lost(name, ended.code)
+            raise agent_lost(name, ended.code)
         attempt = f"{ended.report.round}.{ended.report.attempt}"
         return replace(ended, values=collect(folder, name, attempt))
 
 
-def run_command(wish: RequestedOptions, environ: Mapping[str, str]) -> Ended:
-    """Run what the wish names as a job; blocks until it ends."""
+def run_command(request: RequestedOptions, environ: Mapping[str, str]) -> EndedJob:
+    """Run the command of `request` as a job; blocks until it ends."""
     with _folder() as folder:
-        return _run(folder, wish, environ)
+        return _run(folder, request, environ)
 
 
-def _run(folder: Path, wish: RequestedOptions, environ: Mapping[str, str]) -> Ended:
-    environ = {key: value for key, value in environ.items() if key not in _NOT_HANDED_ON}
-    config = build(wish.options(environ), environ)
-    # Its own place: the file that was asked for may be an earlier job's, or another's of this time.
-    wish = replace(wish, values={**wish.values, "report_file": str(folder / REPORT)})
-    write_files(folder, {FILE: wish.to_json()})
+def _run(folder: Path, request: RequestedOptions, environ: Mapping[str, str]) -> EndedJob:
+    environ = {key: value for key, value in environ.items() if key not in _NOT_INHERITED}
+    config = build(request.options(environ), environ)
+    # A path of its own: the requested file may hold the report of an earlier or concurrent job.
+    request = replace(request, values={**request.values, "report_file": str(folder / REPORT)})
+    write_files(folder, {FILE: request.to_json()})
     try:
-        code = _ended(folder, environ, config.spec.timing)
+        code = _exit_code(folder, environ, config.spec.timing)
     finally:
         report = _report(folder / REPORT)
         if report is not None and config.report_file:
-            _hand_on(report, config.report_file)
-    # A program that ignores SIGCHLD is told of no exit code.
-    return Ended(code or (report.exit_code if report is not None else 0), report)
+            _copy_report(report, config.report_file)
+    # A program that ignores SIGCHLD learns no exit code.
+    return EndedJob(code or (report.exit_code if report is not None else 0), report)
 
 
-def _ended(folder: Path, environ: Mapping[str, str], timing: Timing) -> int:
-    """Return the agent's exit code; whatever is raised here meanwhile ends it first."""
+def _exit_code(folder: Path, environ: Mapping[str, str], timing: Timing) -> int:
+    """Return the agent's exit code; an exception raised here ends the agent first."""
     with CalledAgent(folder, environ) as agent:
         try:
             code = agent.wait()
         except BaseException as error:
-            patience_s = timing.drain_timeout_s + timing.shutdown_timeout_s + _STOP_MARGIN_S
-            agent.stop(signal_of(error), patience_s)
+            timeout_s = timing.drain_timeout_s + timing.shutdown_timeout_s + _STOP_MARGIN_S
+            agent.stop(signal_of(error), timeout_s)
             raise
     assert code is not None, "without a timeout it waits for the end"
     return code
@@ -104,7 +104,7 @@ def _report(path: Path) -> FinalReport | None:
         return None
 
 
-def _hand_on(report: FinalReport, path: str) -> None:
+def _copy_report(report: FinalReport, path: str) -> None:
     try:
         write_report(path, report)
     except OSError as error:
@@ -128,10 +128,9 @@ def _folder() -> Iterator[Path]:
 
 
 def _prefix() -> str:
-    """Return how folders of this user begin, where a pid means the same process as here.
+    """Return the prefix of this user's folders, valid where a pid means the same process.
 
-    It does not on another host that has the same folder for temporary files, nor in another
-    container.
+    A pid differs on another host with the same temporary folder, and in another container.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     space = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116

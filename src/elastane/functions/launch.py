@@ -3,7 +3,7 @@
     def train(lr): ...
     values = elastane.launch(train, (0.1,), nproc=4, max_restarts=3)
 
-Owns the public function and how it meets its caller: output, Ctrl-C, values, errors.
+Owns the public function and its behaviour towards the caller: output, Ctrl-C, values, errors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from typing import Any
 from elastane.functions.failure import error_of
 from elastane.functions.job import run_function
 from elastane.functions.payload import FunctionCall, pack
-from elastane.functions.signals import SignalReceived, at_default, raised, unheard
-from elastane.functions.wish import RequestedOptions, as_text, named
+from elastane.functions.signals import (
+    SignalReceived,
+    handled_by_loop,
+    raise_on,
+    with_default_handler,
+)
+from elastane.functions.wish import RequestedOptions, as_text, with_defaults
 from elastane.process import environment
 from elastane.worker.call import MODULE
 
@@ -32,23 +37,23 @@ def launch(
     nnodes: int | str | tuple[int, int] | None = None,
     **options: Any,
 ) -> dict[int, Any]:
-    """Call `fn(*args, **kwargs)` in `nproc` workers, and return what they returned, by rank.
+    """Call `fn(*args, **kwargs)` in `nproc` workers, and return their results by rank.
 
-    The workers are those of `elastane run`: their environment, restarts, logs; `options` are its
-    flags by name (`max_restarts=3`, `rdzv_endpoint="host:29400"`, `log_dir=...`), and so are what
-    variables and elastane.toml say where nothing is said here. `nproc` may be auto (the default),
-    cpu or gpu. With several nodes, each calls this alike, and gets the values of its own workers.
-    Within a worker, what variables and files say was meant for the launch that made it.
+    The workers are those of `elastane run`, with its environment, restarts and logs. `options` are
+    its flags by name (`max_restarts=3`, `rdzv_endpoint="host:29400"`, `log_dir=...`). Variables and
+    elastane.toml set the others; within a worker they are ignored, as they were meant for the
+    launch that started it. `nproc` may be auto (the default), cpu or gpu. With several nodes, each
+    makes the same call and gets the values of its own workers.
 
-    The function goes to the workers by value where it is defined in a notebook or in the program
-    itself, so it may use what is defined there; else by its module's name. What it prints appears
-    where this program prints. Blocks until the end, also in a program whose event loop runs.
+    A function defined in a notebook or in the main program goes to the workers by value, with the
+    definitions that it uses. Any other function goes by its module's name. Its output appears where
+    this program prints. Blocks until the end, also while an event loop runs.
 
-    Raises FunctionFailedError (a WorkerFailedError), with the root cause's traceback, where it
-    failed more often than `max_restarts`; UsageError and ConfigurationError for options that
-    cannot be, or for what cannot be pickled; RendezvousError where the nodes did not meet.
-    Ctrl-C, or this program's end in any way, ends everything. Source: accelerate's
-    notebook_launcher, which forks the notebook.
+    Raises FunctionFailedError (a WorkerFailedError) with the root cause's traceback after more than
+    `max_restarts` failures. Raises UsageError and ConfigurationError for impossible options or
+    objects that cannot be pickled, and RendezvousError if the nodes did not meet. Ctrl-C, or any
+    end of this program, ends the job. Source: accelerate's notebook_launcher, which forks the
+    notebook.
     """
     if not callable(fn):
         raise TypeError(f"elastane.launch(): {fn!r} is no function")
@@ -57,16 +62,16 @@ def launch(
     call = FunctionCall(fn, tuple(args), dict(kwargs or {}))
     environ = environment.snapshot()
     values = as_text({"nproc_per_node": nproc, "nnodes": nnodes, **options})
-    wish = RequestedOptions(values, MODULE, ambient=_IN_A_WORKER not in environ)
-    files, wish = pack(call), named(wish, call.name, environ)
+    request = RequestedOptions(values, MODULE, ambient=_IN_A_WORKER not in environ)
+    files, request = pack(call), with_defaults(request, call.name, environ)
     try:
         with (
-            raised(at_default(signal.SIGTERM, signal.SIGHUP), SignalReceived),
-            raised(unheard(signal.SIGINT), lambda _: KeyboardInterrupt()),
+            raise_on(with_default_handler(signal.SIGTERM, signal.SIGHUP), SignalReceived),
+            raise_on(handled_by_loop(signal.SIGINT), lambda _: KeyboardInterrupt()),
         ):
-            ended = run_function(wish, files, environ, call.name)
+            ended = run_function(request, files, environ, call.name)
     except SignalReceived as end:
-        os.kill(os.getpid(), end.sigval)  # what it would have done by itself
+        os.kill(os.getpid(), end.sigval)  # the signal's default action
         raise
     if ended.code != 0:
         raise error_of(call.name, ended.report, ended.code)

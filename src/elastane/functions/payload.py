@@ -1,8 +1,8 @@
-"""A function on its way to the workers, and what they return, as files of one private folder.
+"""A function on its way to the workers, and their results, as files of one private folder.
 
 cloudpickle takes along by value what is defined in `__main__`: a notebook's cells, a script. How it
-fails: ConfigurationError that names the argument which cannot be pickled, or the rank that left no
-value.
+fails: ConfigurationError that names the argument which cannot be pickled, or the rank without a
+result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastane.worker.call import BEGUN, CALL, HEADER, VALUE, VALUES
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """What each worker calls. `macros`: `${local_rank}` in a str argument is the local rank."""
+    """The call that each worker makes; `macros`: `${local_rank}` in a str is replaced."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -34,19 +34,19 @@ class FunctionCall:
 
     @property
     def name(self) -> str:
-        """What a person calls the function."""
+        """The function's name for messages."""
         return name_of(self.fn)
 
 
 def name_of(fn: Any) -> str:
-    """Return the name of a function, or of what a partial is made from."""
+    """Return the name of a function, or of the function inside a partial."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return str(getattr(fn, "__qualname__", type(fn).__qualname__)).rpartition("<locals>.")[2]
 
 
 def pack(call: FunctionCall) -> dict[str, bytes]:
-    """Return the files that a worker needs, by name; ConfigurationError for what has none."""
+    """Return the files that a worker needs, by name; ConfigurationError if pickling fails."""
     try:
         content = by_value.dumps((call.fn, list(call.args), dict(call.kwargs)))
     except Exception as error:
@@ -63,7 +63,7 @@ def pack(call: FunctionCall) -> dict[str, bytes]:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write them; ConfigurationError where there is no room."""
+    """Write the files; ConfigurationError if there is no room."""
     for name, content in files.items():
         try:
             write_atomic(folder / name, content)
@@ -74,7 +74,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def no_room(folder: Path, what: str, error: OSError) -> ConfigurationError:
-    """Return the error of a temporary folder that does not take `what`."""
+    """Return the error for a temporary folder that has no room for `what`."""
     return ConfigurationError(
         f"{what} cannot be left in {folder}: {error}",
         slug="function-folder",
@@ -84,9 +84,9 @@ def no_room(folder: Path, what: str, error: OSError) -> ConfigurationError:
 
 
 def collect(folder: Path, name: str, attempt: str) -> dict[int, Any]:
-    """Return what this node's workers of an attempt (`ROUND.ATTEMPT`) returned, by rank.
+    """Return the results of this node's workers in an attempt (`ROUND.ATTEMPT`), by rank.
 
-    Empty where this node had none. ConfigurationError where one ended without returning.
+    Empty if this node had no workers. ConfigurationError if one ended without a result.
     """
     found = folder / VALUES / attempt
     ranks = sorted(int(path.name.removesuffix(BEGUN)) for path in found.glob(f"*{BEGUN}"))
@@ -103,7 +103,7 @@ def collect(folder: Path, name: str, attempt: str) -> dict[int, Any]:
 
 
 def load_value(content: bytes, name: str, rank: int) -> Any:
-    """Return what the function `name` returned on a rank, from its pickle."""
+    """Return the result of the function `name` on a rank, from its pickle."""
     try:
         return pickle.loads(content)
     except Exception as error:
@@ -139,7 +139,7 @@ def _can_send(part: Any, dumps: Callable[[Any], bytes]) -> bool:
 
 
 def _sources() -> dict[str, str]:
-    """Return the source of a notebook's cells, which no file holds: tracebacks show its lines."""
+    """Return the source of a notebook's cells, which no file holds, for tracebacks."""
     entries = {name: linecache.getlines(name) for name in list(linecache.cache) if _no_file(name)}
     return {name: "".join(lines) for name, lines in entries.items() if lines}
 

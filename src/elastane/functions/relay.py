@@ -1,8 +1,8 @@
-"""The output of a child process, brought to where `sys.stdout` and `sys.stderr` go.
+"""The output of a child process, forwarded to `sys.stdout` and `sys.stderr`.
 
-A stream that is a file of this process is simply inherited. Others (a notebook's, a test's) have no
-descriptor: there a pipe is read, by the thread that waits, and written on. A stream that fails
-costs its output alone: what comes is still read, so that nobody blocks on a full pipe.
+A child inherits a stream that is a file of this process. Other streams (a notebook's, a test's)
+have no descriptor: the waiting thread reads a pipe and writes the text to them. If a stream fails,
+only its output is lost: the pipe is still read, so that no writer blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 64 << 10
 
 
 class Relay:
-    """One stream of a child, on its way to a text stream of this process."""
+    """One stream of a child, forwarded to a text stream of this process."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -27,15 +27,15 @@ class Relay:
         self._is_broken = target is None
 
     def stdio(self) -> int:
-        """Return what the child is to get: the target's descriptor, or word that a pipe is due."""
+        """Return the child's stream: the descriptor of the target, or PIPE."""
         fd = _descriptor(self._target)
         if fd is None:
             return subprocess.PIPE
         self._target.flush()
         return fd
 
-    def take(self, fd: int) -> bool:
-        """Bring on what has come; False where nothing is there now, or nothing will come."""
+    def forward(self, fd: int) -> bool:
+        """Write what has arrived; False if nothing is there now, or nothing more will come."""
         try:
             data = os.read(fd, _CHUNK_BYTES)
         except BlockingIOError:
@@ -55,7 +55,7 @@ class Relay:
 
 
 def _descriptor(stream: Any) -> int | None:
-    """Return the descriptor that a plain text file writes to; None for anything in its place."""
+    """Return the descriptor of a plain text file; None for any other stream."""
     if not isinstance(stream, io.TextIOWrapper):
         return None
     raw = getattr(stream.buffer, "raw", stream.buffer)

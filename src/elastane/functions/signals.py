@@ -1,4 +1,4 @@
-"""Signals that end a program which waits for an agent: raised in its main thread, for a while."""
+"""Raises signals as exceptions in the main thread of a program that waits for an agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class SignalReceived(BaseException):
-    """A signal came whose default is this program's end."""
+    """A signal arrived whose default action ends this program."""
 
     def __init__(self, sigval: signal.Signals) -> None:
         super().__init__(sigval.name)
@@ -20,12 +20,12 @@ class SignalReceived(BaseException):
 
 
 @contextlib.contextmanager
-def raised(
+def raise_on(
     signals: Iterable[signal.Signals], make: Callable[[signal.Signals], BaseException]
 ) -> Iterator[None]:
-    """Raise `make(signal)` in the main thread at each of these signals, within the context.
+    """Raise `make(signal)` in the main thread on each of these signals, within the context.
 
-    In any other thread they stay as they are: Python tells signals to the main thread alone.
+    In other threads the signals stay as they are: Python handles signals in the main thread only.
     """
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -40,20 +40,20 @@ def raised(
         yield
     finally:
         for one, handler in before.items():
-            # None: set by something that is not Python, and not to be put back from here.
+            # None: the handler was set outside Python, so it cannot be restored here.
             signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
 
-def unheard(*signals: signal.Signals) -> tuple[signal.Signals, ...]:
-    """Return those whose handler would tell an event loop of this thread, which does not turn."""
+def handled_by_loop(*signals: signal.Signals) -> tuple[signal.Signals, ...]:
+    """Return the signals whose handler would call an event loop that this thread blocks."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return ()
-    calm = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
-    return tuple(one for one in signals if signal.getsignal(one) not in calm)
+    python_defaults = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+    return tuple(one for one in signals if signal.getsignal(one) not in python_defaults)
 
 
-def at_default(*signals: signal.Signals) -> tuple[signal.Signals, ...]:
-    """Return those that nobody handles and nobody ignores."""
+def with_default_handler(*signals: signal.Signals) -> tuple[signal.Signals, ...]:
+    """Return the signals that are neither handled nor ignored."""
     return tuple(one for one in signals if signal.getsignal(one) is signal.SIG_DFL)

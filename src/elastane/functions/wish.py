@@ -1,7 +1,7 @@
-"""What a caller asks of `elastane run`: its options as Python values, checked before anything runs.
+"""The options that a caller asks of `elastane run`, as Python values, checked before anything runs.
 
-The names are those of the flags. The agent reads the same wish from the function's folder, so no
-option is ever on a command line, where a secret would be seen. How it fails: UsageError and
+The names are those of the flags. The agent reads the same request from the function's folder, so no
+option, and no secret, ever appears on a command line. How it fails: UsageError and
 ConfigurationError of the launcher, raised in the caller.
 """
 
@@ -26,12 +26,11 @@ from elastane.options.options import BY_DEST
 from elastane.options.parser import Options, OptionValues, read
 from elastane.options.settings import load
 
-FILE, REPORT = "wish.json", "report.json"
+FILE, REPORT = "request.json", "report.json"
 _MET_AT_AN_ADDRESS = ("static", "c10d", "elastane")
 _MEETING = {"rdzv_backend", "rdzv_endpoint", "standalone", "master_addr", "master_port"}
 _STEM_CHARS_MAX = 40
-# They say what is run and how an interpreter is told so: here that is the function, whatever
-# variables say.
+# These options say what to run and how. A function fixes them, whatever variables say.
 OF_A_FUNCTION = {"module": "1", "no_python": "0", "run_path": "0", "show_config": "0", "json": "0"}
 
 
@@ -39,7 +38,7 @@ OF_A_FUNCTION = {"module": "1", "no_python": "0", "run_path": "0", "show_config"
 class RequestedOptions:
     """Options by destination, as text, and what the workers run.
 
-    `ambient`: variables (PET_*, ELASTANE_*) and the settings file say what the options do not.
+    `ambient`: variables (PET_*, ELASTANE_*) and the settings file set the other options.
     """
 
     values: dict[str, str]
@@ -48,34 +47,36 @@ class RequestedOptions:
     ambient: bool = True
 
     def options(self, environ: Mapping[str, str]) -> Options:
-        """Return the launcher's options; UsageError for a value that one cannot take."""
+        """Return the launcher's options; UsageError for a value that does not fit."""
         namespace = argparse.Namespace(
             **self.values, training_script=self.script, training_script_args=list(self.script_args)
         )
-        named = self.values.get("config", "")
+        path = self.values.get("config", "")
         if not self.ambient:
-            return read(namespace, {}, load(named, Path.cwd()) if named else OptionValues())
-        named = named or environ.get("ELASTANE_CONFIG", "")
-        return read(namespace, environ, load(named, Path.cwd()))
+            return read(namespace, {}, load(path, Path.cwd()) if path else OptionValues())
+        path = path or environ.get("ELASTANE_CONFIG", "")
+        return read(namespace, environ, load(path, Path.cwd()))
 
     def to_json(self) -> bytes:
-        """Return the file of the function's folder that the agent reads."""
+        """Return the content of the file in the function's folder that the agent reads."""
         return json.dumps(asdict(self)).encode()
 
 
-def read_wish(folder: Path) -> RequestedOptions:
-    """Return the wish of a function's folder, which this program itself wrote."""
+def read_request(folder: Path) -> RequestedOptions:
+    """Return the request in a function's folder, which this program itself wrote."""
     found = json.loads((folder / FILE).read_bytes())
     return RequestedOptions(**{**found, "script_args": tuple(found["script_args"])})
 
 
-def named(wish: RequestedOptions, function: str, environ: Mapping[str, str]) -> RequestedOptions:
-    """Return the wish with what a call of a function adds where nobody said otherwise.
+def with_defaults(
+    request: RequestedOptions, function: str, environ: Mapping[str, str]
+) -> RequestedOptions:
+    """Return the request with the defaults of a function call.
 
-    Workers for all devices of the node; for a job of one node, a place where it meets nobody; and a
-    name, after the function.
+    They are workers for all devices of the node, an endpoint for a job of one node that no other
+    can join, and a job name after the function.
     """
-    options = wish.options(environ)
+    options = request.options(environ)
     more = {} if "nproc_per_node" in options.given else {"nproc_per_node": "auto"}
     is_alone = options.text("nnodes") in ("1", "1:1")
     if is_alone and not options.given & _MEETING:
@@ -84,13 +85,13 @@ def named(wish: RequestedOptions, function: str, environ: Mapping[str, str]) -> 
         ending = secrets.token_hex(4) if is_alone else _known_to_all(options, function)
         stem = re.sub(r"[^A-Za-z0-9_.-]", "-", function).strip(".-")[-_STEM_CHARS_MAX:]
         more |= {"rdzv_id": f"{stem or 'function'}-{ending}"} if ending else {}
-    return replace(wish, values={**wish.values, **more})
+    return replace(request, values={**request.values, **more})
 
 
 def _known_to_all(options: Options, function: str) -> str:
-    """Return the same text on all nodes that call alike, which have not met.
+    """Return a text that is equal on all nodes with the same call, before they meet.
 
-    Nothing where a store remembers jobs that ended: there the launcher asks for a name.
+    Empty where a store remembers ended jobs: there the launcher asks for a name.
     """
     if options.text("rdzv_backend").lower() not in _MET_AT_AN_ADDRESS:
         return ""
@@ -99,7 +100,7 @@ def _known_to_all(options: Options, function: str) -> str:
 
 
 def as_text(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return keyword options as text; UsageError names the flag that is nearest to a typo.
+    """Return keyword options as text; UsageError names the nearest flag for a typo.
 
     None leaves an option at its default.
     """
@@ -128,7 +129,7 @@ def _text(option: Option, value: Any) -> str:
 def _item(option: Option, value: Any) -> str:
     text = str(value)
     if option.kind == "needles":
-        return text.replace(",", ",,")  # as its flag has it: two commas are one of a text
+        return text.replace(",", ",,")  # as on the command line: two commas mean one
     if "," in text:
         raise _bad(option, value, "items without commas")
     return text

@@ -1,7 +1,7 @@
-"""Which rendezvous a command line means, and where its coordinator is.
+"""Which rendezvous a command line asks for, and where its coordinator is.
 
-torchrun's `static` is the default name there, and means a machine by itself where nothing else is
-said. The rules are those of `--rdzv-backend`'s help; each refusal names what to write instead.
+The default name `static` is torchrun's; without an endpoint it means a job of one machine. The
+rules are those in the help of `--rdzv-backend`; each refusal says what to write instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATIC_OPTIONS = {"node_rank", "master_addr", "master_port"}
 def resolve(
     options: Options, conf: Conf, nodes: tuple[int, int], environ: Mapping[str, str]
 ) -> tuple[RendezvousConfig, list[str]]:
-    """Return the rendezvous that is meant, without its secrets, and notes for the user."""
+    """Return the requested rendezvous, without its secrets, and notes for the user."""
     _, max_nodes = nodes
     backend = _backend(options, max_nodes)
     _check_store_keys(conf, backend)
@@ -52,17 +52,17 @@ def resolve(
 
 
 def names() -> list[str]:
-    """Return what `--rdzv-backend` takes, the handlers of other packages left out."""
+    """Return the names that `--rdzv-backend` accepts, without handlers of other packages."""
     return [*_WITHOUT_STORE, *registry.names()]
 
 
 def is_builtin(name: str) -> bool:
-    """Return whether elastane's own engine runs `--rdzv-backend NAME`, in a store or without."""
+    """Return whether elastane's own coordinator serves `--rdzv-backend NAME`."""
     return name.lower() in _WITHOUT_STORE or registry.is_store(name.lower())
 
 
-def wished_rank(options: Options, conf: Conf) -> int | None:
-    """Return the place that this node asks for, None where it asks for none."""
+def requested_rank(options: Options, conf: Conf) -> int | None:
+    """Return the node rank that this node asks for; None without a request."""
     rank = options.whole("node_rank") if "node_rank" in options.given else conf.rank
     if rank is not None and rank < 0:
         raise UsageError(f"--node-rank = {rank}", slug="node-rank", expected="0 or higher")
@@ -125,7 +125,7 @@ def _check_alone(options: Options, nodes: tuple[int, int]) -> list[str]:
 def _sidecar(
     options: Options, conf: Conf, nodes: tuple[int, int]
 ) -> tuple[RendezvousConfig, list[str]]:
-    """The etcd that the agent starts for a job of this machine alone."""
+    """Return the rendezvous with an etcd server that this agent starts for its own job."""
     if options.text("rdzv_endpoint"):
         raise ConfigurationError(
             f"--standalone with --rdzv-endpoint {options.text('rdzv_endpoint')}",
@@ -148,7 +148,7 @@ def _in_store(
 
 
 def _check_store_keys(conf: Conf, backend: str) -> None:
-    """Refuse pairs of --rdzv-conf that mean another store."""
+    """Refuse keys of --rdzv-conf that belong to another store."""
     for key in conf.store:
         owners = registry.backends_of_key(key)
         if backend not in owners:
@@ -177,7 +177,7 @@ def _static(options: Options, conf: Conf, nodes: tuple[int, int]) -> RendezvousC
             expected="--rdzv-endpoint, or --master-addr and --node-rank",
             next_step="--rdzv-endpoint HOST:PORT, the same on all nodes, HOST one of them",
         )
-    rank = wished_rank(options, conf) or 0
+    rank = requested_rank(options, conf) or 0
     if rank >= max_nodes:
         raise ConfigurationError(
             f"--node-rank {rank} of --nnodes {max_nodes}",

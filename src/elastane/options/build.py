@@ -1,7 +1,7 @@
-"""Options and environment into one checked `AgentConfig`.
+"""Turns options and environment into one checked `AgentConfig`.
 
-Everything that can be known to be wrong before a process is started is refused here, with what
-to write instead. It looks at the script's and the secrets' files; else it only computes.
+Every mistake that can be found before a process starts is refused here, with what to write instead.
+It looks at the script's file and the secret's files; apart from that it only computes.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from elastane.errors import ConfigurationError, UsageError
 from elastane.options import backend, facts, identity
 from elastane.options.command import read_command, read_logs, read_signals
 from elastane.options.conf import Conf, read_conf, timing_of
-from elastane.options.config import AgentConfig, NodeWish, RendezvousConfig
+from elastane.options.config import AgentConfig, RendezvousConfig, RequestedNode
 from elastane.options.nearest import nearest
 from elastane.options.notes import notes_of
 from elastane.options.parser import Options
 from elastane.options.secret import secured
-from elastane.options.supervision import read_supervision, watch_notes
+from elastane.options.supervision import read_supervision, variable_notes
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import JobSpec
 from elastane.stores import registry
 
 
 def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
-    """Return the configuration; UsageError or ConfigurationError for what cannot work."""
+    """Return the configuration; UsageError or ConfigurationError for one that cannot work."""
     _check_monitor_interval(options)
     notes = notes_of(options, environ)
     conf = read_conf(options.text("rdzv_conf"))
     nodes = read_nnodes(options.text("nnodes"))
     command = read_command(options, environ)
-    rendezvous, more = backend.resolve(options, conf, nodes, environ)
+    rendezvous, backend_notes = backend.resolve(options, conf, nodes, environ)
     if rendezvous.backend == "standalone" or rendezvous.sidecar:
         nodes = (1, 1)
     static = rendezvous.backend == "static"
@@ -40,7 +40,12 @@ def build(options: Options, environ: Mapping[str, str]) -> AgentConfig:
         node = replace(node, node_rank=node.node_rank or 0)
     job, alone = identity.job_id(options, rendezvous, nodes)
     rendezvous = secured(replace(rendezvous, alone=alone), options, conf, environ)
-    notes += [*conf.notes, *more, *_advice(rendezvous, node, environ), *watch_notes(environ)]
+    notes += [
+        *conf.notes,
+        *backend_notes,
+        *_advice(rendezvous, node, environ),
+        *variable_notes(environ),
+    ]
     return AgentConfig(
         spec=JobSpec(
             job=job,
@@ -122,7 +127,7 @@ def _bad_nproc(text: str, expected: str) -> UsageError:
 def _check_monitor_interval(options: Options) -> None:
     interval_s = options.seconds("monitor_interval")
     if interval_s is not None and interval_s <= 0:
-        raise options.bad("monitor_interval", "more than 0")
+        raise options.bad("monitor_interval", "backend_notes than 0")
 
 
 def _min_workers(options: Options, most: int) -> int:
@@ -132,7 +137,7 @@ def _min_workers(options: Options, most: int) -> int:
             f"--min-workers = {count}",
             slug="bad-option-value",
             expected=f"at most {most}, which is what all nodes have",
-            next_step="allow more nodes with --nnodes MIN:MAX, or ask for fewer workers",
+            next_step="allow backend_notes nodes with --nnodes MIN:MAX, or ask for fewer workers",
         )
     return count
 
@@ -148,7 +153,7 @@ def _at_least_0(options: Options, dest: str) -> int:
 
 
 def _timing(options: Options, conf: Conf, environ: Mapping[str, str], backend_name: str) -> Timing:
-    wished = dict(conf.durations)
+    requested = dict(conf.durations)
     shutdown = options.seconds("shutdown_timeout")
     variable = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     if shutdown is None and variable:
@@ -161,36 +166,38 @@ def _timing(options: Options, conf: Conf, environ: Mapping[str, str], backend_na
                 expected="a number of seconds",
             ) from None
     if shutdown is not None:
-        wished["shutdown_timeout_s"] = shutdown
+        requested["shutdown_timeout_s"] = shutdown
     drain = options.seconds("drain_timeout")
     if drain is not None:
-        wished["drain_timeout_s"] = drain
+        requested["drain_timeout_s"] = drain
     is_store = registry.is_store(backend_name)
-    return timing_of(wished, registry.backend(backend_name).timing if is_store else None)
+    return timing_of(requested, registry.backend(backend_name).timing if is_store else None)
 
 
-def _node(options: Options, conf: Conf, environ: Mapping[str, str]) -> NodeWish:
+def _node(options: Options, conf: Conf, environ: Mapping[str, str]) -> RequestedNode:
     node_id = options.text("node_id")
     if node_id:
         identity.check_name("--node-id", node_id)
     identity.check_name("--role", options.text("role"))
-    return NodeWish(
+    return RequestedNode(
         node_id=node_id,
         local_world_size=read_nproc(options.text("nproc_per_node"), environ),
         role=options.text("role"),
-        node_rank=backend.wished_rank(options, conf),
+        node_rank=backend.requested_rank(options, conf),
         local_addr=options.text("local_addr"),
     )
 
 
-def _advice(rendezvous: RendezvousConfig, node: NodeWish, environ: Mapping[str, str]) -> list[str]:
+def _advice(
+    rendezvous: RendezvousConfig, node: RequestedNode, environ: Mapping[str, str]
+) -> list[str]:
     notes = []
     if node.local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
         notes.append(
             f"OMP_NUM_THREADS=1 for each of {node.local_world_size} workers, so that they do not "
             "fight over the CPUs; set it to choose another number"
         )
-    # A store holds a secret of its own, for whoever may read the store.
+    # A store holds its own secret, which every reader of the store has.
     if not rendezvous.token and rendezvous.tls is None and not rendezvous.store:
         notes.append(
             "this job has no secret: whoever reaches its coordinator can join it; set "

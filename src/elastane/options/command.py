@@ -1,6 +1,6 @@
 """What the workers run, where their output goes, and which signals drain the agent.
 
-Reads options only, but for one look at whether the script is there.
+Reads options only, except that it checks whether the script exists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNHANDLED = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 
 
 def read_command(options: Options, environ: Mapping[str, str]) -> Command:
-    """Return what each worker runs; UsageError where the script cannot be found."""
+    """Return what each worker runs; UsageError if the script cannot be found."""
     kind = _kind(options)
     python = environ.get("PYTHON_EXEC") or sys.executable
     # A zygote forks this interpreter; another one has to be executed.
@@ -56,7 +56,7 @@ def read_command(options: Options, environ: Mapping[str, str]) -> Command:
 
 
 def read_logs(options: Options, environ: Mapping[str, str], local_world_size: int) -> LogPlan:
-    """Return where output goes; without --log-dir, to a folder of this user's own."""
+    """Return where output goes; without --log-dir, to a folder of this user."""
 
     def streams(dest: str) -> StdMap:
         return parse_std_map(options.text(dest), local_world_size, option=f"--{dest}")
@@ -79,7 +79,7 @@ def read_logs(options: Options, environ: Mapping[str, str], local_world_size: in
 
 
 def read_signals(options: Options) -> tuple[str, ...]:
-    """Return the names of the signals at which the agent drains."""
+    """Return the names of the signals that drain the agent."""
     names = [name.strip() for name in options.text("signals_to_handle").split(",")]
     for name in names:
         known = name.startswith("SIG") and name in signal.Signals.__members__
@@ -114,7 +114,7 @@ def _kind(options: Options) -> WorkerKind:
 
 
 def _asks_for_spawn(options: Options, kind: WorkerKind) -> bool:
-    """Tell whether --start-method asks for a new interpreter, as torchrun's does for run-path."""
+    """Whether --start-method asks for a new interpreter, as torchrun's does for run-path."""
     spawn = "start_method" in options.given and options.text("start_method") == "spawn"
     return kind == "run-path" and spawn
 

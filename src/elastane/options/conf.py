@@ -1,7 +1,8 @@
-"""`--rdzv-conf`: torchrun's keys and ours, read into a checked `Timing`.
+"""`--rdzv-conf`: torchrun's keys and elastane's, read into a checked `Timing`.
 
-A duration that the user sets moves the defaults around it (a join_timeout of 10 s shortens the
-longest last call), but never another one that the user set: two that contradict are refused.
+A duration that the user sets moves the defaults around it: a join_timeout of 10 s shortens the
+longest last call. It never moves another duration that the user set; two that contradict are
+refused.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FIELDS = Timing.__struct_fields__
 
 @dataclass(frozen=True)
 class Conf:
-    """What `--rdzv-conf` said."""
+    """The content of `--rdzv-conf`."""
 
     durations: dict[str, float] = field(default_factory=dict)
     token: str = field(default="", repr=False)
@@ -46,7 +47,7 @@ class Conf:
 
 
 def read_conf(text: str) -> Conf:
-    """Read `k=v,k=v`; UsageError for what is no pair, no number or no key."""
+    """Read `k=v,k=v`; UsageError for an unknown key, a missing `=` or a bad number."""
     pairs = _pairs(text)
     durations: dict[str, float] = {}
     store: dict[str, str] = {}
@@ -77,17 +78,17 @@ def read_conf(text: str) -> Conf:
     )
 
 
-def timing_of(wished: dict[str, float], defaults: Timing | None = None) -> Timing:
-    """Return the defaults with `wished` in place; ConfigurationError where they contradict."""
+def timing_of(requested: dict[str, float], defaults: Timing | None = None) -> Timing:
+    """Return the defaults with `requested` applied; ConfigurationError if durations contradict."""
     defaults = defaults or Timing()
-    values = {name: getattr(defaults, name) for name in _FIELDS} | wished
-    # From the wide bounds to the narrow: a default yields to its neighbour that was set.
+    values = {name: getattr(defaults, name) for name in _FIELDS} | requested
+    # From the wide bounds to the narrow ones: a default yields to a duration that the user set.
     for _ in PAIRS:
         for small, large, factor, _why in PAIRS:
             if values[small] * factor > values[large]:
-                if small not in wished:
+                if small not in requested:
                     values[small] = values[large] / factor
-                elif large not in wished:
+                elif large not in requested:
                     values[large] = values[small] * factor
     timing = msgspec.structs.replace(Timing(), **values)
     faults = check(timing)

@@ -1,7 +1,7 @@
-"""What one agent is told at its start: a frozen configuration, complete and checked.
+"""The configuration of one agent: frozen, complete and checked.
 
-Only values: `launch.build` makes one from options and environment, and nothing changes it later.
-The secret is in it and therefore not in its repr.
+It holds only values: `options.build` makes it from options and environment, and nothing changes it
+later. Fields with a secret are left out of its repr.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """Where this agent finds its coordinator, and what it proves itself with.
+    """Where this agent finds its coordinator, and how it proves itself.
 
-    `backend` is standalone, elastane, static, or the name of a store in stores.registry. `hosts` is
-    whether this node serves the coordinator; None where the address decides. `token`
-    is empty where the job has no secret, and `token_file` where it is from no file; `alone` means
-    that no other machine is to join. `store` is the store's place (a folder, servers, a
-    namespace) and `store_conf` how it is reached; `sidecar` means that this agent brings the
-    store's server along.
+    `backend` is standalone, elastane, static, or the name of a store in stores.registry. `hosts`:
+    whether this node runs the coordinator; None if the address decides. `token` is empty for a job
+    without secret, `token_file` if the secret comes from no file. `alone`: no other machine may
+    join. `store` is the store's address (a folder, servers, a namespace), `store_conf` how it is
+    reached. `sidecar`: this agent starts the store's server.
     """
 
     backend: str
@@ -51,7 +50,7 @@ class RendezvousConfig:
 
 
 @dataclass(frozen=True)
-class NodeWish:
+class RequestedNode:
     """How this node is to present itself; an empty `node_id` is made up from the host."""
 
     node_id: str
@@ -63,7 +62,7 @@ class NodeWish:
 
 @dataclass(frozen=True)
 class Command:
-    """What each worker runs. `args` may hold the `${local_rank}` macro."""
+    """What each worker runs; `args` may contain the `${local_rank}` macro."""
 
     kind: WorkerKind
     target: str
@@ -76,11 +75,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Supervision:
-    """How the agent keeps its workers: where they run, what is watched, who hears of events.
+    """How the agent runs and watches its workers.
 
-    `cpus` are, by local rank, those that a worker is bound to; none where it is not. `stuck_s` is
-    how long uninterruptible sleep is borne; 0 is for ever. `spares` is --spares-per-node,
-    `replicas` --snapshot-replicas. `choose_files` is the class of --logs-specs.
+    `cpus` holds, by local rank, the CPUs that a worker is bound to; empty without binding.
+    `stuck_s` is the limit for uninterruptible sleep; 0 means no limit. `spares` is
+    --spares-per-node, `replicas` is --snapshot-replicas, `choose_files` the class of --logs-specs.
     """
 
     cpus: tuple[frozenset[int], ...] = ()
@@ -97,13 +96,13 @@ class Supervision:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """One agent's whole configuration. `notes` are lines that the user should see once.
+    """The whole configuration of one agent; `notes` are lines to show the user once.
 
-    `report_file` is where the end of the job is written, empty where nobody asked for that.
+    `report_file` is where the outcome of the job is written; empty: nowhere.
     """
 
     spec: JobSpec
-    node: NodeWish
+    node: RequestedNode
     rendezvous: RendezvousConfig
     command: Command
     logs: LogPlan
@@ -122,5 +121,5 @@ class AgentConfig:
 
     @property
     def reach(self) -> str:
-        """Where others reach this node's listeners, "" where that is not known yet."""
+        """Where others reach this node's listeners; "" while that is not known."""
         return reach(self.node.local_addr, alone=self.is_on_one_machine)

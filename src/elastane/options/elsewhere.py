@@ -1,7 +1,7 @@
-"""Options of other launchers that torchrun never had, and what to write in their place.
+"""Options of other launchers that torchrun never had, and what to write instead.
 
-Those of `bagua.distributed.run` are nothing but variables that Bagua reads in the workers, which
-inherit the agent's environment.
+Those of `bagua.distributed.run` only set variables that Bagua reads in the workers, which inherit
+the agent's environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VARIABLES = {
 
 
 def advice(name: str) -> str:
-    """Return what to write in place of `--name`; empty where it is no launcher's option."""
+    """Return what to write instead of `--name`; empty if no launcher has this option."""
     if name in _ADVICE:
         return _ADVICE[name]
     variable = _VARIABLES.get(name, "")

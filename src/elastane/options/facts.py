@@ -1,7 +1,7 @@
 """Facts about this host, gathered without importing torch: versions, devices, CPUs.
 
-torch is read as files: its version.py says what it was built for. A fact that cannot be had is an
-empty string or zero, never an exception; what needs it fails with its own words.
+torch is read as files: its version.py says what it was built for. An unavailable fact is an empty
+string or zero, never an exception; the code that needs it fails with its own message.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _VERSION_LINE = re.compile(
     r"^(__version__|cuda|hip|xpu)\b[^=]*=\s*['\"]([^'\"]*)['\"]", re.MULTILINE
 )
 _NVIDIA_DEVICE = re.compile(r"nvidia\d+")
-# The import of torch on a cold file system, and no driver that hangs for ever.
+# Enough for importing torch from a cold file system; a bound for a driver that hangs.
 ASK_TORCH_TIMEOUT_S = 120.0
 _COUNT_CODE = "import sys, torch; print(torch.get_device_module(sys.argv[1]).device_count())"
 
 
 def versions() -> Versions:
-    """Return what all nodes of a job must have in common.
+    """Return the versions that all nodes of a job must have in common.
 
-    The accelerator is what torch was built for and whether a device is there. The driver is left
+    The accelerator is what torch was built for, and whether a device exists. The driver is left
     out: nodes with different drivers train together, and fleets are updated one by one.
     """
     torch = torch_build()
@@ -56,7 +56,7 @@ def torch_build() -> dict[str, str]:
 
 
 def cpu_count() -> int:
-    """Return how many CPUs this process may use, which is what torchrun counts too."""
+    """Return how many CPUs this process may use, which is also torchrun's count."""
     return len(os.sched_getaffinity(0))
 
 
@@ -82,14 +82,14 @@ def _device_files(dev: Path = Path("/dev")) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs there are; torch is asked where it is built for those of AMD."""
+    """Return the number of GPUs; torch counts them if it was built for AMD's."""
     if torch_build().get("hip"):
         return device_count("cuda", environ) or 0
     return gpu_count(environ)
 
 
 def usable_gpus(environ: Mapping[str, str]) -> int:
-    """Return the accelerators that the installed torch could use: none for a build for CPUs."""
+    """Return how many accelerators the installed torch can use; 0 for a CPU build."""
     build = torch_build()
     if build.get("xpu"):
         return device_count("xpu", environ) or 0
@@ -97,14 +97,14 @@ def usable_gpus(environ: Mapping[str, str]) -> int:
 
 
 def device_count(kind: str, environ: Mapping[str, str]) -> int | None:
-    """Ask torch, in a process of its own, how many devices of a kind there are; None: no such."""
+    """Ask torch, in another process, for the number of devices of a kind; None: unknown kind."""
     import subprocess
 
     if not kind.isidentifier():
         return None
     command = [sys.executable, "-c", _COUNT_CODE, kind]
     try:
-        said = subprocess.run(
+        printed = subprocess.run(
             command,
             env=dict(environ),
             stdin=subprocess.DEVNULL,
@@ -114,4 +114,4 @@ def device_count(kind: str, environ: Mapping[str, str]) -> int | None:
         ).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return None
-    return int(said[-1]) if said and said[-1].isdigit() else None
+    return int(printed[-1]) if printed and printed[-1].isdigit() else None

@@ -1,10 +1,10 @@
 """The name of a job: the user's, or one that two different jobs never share.
 
-Without `--rdzv-id`, a job of one node gets a random name. The nodes of a larger one must find the
-same name without having met, so it is a fingerprint of what they have in common: where they meet,
-what they run, and how many they are. Two different jobs that meet at one endpoint by mistake so
-have different names, and the later one is refused with both. Two runs of the very same command at
-the same time and endpoint cannot be told apart by anything but `--rdzv-id`.
+Without `--rdzv-id`, a job of one node gets a random name. The nodes of a larger job must find the
+same name before they meet, so the name is a fingerprint of what they have in common: endpoint,
+program and node count. Two different jobs that meet at one endpoint by mistake thus have different
+names, and the later one is refused with both. Two runs of the same command at the same time and
+endpoint can be told apart only by `--rdzv-id`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _UNSPECIFIED = ("", "none")
 def job_id(
     options: Options, rendezvous: RendezvousConfig, nodes: tuple[int, int]
 ) -> tuple[str, bool]:
-    """Return the job's name, and whether no other machine is meant to join it."""
+    """Return the job's name, and whether no other machine is meant to join."""
     named = options.text("rdzv_id")
-    # As with torchrun, a machine by itself may be given any name; it uses one that can be used.
+    # As with torchrun, a job of one machine may get any name; an unusable name is replaced.
     if named not in _UNSPECIFIED and (rendezvous.backend != "standalone" or _is_plain(named)):
         check_name("--rdzv-id", named)
         return named, rendezvous.alone
@@ -49,13 +49,13 @@ def job_id(
 
 
 def new_incarnation(environ: Mapping[str, str]) -> str:
-    """Return what tells this agent from every other, and begins with its pod, if it is in one."""
+    """Return a name that no other agent has; in a pod it begins with the pod's uid."""
     pod = environ.get(POD_VARIABLE, "")
     return f"{pod}.{secrets.token_hex(8)}" if pod else secrets.token_hex(8)
 
 
 def fingerprint(options: Options, rendezvous: RendezvousConfig, nodes: tuple[int, int]) -> str:
-    """Return ten hexadecimal digits that depend on what all nodes of a job are given alike."""
+    """Return ten hexadecimal digits computed from what all nodes of a job have in common."""
     kind = [name for name in ("module", "no_python", "run_path") if options.flag(name)]
     parts = [
         rendezvous.host,
@@ -69,7 +69,7 @@ def fingerprint(options: Options, rendezvous: RendezvousConfig, nodes: tuple[int
 
 
 def check_name(option: str, name: str) -> None:
-    """Refuse a name that cannot be part of a path or of a line of log."""
+    """Refuse a name that cannot be part of a path or of a log line."""
     if _is_plain(name):
         return
     raise ConfigurationError(

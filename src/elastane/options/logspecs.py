@@ -1,9 +1,9 @@
-"""A class that decides where each worker's output goes: --logs-specs, as torchrun has it.
+"""A class that decides where each worker's output goes: --logs-specs, as in torchrun.
 
-It is found among the entry points `torchrun.logs_specs` of what is installed, and used in torch's
-way: made once, asked by `reify` before each attempt. It may import torch, which then is in the
-agent too (0.2 GB); nothing is loaded where the option is not given. What the class does wrong is
-told as a ConfigurationError with its own words.
+The class is found among the installed entry points `torchrun.logs_specs` and used as torch does:
+created once, then asked by `reify` before each attempt. It may import torch, which the agent then
+holds too (0.2 GB); without the option nothing is loaded. Its errors become a ConfigurationError
+with its own message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUP = "torchrun.logs_specs"
 
 
 def load_logs_specs(name: str, options: Options, local_world_size: int) -> ChooseFiles:
-    """Return what asks the class of that name; ConfigurationError where there is none."""
+    """Return a function that asks the named class; ConfigurationError if there is none."""
     found = entry_points(group=GROUP)
     if name not in found.names:
         raise _no_such_class(name, found)
@@ -63,7 +63,7 @@ class _Specs:
 
 
 def _files(dest: Any, local_rank: int, env: Mapping[str, str]) -> WorkerFiles:
-    """Return one worker's files of torch's LogsDest; KeyError where it leaves the worker out."""
+    """Return one worker's files of torch's LogsDest; KeyError if the worker is missing."""
     paths = {StreamChoice.OUT: dest.stdouts[local_rank], StreamChoice.ERR: dest.stderrs[local_rank]}
     tees = StreamChoice.NONE
     for std, teed in ((StreamChoice.OUT, dest.tee_stdouts), (StreamChoice.ERR, dest.tee_stderrs)):
@@ -74,7 +74,7 @@ def _files(dest: Any, local_rank: int, env: Mapping[str, str]) -> WorkerFiles:
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """Return what the class set in a worker's environment; the error file is told elsewhere."""
+    """Return what the class set in a worker's environment, without the error file's variable."""
     return {
         name: str(value)
         for name, value in after.items()

@@ -1,4 +1,4 @@
-"""The name that was probably meant."""
+"""Finds the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, names: Iterable[str], likeness: float = 0.6) -> str:
-    """Return the name most like `word`, or an empty string where none is like it."""
+    """Return the name most similar to `word`, or an empty string if none is similar."""
     import difflib
 
     near = difflib.get_close_matches(word, list(names), n=1, cutoff=likeness)

@@ -1,6 +1,6 @@
-"""What a user should be told once about options and variables that do not do what they seem to.
+"""Notes for the user about options and variables without the effect that they seem to have.
 
-Pure: it only compares. A note is no error: the job starts all the same.
+Pure: it only compares. A note is not an error: the job starts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from elastane.options.nearest import nearest
 from elastane.options.options import BY_DEST, TABLE
 from elastane.options.parser import Options, Origin
 
-# A variable that is not ours is somebody else's unless it is this much like one of ours.
+# A foreign variable is ignored unless it is this similar to one of ours.
 _LIKENESS = 0.8
 _OPTION = re.compile(r"--([a-z-]+)")
 
@@ -23,19 +23,19 @@ def notes_of(options: Options, environ: Mapping[str, str]) -> list[str]:
 
 
 def settings_notes(options: Options) -> list[str]:
-    """Name the settings that count, since whoever types the command may not know of the file.
+    """Name the settings in effect: the user may not know of the file.
 
-    Apart from the others, for it is to be seen before a refusal that a setting is the reason of.
+    Separate from the other notes, since it must be printed before an error that a setting caused.
     """
     paths = {origin.name for origin in options.origins.values() if origin.kind == "file"}
     names = [option.name for option in TABLE if options.origin(option.dest).kind == "file"]
     return [f"from {path}: {', '.join(names)}" for path in paths]
 
 
-def whence(options: Options, what: str) -> str:
-    """Return where an option is from that an error begins with, unless it was typed.
+def origin_of(options: Options, what: str) -> str:
+    """Return the origin of an option that an error begins with; empty if it was typed.
 
-    Who reads `--nnodes = '0'` and never typed it looks for it in the wrong place.
+    A user who never typed `--nnodes` would look for `--nnodes = '0'` in the wrong place.
     """
     named = _OPTION.match(what)
     option = BY_DEST.get(named[1].replace("-", "_")) if named else None

@@ -1,6 +1,6 @@
-"""What one option of `elastane run` is: a row of the table in `options.options`.
+"""One option of `elastane run`: a row of the table in `options.options`.
 
-It knows how its name is spelled and which variable stands in for it; it reads nothing.
+It knows how its name is spelled and which variable can set it; it reads nothing.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# How a value is written: a list has commas between its items, in needles two commas are one that
-# belongs to an item, pairs are KEY=VALUE,...
+# How a value is written. A list has commas between its items; in needles two commas mean one comma
+# inside an item; pairs are KEY=VALUE,...
 Kind = Literal["text", "int", "float", "flag", "choice", "list", "needles", "pairs", "path"]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its name, how its value is written, and where else than typed it may be given.
+    """One option: its name, how its value is written, and where it may be set.
 
-    `idle` is set where the option has nothing left to do: it is taken with a note. `setting` is
-    whether a settings file may have it.
+    `idle`: why the option has no effect here; it is accepted with a note. `setting`: whether a
+    settings file may contain it.
     """
 
     name: str
@@ -47,6 +47,6 @@ class Option:
 
     @property
     def env(self) -> str:
-        """The variable that stands in for it, or an empty string."""
+        """The variable that sets it, or an empty string."""
         prefix = "ELASTANE" if self.ours else "PET"
         return f"{prefix}_{self.dest.upper()}" if self.variable else ""

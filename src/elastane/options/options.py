@@ -1,7 +1,8 @@
-"""Every option of `elastane run` as one table: torchrun's, by its names and meaning, then ours.
+"""Every option of `elastane run` as one table: torchrun's, with their names and meaning, then
+elastane's.
 
-The parser, the help, the variables (PET_* for torchrun's, ELASTANE_* for ours) and the settings
-file are all made from this table. It reads nothing and decides nothing.
+The parser, the help, the variables (PET_* for torchrun's, ELASTANE_* for elastane's) and the
+settings file are all made from this table. It reads nothing and decides nothing.
 """
 
 from __future__ import annotations

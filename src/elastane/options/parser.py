@@ -1,8 +1,8 @@
 """The command line of `elastane run`, made from the table of options, and the values it leads to.
 
-Precedence: command line, then variable, then settings file, then default; each value knows which
-of them it is from. How options are spelled is `options.spelling`'s. Fails with UsageError, which
-names the option, the value and where it came from.
+Precedence: command line, then variable, then settings file, then default; each value knows its
+origin. `options.spelling` knows how options are spelled. Fails with UsageError, which names the
+option, the value and its origin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FALSE = {"false", "no", "off", ""}
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value is from; `name` is the variable's, or the settings file's path."""
+    """Where a value comes from; `name` is the variable, or the path of the settings file."""
 
     kind: Literal["command line", "variable", "file", "default"]
     name: str = ""
@@ -36,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class OptionValues:
-    """What a settings file says: values as a command line would have them, by destination."""
+    """The content of a settings file: values as on a command line, by destination."""
 
     path: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class OptionValues:
 
 @dataclass(frozen=True)
 class Options:
-    """The value of every option, and the origins of those that are not at their default."""
+    """The value of every option, and the origins of those not at their default."""
 
     script: str
     script_args: tuple[str, ...]
@@ -53,11 +53,11 @@ class Options:
 
     @property
     def given(self) -> frozenset[str]:
-        """Return the destinations of all options that were given, wherever."""
+        """Return the destinations of all options that were set anywhere."""
         return frozenset(self.origins)
 
     def origin(self, dest: str) -> Origin:
-        """Return where the value is from."""
+        """Return where the value comes from."""
         return self.origins.get(dest, Origin("default"))
 
     def text(self, dest: str) -> str:
@@ -65,7 +65,7 @@ class Options:
         return self.values[dest]
 
     def flag(self, dest: str) -> bool:
-        """Return whether a flag is set; UsageError where its value is neither yes nor no."""
+        """Return whether a flag is set; UsageError if its value is neither yes nor no."""
         value = self.values[dest].strip().lower()
         if value in _TRUE | _FALSE:
             return value in _TRUE
@@ -75,14 +75,14 @@ class Options:
             raise self.bad(dest, "1 or 0") from None
 
     def whole(self, dest: str) -> int:
-        """Return an integer; UsageError where it is none."""
+        """Return an integer; UsageError for any other text."""
         try:
             return int(self.values[dest])
         except ValueError:
             raise self.bad(dest, "an integer") from None
 
     def seconds(self, dest: str) -> float | None:
-        """Return a number, or None where the option is empty; UsageError where it is none."""
+        """Return a number, None for an empty option; UsageError for any other text."""
         if not self.values[dest] and dest not in self.origins:
             return None
         try:
@@ -105,7 +105,7 @@ class Options:
         )
 
     def check(self) -> None:
-        """Raise UsageError for the first given value that is not of its option's kind."""
+        """Raise UsageError for the first given value that does not fit its option."""
         for dest in self.origins:
             option = BY_DEST[dest]
             if option.kind == "flag":
@@ -136,10 +136,10 @@ ${{local_rank}} in an argument of the script becomes the local rank."""
 
 
 class RunParser(argparse.ArgumentParser):
-    """A parser of torchrun's spellings; its namespace is for `read` alone.
+    """A parser of torchrun's spellings; its namespace is for `read` only.
 
-    argparse renders the help. It does not see the words: what it makes of a value such as `--`
-    or of a number below zero changes with Python's version.
+    argparse only renders the help. Its treatment of values such as `--` or numbers below zero
+    changes with Python's version, so it does not parse the words.
     """
 
     names = Names(TABLE)
@@ -147,7 +147,7 @@ class RunParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Read options and script; the script's arguments are not looked at."""
+        """Read options and script; the script's arguments are not parsed."""
         own, script = self.names.split(list(args or ()))
         found = namespace or argparse.Namespace()
         for name, value in own:

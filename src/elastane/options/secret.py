@@ -1,7 +1,7 @@
-"""The job's secret and its TLS files: where they come from, and that they can be read.
+"""The job's secret and its TLS files: where they come from, and whether they are readable.
 
-Precedence: `--token-file` or `--rdzv-conf token=`, then ELASTANE_TOKEN; a job of one machine that
-has none gets a random one. The secret is never put into a message.
+Precedence: `--token-file` or `--rdzv-conf token=`, then ELASTANE_TOKEN. A job of one machine
+without a secret gets a random one. No message ever contains the secret.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from elastane.options.conf import Conf
 from elastane.options.config import RendezvousConfig, TlsFiles
 from elastane.options.parser import Options
 
-# A secret is a line; a file that is larger was named by mistake.
+# A secret is one line; a larger file was named by mistake.
 _TOKEN_CHARS_MAX = 4096
-# The one that counts, and while it is being changed the one before.
+# The current secret and, while it is being changed, the previous one.
 _TOKENS_MAX = 2
 
 
@@ -45,12 +45,12 @@ def secured(
 
 
 def read_token(path: str) -> str:
-    """Return the secret in a file; ConfigurationError where it holds none."""
+    """Return the secret in a file; ConfigurationError if there is none."""
     return read_tokens(path)[0]
 
 
 def read_tokens(path: str) -> tuple[str, ...]:
-    """Return the secret in a file, and the one before it where the file has two lines."""
+    """Return the secret in a file, and the previous one if the file has two lines."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(_TOKEN_CHARS_MAX + 1).strip()
@@ -75,7 +75,7 @@ def _unreadable(path: str, reason: str) -> ConfigurationError:
 
 
 def read_tls(files: tuple[str, str, str]) -> TlsFiles | None:
-    """Return certificate, key and authority, which are all given or none; they must be there."""
+    """Return certificate, key and authority; either all three files exist or none is given."""
     if not any(files):
         return None
     if not all(files):

@@ -1,8 +1,8 @@
-"""One value of a settings file, as a command line would write it.
+"""Converts one value of a settings file to the text that a command line would have.
 
-TOML has types, so a value of another type than its option's is refused with what to write. A
-project's file is copied and committed, so a secret in it is refused as well: the file may say
-where the secret is (`token-file`), not what it is. Pure; fails with ConfigurationError.
+TOML has types: a value of the wrong type is refused with what to write. A project's file is copied
+and committed, so a secret in it is refused as well: the file may say where the secret is
+(`token-file`). Pure; fails with ConfigurationError.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from elastane.errors import ConfigurationError
 from elastane.options.option import Option
 
-# How the keys of --rdzv-conf end whose values nobody is to see.
+# Endings of the --rdzv-conf keys whose values must never be shown.
 SECRET_ENDINGS = ("token", "password", "passwd", "secret")
 
 
 def as_text(path: Path, option: Option, value: Any) -> str:
-    """Return a value of the file as a command line would write it."""
+    """Return a value of the file as a command line would have it."""
     writer = _WRITERS.get(option.kind, _plain)
     text = writer(value)
     if text is None:
@@ -61,7 +61,7 @@ def _list(value: Any) -> str | None:
 
 
 def _needles(value: Any) -> str | None:
-    """A list is of texts as they are; one text is written as on a command line."""
+    """A list holds plain texts; a single text is written as on a command line."""
     if not isinstance(value, list):
         return _string(value)
     if not all(isinstance(item, str) for item in value):
@@ -95,7 +95,7 @@ def _refuse_secret(path: Path, option: Option, text: str) -> None:
 
 
 def bad_value(path: Path, key: str, value: Any, expected: str) -> ConfigurationError:
-    """Return the error for a value that its key cannot take."""
+    """Return the error for a value that does not fit its key."""
     return ConfigurationError(
         f"{path}: {key} = {value!r}", slug="settings-value", expected=expected
     )

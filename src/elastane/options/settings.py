@@ -1,9 +1,9 @@
 """The settings file: `elastane.toml`, or `[tool.elastane]` of `pyproject.toml`.
 
-Its table `[run]` holds options of `elastane run` by their names. It is looked for in the current
-folder and above it, but never above the project's root, and is not taken where anybody may have
-put it there. It gives values as a command line would; what they mean is decided elsewhere. Fails
-with ConfigurationError, which names file, key and the nearest key.
+Its table `[run]` holds options of `elastane run` by name. The file is searched in the current
+folder and its parents up to the project's root. A file that another user could have planted is
+refused. It yields values as on a command line; other modules interpret them. Fails with
+ConfigurationError, which names file, key and the nearest key.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from elastane.protocol.unreadable import UNREADABLE
 NAME = "elastane.toml"
 PYPROJECT = "pyproject.toml"
 TABLE_NAME = "run"
-# Far above any file that a person writes; a log that was named by mistake is not read to its end.
+# Far above any file that a person writes; a log named by mistake is not read to its end.
 SETTINGS_BYTES_MAX = 1 << 20
 
 
 def load(named: str, folder: Path) -> OptionValues:
-    """Return the settings of the file (or folder) `named`, else of the project around `folder`."""
+    """Return the settings of the named file or folder, otherwise of the project around `folder`."""
     if named:
         path = Path(named).expanduser()
         if path.is_dir():
@@ -45,9 +45,9 @@ def load(named: str, folder: Path) -> OptionValues:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Return the folders up to the project's root; where there is no project, this folder only.
+    """Return the folders up to the project's root; without a project, only this folder.
 
-    The root is where the repository is, else the nearest folder with either file.
+    The root has the repository's .git, otherwise it is the nearest folder with either file.
     """
     places = (folder, *folder.parents)
     for marks in ((".git",), (NAME, PYPROJECT)):
@@ -62,7 +62,7 @@ def _of_folder(folder: Path) -> OptionValues | None:
         path = folder / name
         if path.is_file():
             text = _content(path)
-            # Most projects' pyproject.toml says nothing to us: it is not even parsed.
+            # Most projects' pyproject.toml has nothing for elastane, so it is not even parsed.
             if name == NAME or ("elastane" in text and "elastane" in _tools(path, text)):
                 return _read(path, _document(path, text))
     return None
@@ -116,7 +116,7 @@ def _unusable(path: Path, reason: str) -> ConfigurationError:
 
 
 def _check_owner(path: Path) -> None:
-    """Refuse what another user put into a folder that is open to all, such as /tmp."""
+    """Refuse a file that another user put into a folder open to all, such as /tmp."""
     facts = path.stat()
     if facts.st_uid in (os.geteuid(), 0) or not path.parent.stat().st_mode & stat.S_IWOTH:
         return

@@ -1,7 +1,7 @@
-"""`--show-config`: every option with its value and where it is from.
+"""`--show-config`: every option with its value and its origin.
 
-It only renders what was read; it starts nothing and checks nothing further. A secret is never
-shown, whatever it came by: only that there is one.
+It only renders what was read; it starts nothing and checks nothing more. A secret is never shown,
+wherever it came from: only that there is one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastane.options.parser import Options
 from elastane.options.setting import SECRET_ENDINGS
 
 HIDDEN = "***"
-# Variables that are no option's and yet change what a job does.
+# Variables that belong to no option but change what a job does.
 OTHER_VARIABLES = (
     "ELASTANE_TOKEN",
     "PYTHON_EXEC",
@@ -35,7 +35,7 @@ _USER_INFO = re.compile(r"(?<=//)[^/@]*@|^[^/@]*:[^/@]*@")
 
 
 def as_lines(options: Options, environ: Mapping[str, str]) -> list[str]:
-    """Return the listing for a person: what was given stands out by its origin."""
+    """Return the listing for a person, with each value's origin."""
     shown = [option for option in TABLE if option.setting]
     names = max(len(option.name) for option in shown) + 2
     values = {option.dest: _value(options, option) or "-" for option in shown}
@@ -58,7 +58,7 @@ def as_lines(options: Options, environ: Mapping[str, str]) -> list[str]:
 
 
 def as_object(options: Options, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the same for a program; values have their own types, null is an empty one."""
+    """Return the listing for a program; values have their types, null is an empty value."""
     return {
         "options": {
             option.name: {

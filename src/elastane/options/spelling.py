@@ -1,10 +1,10 @@
-"""How options are spelled: what is an option, which one is meant, and where the script begins.
+"""How options are spelled: which words are options, which option is meant, where the script begins.
 
-It reads words as torchrun's parser does, to the letter: options come before the script, whatever
-follows is the script's own, and a long option may be shortened while it is unique among
-torchrun's. Ours must be written out, so that no abbreviation that works with torchrun becomes
-ambiguous here. It knows no value's meaning. It fails with UsageError, which names the nearest
-option.
+It reads words exactly as torchrun's parser does. Options come before the script, and all later
+words belong to the script. A long option of torchrun's may be shortened while the short form is
+unique. elastane's own options must be written in full, so that no abbreviation that works with
+torchrun becomes ambiguous. It knows no meanings of values. It fails with UsageError, which names
+the nearest option.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from elastane.options.elsewhere import advice
 from elastane.options.nearest import nearest
 from elastane.options.option import Option
 
-# As argparse has it: such a word is a value, or the script.
+# As in argparse, such a word is a value or the script.
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 HELP = "help"
-# Name and value of an option that was written; a flag's value is 1.
+# Name and value of an option on the command line; a flag has the value 1.
 Written = tuple[str, str]
 
 
 class Names:
-    """The options of one command line, found by every way to write them."""
+    """The options of one command line, found by each of their spellings."""
 
     def __init__(self, table: Sequence[Option]) -> None:
         self.table = tuple(table)
@@ -33,7 +33,7 @@ class Names:
         self._by_short = {option.short: option for option in table if option.short}
 
     def split(self, argv: Sequence[str]) -> tuple[list[Written], list[str]]:
-        """Divide into our options, each by its name in full, and the script with the rest."""
+        """Split into our options, with their full names, and the script with its arguments."""
         own: list[Written] = []
         index = 0
         while index < len(argv) and argv[index] != "--" and self._is_option(argv[index]):
@@ -47,12 +47,12 @@ class Names:
         if rest[:1] == ["--"]:
             return own, rest[1:]
         if rest[1:2] == ["--"]:
-            # argparse takes the first one for its own, even behind the script.
+            # argparse removes the first one, even behind the script.
             del rest[1]
         return own, rest
 
     def find(self, written: str) -> Option | None:
-        """Return the option of a name, in full or shortened; None where it is `--help`."""
+        """Return the option for a full or shortened name; None for `--help`."""
         name = written.replace("_", "-")
         if name in self._by_name:
             return self._by_name[name]
@@ -74,7 +74,7 @@ class Names:
             return False
         if _NEGATIVE_NUMBER.fullmatch(word):
             return False
-        # A word with a space in it is an option only where its name is one.
+        # A word with a space is an option only if its name is one.
         return " " not in word or self._begins_as_option(word)
 
     def _begins_as_option(self, word: str) -> bool:
@@ -95,7 +95,7 @@ class Names:
         )
 
     def _expand(self, word: str) -> tuple[list[Written], Option | None]:
-        """Return the word's options in full, and the one whose value is the next word."""
+        """Return the word's options, and the option whose value is the next word."""
         if not word.startswith("--"):
             return self._expand_short(word)
         name, equals, value = word[2:].partition("=")
@@ -107,7 +107,7 @@ class Names:
         return ([(option.name, value)], None) if equals else ([], option)
 
     def _expand_short(self, word: str) -> tuple[list[Written], Option | None]:
-        """Return what a word such as -m, -r3 or -mt3 says."""
+        """Return the options in a word such as -m, -r3 or -mt3."""
         own: list[Written] = []
         if word[1:].partition("=")[0].replace("_", "-") in self._by_name:
             # torchrun would read -rdzv-id=7 as -r with the value dzv-id=7.

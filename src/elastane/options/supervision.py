@@ -1,7 +1,7 @@
-"""How the agent is to keep its workers: the options and variables that say so, checked.
+"""How the agent runs and watches its workers: the options and variables for that, checked.
 
-It looks at this machine for --numa-binding and loads a class for --logs-specs, each only where it
-is asked for. A variable whose value makes no sense has no effect, as in torchrun, and a note.
+It reads this machine's topology for --numa-binding and loads a class for --logs-specs, each only on
+request. A variable with a senseless value has no effect, as in torchrun, and produces a note.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
 def read_supervision(
     options: Options, environ: Mapping[str, str], local_world_size: int
 ) -> Supervision:
-    """Return it; UsageError or ConfigurationError for what cannot work on this machine."""
+    """Return the settings; UsageError or ConfigurationError if this machine cannot do it."""
     virtual = options.flag("virtual_local_rank")
     if virtual:
         for local_rank in range(local_world_size):
@@ -44,13 +44,13 @@ def read_supervision(
     )
 
 
-def watch_notes(environ: Mapping[str, str]) -> list[str]:
-    """Return a note for each variable that has no effect, because its value makes no sense."""
+def variable_notes(environ: Mapping[str, str]) -> list[str]:
+    """Return a note for each variable without effect because its value makes no sense."""
     notes = []
     if environ.get(_PORT) and _port(environ) is None:
-        notes.append(f"{_PORT} = {environ[_PORT]!r} is no port: no health check is answered")
+        notes.append(f"{_PORT} = {environ[_PORT]!r} is not a port: health checks get no answer")
     if environ.get(_STUCK) and _stuck_s(environ) is None:
-        notes.append(f"{_STUCK} = {environ[_STUCK]!r} is no number of seconds: it has no effect")
+        notes.append(f"{_STUCK} = {environ[_STUCK]!r} is not a number of seconds: it has no effect")
     return notes
 
 

@@ -18,7 +18,7 @@ from elastane.elastic.metrics import put_metric
 from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elastane.elastic.rendezvous._errors import raise_as_api
 from elastane.functions.failure import error_of
-from elastane.functions.job import Ended, run_command, run_function
+from elastane.functions.job import EndedJob, run_command, run_function
 from elastane.functions.payload import FunctionCall, pack
 from elastane.functions.wish import RequestedOptions, as_text
 from elastane.observe.report import FinalReport, ReportedFailure
@@ -62,7 +62,7 @@ class CalledJob:
     role: str = DEFAULT_ROLE
     allowed: int = 0
 
-    def _put_metrics(self, ended: Ended) -> None:
+    def _put_metrics(self, ended: EndedJob) -> None:
         """Publish the metrics that an agent in this process would: the real agent is in another."""
         if ended.report is None:
             return
@@ -174,7 +174,7 @@ def _streams(choice: Any) -> str:
     return str(int(choice))
 
 
-def _raise(name: str, ended: Ended) -> None:
+def _raise(name: str, ended: EndedJob) -> None:
     report = ended.report
     if report is not None and (report.failures or report.root_cause):
         raise JobFailedError(name, _failures(report), report)

@@ -35,7 +35,7 @@ from elastane.elastic.rendezvous import RendezvousParameters
 from elastane.elastic.rendezvous import registry as rdzv_registry
 from elastane.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from elastane.errors import NodeUnfitError
-from elastane.functions.signals import raised
+from elastane.functions.signals import raise_on
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 _log = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ def _not_ignored(names: str) -> list[str]:
 @contextmanager
 def _signals_raised(names: list[str]) -> Iterator[None]:
     """Raise SignalException at these signals, and restore the caller's handlers afterwards."""
-    with raised(
+    with raise_on(
         [signal.Signals[name] for name in names if name in signal.Signals.__members__],
         lambda one: SignalException(f"Process {os.getpid()} got signal: {one}", sigval=one),
     ):
