@@ -3,8 +3,8 @@
     elastane run --standalone --nproc-per-node 4 --min-workers 1 --max-restarts 9 gpt.py
     python gpt.py
 
-It learns to predict the next byte. Nothing is downloaded and no checkpoint is loaded: a worker that
-dies costs the others the step in hand, and one that comes gets its state from who is there.
+It learns to predict the next byte. Nothing is downloaded and no checkpoint is loaded: the loss of a
+worker costs the others the current step, and a joining worker receives its state from a survivor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastane
-from elastane.examples.telling import ToldProgress
+from elastane.examples.progress import ProgressFiles
 
 TEXT_BYTES, HELD_OUT_WINDOWS = 2_000_000, 256
 BYTES, WINDOW, WIDTH, HEADS, LAYERS, DROPOUT = 256, 64, 128, 4, 2, 0.1
@@ -31,7 +31,7 @@ LEARNING_RATE, WARMUP_STEPS, CLIP_NORM = 3e-3, 30, 1.0
 
 
 def main() -> None:
-    """Train for so many steps, then tell how well it predicts text that it has not seen."""
+    """Train for `--steps` steps, then print the loss on held-out text."""
     options = parse_options()
     torch.manual_seed(options.seed)
     windows = standard_library()
@@ -45,11 +45,11 @@ def main() -> None:
         optimizer = torch.optim.AdamW(net.parameters(), LEARNING_RATE, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: rate(s, options.steps))
         job.track(net=net, optimizer=optimizer, schedule=schedule)
-        progress = ToldProgress(Path(options.dir) / "progress.jsonl", job, options.steps)
+        progress = ProgressFiles(Path(options.dir) / "progress.jsonl", job, options.steps)
 
         for step, _ in job.steps(loader, until_step=options.steps):
             with step:
-                seen = torch.zeros(2)  # the sum of the losses, and of how many windows
+                seen = torch.zeros(2)  # the sum of the losses, and the number of windows
                 for (batch,) in step.batches:
                     loss = model(batch.to(job.device))
                     step.backward(loss)
@@ -117,7 +117,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention, then a perceptron, each added to what came in."""
+    """Causal attention, then a perceptron, each added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what comes out, of the same shape (n, length, WIDTH)."""
+        """Return the output, of the same shape as the input (n, length, WIDTH)."""
         heads = self.qkv(self.before_mix(x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
         query, key, value = heads.unbind(2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)

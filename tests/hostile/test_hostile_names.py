@@ -12,7 +12,7 @@ from supervise import words_agent, write_script
 from elastane.cli.main import main
 from elastane.coordinator.rules import Rendezvous
 from elastane.errors import ConfigurationError
-from elastane.observe.records import Teller, encode_line, make_event
+from elastane.observe.records import EventOrigin, encode_line, make_event
 from elastane.options.build import build
 from elastane.options.parser import parse
 from elastane.process.files import JobEntry, JobRegistry, NodeSlot, runtime_folder, safe_name
@@ -175,7 +175,7 @@ def test_what_others_wrote_cannot_steer_a_terminal(tmp_path, capsys):
         fence=Fence(1, 0),
         data={"exit_code": -9, "message": "line\x1b[31m\r\nother"},
     )
-    teller = Teller(job="j\x1b[2J", node="n", host="h", pid=1)
+    teller = EventOrigin(job="j\x1b[2J", node="n", host="h", pid=1)
     event = make_event(note, teller, source="agent", seq=0, now_ns=1)
     (folder / "events.h.jsonl").write_bytes(encode_line(event))
     for words in (["explain", str(folder)], ["status", "job", "--log-dir", str(tmp_path)]):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from elastane.observe.handlers import HANDLERS, event_handler, event_line, hear_nothing
-from elastane.observe.records import Teller
+from elastane.observe.handlers import HANDLERS, discard, event_handler, event_line
+from elastane.observe.records import EventOrigin
 from elastane.protocol.log_events import EventKind, Note
 from elastane.protocol.model import Fence
 
-TELLER = Teller(job="digits", node="host-a", host="a.example", pid=3)
+TELLER = EventOrigin(job="digits", node="host-a", host="a.example", pid=3)
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_torchs_handlers_are_known_and_only_one_of_them_writes():
     handlers = pytest.importorskip("torch.distributed.elastic.events.handlers")
     assert set(HANDLERS) == set(handlers._log_handlers)
     for name in HANDLERS:
-        assert (event_handler(name, TELLER) is hear_nothing) == (name != "console")
+        assert (event_handler(name, TELLER) is discard) == (name != "console")

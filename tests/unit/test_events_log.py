@@ -36,7 +36,7 @@ def reasons(folder):
 def test_events_of_all_hosts_are_read_in_the_order_of_time(log, tmp_path):
     one, other = log("host-a"), log("host-b")
     for number in range(6):
-        (one if number % 2 else other).tell(note(str(number)), "agent")
+        (one if number % 2 else other).log(note(str(number)), "agent")
     assert one.flush()
     assert other.flush()
     assert reasons(tmp_path / "job") == list("012345")
@@ -48,7 +48,7 @@ def test_two_agents_of_one_host_share_a_file_without_tearing_lines(log, tmp_path
 
     def tell_many(each):
         for number in range(300):
-            each.tell(note(f"{number}" + "x" * 500), "agent")
+            each.log(note(f"{number}" + "x" * 500), "agent")
 
     threads = [threading.Thread(target=tell_many, args=(each,)) for each in logs]
     for thread in threads:
@@ -65,22 +65,22 @@ def test_two_agents_of_one_host_share_a_file_without_tearing_lines(log, tmp_path
 
 def test_a_second_run_appends(log, tmp_path):
     first = log()
-    first.tell(note("first"), "agent")
+    first.log(note("first"), "agent")
     first.close()
     second = log()
-    second.tell(note("second"), "agent")
+    second.log(note("second"), "agent")
     assert second.flush()
     assert reasons(tmp_path / "job") == ["first", "second"]
 
 
 def test_line_torn_by_a_death_costs_that_line_only(log, tmp_path):
     first = log()
-    first.tell(note("whole"), "agent")
+    first.log(note("whole"), "agent")
     first.close()
     with first.path.open("ab") as file:
         file.write(b'{"time":"torn')
     second = log()
-    second.tell(note("after"), "agent")
+    second.log(note("after"), "agent")
     assert second.flush()
     assert reasons(tmp_path / "job") == ["whole", "after"]
 
@@ -95,12 +95,12 @@ def test_full_disk_is_said_once_and_the_loss_is_written_when_it_is_over(
         patch.setattr(events_module, "_ends_torn", lambda path: False)
         with caplog.at_level(logging.WARNING, "elastane.events"):
             for number in range(5):
-                each.tell(note(str(number)), "agent")
+                each.log(note(str(number)), "agent")
             assert each.flush()
     os.close(full)
     assert len(caplog.records) == 1
     assert "No space left" in caplog.text
-    each.tell(note("again"), "agent")
+    each.log(note("again"), "agent")
     assert each.flush()
     told = {event.kind: event for event in read_events(tmp_path / "job")}
     assert told["incident"].reason == "again"
@@ -110,7 +110,7 @@ def test_full_disk_is_said_once_and_the_loss_is_written_when_it_is_over(
 def test_folder_that_cannot_be_made_raises_nothing(log, tmp_path):
     (tmp_path / "file").write_text("")
     each = log(base_dir=tmp_path / "file")
-    each.tell(note("x"), "agent")
+    each.log(note("x"), "agent")
     assert each.flush()
 
 
@@ -122,11 +122,11 @@ def test_disk_that_hangs_holds_up_nobody(log, monkeypatch, tmp_path):
     )
     each = log()
     for number in range(5000):
-        each.tell(note("x" * 900 + str(number)), "agent")
+        each.log(note("x" * 900 + str(number)), "agent")
     assert not each.flush(0.05)
     release.set()
     assert each.flush(30)
-    each.tell(note("after"), "agent")
+    each.log(note("after"), "agent")
     assert each.flush()
     told = list(read_events(tmp_path / "job"))
     lost = sum(event.data["events"] for event in told if event.kind == "events-lost")
@@ -138,14 +138,14 @@ def test_disk_that_hangs_holds_up_nobody(log, monkeypatch, tmp_path):
 def test_without_a_folder_nothing_is_written(log, base_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     each = log(base_dir=base_dir)
-    each.tell(note("x"), "agent")
+    each.log(note("x"), "agent")
     assert each.flush()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_names_of_job_and_host_cannot_leave_the_folder(log, tmp_path):
     each = log(host="../../h", job="../j")
-    each.tell(note("x"), "agent")
+    each.log(note("x"), "agent")
     assert each.flush()
     assert each.path.resolve().is_relative_to(tmp_path.resolve())
     assert each.path.exists()
@@ -155,13 +155,13 @@ def test_reader_gives_each_event_once_as_the_files_grow(log, tmp_path):
     reader = EventReader(tmp_path / "job")
     assert reader.poll() == []
     one = log("host-a")
-    one.tell(note("1"), "agent")
+    one.log(note("1"), "agent")
     assert one.flush()
     assert [event.reason for event in reader.poll()] == ["1"]
     other = log("host-b")
-    one.tell(note("2"), "agent")
+    one.log(note("2"), "agent")
     assert one.flush()
-    other.tell(note("3"), "agent")
+    other.log(note("3"), "agent")
     assert other.flush()
     assert [event.reason for event in reader.poll()] == ["2", "3"]
     with one.path.open("ab") as file:
@@ -171,11 +171,11 @@ def test_reader_gives_each_event_once_as_the_files_grow(log, tmp_path):
 
 def test_reader_from_now_leaves_out_what_was(log, tmp_path):
     one = log()
-    one.tell(note("old"), "agent")
+    one.log(note("old"), "agent")
     assert one.flush()
     reader = EventReader(tmp_path / "job", from_now=True)
     assert reader.poll() == []
-    one.tell(note("new"), "agent")
+    one.log(note("new"), "agent")
     assert one.flush()
     assert [event.reason for event in reader.poll()] == ["new"]
 
@@ -183,7 +183,7 @@ def test_reader_from_now_leaves_out_what_was(log, tmp_path):
 def test_follow_gives_all_and_ends_when_it_is_told_to(log, tmp_path):
     one = log()
     for number in range(3):
-        one.tell(note(str(number)), "agent")
+        one.log(note(str(number)), "agent")
     assert one.flush()
     followed = follow(tmp_path / "job", is_over=lambda: True)
     assert [event.reason for event in followed] == ["0", "1", "2"]
@@ -192,7 +192,7 @@ def test_follow_gives_all_and_ends_when_it_is_told_to(log, tmp_path):
 @pytest.mark.parametrize("gone", ["folder", "file", "renamed"])
 def test_a_log_that_was_removed_is_begun_again_and_says_so(log, tmp_path, caplog, gone):
     one = log()
-    one.tell(note("before"), "agent")
+    one.log(note("before"), "agent")
     assert one.flush()
     match gone:
         case "folder":
@@ -201,7 +201,7 @@ def test_a_log_that_was_removed_is_begun_again_and_says_so(log, tmp_path, caplog
             one.path.unlink()
         case "renamed":
             one.path.rename(one.path.with_suffix(".1"))
-    one.tell(note("after"), "agent")
+    one.log(note("after"), "agent")
     assert one.flush()
     assert reasons(tmp_path / "job") == ["after"]
     assert caplog.text.count("was removed or replaced") == 1

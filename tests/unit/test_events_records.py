@@ -12,8 +12,8 @@ from elastane.agent.rules.group import failure_data
 from elastane.coordinator.rules.ending import cause_data
 from elastane.observe.records import (
     LINE_BYTES_MAX,
+    EventOrigin,
     LoggedEvent,
-    Teller,
     decode_line,
     encode_line,
     iso_time,
@@ -22,7 +22,7 @@ from elastane.observe.records import (
 from elastane.protocol.log_events import EventKind, Note
 from elastane.protocol.model import Cause, Failure, Fence
 
-TELLER = Teller(job="job", node="host-a", host="host-a.example", pid=7)
+TELLER = EventOrigin(job="job", node="host-a", host="host-a.example", pid=7)
 DOCS = Path(__file__).parents[2] / "docs" / "events.md"
 
 

@@ -255,7 +255,7 @@ class MembershipAgent:
         secret = derive_secret(config.spec.job, token or None)
         access = rpc.Access(config.spec.job, secret, config.tls)
         bridge = attending_of(keys, snapshot())
-        leadership = self._leadership(keys, Hosting(config.spec, access, console.tell, bridge))
+        leadership = self._leadership(keys, Hosting(config.spec, access, console.log_note, bridge))
 
         self._core = AgentCore(
             config.spec,
@@ -347,7 +347,7 @@ class MembershipAgent:
             case AimGroup(fence=fence, stops=stops):
                 self.post(GroupDrained(fence, stops))
             case Tell(note=note):
-                console.tell(note)
+                console.log_note(note)
             case Exit():
                 raise AssertionError("_run_rules returns on Exit")
 

@@ -23,8 +23,8 @@ from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.agent.timer_watch import TimerWatch
 from elastane.observe import logging as console
 from elastane.observe.events import EventLog
-from elastane.observe.handlers import Hear, event_handler, hear_nothing
-from elastane.observe.records import Teller
+from elastane.observe.handlers import NoteHandler, discard, event_handler
+from elastane.observe.records import EventOrigin
 from elastane.options.config import AgentConfig
 from elastane.process.execspawn import ExecSpawner
 from elastane.process.files import JobRegistry, NodeSlot, runtime_folder, safe_name
@@ -59,7 +59,7 @@ class NodeServices:
     port: OfferedPort
     snapshot_server: SnapshotServerHandle
     timers: TimerWatch | None = None
-    handle_event: Hear = hear_nothing
+    handle_event: NoteHandler = discard
 
     def log(self, note: Note) -> None:
         """Log an event of this agent."""
@@ -73,15 +73,15 @@ class NodeServices:
 
     def log_snapshot_server_lost(self, reason: str) -> None:
         """Log that the snapshot server ended before this agent."""
-        self.events.tell(Note(kind=EventKind.KEEPER_LOST, reason=reason, node_id=self.id), "agent")
+        self.events.log(Note(kind=EventKind.KEEPER_LOST, reason=reason, node_id=self.id), "agent")
 
     def log_as_coordinator(self, note: Note) -> None:
         """Log an event of the coordinator, which runs in this agent."""
         self._log_from(note, "coordinator")
 
     def _log_from(self, note: Note, source: str) -> None:
-        console.tell(note)
-        self.events.tell(note, source)
+        console.log_note(note)
+        self.events.log(note, source)
         self.handle_event(note, source)
 
 
@@ -129,7 +129,7 @@ async def node_services(
     snapshot_server.report(node.log_snapshot_event, node.log_snapshot_server_lost)
     node.handle_event = event_handler(
         supervision.event_handler,
-        Teller(job=config.spec.job, node=node_id, host=host, pid=os.getpid()),
+        EventOrigin(job=config.spec.job, node=node_id, host=host, pid=os.getpid()),
     )
     node.timers = TimerWatch(supervision.timer_file) if supervision.watches_timers else None
     reaper_watch = asyncio.create_task(_restart_reaper(reaper))
@@ -195,8 +195,8 @@ def _spawner(config: AgentConfig, leash: str, events: EventLog, node_id: str) ->
 
     def log(kind: str, reason: str) -> None:
         note = Note(kind=kinds[kind], reason=reason, node_id=node_id)
-        console.tell(note)
-        events.tell(note, "agent")
+        console.log_note(note)
+        events.log(note, "agent")
 
     env = {**without_secrets(config.environment), LEASH_VARIABLE: leash}
     if config.node.local_world_size > 1:

@@ -1,1 +1,1 @@
-"""Training scripts that ship with elastane; each is run by path. digits.py knows nothing of it."""
+"""Training scripts that ship with elastane; each is run by path. digits.py uses only torch."""

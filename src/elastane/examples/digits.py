@@ -1,15 +1,15 @@
 """Train a classifier of handwritten digits with DDP over gloo, at any number of workers.
 
 An ordinary torchrun-style script: it reads the environment that a launcher sets, loads its
-checkpoint, trains, and checkpoints. It knows nothing of what launched it:
+checkpoint, trains, and checkpoints. It works with any launcher:
 
     torchrun    --standalone --nproc-per-node 2 --max-restarts 3 digits.py --dir /tmp/digits
     elastane run --standalone --nproc-per-node 2 --max-restarts 3 digits.py --dir /tmp/digits
 
-The place in the data is the step alone: step s of an epoch is the same global batch for every
-world size, and an unequal share of it is weighted, so neither the batch nor the learning rate
-changes when workers come and go. On SIGTERM the workers agree, inside an all-reduce that they do
-anyway, on the step after which all stop, and rank 0 checkpoints that step.
+The step alone determines the position in the data: step s of an epoch is the same global batch for
+every world size, and an unequal share of it is weighted. So neither the batch nor the learning rate
+changes when the number of workers does. On SIGTERM the workers agree, in an all-reduce that they
+perform anyway, on the step after which all stop, and rank 0 checkpoints that step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARMUP_STEPS = 40
 def main() -> None:
     """Train from the newest checkpoint to the last epoch, then test on the held-out digits."""
     options = options_parser().parse_args()
-    told_to_stop = listen_for_sigterm()
+    stop_requested = listen_for_sigterm()
     dist.init_process_group("gloo")
     torch.manual_seed(options.seed)
     folder = Path(options.dir)
@@ -51,7 +51,7 @@ def main() -> None:
 
     while trainer.step < trainer.total_steps:
         epoch = trainer.epoch
-        loss, stop = trainer.train_step(told_to_stop())
+        loss, stop = trainer.train_step(stop_requested())
         held_out = {}
         if trainer.epoch > epoch and dist.get_rank() == 0:
             held_out = {"accuracy": trainer.accuracy(images[TRAIN_IMAGES:], labels[TRAIN_IMAGES:])}
@@ -85,7 +85,7 @@ def options_parser() -> argparse.ArgumentParser:
 
 
 def listen_for_sigterm() -> Callable[[], bool]:
-    """Return a function that says whether this process was told to stop."""
+    """Return a function that tells whether this process received SIGTERM."""
     seen: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
     return lambda: bool(seen)
@@ -94,7 +94,7 @@ def listen_for_sigterm() -> Callable[[], bool]:
 def load_digits(cache: Path) -> tuple[Tensor, Tensor]:
     """Return images (1797, 1, 8, 8) in 0..1 and labels, in a fixed random order."""
     if not cache.exists():
-        from sklearn.datasets import load_digits as load  # half a second: once, not each start
+        from sklearn.datasets import load_digits as load  # takes half a second, so only once
 
         digits = load()
         with temporary(cache) as path:
@@ -106,7 +106,7 @@ def load_digits(cache: Path) -> tuple[Tensor, Tensor]:
 
 
 class temporary:  # noqa: N801 - reads as the function it stands for
-    """A path that takes the place of `target` in one step once its content is on the disk."""
+    """A path that replaces `target` atomically once its content is on disk."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -126,7 +126,7 @@ class temporary:  # noqa: N801 - reads as the function it stands for
 
 
 def sync(path: Path) -> None:
-    """Force a file or folder to the disk."""
+    """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,7 +135,7 @@ def sync(path: Path) -> None:
 
 
 class Trainer:
-    """Model, optimizer, schedule, and the place in the data."""
+    """Model, optimizer, schedule, and the position in the data."""
 
     def __init__(self, options: argparse.Namespace, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
@@ -166,8 +166,8 @@ class Trainer:
         self.batch_size = len(batch)
         return batch[dist.get_rank() :: dist.get_world_size()]
 
-    def train_step(self, told_to_stop: bool) -> tuple[float, bool]:
-        """Do one step; return the loss of the global batch, and whether all are to stop now."""
+    def train_step(self, stop_requested: bool) -> tuple[float, bool]:
+        """Perform one step; return the loss of the global batch, and whether all workers stop."""
         share = self.my_share()
         logits = self.model(self.images[share])
         # DDP averages over the ranks; this makes it the mean over the global batch.
@@ -178,7 +178,7 @@ class Trainer:
         self.optimizer.step()
         self.schedule.step()
         self.step += 1
-        sums = torch.tensor([float(total.detach()), float(told_to_stop)])
+        sums = torch.tensor([float(total.detach()), float(stop_requested)])
         dist.all_reduce(sums)
         return float(sums[0]) / self.batch_size, bool(sums[1] > 0)
 
@@ -191,7 +191,7 @@ class Trainer:
         return float((guesses == labels).float().mean())
 
     def save(self, path: Path) -> None:
-        """Checkpoint from rank 0, so that a reader finds the old one or the new one whole."""
+        """Checkpoint from rank 0, atomically: a reader finds the old or the new one."""
         if dist.get_rank() != 0:
             return
         state = {
@@ -204,7 +204,7 @@ class Trainer:
             torch.save(state, new)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint, where there is one."""
+        """Resume from a checkpoint, if there is one."""
         if not path.exists():
             return
         state = torch.load(path, weights_only=True)

@@ -1,11 +1,11 @@
-"""Train the classifier of digits.py with elastane's steps: who is left keeps its process.
+"""Train the classifier of digits.py with elastane's steps: survivors keep their processes.
 
     elastane run --standalone --nproc-per-node 4 --min-workers 1 --max-restarts 9 \\
         digits_in_place.py --dir /tmp/digits
     python digits_in_place.py --dir /tmp/digits
 
-There is no checkpoint to load and no signal to listen for: a worker that comes gets its state from
-one that is there, and a worker that dies costs the others the step in hand.
+It loads no checkpoint and handles no signal: a joining worker receives its state from a survivor,
+and the loss of a worker costs the others the current step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastane.examples.digits import (
     load_digits,
     options_parser,
 )
-from elastane.examples.telling import ToldProgress
+from elastane.examples.progress import ProgressFiles
 
 
 def main() -> None:
@@ -52,14 +52,14 @@ def main() -> None:
             optimizer, LEARNING_RATE, total_steps + 1, pct_start=WARMUP_STEPS / total_steps
         )
         job.track(net=net, optimizer=optimizer, schedule=one_cycle)
-        progress = ToldProgress(
+        progress = ProgressFiles(
             Path(options.progress or folder / "progress.jsonl"), job, total_steps
         )
 
         loader = DataLoader(data, batch_sampler=batches)
         for step, _ in job.steps(loader, until_epoch=options.epochs):
             with step:
-                seen = torch.zeros(2)  # the sum of the losses, and of how many samples
+                seen = torch.zeros(2)  # the sum of the losses, and the number of samples
                 for inputs, wanted in step.batches:
                     loss = nn.functional.cross_entropy(model(inputs), wanted)
                     step.backward(loss)

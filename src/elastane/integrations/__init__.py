@@ -1,1 +1,1 @@
-"""Where elastane meets other launchers and frameworks; each module imports what it is named for."""
+"""Integrations with other launchers and frameworks; each module imports the one it is named for."""

@@ -1,11 +1,11 @@
-"""Our rendezvous inside a stock torchrun: `torchrun --rdzv-backend=elastane --rdzv-endpoint=...`.
+"""Elastane's rendezvous in stock torchrun: `torchrun --rdzv-backend=elastane --rdzv-endpoint=...`.
 
 torchrun finds `handler` by the entry point group `torchrun.handlers`. `--rdzv-conf` takes the keys
 of `elastane run`, and `store=file` or `store=etcd` for a coordinator that outlives any host (the
 endpoint is then the folder, or etcd's address).
 
-Owns the translation only: torch's classes for what is returned and raised. What it cannot change
-is torchrun itself: its agent imports torch for each worker anew, and counts restarts by itself.
+This module owns only the translation of results and errors to torch's classes. It cannot change
+torchrun itself: its agent imports torch again for each worker, and keeps its own restart count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastane.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     create_builtin_handler,
 )
-from elastane.observe import logging as say
+from elastane.observe import logging as elastane_logging
 
 __all__ = ["TorchrunHandler", "create", "handler"]
 
@@ -41,25 +41,25 @@ _CLASSES: dict[type[api.RendezvousError], type[Exception]] = {
 
 
 def handler() -> Callable[[torch_api.RendezvousParameters], torch_api.RendezvousHandler]:
-    """Return the creator of our handlers: what torchrun loads by the entry point."""
+    """Return the creator of handlers, which torchrun loads by the entry point."""
     return create
 
 
 def create(params: torch_api.RendezvousParameters) -> torch_api.RendezvousHandler:
-    """Make our handler of torchrun's parameters."""
-    _speak()
-    return TorchrunHandler(_made(params))
+    """Make a handler from torchrun's parameters."""
+    _setup_logging()
+    return TorchrunHandler(_create_handler(params))
 
 
-def _speak() -> None:
-    """Have what we say begin with who says it, at torchrun's own level, unless somebody did."""
+def _setup_logging() -> None:
+    """Set up elastane's log with the host's name at torchrun's level, unless it is set up."""
     if not logging.getLogger("elastane").handlers:
-        say.setup(socket.gethostname(), os.environ.get("LOGLEVEL", ""))
-        atexit.register(say.flush)
+        elastane_logging.setup(socket.gethostname(), os.environ.get("LOGLEVEL", ""))
+        atexit.register(elastane_logging.flush)
 
 
 def _torch_errors(call: Callable[P, T]) -> Callable[P, T]:
-    """Raise our errors as torch's classes, with their text and as their cause."""
+    """Raise elastane's errors as torch's classes, with their text and as their cause."""
 
     @functools.wraps(call)
     def translated(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -73,7 +73,7 @@ def _torch_errors(call: Callable[P, T]) -> Callable[P, T]:
 
 
 @_torch_errors
-def _made(params: torch_api.RendezvousParameters) -> DynamicRendezvousHandler:
+def _create_handler(params: torch_api.RendezvousParameters) -> DynamicRendezvousHandler:
     return create_builtin_handler(
         api.RendezvousParameters(
             backend=params.backend,
@@ -88,34 +88,34 @@ def _made(params: torch_api.RendezvousParameters) -> DynamicRendezvousHandler:
 
 
 class TorchrunHandler(torch_api.RendezvousHandler):
-    """A torch handler that hands every call on to ours."""
+    """A torch handler that delegates every call to elastane's."""
 
-    def __init__(self, ours: DynamicRendezvousHandler) -> None:
-        self._ours = ours
+    def __init__(self, delegate: DynamicRendezvousHandler) -> None:
+        self._delegate = delegate
 
     def get_backend(self) -> str:
         """See RendezvousHandler."""
-        return self._ours.get_backend()
+        return self._delegate.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
         """See RendezvousHandler."""
-        return self._ours.use_agent_store
+        return self._delegate.use_agent_store
 
     @_torch_errors
     def next_rendezvous(self) -> torch_api.RendezvousInfo:
         """See DynamicRendezvousHandler.
 
-        A spare that the job did not need ends its torchrun with 0. The error that stands for it in
-        torch 2.13 makes torchrun fail: its agent then returns no result, and that is looked into.
+        A spare that the job did not need ends its torchrun with exit code 0. torch 2.13's own error
+        for that makes torchrun fail: its agent then returns no result, and torchrun reads one.
         """
         try:
-            found = self._ours.next_rendezvous()
+            found = self._delegate.next_rendezvous()
         except api.RendezvousGracefulExitError as error:
             _log.warning("%s", error)
             raise SystemExit(0) from error
         where = found.bootstrap_store_info
-        assert where is not None, "our handler always names the workers' store"
+        assert where is not None, "the handler always returns the workers' store"
         return torch_api.RendezvousInfo(
             found.store,
             found.rank,
@@ -126,23 +126,23 @@ class TorchrunHandler(torch_api.RendezvousHandler):
     @_torch_errors
     def is_closed(self) -> bool:
         """See DynamicRendezvousHandler."""
-        return self._ours.is_closed()
+        return self._delegate.is_closed()
 
     @_torch_errors
     def set_closed(self) -> None:
         """See DynamicRendezvousHandler."""
-        self._ours.set_closed()
+        self._delegate.set_closed()
 
     @_torch_errors
     def num_nodes_waiting(self) -> int:
         """See DynamicRendezvousHandler: also above 0 when a node failed or left."""
-        return self._ours.num_nodes_waiting()
+        return self._delegate.num_nodes_waiting()
 
     def get_run_id(self) -> str:
         """See RendezvousHandler."""
-        return self._ours.get_run_id()
+        return self._delegate.get_run_id()
 
     @_torch_errors
     def shutdown(self) -> bool:
         """See DynamicRendezvousHandler."""
-        return self._ours.shutdown()
+        return self._delegate.shutdown()

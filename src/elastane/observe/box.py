@@ -1,6 +1,6 @@
-"""The closing box: how a job ended, in what a person needs to know and nothing else.
+"""The closing box: how a job ended, with the facts that a person needs.
 
-Pure text. It owns the wording of an end; the verdict itself comes from core.diagnosis.
+Pure text. It owns the wording; the verdict comes from protocol.diagnosis.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def render_box(outcome: Outcome, log_dir: str = "") -> str:
     if outcome.ok:
         return f"elastane: {outcome.reason}"
     slug = f" [{outcome.slug}]" if outcome.slug else ""
-    # Without a cause it is no verdict on the job: this agent was turned away, or found nobody.
+    # Without a cause there is no verdict on the job: this agent was refused, or reached no
+    # coordinator.
     subject = "The job failed" if outcome.cause is not None else "This agent ends"
     reason = outcome.reason
-    if outcome.cause is not None:  # which has a line of its own
+    if outcome.cause is not None:  # the cause has its own line
         reason = reason.removeprefix(f"{outcome.cause.what}; ")
     body = _wrapped("", f"{subject}: {reason}{slug}")
     if outcome.cause is not None:
@@ -92,7 +93,7 @@ def _wrapped(label: str, text: str, *, lines_max: int = 8) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Return `text` so that it cannot steer a terminal."""
+    """Return `text` without characters that control a terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -101,6 +102,6 @@ def _padded(text: str) -> str:
 
 
 def _columns(text: str) -> int:
-    """Return how many columns a terminal needs: two for a wide character, none for an accent."""
+    """Return the width in columns: two for a wide character, none for an accent."""
     wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
     return len(text) + wide - sum(bool(unicodedata.combining(char)) for char in text)

@@ -1,9 +1,9 @@
-"""The event log of a job: append-only JSON lines, one file a host, and its readers.
+"""The event log of a job: append-only JSON lines, one file for each host, and its readers.
 
-It owns the files `<log_dir>/<job>/events.<host>.jsonl`. Writing is never in anybody's way: a
-thread does it, a full or hanging disk costs events, which are counted, and the count is written
-once the disk takes lines again. A file that was removed is made again, with a warning. Readers
-merge all hosts by time and take what they can read.
+This module owns the files `<log_dir>/<job>/events.<host>.jsonl`. A thread writes them, so no caller
+waits: a full or hanging disk loses events, and their count is written once the disk accepts lines
+again. A file that was removed is made again, with a warning. Readers merge all hosts by time and
+skip unreadable lines.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from elastane.observe.records import (
     LINE_BYTES_MAX,
+    EventOrigin,
     LoggedEvent,
-    Teller,
     decode_line,
     encode_line,
     make_event,
@@ -33,21 +33,21 @@ from elastane.protocol.log_events import EventKind, Note
 __all__ = ["EventLog", "EventReader", "LoggedEvent", "follow", "read_events"]
 
 _log = logging.getLogger("elastane.events")
-# Events that wait for the disk: some hundred lines; a job tells a few a minute.
+# The events that wait for the disk: some hundred lines, while a job logs a few a minute.
 QUEUE_BYTES_MAX = 256 << 10
-# What the end of a process waits for its last events.
+# The time that the end of a process waits for its last events.
 CLOSE_S = 1.0
-# Processes of one host write to one file, each line a moment after its time was taken.
+# Processes of one host write to one file, each line a moment after its timestamp was read.
 _REORDER_EVENTS = 256
 _READ_BYTES = 1 << 20
 
 
 class EventLog:
-    """The log that one process writes to; `base_dir` empty or `/dev/null`: it writes nothing."""
+    """The event log that one process writes; `base_dir` empty or `/dev/null`: no log."""
 
     def __init__(self, base_dir: str, job: str, node: str, host: str) -> None:
         self._base_dir = base_dir
-        self._teller = Teller(job=job, node=node, host=host, pid=os.getpid())
+        self._origin = EventOrigin(job=job, node=node, host=host, pid=os.getpid())
         self.path = Path(base_dir) / safe_name(job) / f"events.{safe_name(host)}.jsonl"
         self._seq = itertools.count()
         self._fd = -1
@@ -55,24 +55,24 @@ class EventLog:
         self._lost = 0
         self._writer = BackgroundWriter(self._write, QUEUE_BYTES_MAX, "event-log")
 
-    def tell(self, note: Note, source: str) -> None:
-        """Log a note as told by `source` (coordinator or agent); never raises, never waits."""
+    def log(self, note: Note, source: str) -> None:
+        """Log a note of `source` (coordinator or agent); never raises, never waits."""
         if self._base_dir not in NO_FILES:
             self._writer.put(self._line(note, source))
 
     def flush(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait until all that was told is in the file, or lost; False where it took too long."""
+        """Wait until every logged event is in the file, or lost; False after `timeout_s`."""
         return self._writer.wait_empty(timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what was told and close the file."""
+        """Write the queue and close the file."""
         if self._writer.close(timeout_s):
             self._close_file()
 
     def _line(self, note: Note, source: str) -> bytes:
         seq = next(self._seq)
         now_ns = time.time_ns()
-        return encode_line(make_event(note, self._teller, source=source, seq=seq, now_ns=now_ns))
+        return encode_line(make_event(note, self._origin, source=source, seq=seq, now_ns=now_ns))
 
     def _write(self, line: bytes, dropped: int) -> None:
         """Write one line, in the writer's thread."""
@@ -101,14 +101,14 @@ class EventLog:
             self._torn = _ends_torn(self.path)
 
     def _is_in_place(self) -> bool:
-        """Tell whether the file that is open is the one that readers find."""
+        """Return whether the open file is the one that readers find."""
         try:
             return os.path.samestat(os.fstat(self._fd), self.path.lstat())
         except FileNotFoundError:
             return False
 
     def _append(self, line: bytes) -> None:
-        """Append a whole line, or raise; what was torn before is ended first."""
+        """Append a whole line, or raise; a torn line before it is ended first."""
         data = b"\n" + line if self._torn else line
         self._torn = False
         written = os.write(self._fd, data)
@@ -130,7 +130,7 @@ def _lost_note(lost: int) -> Note:
 
 
 def _ends_torn(path: Path) -> bool:
-    """Tell whether whoever wrote last was cut off within a line."""
+    """Return whether the last writer was interrupted within a line."""
     with path.open("rb") as file:
         size_bytes = file.seek(0, os.SEEK_END)
         file.seek(max(0, size_bytes - 1))
@@ -140,7 +140,7 @@ def _ends_torn(path: Path) -> bool:
 def read_events(folder: str | Path) -> Iterator[LoggedEvent]:
     """Yield the events of a job's folder, all hosts merged by time.
 
-    Lines that are torn or not of our format are left out. Memory does not grow with the log.
+    Lines that are torn or of another format are left out. Memory does not grow with the log.
     """
     files = sorted(Path(folder).glob("events.*.jsonl"))
     return heapq.merge(*(_ordered(_file_events(path)) for path in files), key=lambda e: e.order)
@@ -158,7 +158,7 @@ def _file_events(path: Path) -> Iterator[LoggedEvent]:
 
 
 def _ordered(events: Iterator[LoggedEvent]) -> Iterator[LoggedEvent]:
-    """Put events in order that are at most `_REORDER_EVENTS` places out of it."""
+    """Sort events that are at most `_REORDER_EVENTS` places out of order."""
     waiting: list[tuple[tuple[float, str, int, int], int, LoggedEvent]] = []
     for count, event in enumerate(events):
         heapq.heappush(waiting, (event.order, count, event))
@@ -178,27 +178,27 @@ class EventReader:
         self._first = True
 
     def poll(self) -> list[LoggedEvent]:
-        """Return what is new since the last poll, in order of time; files may come and go."""
+        """Return the events since the last poll, in order of time; files may come and go."""
         new: list[LoggedEvent] = []
         for path in self._folder.glob("events.*.jsonl"):
             if path not in self._offsets:
                 skip = self._first and self._from_now
                 self._offsets[path] = _size_bytes(path) if skip else 0
-            new += self._read_on(path)
+            new += self._read_new(path)
         self._first = False
         return sorted(new, key=lambda event: event.order)
 
-    def _read_on(self, path: Path) -> list[LoggedEvent]:
-        """Read whole lines only: one that is being written comes with the next poll."""
+    def _read_new(self, path: Path) -> list[LoggedEvent]:
+        """Read whole lines only; the rest of a line is read by the next poll."""
         try:
             with path.open("rb") as file:
                 file.seek(self._offsets[path])
                 data = file.read(_READ_BYTES)
         except OSError:
-            return []  # It may come back: on NFS a file can be away for a moment.
+            return []  # The file may come back: on NFS a file can be missing for a moment.
         end = data.rfind(b"\n") + 1
         if not end and len(data) == _READ_BYTES:
-            end = len(data)  # No line of ours is that long.
+            end = len(data)  # no valid line is that long
         self._offsets[path] += end
         decoded = (decode_line(line) for line in data[:end].splitlines())
         return [event for event in decoded if event is not None]
@@ -207,7 +207,7 @@ class EventReader:
 def follow(
     folder: str | Path, *, is_over: Callable[[], bool] = lambda: False, poll_s: float = 0.1
 ) -> Iterator[LoggedEvent]:
-    """Yield the events there are, and then each as it comes, until `is_over()`."""
+    """Yield the existing events, then each new one, until `is_over()`."""
     reader = EventReader(folder)
     while True:
         last = is_over()

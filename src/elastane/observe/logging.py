@@ -1,8 +1,8 @@
-"""What agent and coordinator say on stderr: one line a note, and nothing twice.
+"""The stderr log of agent and coordinator: one line for each note, and no repetitions.
 
-It owns the logger `elastane`, its level (LOGLEVEL, as torchrun reads it) and which kinds a
-person must know. It knows nothing of where notes come from. A stuck or closed stderr costs
-lines, never time: the console's own thread writes them.
+This module owns the logger `elastane`, its level (LOGLEVEL, as torchrun reads it) and the choice of
+kinds that a person must see. A stuck or closed stderr loses lines and blocks no caller: the
+console's own thread writes them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ __all__ = [
     "ConsoleHandler",
     "flush",
     "level_of",
+    "log_note",
     "note_level",
     "note_line",
     "one_line",
     "render_box",
     "setup",
-    "tell",
 ]
 
 DEFAULT_LEVEL = "WARNING"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LINE_CHARS_MAX = 1000
-# The same line again within this is counted instead of said: an agent that looks for its
-# coordinator would otherwise say so several times a second.
+# A repetition within this time is counted instead of printed. An agent that looks for its
+# coordinator would otherwise print a line several times a second.
 REPEAT_S = 10.0
 _REMEMBERED_MAX = 64
 _STDERR = 2
 
-# What a person must know at the default level: it went wrong, or the job waits for somebody.
+# Events that a person must see at the default level: a failure, or a job that waits for a person.
 _WARNINGS = frozenset(
     {
         EventKind.AUTHORITY_LOST,
@@ -58,7 +58,7 @@ _WARNINGS = frozenset(
 
 
 def level_of(text: str) -> int:
-    """Return the level that LOGLEVEL names, in letters of any case or as a number."""
+    """Return the level in LOGLEVEL, a name in letters of any case or a number."""
     name = text.strip().upper() or DEFAULT_LEVEL
     if name in LEVELS:
         return logging.getLevelNamesMapping()[name]
@@ -73,7 +73,7 @@ def level_of(text: str) -> int:
 
 
 def note_level(note: Note) -> int:
-    """Return how much a note matters to a person."""
+    """Return the log level of a note."""
     return logging.WARNING if note.kind in _WARNINGS else logging.INFO
 
 
@@ -84,17 +84,17 @@ def note_line(note: Note) -> str:
 
 
 class ConsoleHandler(logging.Handler):
-    """Hands records to a console as lines `elastane[node] text`, control characters removed.
+    """Writes records to a console as lines `elastane[node] text`, without control characters.
 
-    A line that was said within the last `REPEAT_S` is counted, and the count is said when the
-    line comes again after that.
+    A line repeated within `REPEAT_S` is counted, and the count is printed when the line comes again
+    after that.
     """
 
     def __init__(self, console: Console, node: str) -> None:
         super().__init__()
         self.console = console
         self._node = node
-        self._said: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._printed: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record as one line."""
@@ -102,28 +102,28 @@ class ConsoleHandler(logging.Handler):
             text = one_line(record.getMessage())
             if record.exc_info:
                 text += " | " + one_line(logging.Formatter().formatException(record.exc_info))
-            self._say(text)
+            self._print(text)
         except (TypeError, ValueError):  # a format string that does not fit its arguments
             self.handleError(record)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         now_s = time.monotonic()
-        said_s, unsaid = self._said.get(text, (-REPEAT_S, 0))
-        if now_s - said_s < REPEAT_S:
-            self._said[text] = (said_s, unsaid + 1)
+        printed_s, suppressed = self._printed.get(text, (-REPEAT_S, 0))
+        if now_s - printed_s < REPEAT_S:
+            self._printed[text] = (printed_s, suppressed + 1)
             return
-        self._said[text] = (now_s, 0)
-        self._said.move_to_end(text)
-        if len(self._said) > _REMEMBERED_MAX:
-            self._said.popitem(last=False)
-        times = f" ({unsaid} more times meanwhile)" if unsaid else ""
+        self._printed[text] = (now_s, 0)
+        self._printed.move_to_end(text)
+        if len(self._printed) > _REMEMBERED_MAX:
+            self._printed.popitem(last=False)
+        times = f" ({suppressed} more times meanwhile)" if suppressed else ""
         self.console.put(f"elastane[{self._node}] {text}{times}\n".encode("utf-8", "replace"))
 
 
 def setup(node: str, level: str = DEFAULT_LEVEL) -> logging.Logger:
     """Make the logger `elastane` write to this process's stderr; may be called again.
 
-    `level` is the text of LOGLEVEL; raises UsageError where it is none.
+    `level` is the text of LOGLEVEL; raises UsageError if it is invalid.
     """
     logger = logging.getLogger("elastane")
     logger.setLevel(level_of(level))
@@ -134,19 +134,19 @@ def setup(node: str, level: str = DEFAULT_LEVEL) -> logging.Logger:
     return logger
 
 
-def tell(note: Note) -> None:
-    """Say a note on stderr, if its level asks for that."""
+def log_note(note: Note) -> None:
+    """Log a note on stderr at its level."""
     logging.getLogger("elastane").log(note_level(note), "%s", note_line(note))
 
 
 def flush(timeout_s: float = 1.0) -> bool:
-    """Wait until all that was said is on stderr; to be called before the process ends."""
+    """Wait until every logged line is on stderr; call it before the process ends."""
     return process_console(_STDERR).wait_empty(timeout_s)
 
 
 def one_line(text: str) -> str:
-    """Return `text` as one bounded line that cannot steer a terminal."""
-    text = text[: 4 * LINE_CHARS_MAX]  # A peer's words may have megabytes.
+    """Return `text` as one bounded line without characters that control a terminal."""
+    text = text[: 4 * LINE_CHARS_MAX]  # text from a peer may have megabytes
     joined = " | ".join(filter(None, (part.strip() for part in text.splitlines())))
     safe = "".join(char if char.isprintable() else "?" for char in joined)
     return safe if len(safe) <= LINE_CHARS_MAX else safe[: LINE_CHARS_MAX - 4] + " ..."

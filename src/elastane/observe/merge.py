@@ -1,9 +1,8 @@
-"""The output of a job's workers, read back from its folder: which files there are, their lines
-with times, merged.
+"""Reads the output of a job's workers back from its folder, with times, merged.
 
-It owns reading and order; who wrote a file is in the folder's worker.jsonl, when each line was
-written in the file's time index (see runtime.streams.index). It only reads, holds a bounded
-piece of each file, and leaves out what cannot be read.
+This module owns reading and order. The author of a file is in the folder's worker.jsonl, and the
+time of each line in the file's time index (process.streams.index). It only reads, holds a bounded
+piece of each file, and leaves out unreadable files.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from elastane.process.streams.plan import parse_rank_dir
 from elastane.protocol.model import Fence
 from elastane.protocol.unreadable import UNREADABLE
 
-# One piece of a file: a job of a thousand workers is merged within 64 MB.
+# One piece of a file: the output of a thousand workers is merged within 64 MB.
 _CHUNK_BYTES = 32 << 10
 _STD_NAMES = ("stdout", "stderr")
 assert _CHUNK_BYTES <= LINE_BYTES_MAX
@@ -33,7 +32,7 @@ assert _CHUNK_BYTES <= LINE_BYTES_MAX
 
 @dataclass(frozen=True)
 class Selection:
-    """Which output is wanted; an empty set means all."""
+    """A choice of output; an empty set selects everything."""
 
     ranks: frozenset[int] = frozenset()
     nodes: frozenset[str] = frozenset()
@@ -41,8 +40,8 @@ class Selection:
     attempts: frozenset[int] = frozenset()
     stds: frozenset[str] = frozenset()
 
-    def takes_fence(self, fence: Fence, rank: int) -> bool:
-        """Tell whether a worker of this fence and rank is wanted."""
+    def includes_fence(self, fence: Fence, rank: int) -> bool:
+        """Return whether a worker of this fence and rank is selected."""
         wanted = (
             (self.ranks, rank),
             (self.rounds, fence.round),
@@ -50,13 +49,13 @@ class Selection:
         )
         return all(not chosen or value in chosen for chosen, value in wanted)
 
-    def takes_worker(self, worker: WorkerNote) -> bool:
-        """Tell whether the worker's node, by its name or its host's, is wanted."""
+    def includes_worker(self, worker: WorkerNote) -> bool:
+        """Return whether the worker's node is selected, by its name or its host's."""
         return not self.nodes or worker.node in self.nodes or worker.host in self.nodes
 
 
 class WorkerNote(msgspec.Struct, frozen=True):
-    """Who wrote the files of a folder, as the agent noted it."""
+    """The author of the files of a folder, as the agent noted it."""
 
     node: str = ""
     host: str = ""
@@ -66,7 +65,7 @@ class WorkerNote(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class StreamFile:
-    """One log file and whose it is."""
+    """One log file and its worker."""
 
     path: Path
     fence: Fence
@@ -76,13 +75,13 @@ class StreamFile:
 
     @property
     def order(self) -> tuple[Fence, int, int]:
-        """The place among a job's files: by round, attempt, rank; stdout first."""
+        """The position among a job's files: by round, attempt, rank; stdout first."""
         return (self.fence, self.rank, _STD_NAMES.index(self.std))
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line without its end, and when it had been written by the clock of its host."""
+    """One line without its end, and its time by the clock of its host."""
 
     time_ns: int
     stream: StreamFile
@@ -90,32 +89,33 @@ class LogLine:
 
 
 def find_streams(job_dir: Path, selection: Selection) -> list[StreamFile]:
-    """Return the wanted files of a job's folder in their order."""
+    """Return the selected files of a job's folder, in order."""
     found: list[StreamFile] = []
     for folder in job_dir.glob("round_*/attempt_*/rank_*"):
-        place = parse_rank_dir(folder.relative_to(job_dir).as_posix())
-        if place is None or not selection.takes_fence(*place):
+        identity = parse_rank_dir(folder.relative_to(job_dir).as_posix())
+        if identity is None or not selection.includes_fence(*identity):
             continue
         worker = _read_worker(folder)
-        if not selection.takes_worker(worker):
+        if not selection.includes_worker(worker):
             continue
         for std in _STD_NAMES:
             path = folder / f"{std}.log"
             for file in (earlier(path), path):
                 if (not selection.stds or std in selection.stds) and file.is_file():
-                    found.append(StreamFile(file, place[0], place[1], std, worker))
-    return sorted(found, key=lambda stream: stream.order)  # stable: what is earlier stays first
+                    found.append(StreamFile(file, identity[0], identity[1], std, worker))
+    # stable, so the earlier part of a file stays first
+    return sorted(found, key=lambda stream: stream.order)
 
 
 class LogCursor:
-    """A place in one log file; `read` goes on from where the last one ended."""
+    """A position in one log file; `read` continues where the last call ended."""
 
     def __init__(self, stream: StreamFile) -> None:
         self.stream = stream
         self._offset = 0
 
     def read(self, *, partial: bool) -> Iterator[LogLine]:
-        """Yield the lines up to the file's end; its last one without an end only if `partial`."""
+        """Yield the lines up to the file's end; a last line without an end only if `partial`."""
         index: TimeIndex | None = None
         while data := self._chunk():
             lines, used = _split(data)
@@ -130,11 +130,11 @@ class LogCursor:
                 used -= len(text) + 1
 
     def _chunk(self) -> bytes:
-        """Read on: a piece, or more of it where no line ends in that."""
+        """Read the next piece, or more if no line ends in it."""
         try:
             with self.stream.path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
-                    self._offset = 0  # It was full, and another one took its place.
+                    self._offset = 0  # the file was full, and another one replaced it
                 file.seek(self._offset)
                 data = file.read(_CHUNK_BYTES)
                 if b"\n" not in data and len(data) == _CHUNK_BYTES:
@@ -153,7 +153,7 @@ def merged(cursors: Iterable[LogCursor], *, by_time: bool, partial: bool) -> Ite
 
 
 class Follower:
-    """A job's wanted output as it grows, workers that start later included."""
+    """The selected output of a job as it grows, including workers that start later."""
 
     def __init__(self, job_dir: Path, selection: Selection, *, by_time: bool) -> None:
         self._job_dir = job_dir
@@ -162,7 +162,7 @@ class Follower:
         self._cursors: dict[Path, LogCursor] = {}
 
     def poll(self) -> Iterator[LogLine]:
-        """Yield the whole lines that are new; the first time, all there are."""
+        """Yield the new whole lines; the first call yields all existing ones."""
         for stream in find_streams(self._job_dir, self._selection):
             if stream.path not in self._cursors:
                 self._cursors[stream.path] = LogCursor(stream)
@@ -170,7 +170,7 @@ class Follower:
 
 
 def _read_worker(folder: Path) -> WorkerNote:
-    """Return who wrote last in this folder; nobody known where there is no note."""
+    """Return the last author of this folder; an empty note if none is readable."""
     try:
         last = (folder / WORKER_FILE).read_bytes().splitlines()[-1]
         return msgspec.json.decode(last, type=WorkerNote)
@@ -179,14 +179,14 @@ def _read_worker(folder: Path) -> WorkerNote:
 
 
 def _split(data: bytes) -> tuple[list[bytes], int]:
-    """Return the whole lines of a piece and the bytes they take, ends included."""
+    """Return the whole lines of a piece and their size, ends included."""
     end = data.rfind(b"\n") + 1
     if end:
         return data[: end - 1].split(b"\n"), end
-    # A line as long as this is given in pieces.
+    # a line of this size is returned in pieces
     return ([data], len(data)) if len(data) >= LINE_BYTES_MAX else ([], 0)
 
 
 def _shown(text: bytes) -> bytes:
-    """Return a line as a terminal would have left it: a progress bar's last state."""
+    """Return the line as a terminal would leave it: the last state of a progress bar."""
     return text.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in text else text

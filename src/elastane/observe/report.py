@@ -1,8 +1,8 @@
-"""How a job ended, for programs: the closing box as JSON, and torch's error file of the launcher.
+"""The outcome of a job for programs: a JSON report, and torch's error file of the launcher.
 
-Owns the form of the report (docs/report.md) and its writing, whole or not at all. Every agent of a
-job writes the same verdict. How it fails: a report that cannot be written is said on stderr, and
-has no say in how the job ends.
+This module owns the form of the report (docs/report.md) and writes it atomically. Every agent of a
+job writes the same verdict. A report that cannot be written is an error on stderr and does not
+change the job's outcome.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NS = 1_000_000_000
 
 
 class ReportedFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's end. `time_ns` is of this host's wall clock; `exit_code` is -N for signal N."""
+    """One worker's end. `time_ns`: this host's wall clock. `exit_code`: -N for signal N."""
 
     node: str
     rank: int
@@ -38,10 +38,10 @@ class ReportedFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinalReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a job as one agent was told it. `failures` are in the order of time, bounded.
+    """The end of a job as one agent received it. `failures` are in the order of time, bounded.
 
-    `root_cause` is one of them where workers failed. `consequences` counts the failures of the
-    same incident that followed from it, `alike` those by the same error.
+    `root_cause` is one of them if workers failed. `consequences` counts the later failures of the
+    same incident, `alike` those with the same error.
     """
 
     job: str
@@ -63,7 +63,7 @@ class FinalReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_of(job: str, outcome: Outcome, exit_code: int, log_dir: str) -> FinalReport:
-    """Return the report of an outcome as of now."""
+    """Return the report of an outcome, with times relative to now."""
     now_ns = time.time_ns()
     cause = outcome.cause
     failures = [_reported(f.node_id, f.failure, now_ns) for f in outcome.failures]
@@ -93,22 +93,22 @@ def write_report(path: str, report: FinalReport) -> None:
 
 
 def read_report(path: str) -> FinalReport:
-    """Return a report; raises OSError, or one of UNREADABLE for what is none."""
+    """Return a report; raises OSError, or one of UNREADABLE for another format."""
     return msgspec.json.decode(Path(path).read_bytes(), type=FinalReport)
 
 
 def write_launcher_error(path: str, report: FinalReport) -> None:
     """Write the launcher's own error file: its root cause's, with the exit code; raises OSError.
 
-    As torchrun does where TORCHELASTIC_ERROR_FILE is set for the launcher itself.
+    torchrun does the same if TORCHELASTIC_ERROR_FILE is set for the launcher itself.
     """
     root = report.root_cause
     found = read_error_file(root.error_file) if root is not None and root.error_file else None
-    content: dict[str, Any] = dict(found.raw) if found is not None else _made(report)
+    content: dict[str, Any] = dict(found.raw) if found is not None else _error_content(report)
     write_content(path, with_error_code(content, root.exit_code) if root is not None else content)
 
 
-def _made(report: FinalReport) -> dict[str, Any]:
+def _error_content(report: FinalReport) -> dict[str, Any]:
     root = report.root_cause
     time_ns = root.time_ns if root is not None else time.time_ns()
     extra = {
@@ -122,7 +122,7 @@ def _made(report: FinalReport) -> dict[str, Any]:
 def _root(
     node_id: str, failure: Failure, failures: list[ReportedFailure], now_ns: int
 ) -> ReportedFailure:
-    """Return the failure of the list that is the cause: there its time is known."""
+    """Return the listed failure that is the root cause, because the list has its time."""
     for one in failures:
         if (one.node, one.rank, one.pid) == (node_id, failure.rank, failure.pid):
             return one

@@ -1,8 +1,8 @@
-"""What happened to a job, attempt by attempt, from its event log: the facts behind `explain`.
+"""The history of a job, attempt by attempt, from its event log: the facts behind `explain`.
 
-Pure: events in, a story out. The root cause of an attempt is what the coordinator found then, on
-its one time line; the wall clocks of several hosts are only ever shown, never compared. Events that
-are missing (a disk that was full, a host whose log is elsewhere) leave gaps that the story names.
+Pure: events in, a story out. The root cause of an attempt is the coordinator's finding, on its
+single time line; the wall clocks of several hosts are displayed and never compared. Missing events
+(a full disk, a host whose log is elsewhere) leave gaps, which the story names.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from elastane.protocol.log_events import EventKind
 from elastane.protocol.model import NO_RANK
 
 _NS = 1e9
-# The last year that is written with four digits: a log may say anything.
+# The last year with four digits, because a log may hold any number.
 _TIME_MAX_S = 253402300799.0
 
 
 class SeenFailure(msgspec.Struct, kw_only=True):
-    """One worker's end. `stopped`: it ended because it was told to, which is no failure.
+    """One worker's end. `stopped`: the agent stopped it, which is no failure.
 
-    `output`: the message is only the end of what it wrote. `rank` is None where it had none yet.
+    `output`: the message is only the end of its output. `rank` is None if it had none yet.
     """
 
     node: str
@@ -41,7 +41,7 @@ class SeenFailure(msgspec.Struct, kw_only=True):
 
 
 class AttemptStory(msgspec.Struct, kw_only=True):
-    """One start of the workers, as far as its events are on file."""
+    """One start of the workers, as far as its events are in the log."""
 
     round: int
     attempt: int
@@ -64,11 +64,11 @@ class AttemptStory(msgspec.Struct, kw_only=True):
 
 
 class JobStory(msgspec.Struct, kw_only=True):
-    """All attempts of a job in order, and how it ended; `ended` is empty until it has.
+    """All attempts of a job in order, and how it ended; `ended` is empty until then.
 
-    `restarts_used` is of the budget, which pays for restarts of all workers and for `replacements`
-    of lost ones. `agents_left` says of each agent of the log that stopped how it did;
-    `agents_here` counts those that did not.
+    `restarts_used` is the use of the restart budget, which covers restarts of all workers and
+    `replacements` of lost ones. `agents_left`: the end of each agent in the log that stopped.
+    `agents_here`: the number of agents that did not.
     """
 
     job: str
@@ -88,7 +88,7 @@ class JobStory(msgspec.Struct, kw_only=True):
 
 
 def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
-    """Return the story that the events tell; they come in any order of hosts."""
+    """Return the story in the events, which may come in any order of hosts."""
     story = JobStory(job=job, log_dir=log_dir)
     table: dict[tuple[int, int], AttemptStory] = {}
     began_s: dict[tuple[int, int], float] = {}
@@ -96,13 +96,13 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     for event in events:
         story.job = event.job or story.job
         story.last_event = f"{event.time} {event.kind}: {event.reason}"
-        _note_job(story, event)
-        _note_agent(story, here, event)
+        _add_to_job(story, event)
+        _add_agent(story, here, event)
         if event.round is None or event.attempt is None:
             continue
         fence = event.round, event.attempt
         attempt = table.setdefault(fence, AttemptStory(round=fence[0], attempt=fence[1]))
-        _note_attempt(attempt, event)
+        _add_to_attempt(attempt, event)
         if event.kind == EventKind.ROUND_SETTLED:
             began_s[fence] = event.time_s
         elif attempt.ended == event.time and fence in began_s:
@@ -112,7 +112,7 @@ def story_of(job: str, log_dir: str, events: Iterable[LoggedEvent]) -> JobStory:
     return story
 
 
-def _note_job(story: JobStory, event: LoggedEvent) -> None:
+def _add_to_job(story: JobStory, event: LoggedEvent) -> None:
     if event.kind == EventKind.JOB_ENDED:
         story.ended, story.reason = event.time, event.reason
         story.ok = bool(event.data.get("ok"))
@@ -124,8 +124,8 @@ def _note_job(story: JobStory, event: LoggedEvent) -> None:
         story.departures.append(f"{event.time} {event.node}: {event.reason}")
 
 
-def _note_agent(story: JobStory, here: set[tuple[str, int]], event: LoggedEvent) -> None:
-    """Keep account of the agents whose ends are on file."""
+def _add_agent(story: JobStory, here: set[tuple[str, int]], event: LoggedEvent) -> None:
+    """Record the agents whose ends are in the log."""
     agent = event.host, event.pid
     if event.kind == EventKind.AGENT_STOPPED:
         here.discard(agent)
@@ -135,7 +135,7 @@ def _note_agent(story: JobStory, here: set[tuple[str, int]], event: LoggedEvent)
         here.add(agent)
 
 
-def _note_attempt(attempt: AttemptStory, event: LoggedEvent) -> None:
+def _add_to_attempt(attempt: AttemptStory, event: LoggedEvent) -> None:
     match event.kind:
         case EventKind.ROUND_SETTLED:
             attempt.began, attempt.began_because = event.time, event.reason
@@ -143,15 +143,15 @@ def _note_attempt(attempt: AttemptStory, event: LoggedEvent) -> None:
             attempt.nodes = _number(event, "nodes") or 0
             attempt.members = str(event.data.get("members", ""))
         case EventKind.WORKER_EXITED:
-            _note_end(attempt, event)
+            _add_exit(attempt, event)
         case EventKind.REPLICA_DIFFERED:
             attempt.differed.append(f"{event.time}: {event.reason}")
         case EventKind.INCIDENT | EventKind.DRAIN_STARTED:
-            _note_reason(attempt, event)
+            _record_reason(attempt, event)
         case EventKind.REPLACEMENT if not attempt.ended:
-            pass  # Of a worker that had no place: the world goes on.
+            pass  # For a worker without a rank: the world continues.
         case EventKind.RESTART | EventKind.REPLACEMENT | EventKind.JOB_ENDED:
-            _note_reason(attempt, event)
+            _record_reason(attempt, event)
             attempt.root_cause = str(event.data.get("cause", ""))
             attempt.root_node = str(event.data.get("cause_node", ""))
             attempt.root_rank = _number(event, "cause_rank")
@@ -159,13 +159,13 @@ def _note_attempt(attempt: AttemptStory, event: LoggedEvent) -> None:
             attempt.alike = _number(event, "alike") or 0
 
 
-def _note_reason(attempt: AttemptStory, event: LoggedEvent) -> None:
-    """The first reason for its end is the reason."""
+def _record_reason(attempt: AttemptStory, event: LoggedEvent) -> None:
+    """Record the reason of the attempt's end; the first reason counts."""
     if not attempt.ended:
         attempt.ended, attempt.ended_because = event.time, event.reason
 
 
-def _note_end(attempt: AttemptStory, event: LoggedEvent) -> None:
+def _add_exit(attempt: AttemptStory, event: LoggedEvent) -> None:
     code = _number(event, "exit_code")
     if code is None:
         attempt.succeeded += 1

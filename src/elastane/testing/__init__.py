@@ -2,8 +2,8 @@
 
     from elastane.testing import Fault, FaultPlan, LocalCluster
 
-`LocalCluster` runs a training script on several nodes of this machine, `FaultPlan` harms them by
-plan, and pytest has the fixture `local_cluster`. docs/testing.md shows how.
+`LocalCluster` runs a training script on several nodes of this machine, `FaultPlan` injects faults
+by plan, and pytest gets the fixture `local_cluster`. See docs/testing.md.
 """
 
 from __future__ import annotations

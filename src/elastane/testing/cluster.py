@@ -1,4 +1,4 @@
-"""A job of several nodes on this one machine, to try a training script under faults.
+"""A job of several nodes on this one machine, to run a training script under faults.
 
     with LocalCluster(["train.py"], nnodes="1:2", nproc_per_node=2, max_restarts=3) as cluster:
         cluster.start("a"), cluster.start("b")
@@ -6,9 +6,10 @@
         cluster.node("b").kill()
         cluster.wait_world(nodes=1)
 
-Owns the agents (`elastane run`, one process a node) and that none of their processes outlives the
-context. What it knows of the job, it reads in the event log. How it fails: UsageError for options
-that cannot be; ClusterError, with the job's whole story, for what did not happen in time.
+This module owns the agents (`elastane run`, one process for each node), and none of their processes
+outlives the context. Its knowledge of the job comes from the event log. It fails with UsageError
+for invalid options, and with ClusterError, including the job's whole story, if a condition does not
+hold in time.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ DEADLINE_S = 60.0
 _POLL_S = 0.02
 _GONE_S = 15.0
 _STORY_CHARS_MAX = 6000
-# What a job must not inherit from the program that tests it, which may be a worker itself.
+# Variables that a job must not inherit from the testing program, which may be a worker itself.
 _FOREIGN = ("PET_", "ELASTANE_", "TORCHELASTIC_", "TORCH_ELASTIC_")
 _WORKERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
 class ClusterError(ElastaneError):
-    """What was waited for did not happen; `story` is what each agent said, and the event log."""
+    """A condition did not hold in time; `story` has each agent's output and the event log."""
 
     def __init__(self, what: str, story: str) -> None:
         super().__init__(what, slug="cluster", next_step="read the story below")
@@ -60,8 +61,7 @@ class ClusterError(ElastaneError):
 class ClusterWorld:
     """The newest world: its fence, the ids of its nodes in the order of rank, and its workers.
 
-    `pids` are those of each node, by local rank; a node is missing there until it has started its
-    workers.
+    `pids`: those of each node, by local rank; a node is missing until it has started its workers.
     """
 
     round: int
@@ -93,11 +93,11 @@ class LocalNode:
 
     @property
     def output(self) -> str:
-        """All that the agent and its workers said."""
+        """The output of the agent and its workers."""
         return self.log.read_text(errors="replace")
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        """Return the agent's exit code; ClusterError where it runs on."""
+        """Return the agent's exit code; raises ClusterError if it still runs after `deadline_s`."""
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -105,12 +105,12 @@ class LocalNode:
             raise ClusterError(what, self._cluster.story()) from None
 
     def workers(self) -> tuple[int, ...]:
-        """Return the pids of its newest workers, by local rank; none before it has any."""
+        """Return the pids of its newest workers, by local rank; empty before it has any."""
         world = self._cluster.world()
         return world.pids.get(self.name, ()) if world is not None else ()
 
     def kill_worker(self, local_rank: int = 0, number: int = signal.SIGKILL) -> int:
-        """Send a worker a signal, SIGKILL by default; returns its pid."""
+        """Send a worker a signal, SIGKILL by default; return its pid."""
         pids = self.workers()
         if not 0 <= local_rank < len(pids):
             raise UsageError(
@@ -124,41 +124,43 @@ class LocalNode:
         return pids[local_rank]
 
     def kill(self) -> None:
-        """End the agent, its workers and their children at once, as a power cut does."""
+        """End the agent, its workers and their children at once, like a power cut."""
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGSTOP)  # It is to see nothing of what follows.
+            self.process.send_signal(signal.SIGSTOP)  # so that it cannot react to the rest
         pids = processes.below(self.process.pid)
         self.process.kill()
         processes.kill(pids)
         self.process.wait()
 
     def kill_agent(self) -> None:
-        """SIGKILL to the agent alone: its workers are ended by its warden."""
+        """SIGKILL the agent alone: its orphan reaper kills its workers."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """Ask the agent to leave (SIGTERM), as a preemption does; returns at once."""
+        """Ask the agent to leave (SIGTERM), like a preemption; returns at once."""
         self.process.send_signal(signal.SIGTERM)
 
     def pause(self) -> None:
-        """Stop every process of the node (SIGSTOP), as a host that hangs."""
+        """Stop every process of the node (SIGSTOP), like a host that hangs."""
         for pid in [self.process.pid, *processes.below(self.process.pid)]:
             processes.send(pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let the node go on after `pause`."""
+        """Let the node continue after `pause`."""
         for pid in [*processes.below(self.process.pid), self.process.pid]:
             processes.send(pid, signal.SIGCONT)
 
 
 class LocalCluster:
-    """See the module. `script` is what `elastane run` is given after its options.
+    """A local cluster, as in the module's example.
 
-    `options` are its flags by name, as for `elastane.launch`; nodes meet on this machine unless
-    they say where (`rdzv_backend`, `rdzv_endpoint`). `folder` keeps logs and what agents said;
-    without it a temporary one does, removed at the end. `env`: variables for agents and workers.
-    Start nodes in a thread that lives as long as the cluster: the kernel ends them with it.
+    `script`: the words for `elastane run` after its options.
+
+    `options`: its flags by name, as for `elastane.launch`. Nodes meet on this machine unless the
+    options say where (`rdzv_backend`, `rdzv_endpoint`). `folder`: for logs and the agents' output;
+    by default a temporary folder, removed at the end. `env`: variables for agents and workers.
+    Start nodes in a thread that lives as long as the cluster: the kernel kills them with it.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class LocalCluster:
     def start(
         self, name: str, *, env: Mapping[str, str] | None = None, **options: Any
     ) -> LocalNode:
-        """Start a node; `options` win over the cluster's."""
+        """Start a node; `options` override the cluster's."""
         given = {**self._defaults(), **self._given, **as_text({"node_id": name, **options})}
         log = self.folder / f"{name}.{len(self.nodes)}.log"
         words = [word for flag, value in given.items() if (word := _word(flag, value))]
@@ -217,23 +219,24 @@ class LocalCluster:
         return self.nodes[-1]
 
     def node(self, name: str) -> LocalNode:
-        """Return the node of that name that was started last; KeyError where none was."""
+        """Return the newest node of that name; raises KeyError if there is none."""
         for node in reversed(self.nodes):
             if node.name == name:
                 return node
         raise KeyError(name)
 
     def events(self, *kinds: str) -> list[LoggedEvent]:
-        """Return the event log of all nodes by time, of these kinds where some are named."""
+        """Return the event log of all nodes by time, restricted to `kinds` if any are given."""
         if self._reader is None:
             self._reader = EventReader(self.log_dir / self.job)
         self._events += self._reader.poll()
-        self._events.sort(key=lambda event: event.order)  # one host's may come after another's
+        # events of one host may arrive after another's
+        self._events.sort(key=lambda event: event.order)
         return [event for event in self._events if not kinds or event.kind in kinds]
 
     @property
     def log_dir(self) -> Path:
-        """Where the logs and the event logs of the job are."""
+        """The folder of the job's logs and event logs."""
         return Path(self._given.get("log_dir", self.folder / "logs"))
 
     def world(self) -> ClusterWorld | None:
@@ -257,7 +260,7 @@ class LocalCluster:
     def wait(
         self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S
     ) -> None:
-        """Wait until `condition` holds; ClusterError, which says `what`, where it does not."""
+        """Wait until `condition` holds; else raises ClusterError with `what` after `deadline_s`."""
         end_s = time.monotonic() + deadline_s
         while not condition():
             if time.monotonic() >= end_s:
@@ -267,9 +270,9 @@ class LocalCluster:
     def wait_world(
         self, nodes: int, *, after: ClusterWorld | None = None, deadline_s: float = DEADLINE_S
     ) -> ClusterWorld:
-        """Return the newest world once it has so many nodes, all with workers.
+        """Return the newest world once it has this number of nodes, all with workers.
 
-        `after`: and is newer than that one.
+        `after`: the world must be newer than this one.
         """
         found: list[ClusterWorld] = []
 
@@ -288,7 +291,7 @@ class LocalCluster:
     def wait_event(
         self, kind: str, words: str = "", count: int = 1, deadline_s: float = DEADLINE_S
     ) -> LoggedEvent:
-        """Return the `count`-th event of a kind whose reason has `words`, once it was told."""
+        """Return the `count`-th logged event of a kind whose reason contains `words`."""
 
         def found() -> list[LoggedEvent]:
             return [event for event in self.events(kind) if words in event.reason]
@@ -299,7 +302,7 @@ class LocalCluster:
         return found()[count - 1]
 
     def wait_done(self, deadline_s: float = DEADLINE_S) -> None:
-        """Wait until every agent that was not killed has ended, with exit code 0."""
+        """Wait until every agent that was not killed has ended with exit code 0."""
         end_s = time.monotonic() + deadline_s
         for node in self.nodes:
             code = node.wait(max(0.0, end_s - time.monotonic()))
@@ -307,7 +310,7 @@ class LocalCluster:
                 raise ClusterError(f"node {node.name} ended with exit code {code}", self.story())
 
     def story(self) -> str:
-        """Return what each agent said, and the event log."""
+        """Return each agent's output, and the event log."""
         said = [
             f"--- {node.name} ({node.process.poll()})\n{node.output[-_STORY_CHARS_MAX:]}"
             for node in self.nodes
@@ -316,7 +319,7 @@ class LocalCluster:
         return "\n".join([*said, "--- events", *told])
 
     def _defaults(self) -> dict[str, str]:
-        """Return where nodes meet, and what a test wants of an agent, where nothing is said."""
+        """Return the defaults for a test: the meeting point, and the log folder."""
         found = {"rdzv_id": self.job, "log_dir": str(self.log_dir)}
         if not {"rdzv_backend", "rdzv_endpoint", "standalone", "master_addr"} & set(self._given):
             found |= {"rdzv_backend": "elastane", "rdzv_endpoint": self._endpoint}

@@ -1,12 +1,11 @@
-"""Faults by plan: what is done to a local cluster, and when, from one seed.
+"""Fault plans: which fault hits a local cluster at which time, from one seed.
 
     plan = FaultPlan.random(seed=7, duration_s=60, every_s=5)
     plan.run(cluster)
     cluster.wait_done()
 
-Pure but for `run`. The same seed gives the same plan; what a fault hits depends on who is there
-when it comes, and is told in what `run` returns. How it fails: UsageError for a plan that cannot
-be.
+Pure but for `run`. The same seed gives the same plan. The target of a fault depends on the nodes
+present at that time; `run` returns what was done. It fails with UsageError for an invalid plan.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from elastane.testing.cluster import LocalCluster, LocalNode
 Kind = Literal[
     "kill-worker", "kill-node", "kill-agent", "stop-node", "pause-node", "add-node", "stop-worker"
 ]
-# A worker that is stopped for good is noticed only where the script recovers in place.
+# A worker that is stopped for good is detected only if the script recovers in place.
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "stop-worker")
 _POLL_S = 0.05
 _PAUSE_S = 1.0
@@ -35,9 +34,9 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: seconds after the plan's begin, what it is, and whom of those present it hits.
+    """One fault: seconds after the plan's start, its kind, and its target among those present.
 
-    `pick` is in [0, 1): 0 the first of those that are there, 0.99 the last.
+    `pick` is in [0, 1): 0 selects the first node present, 0.99 the last.
     """
 
     at_s: float
@@ -47,10 +46,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Faults in the order of time. A node that one takes away comes back after `back_s`.
+    """Faults in the order of time. A node that one removes is started again after `back_s`.
 
-    Never fewer than `keep` nodes are left, and those named in `spare` are never taken away nor
-    paused: a fault that would is left out.
+    At least `keep` nodes stay. The nodes in `spare` are never removed or paused: such a fault is
+    left out.
     """
 
     faults: tuple[Fault, ...]
@@ -81,7 +80,7 @@ class FaultPlan:
         kinds: Sequence[Kind] = KINDS,
         **rest: Any,
     ) -> FaultPlan:
-        """Return a plan with a fault each `every_s` seconds, give or take half, from a seed.
+        """Return a plan from a seed, with a fault each `every_s` seconds, give or take half.
 
         `rest`: back_s, keep and spare.
         """
@@ -91,11 +90,11 @@ class FaultPlan:
         return cls(tuple(faults), **rest)
 
     def run(self, cluster: LocalCluster) -> list[str]:
-        """Do it all, and bring back whom it took away; returns what was done, in words.
+        """Inject all faults, and start removed nodes again; return what was done, in words.
 
-        Ends early where the job has ended, or no agent is left.
+        Ends early if the job has ended, or no agent is left.
         """
-        begun_s, told = time.monotonic(), list[str]()
+        begun_s, done_texts = time.monotonic(), list[str]()
         absent: list[tuple[float, str]] = []
         faults = list(self.faults)
         while faults or absent:
@@ -104,19 +103,21 @@ class FaultPlan:
             if cluster.events(EventKind.JOB_ENDED) or not (present or absent):
                 break
             for back in [back for back in absent if back[0] <= now_s]:
-                if not cluster.node(back[1]).is_alive:  # a node that drains takes its time
+                if not cluster.node(back[1]).is_alive:  # a draining node takes its time
                     absent.remove(back)
                     cluster.start(back[1])
-                    told.append(f"{now_s:.1f} s: {back[1]} comes back")
+                    done_texts.append(f"{now_s:.1f} s: {back[1]} comes back")
             if faults and faults[0].at_s <= now_s:
-                done, gone = self._do(faults.pop(0), present, cluster)
-                told += [f"{now_s:.1f} s: {done}"] if done else []
+                done, gone = self._inject(faults.pop(0), present, cluster)
+                done_texts += [f"{now_s:.1f} s: {done}"] if done else []
                 absent += [(now_s + self.back_s, gone)] if gone else []
             time.sleep(_POLL_S)
-        return told
+        return done_texts
 
-    def _do(self, fault: Fault, present: list[LocalNode], cluster: LocalCluster) -> tuple[str, str]:
-        """Return what was done, and the name of a node that has to come back; empty for nothing."""
+    def _inject(
+        self, fault: Fault, present: list[LocalNode], cluster: LocalCluster
+    ) -> tuple[str, str]:
+        """Return what was done, and the name of a node to start again; both empty for nothing."""
         if not present:
             return "", ""
         node = present[int(fault.pick * len(present))]
@@ -125,7 +126,7 @@ class FaultPlan:
             if not pids:
                 return "", ""
             number = signal.SIGKILL if fault.kind == "kill-worker" else signal.SIGSTOP
-            pid = pids[int(fault.pick * len(pids))]  # The world may be another one by now.
+            pid = pids[int(fault.pick * len(pids))]  # the world may have changed by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
             return f"{fault.kind} {pid} of {node.name}", ""

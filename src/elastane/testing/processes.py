@@ -1,7 +1,7 @@
 """The processes of a local cluster: started with a mark, found by it, ended with their parent.
 
-Each carries a variable that names its cluster, and so does whatever it starts: it is found whatever
-session or parent it took since.
+Each process carries a variable with its cluster's mark, and its children inherit it. So it is found
+even if it changed session or parent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POLL_S = 0.02
 
 
 def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own; the kernel kills it with this thread."""
+    """Start a process in its own session; the kernel kills it when this thread ends."""
     return subprocess.Popen(
         list(words),
         env=env,
@@ -33,13 +33,13 @@ def start(words: Sequence[str], env: dict[str, str], output: int) -> subprocess.
         stdout=output,
         stderr=output,
         start_new_session=True,
-        # One system call, which takes no lock: safe where other threads run.
+        # One system call without a lock: safe although other threads run.
         preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509
     )
 
 
 def below(pid: int) -> list[int]:
-    """Return all that hangs below a process, children before theirs."""
+    """Return all descendants of a process, each child before its own."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -49,13 +49,13 @@ def below(pid: int) -> list[int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal, if the process is still there."""
+    """Send a signal, if the process still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def kill(pids: Iterable[int]) -> None:
-    """SIGKILL to each that is still there."""
+    """SIGKILL each process that still exists."""
     for pid in pids:
         send(pid, signal.SIGKILL)
 
@@ -72,20 +72,20 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def end_all(agents: Iterable[subprocess.Popen[bytes]], mark: str, patience_s: float) -> None:
-    """Kill agents, and whatever of theirs carries the mark, until nothing is left."""
+def end_all(agents: Iterable[subprocess.Popen[bytes]], mark: str, timeout_s: float) -> None:
+    """Kill the agents and every process with the mark, until none is left."""
     for agent in agents:
         if agent.poll() is None:
             agent.kill()
         agent.wait()
-    end_s = time.monotonic() + patience_s
+    end_s = time.monotonic() + timeout_s
     while (left := marked(mark)) and time.monotonic() < end_s:
         kill(left)
         time.sleep(_POLL_S)
 
 
 def free_port() -> int:
-    """Return a port that is free now, below those that the kernel gives to whoever asks for any."""
+    """Return a port that is free now, below the kernel's range of ephemeral ports."""
     while True:
         port = random.randint(20_000, 31_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

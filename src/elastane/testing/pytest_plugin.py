@@ -1,6 +1,6 @@
-"""A fixture for tests of training scripts: `local_cluster` makes clusters, and ends them.
+"""A pytest fixture for tests of training scripts: `local_cluster` makes clusters and ends them.
 
-pytest loads it by its entry point. A test that fails shows the story of each of its clusters.
+pytest loads it by its entry point. A failed test shows the story of each of its clusters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CLUSTERS = pytest.StashKey[list["LocalCluster"]]()
 
 
 class MakeCluster(Protocol):
-    """Makes a cluster for a script; options as LocalCluster's."""
+    """Makes a cluster for a script; the options are those of LocalCluster."""
 
     def __call__(self, *script: str, **options: Any) -> LocalCluster:
         """Return a cluster that has been entered."""
@@ -30,7 +30,7 @@ class MakeCluster(Protocol):
 @pytest.fixture
 def local_cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[MakeCluster]:
     """Make local clusters below tmp_path; their processes end with the test."""
-    # Not before a test asks for it: pytest loads this file in every project.
+    # Imported only if a test asks for it, because pytest loads this file in every project.
     from elastane.testing.cluster import LocalCluster
 
     made = request.node.stash.setdefault(_CLUSTERS, [])
@@ -49,7 +49,7 @@ def local_cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ma
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the story of each cluster to the report of a test that failed."""
+    """Add the story of each cluster to the report of a failed test."""
     report = yield
     if report.when == "call" and report.failed:
         made = item.stash.get(_CLUSTERS, _NONE)

@@ -30,7 +30,7 @@ async def main() -> None:
     events = EventLog(config.logs.base_dir, spec.job, "lone", "lone")
 
     def tell(note: Note) -> None:
-        events.tell(note, "coordinator")
+        events.log(note, "coordinator")
 
     store = (
         make_store(meeting.backend, meeting.store, dict(meeting.store_conf))

@@ -1,1 +1,1 @@
-"""What a person sees of a job: one view model, and its faces."""
+"""The display of a running job: one view model (`view`), drawn in a terminal (`terminal`)."""

@@ -1,7 +1,7 @@
-"""The terminal's faces of the view: a live screen, and plain lines where there is no terminal.
+"""Draws the view in a terminal: a live screen, or plain lines if the stream is no terminal.
 
-Both take whole views and decide for themselves what is new. The live screen is drawn by `show`
-alone, in the caller's thread: a process that starts others must stay single-threaded.
+Both take whole views and find the changes themselves. `show` draws in the caller's thread, because
+a process that starts others must stay single-threaded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# Ten pictures a second look alive; more only costs the workers their cores.
+# Ten frames a second look smooth; more only cost the workers processor time.
 REDRAW_S = 0.1
 EVENT_ROWS = 14
-# Border, padding and the word before the curve.
+# Border, padding and the label before the curve.
 CURVE_MARGIN = 12
 PLAIN_PROGRESS_PARTS = 10
 STYLES = {"good": "green", "bad": "red", "act": "bold yellow", "plain": "default"}
@@ -40,13 +40,13 @@ STATE_STYLES = {
 
 
 class Face(Protocol):
-    """What draws views until it is closed; a context."""
+    """A way to draw views until it is closed; a context manager."""
 
     def show(self, view: JobView) -> None:
-        """Draw the view; may leave one out that comes too soon after the last."""
+        """Draw the view; may skip one that follows too soon after the last."""
 
     def __enter__(self) -> Self:
-        """Open the face."""
+        """Open the display."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -55,7 +55,7 @@ class Face(Protocol):
 
 
 def face_for(stream: TextIO, title: str) -> Face:
-    """Return the live screen where the stream is a terminal that can draw, else plain lines."""
+    """Return the live screen if the stream is a capable terminal, else plain lines."""
     if not stream.isatty():
         return PlainLines(stream)
     from rich.console import Console
@@ -65,7 +65,7 @@ def face_for(stream: TextIO, title: str) -> Face:
 
 
 class PlainLines:
-    """One line for each event, and one for each tenth of the training."""
+    """Prints one line for each event, and one for each tenth of the training."""
 
     def __init__(self, stream: TextIO = sys.stdout) -> None:
         self._stream = stream
@@ -74,13 +74,13 @@ class PlainLines:
         self._part = 0
 
     def show(self, view: JobView) -> None:
-        """Print what is new in the view."""
+        """Print the changes in the view."""
         for line in self._new_lines(view):
             self._print(
                 f"{self._since_start(line.time_s)}  {line.node:8}  {line.kind}: {line.text}"
             )
         part = PLAIN_PROGRESS_PARTS * view.step // view.total_steps if view.total_steps else 0
-        if part > self._part:  # steps that are done again are no news
+        if part > self._part:  # retried steps are no progress
             self._part = part
             self._print(f"          {'':8}  {progress_text(view)}")
 
@@ -111,7 +111,7 @@ class PlainLines:
 
 
 class LiveScreen:
-    """Nodes and workers, the training's curve, and the events with their reasons."""
+    """Displays nodes and workers, the training's curve, and the events with their reasons."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
@@ -134,7 +134,7 @@ class LiveScreen:
         self._open.close()
 
     def show(self, view: JobView) -> None:
-        """Draw the view, unless one was drawn a moment ago."""
+        """Draw the view, unless the last frame is less than REDRAW_S old."""
         self._view = view
         if time.monotonic() - self._drawn_s >= REDRAW_S:
             self._draw()
@@ -145,7 +145,7 @@ class LiveScreen:
 
 
 def render(view: JobView, title: str, width: int) -> RenderableType:
-    """Return the picture of a view."""
+    """Return the drawing of a view."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
@@ -166,7 +166,7 @@ def world_text(view: JobView) -> str:
 
 
 def progress_text(view: JobView) -> str:
-    """Return the training's place in one line."""
+    """Return the training's progress in one line."""
     if not view.total_steps:
         return "training has not begun"
     parts = [f"step {view.step:4}/{view.total_steps}"]

@@ -1,8 +1,8 @@
 """One view of a job, built from its logged events and its training progress.
 
-Pure: each function takes a view and what came, and returns the next view. It knows no file, no
-clock and no screen; the faces (terminal.py) only draw it. Kinds of events that it does not know,
-of a newer version for example, become lines of text and change nothing else.
+Pure: each function takes a view and an input, and returns the next view; it uses no file, clock or
+screen. An unknown kind of event, such as one of a newer version, becomes a line of text and changes
+nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastane.observe.records import LoggedEvent
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.unreadable import UNREADABLE
 
-# What is kept: a screen shows some tens of lines, and a sparkline is at most as wide as it.
+# Bounds: a screen shows some tens of lines, and a sparkline is at most as wide as the screen.
 LINES_MAX = 500
 HISTORY_MAX = 4096
 _BARS = "▁▂▃▄▅▆▇█"
@@ -35,7 +35,7 @@ NODE_STATES = {
     EventKind.NODE_DEPARTED: "gone",
     EventKind.AGENT_STOPPED: "left",
 }
-# Their reasons repeat those of the incident, the round or the job's end that they follow from.
+# Events whose reasons repeat those of the incident, the round or the job's end that caused them.
 ECHOES = frozenset(
     {
         EventKind.COORDINATOR_FOUND,
@@ -47,7 +47,7 @@ ECHOES = frozenset(
         EventKind.COORDINATOR_STOPPED,
     }
 )
-# States that a later event of the same life of a node must not paint over.
+# Final states that a later event of the same life of a node must not overwrite.
 _ENDED = ("gone", "left", "done")
 _REVIVING = (EventKind.AGENT_STARTED, EventKind.NODE_JOINED, EventKind.WORKERS_STARTING)
 TONES = {
@@ -67,7 +67,7 @@ TONES = {
 class StepProgress(msgspec.Struct, frozen=True, kw_only=True):
     """One line that a training script reported; `time` is its host's clock in seconds.
 
-    `round` is there where the script recovers in place: then a process sees several.
+    A script that recovers in place reports `round`, because one process sees several rounds.
     """
 
     time: float
@@ -85,7 +85,7 @@ class StepProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True):
-    """One worker: its process and how it is."""
+    """One worker: its process and its state."""
 
     pid: int
     state: str = "training"
@@ -101,7 +101,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ViewLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One event in words. `tone` is good, bad, plain, or act (what a person did)."""
+    """One event in words. `tone` is good, bad, plain, or act (an action by a person)."""
 
     time_s: float
     node: str
@@ -111,7 +111,7 @@ class ViewLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a face draws."""
+    """Everything that is displayed."""
 
     nodes: tuple[NodeView, ...] = ()
     members: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
         return next((node for node in self.nodes if node.name == name), None)
 
     def first_rank(self, name: str) -> int | None:
-        """Return the rank of a node's first worker, or None where it has no part in the world."""
+        """Return the rank of a node's first worker, or None if the node is not in the world."""
         rank = 0
         for member in self.members:
             if member == name:
@@ -141,7 +141,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def after_event(view: JobView, event: LoggedEvent) -> JobView:
-    """Return the view after one logged event; what only echoes another one gets no line."""
+    """Return the view after one logged event; an event in ECHOES adds no line."""
     kind = EventKind(event.kind) if event.kind in set(EventKind) else None
     if kind not in ECHOES:
         tone = _tone(view.node(event.node), kind, event)
@@ -182,12 +182,12 @@ def after_progress(view: JobView, point: StepProgress) -> JobView:
 
 
 def after_act(view: JobView, time_s: float, node: str, text: str) -> JobView:
-    """Return the view after somebody outside of the job did something to it."""
+    """Return the view after a person outside the job acted on it."""
     return _with_line(view, ViewLine(time_s=time_s, node=node, kind="act", text=text, tone="act"))
 
 
 def decode_progress(line: bytes) -> StepProgress | None:
-    """Return the progress that a line states, or None where it is torn or something else."""
+    """Return the progress in a line, or None if the line is torn or something else."""
     try:
         return msgspec.json.decode(line, type=StepProgress)
     except UNREADABLE:
@@ -207,7 +207,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def pids_of(event: LoggedEvent) -> tuple[int, ...]:
-    """Return the pids that a workers-started event states, in the order of local rank."""
+    """Return the pids in a workers-started event, in the order of local rank."""
     words = str(event.data.get("pids", "")).strip("()[]").replace(",", " ").split()
     return tuple(int(word) for word in words if word.isdigit())
 
@@ -222,7 +222,7 @@ def _tone(node: NodeView | None, kind: EventKind | None, event: LoggedEvent) -> 
 
 
 def _next_node(node: NodeView | None, kind: EventKind, event: LoggedEvent) -> NodeView | None:
-    """Return a node after an event that is about it; None where the event changes no node."""
+    """Return a node after an event about it; None if the event changes no node."""
     if kind is EventKind.WORKER_EXITED:
         return _with_exit(node, event) if node else None
     state = NODE_STATES.get(kind)

@@ -1,4 +1,4 @@
-"""What the examples that recover in place tell of themselves: a line a step, and how they ended."""
+"""Progress files of the examples that recover in place: a line a step, and one at the end."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import nn
 import elastane
 
 
-class ToldProgress:
-    """Files to which rank 0 appends a JSON line for each step, and each worker one at the end."""
+class ProgressFiles:
+    """Files to which rank 0 appends a JSON line for each step, and each worker one at its end."""
 
     def __init__(self, path: Path, job: elastane.Job, total_steps: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.job, self.total_steps = path, job, total_steps
 
     def report(self, **values: float) -> None:
-        """Append one line, as rank 0."""
+        """Append one line, on rank 0 only."""
         if self.job.rank == 0:
             about = {"total_steps": self.total_steps, "world_size": self.job.world_size}
             about |= {"pid": os.getpid(), "round": self.job.fence.round}
             self._append(self.path, {"time": time.time(), **values, **about})
 
     def end(self, net: nn.Module) -> str:
-        """Append how this worker ended; returns the hash of the weights."""
+        """Append this worker's end; return the hash of the weights."""
         weights = fingerprint(net)
         about = {"pid": os.getpid(), "rank": self.job.rank, "steps": self.job.committed}
         self._append(self.path.with_name("final.jsonl"), {"weights": weights, **about})
