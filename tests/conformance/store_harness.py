@@ -15,13 +15,14 @@ from pathlib import Path
 
 from etcd_server import shared_cluster
 from kube_bed import shared_control_plane
+from redis_server import shared_redis
 from registers import FileRegister, MemoryRegister
 
 from elastane.stores.file import FileStore
 from elastane.stores.memory import MemoryBackend, MemoryStore
 from elastane.stores.protocol import Store
 from elastane.stores.register import RegisterStore
-from elastane.stores.registry import make_store
+from elastane.stores.registry import backend, make_store
 
 DEADLINE_S = 20.0
 
@@ -36,6 +37,11 @@ class Harness:
     def client(self) -> Store:
         raise NotImplementedError
 
+    def describe_as(self, name: str) -> None:
+        """Expect what the backend of that name says of itself."""
+        described = backend(name)
+        self.forgets, self.late_s = described.forgets, described.late_s
+
 
 class MemoryHarness(Harness):
     def __init__(self, folder: Path) -> None:
@@ -46,9 +52,8 @@ class MemoryHarness(Harness):
 
 
 class FileHarness(Harness):
-    forgets = False
-
     def __init__(self, folder: Path) -> None:
+        self.describe_as("file")
         self.folder = folder / "store"
         self.specification = f"file:{self.folder}"
 
@@ -79,10 +84,8 @@ class FileRegisterHarness(Harness):
 class EtcdHarness(Harness):
     """A real server, one for all tests of this process, and a prefix for each test."""
 
-    # Leases of the server's take whole seconds, and 2 at least.
-    late_s = 3.5
-
     def __init__(self, folder: Path, kind: str, members: int) -> None:
+        self.describe_as(kind)
         extra = ("--enable-v2",) if kind == "etcd-v2" else ()
         self.cluster = shared_cluster(members, extra)
         prefix = f"test-{secrets.token_hex(6)}"
@@ -95,13 +98,22 @@ class EtcdHarness(Harness):
 class KubernetesHarness(Harness):
     """A real API server, one for all tests of this process, and a namespace for each test."""
 
-    forgets = False
-    # A Lease's duration is whole seconds.
-    late_s = 1.5
-
     def __init__(self, folder: Path) -> None:
+        self.describe_as("kubernetes")
         plane = shared_control_plane()
         self.specification = f"kubernetes:{plane.admin}#{plane.namespace()}"
+
+    def client(self) -> Store:
+        return connect(self.specification)
+
+
+class RedisHarness(Harness):
+    """A real server, one for all tests of this process, and a prefix for each test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.describe_as("redis")
+        prefix = f"test-{secrets.token_hex(6)}"
+        self.specification = f"redis:{shared_redis().endpoint}#{prefix}"
 
     def client(self) -> Store:
         return connect(self.specification)
@@ -116,6 +128,16 @@ HARNESSES: dict[str, Callable[[Path], Harness]] = {
     "etcd of three": functools.partial(EtcdHarness, kind="etcd", members=3),
     "kubernetes": KubernetesHarness,
     "etcd-v2": functools.partial(EtcdHarness, kind="etcd-v2", members=1),
+    "redis": RedisHarness,
+}
+
+
+# The key of --rdzv-conf that a specification gives.
+_KEYS = {
+    "etcd": "etcd_prefix",
+    "etcd-v2": "etcd_prefix",
+    "redis": "redis_prefix",
+    "kubernetes": "kubeconfig",
 }
 
 
@@ -123,16 +145,11 @@ def connect(specification: str) -> Store:
     kind, _, rest = specification.partition(":")
     if kind == "register":
         return RegisterStore(FileRegister(Path(rest)), rest, poll_s=0.02)
-    if kind in ("etcd", "etcd-v2"):
-        endpoint, _, prefix = rest.rpartition("#")
-        store = make_store(kind, endpoint, {"etcd_prefix": prefix})
-        assert store is not None
-        return store
-    if kind == "kubernetes":
-        kubeconfig, _, namespace = rest.rpartition("#")
-        store = make_store(kind, namespace, {"kubeconfig": kubeconfig})
-        assert store is not None
-        return store
+    if kind in _KEYS:
+        endpoint, _, named = rest.rpartition("#")
+        if kind == "kubernetes":
+            endpoint, named = named, endpoint
+        return make_store(kind, endpoint, {_KEYS[kind]: named})
     assert kind == "file", kind
     return FileStore(Path(rest), poll_s=0.02)
 

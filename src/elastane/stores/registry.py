@@ -30,6 +30,7 @@ _BUILTIN = (
     EntryPoint("etcd-v2", "elastane.stores.etcd.settings:ETCD_V2", GROUP),
     EntryPoint("file", "elastane.stores.file:BACKEND", GROUP),
     EntryPoint("kubernetes", "elastane.kubernetes.store.settings:BACKEND", GROUP),
+    EntryPoint("redis", "elastane.stores.redis:BACKEND", GROUP),
 )
 
 

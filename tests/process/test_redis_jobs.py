@@ -1,0 +1,99 @@
+"""Jobs whose coordinator is elected in a real Redis, which stops, dies and comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from jobs import Job, newest, trains_on, until
+from redis_server import RedisServer, need_redis, redis, shared_redis
+
+from elastane.protocol.log_events import EventKind
+
+
+@pytest.fixture(autouse=True)
+def _needs_redis() -> None:
+    need_redis()
+
+
+def two_nodes(folder: Path, server: RedisServer) -> Job:
+    return Job(
+        folder,
+        nnodes="1:2",
+        backend="redis",
+        endpoint=server.endpoint,
+        options=("--max-restarts", "1"),
+    )
+
+
+def test_the_host_of_the_coordinator_dies_and_the_other_takes_over(tmp_path: Path) -> None:
+    with two_nodes(tmp_path, shared_redis()) as job:
+        lone = job.start_coordinator()
+        job.wait_event(EventKind.COORDINATOR_STARTED)
+        job.start("a"), job.start("b")
+        job.wait_step(world=2)
+        lone.send(signal.SIGKILL)
+        job.wait_event(EventKind.ROUND_RESUMED)
+        trains_on(job)
+
+
+def test_a_redis_that_is_stopped_or_restarted_for_10_s_stops_nobody_who_trains(
+    tmp_path: Path,
+) -> None:
+    with redis(tmp_path / "redis") as server, two_nodes(tmp_path, server) as job:
+        job.start("a"), job.start("b")
+        job.wait_step(world=2)
+        for away in (signal.SIGSTOP, signal.SIGKILL):
+            server.send(away)
+            gone_s = time.monotonic()
+            until(lambda since_s=gone_s: time.monotonic() - since_s > 10.0, "time passes", 15.0)
+            trains_on(job)
+            if away == signal.SIGSTOP:
+                server.send(signal.SIGCONT)
+            else:
+                server.kill()
+                server.start()
+        trains_on(job)
+        killed = newest(job.seen())[-1].pid
+        os.kill(killed, signal.SIGKILL)
+        again = job.wait_step(world=2, fence=(1, 0))
+        assert (again.round, again.attempt, again.restarts) == (1, 1, 1), "decisions are made again"
+
+
+def test_an_ended_job_leaves_its_outcome_alone_and_a_late_agent_reads_it(tmp_path: Path) -> None:
+    server = shared_redis()
+    with Job(tmp_path, backend="redis", endpoint=server.endpoint, steps=3) as job:
+        assert [agent.wait() for agent in [job.start("a"), job.start("b")]] == [0, 0]
+        late = job.start("late")
+        assert late.wait() == 78 and "has ended" in late.box
+
+
+def test_a_password_opens_the_store_and_without_it_the_error_says_so(tmp_path: Path) -> None:
+    one = ("--nnodes", "1", "--no-zygote")
+    with (
+        redis(tmp_path / "redis", "--requirepass", "hush-hush") as server,
+        Job(tmp_path / "1", backend="redis", endpoint=server.endpoint, steps=3) as job,
+    ):
+        allowed = job.start("a", *one, "--rdzv-conf", "password=hush-hush")
+        assert allowed.wait() == 0, allowed.words
+        refused = job.start("b", *one, "--rdzv-id", "other")
+        assert refused.wait() == 78
+        assert "[redis-auth]" in refused.words
+        assert "hush-hush" not in allowed.words
+
+
+def test_a_job_whose_redis_lost_its_record_ends_and_says_so(tmp_path: Path) -> None:
+    with (
+        redis(tmp_path / "redis", durable=False) as server,
+        two_nodes(tmp_path / "job", server) as job,
+    ):
+        agents = [job.start("a"), job.start("b")]
+        job.wait_step(world=2)
+        server.kill()
+        server.start()
+        assert 78 in [agent.wait() for agent in agents]
+        assert any("[redis-data-lost]" in agent.words for agent in agents)
+        assert any("no append-only file" in agent.words for agent in agents)
