@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -119,6 +120,38 @@ class RedisHarness(Harness):
         return connect(self.specification)
 
 
+class PrefixedStore:
+    """A store that others use too: every key lies below a prefix."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        method = getattr(self._store, name)
+        return lambda key, *values, **named: method(f"{self._prefix}/{key}", *values, **named)
+
+
+class GivenHarness(Harness):
+    """A store of ELASTANE_TEST_STORES, which another package brings and somebody runs."""
+
+    def __init__(self, folder: Path, kind: str, endpoint: str) -> None:
+        self.describe_as(kind)
+        self.specification = f"given:{kind}={endpoint}#test-{secrets.token_hex(6)}"
+
+    def client(self) -> Store:
+        return connect(self.specification)
+
+
+def given() -> dict[str, Callable[[Path], Harness]]:
+    """NAME=ENDPOINT, between spaces."""
+    pairs = (one.partition("=") for one in os.environ.get("ELASTANE_TEST_STORES", "").split())
+    return {
+        name: functools.partial(GivenHarness, kind=name, endpoint=endpoint)
+        for name, _, endpoint in pairs
+    }
+
+
 HARNESSES: dict[str, Callable[[Path], Harness]] = {
     "register": RegisterHarness,
     "file register": FileRegisterHarness,
@@ -129,6 +162,7 @@ HARNESSES: dict[str, Callable[[Path], Harness]] = {
     "kubernetes": KubernetesHarness,
     "etcd-v2": functools.partial(EtcdHarness, kind="etcd-v2", members=1),
     "redis": RedisHarness,
+    **given(),
 }
 
 
@@ -145,6 +179,10 @@ def connect(specification: str) -> Store:
     kind, _, rest = specification.partition(":")
     if kind == "register":
         return RegisterStore(FileRegister(Path(rest)), rest, poll_s=0.02)
+    if kind == "given":
+        named, _, prefix = rest.rpartition("#")
+        name, _, endpoint = named.partition("=")
+        return PrefixedStore(make_store(name, endpoint, {}), prefix)
     if kind in _KEYS:
         endpoint, _, named = rest.rpartition("#")
         if kind == "kubernetes":

@@ -187,6 +187,7 @@ class Job:
             "PATH",
             "HOME",
             "VIRTUAL_ENV",
+            "PYTHONPATH",
             "TMPDIR",
             "LD_LIBRARY_PATH",
             "COVERAGE_PROCESS_CONFIG",

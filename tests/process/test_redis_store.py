@@ -196,10 +196,10 @@ def test_a_lease_that_ran_out_while_the_server_was_away_is_renewed_under_its_ter
             assert lease is not None
             term = lease.term
             await restarted(server)
-            await asyncio.sleep(lease.remaining_s() + 0.1)
+            await asyncio.sleep(lease.remaining_s() + 0.1)  # the ttl itself
             await lease.renew()
             assert (lease.term, lease.held()) == (term, True)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.3)  # the ttl itself
             taken = await other.lease("seat", b"other", 5.0)
             assert taken is not None and taken.term > term
             with pytest.raises(LeaseLostError):

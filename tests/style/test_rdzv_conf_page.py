@@ -115,10 +115,11 @@ def test_what_contradicts_is_told_as_the_code_checks_it():
 
 def test_a_key_of_a_store_is_described_as_its_backend_describes_it():
     for key, cells in keyed("Other keys").items():
-        owners = registry.backends_of_key(key)
-        if owners:
-            assert cells[1] == ", ".join(f"`{name}`" for name in owners), key
-        for name in owners:
+        spellings = re.findall("`([^`]+)`", cells[0])
+        every = {name for one in spellings for name in registry.backends_of_key(one)}
+        if every:
+            assert cells[1] == ", ".join(f"`{name}`" for name in sorted(every)), key
+        for name in registry.backends_of_key(key):
             [described] = [one for one in registry.backend(name).keys if one.name == key]
             assert cells[3] == described.unit, key
             if described.default != "-":
@@ -177,12 +178,16 @@ def test_every_backend_has_a_section_whose_line_means_it(here):
     assert meant.pop("The sidecar").sidecar
     for title, rendezvous in meant.items():
         assert rendezvous.backend == re.findall("`([^`]+)`", title)[0]
-    rows = {name for row in table(PAGE, "backend") for name in re.findall("`([^`]+)`", row[0])}
-    assert rows == names
+    rows = {name: row for row in table(PAGE, "backend") for name in re.findall("`([^`]+)`", row[0])}
+    assert set(rows) == names
+    for name in registry.names():
+        found = registry.backend(name)
+        words = ["yes" if able else "no" for able in (found.tls, found.login)]
+        assert rows[name][2] == ", ".join(words), name
 
 
 def test_the_figures_of_the_text_are_those_of_the_code():
-    assert f"for {ISOLATION_LIMIT_S:g} s; after that, workers stop" in PAGE
+    assert f"for {ISOLATION_LIMIT_S:g} s. After that, workers stop" in PAGE
     assert f"its outcome for {OUTCOME_KEPT_S:g} s" in PAGE
     ttl, renew = keyed("Durations")["lease_ttl"][3], keyed("Durations")["lease_renew"][3]
     assert f"its default is {TIMING.lease_ttl_s:g}" in ttl

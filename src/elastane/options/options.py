@@ -58,7 +58,7 @@ TABLE: tuple[Option, ...] = (
         "rdzv-backend",
         "static",
         "elastane (also named c10d), static, file (a folder that all nodes share), etcd, etcd-v2, "
-        "kubernetes, or the name of an installed package's handler; the default is "
+        "kubernetes, redis, or the name of an installed package's store or handler; the default is "
         "standalone for one node, elastane where --rdzv-endpoint is given, else static",
         RENDEZVOUS,
         metavar="NAME",
