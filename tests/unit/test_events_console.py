@@ -11,7 +11,7 @@ from elastane.observe import logging as observe_logging
 from elastane.observe.logging import ConsoleHandler, level_of, note_level, note_line, one_line
 from elastane.process.streams.console import Console
 from elastane.protocol.log_events import EventKind, Note
-from elastane.protocol.model import Cause, Failure, Fence, Outcome
+from elastane.protocol.model import NO_RANK, Cause, Failure, Fence, Outcome
 
 
 @pytest.fixture
@@ -95,9 +95,15 @@ def test_line_is_bounded():
     assert len(one_line("x" * 5000)) == observe_logging.LINE_CHARS_MAX
 
 
-def outcome(message="Traceback\n  File 'train.py'\nValueError: no data"):
+def outcome(message="Traceback\n  File 'train.py'\nValueError: no data", rank=3, **more):
     failure = Failure(
-        local_rank=1, rank=3, pid=4711, exit_code=-9, message=message, log_file="/l/stderr.log"
+        local_rank=1,
+        rank=rank,
+        pid=4711,
+        exit_code=-9,
+        message=message,
+        log_file="/l/stderr.log",
+        output=bool(more.pop("output", False)),
     )
     cause = Cause(
         kind="worker",
@@ -106,6 +112,7 @@ def outcome(message="Traceback\n  File 'train.py'\nValueError: no data"):
         fence=Fence(3, 1),
         failure=failure,
         consequences=5,
+        **more,
     )
     return Outcome(
         ok=False,
@@ -131,6 +138,18 @@ def test_box_names_cause_evidence_place_consequences_next_step_and_logs():
         "/l/stderr.log",
     ):
         assert part in box, part
+
+
+def test_box_tells_an_error_from_output_and_names_no_rank_that_a_worker_did_not_have():
+    said = " ".join(observe_logging.render_box(outcome()).split())
+    assert "it said" in said and "failed by the same error" not in said
+    quiet = outcome("UserWarning: slow", rank=NO_RANK, output=True, alike=1)
+    said = " ".join(observe_logging.render_box(quiet).split())
+    assert "last output" in said and "it said" not in said
+    assert "no rank yet (local rank 1, pid 4711)" in said
+    assert "1 other worker failed by the same error" in said
+    many = observe_logging.render_box(outcome(alike=2))
+    assert "2 other workers failed by the same error" in many
 
 
 @pytest.mark.parametrize(

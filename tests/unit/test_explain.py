@@ -238,6 +238,14 @@ def test_a_worker_without_a_place_is_told_without_a_rank():
     assert any("a worker without a rank on node a (local rank 0" in line for line in lines)
 
 
+def test_a_failure_without_a_rank_is_not_marked_as_a_cause_without_a_rank():
+    cause = event(5, EventKind.RESTART, used=1, cause="killed", cause_node="a", alike=2)
+    lines = told(settled(0), exited(4, -1, local_rank=0), cause)
+    assert "  root cause killed" in lines
+    assert "  also       2 more failed by the same error" in lines
+    assert not any(line.startswith("  cause ") for line in lines)
+
+
 def test_what_a_worker_wrote_before_a_signal_is_called_its_output():
     lines = told(settled(0), exited(4, 0, "SIGKILL", message="UserWarning: x", output=True))
     at_output = lines.index("    its last output:")

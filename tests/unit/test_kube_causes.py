@@ -149,11 +149,11 @@ def test_an_agent_leaves_the_cause_in_one_line_for_its_kubelet(tmp_path, capsys)
     assert len(path.read_text()) < 4096
 
 
-@pytest.mark.parametrize("path", ["missing/why", "."])
+@pytest.mark.parametrize("path", ["missing/why", "missing", "."])
 def test_a_file_that_cannot_be_written_changes_nothing(tmp_path, capsys, path):
     agent_ends(tmp_path / path, failed())
     assert "root cause" in capsys.readouterr().err
-    assert not (tmp_path / "missing").exists()
+    assert not (tmp_path / "missing").exists(), "only a kubelet makes it"
 
 
 def test_a_job_that_ended_well_leaves_no_cause(tmp_path):

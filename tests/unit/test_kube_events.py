@@ -93,6 +93,7 @@ def test_another_operator_does_not_add_to_what_lasts(server):
     record(server, LASTS)
     record(server, LASTS, LASTS)
     assert server.counts == [1]
+    assert server.writes == 2, "the second operator's only found that it is there"
 
 
 def test_what_happens_again_is_counted_also_by_another_operator(server):
@@ -141,3 +142,9 @@ def test_decisions_say_how_often_what_lasts_has_happened():
     counts = {told.reason: told.count for told in decision.events}
     assert counts["FailedCreatePod"] == 7
     assert counts["ReplicasOutOfRange"] == 1
+    for pod in cluster.pods.values():
+        pod.phase, pod.waiting = "Pending", "ImagePullBackOff"
+    cluster.relist()
+    decision, _ = cluster.operate()
+    counts = {told.reason: told.count for told in decision.events}
+    assert counts["ImagePullBackOff"] == 1

@@ -11,6 +11,7 @@ from elastane.kubernetes.model import ElasticJob, Meta, Owner, Pod, Refusal
 from elastane.kubernetes.model.names import job_labels
 from elastane.kubernetes.model.seen import PodSpec
 from elastane.kubernetes.operator import cache as cache_module
+from elastane.kubernetes.operator import view as view_module
 from elastane.kubernetes.operator.cache import Cache
 from elastane.kubernetes.operator.kinds import KubernetesNode, OwnedKind, node_state
 from elastane.kubernetes.operator.probes import Probes, make_metrics
@@ -133,6 +134,14 @@ def test_a_deleted_pod_is_kept_as_its_watch_saw_it_last_until_the_directive_name
     labels = Meta(name="x-directive", namespace="n", uid="D", labels=job_labels("x"))
     view.owned["ConfigMap"].saw(OwnedKind(metadata=labels, data={"dead": "u w"}))
     assert view.observed("n/x").gone == ()
+
+
+def test_of_the_deleted_pods_of_a_job_so_many_are_kept_as_it_may_have(monkeypatch):
+    monkeypatch.setattr(view_module, "GONE_MAX", 3)
+    view, _, _ = view_with_job()
+    for number in range(5):
+        view.pods.saw_gone(pod(f"x-worker-{number}", uid=f"u{number}", **job_labels("x")))
+    assert [one.metadata.uid for one in view.observed("n/x").gone] == ["u2", "u3", "u4"]
 
 
 def report(meta, version, **said):

@@ -206,6 +206,19 @@ def test_a_container_that_a_kubelet_may_have_restarted_is_not_dead_with_its_pod(
     assert cluster.dead == []
 
 
+@pytest.mark.parametrize("policy", ["ExitCode", "Never"])
+def test_a_deleted_pod_whose_container_ended_is_dead_whatever_its_phase_was(policy):
+    """The watch may end before the kubelet has set the phase of the pod as well."""
+    cluster = ran(policy)
+    pod = cluster.by_name("j-worker-1")
+    pod.code, pod.phase = 143, "Unknown"
+    pod.finished_s = cluster.now_s
+    cluster.ask(pod, 0)
+    cluster.deliver(pod.uid)
+    cluster.operate()
+    assert cluster.dead == [pod.uid]
+
+
 def test_how_a_pod_ended_that_no_watch_told_of_is_not_known():
     cluster, _ = suspended()
     cluster.end_deleted()

@@ -62,7 +62,16 @@ def test_a_report_about_pods_that_are_all_gone_is_not_shown():
     cluster.report = report_of(cluster, step=120)
     decide(cluster)
     assert (cluster.status.world_size, cluster.status.step) == (2, 120)
+    cluster.report = JobReport(at_s=cluster.now_s, round=4, world_size=9, step=130)
+    decide(cluster)
+    said = (cluster.status.world_size, cluster.status.step)
+    assert said == (2, 120), "a new coordinator knows no pod yet: what stands stays"
+    cluster.report = report_of(cluster, step=120)
     cluster.edit(spec_of(2, suspend=True))
+    decide(cluster)
+    assert cluster.pods, "its pods are leaving, and count no more"
+    decide(cluster)
+    assert (cluster.status.world_size, cluster.status.step) == (0, 120)
     cluster.settle()
     assert (cluster.status.world_size, cluster.status.step) == (0, 120)
     cluster.edit(spec_of(2))

@@ -8,6 +8,7 @@ import pytest
 
 from elastane.observe.merge import LogCursor, Selection, find_streams
 from elastane.process.streams import GroupStreams, LogPlan, group, kept
+from elastane.process.streams.files import INDEX_SUFFIX
 from elastane.process.streams.kept import KeptFile, earlier
 from elastane.protocol.model import Fence
 
@@ -42,6 +43,8 @@ def test_of_a_full_file_the_last_part_and_the_one_before_are_kept(
     streams = find_streams(tmp_path, Selection())
     read = [line.text + b"\n" for one in streams for line in LogCursor(one).read(partial=True)]
     assert read == lines[-len(read) :] and len(read) * 8 == sum(sizes)
+    for path in (earlier(keep.path), keep.path):
+        assert path.with_name(path.name + INDEX_SUFFIX).exists(), "times of its lines"
 
 
 def test_a_reader_goes_on_where_a_full_file_was_replaced(keep, tmp_path, monkeypatch):
@@ -74,6 +77,7 @@ def test_output_beyond_the_queue_is_missing_in_the_copy_and_the_copy_says_so(kee
     assert said == b"[elastane: 7 pieces of output are missing here]\nthen\n"
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_on_a_terminal_a_worker_has_a_terminal_of_that_size_and_a_copy_is_kept(
     tmp_path, monkeypatch
 ):

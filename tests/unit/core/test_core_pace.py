@@ -13,6 +13,9 @@ def test_the_rate_is_that_of_the_latest_counts():
     for second in range(100):
         pace.note(float(second), 5 * second)
     assert pace.steps_per_s(99.0) == 5.0
+    for second in range(1, 41):
+        pace.note(99.0 + second, 495 + second)
+    assert pace.steps_per_s(139.0) == 1.0, "what was half a minute before does not count"
 
 
 def test_a_count_that_begins_again_has_no_rate_of_the_one_before():

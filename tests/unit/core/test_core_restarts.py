@@ -4,7 +4,7 @@ import pytest
 from core_driver import Driver, job_spec
 from msgspec.structs import replace
 
-from elastane.coordinator.rules.incident import RestartBudget
+from elastane.coordinator.rules.incident import Crash, RestartBudget
 from elastane.protocol import limits
 from elastane.protocol.diagnosis import (
     Sighting,
@@ -371,6 +371,12 @@ def test_a_killed_worker_that_once_wrote_of_a_connection_is_no_consequence():
     assert cause_of(failure(2, "Connection closed by peer"), killed).failure is killed
 
 
+def test_workers_that_wrote_the_same_line_did_not_fail_by_the_same_error():
+    quiet = [replace(failure(rank, WARNING, 3), output=True) for rank in range(3)]
+    cause = cause_of(*quiet)
+    assert (cause.alike, cause.consequences) == (0, 2)
+
+
 def test_an_error_before_the_stop_is_the_cause_and_not_the_signal_of_the_stop():
     error = replace(failure(0, "ImportError: no x", -15), stopped=True, error_file="e")
     cause = cause_of(error, failure(1, "ImportError: no x"), failure(2, "KeyError: 1"))
@@ -405,6 +411,7 @@ def test_the_place_of_a_crash_is_its_error_and_the_innermost_line():
         crash("torch.OutOfMemoryError: tried to allocate"),
         crash("RuntimeError: CUDA error: uncorrectable ECC error"),
         crash("RuntimeError: [gloo] Connection closed by peer"),
+        crash("RuntimeError: Broken pipe"),
         crash("requests.exceptions.ReadTimeout: hub"),
         crash("SystemExit: not today"),
         crash(steps=1),
@@ -416,16 +423,16 @@ def test_errors_that_may_be_gone_the_next_time_are_no_crash_of_the_script(other)
     assert crash_site(other) == ""
 
 
-def crashes(job, times, *, lives_s=0.0, **more):
+def crashes(job, times, *, lives_s=0.0, node="a", **more):
     """Have the one node's attempts crash; each restart starts at once or after its pause."""
     for number in range(times):
-        job.passes(lives_s, alive="a")
-        given = job.assigned["a"]
+        job.passes(lives_s, alive=node)
+        given = job.assigned[node]
         shown = more if "error" not in more else {**more, "error": more["error"](number)}
-        job.says("a", Failed(fence=given.fence, failures=(crash(pid=10 + number, **shown),)))
-        job.stops("a")
+        job.says(node, Failed(fence=given.fence, failures=(crash(pid=10 + number, **shown),)))
+        job.stops(node)
         while job.phase == "forming":
-            job.passes(0.1, alive="a")
+            job.passes(0.1, alive=node)
 
 
 def alone(driver, **timing):
@@ -462,9 +469,24 @@ def test_crashes_that_differ_or_came_after_work_use_the_budget(driver, how):
 
 
 def test_the_same_crash_on_other_nodes_counts_anew():
-    from elastane.coordinator.rules.incident import Crash
-
     budget = RestartBudget(allowed=100)
     for nodes in (("a", "b"), ("a", "b"), ("a", "c"), ("a", "c")):
         assert budget.charge(1.0, Timing(), Crash("ValueError: x", nodes)).restart
     assert not budget.charge(1.0, Timing(), Crash("ValueError: x", ("a", "c"))).restart
+
+
+def test_a_failure_of_another_kind_breaks_the_row_of_the_same_crash():
+    budget, same = RestartBudget(allowed=100), Crash("ValueError: x", ("a",))
+    for crash_or_none in (same, same, None, same, same):
+        assert budget.charge(1.0, Timing(), crash_or_none).restart
+    assert not budget.charge(1.0, Timing(), same).restart
+
+
+def test_the_nodes_of_a_crash_are_those_of_its_world(driver):
+    job = alone(driver)
+    crashes(job, SAME_CRASHES_MAX - 1)
+    job.leaves("a")
+    job.stops("a")
+    job.join("b")
+    crashes(job, 1, node="b")
+    assert job.phase == "running", "it crashed on another node than before"
