@@ -153,6 +153,12 @@ def sam(net):
     return base, SAM(net.parameters(), base)
 
 
+def pair(net):
+    """Two optimizers, each of a half of the model."""
+    halves = net[0].parameters(), net[2].parameters()
+    return tuple(torch.optim.AdamW(half, lr=0.1) for half in halves)
+
+
 def accelerated(net):
     accelerate = pytest.importorskip("accelerate")
     return accelerate.Accelerator(cpu=True).prepare(adamw(net))
@@ -160,6 +166,15 @@ def accelerated(net):
 
 def with_closure(member):
     member.optimizer.step(member.loss)
+
+
+def each_with_closure(member):
+    def closure():
+        member.net.zero_grad()
+        return member.loss()
+
+    for optimizer in member.optimizers:
+        optimizer.step(closure)
 
 
 def by_name(member):
@@ -202,6 +217,7 @@ class Mine(torch.optim.AdamW):
     [
         (adamw, with_closure, 1),
         (adamw, by_name, 1),
+        (pair, each_with_closure, 2),
         (functools.partial(adamw, fused=True), with_closure, 1),
         (functools.partial(adamw, foreach=True), with_closure, 1),
         (functools.partial(adamw, fused=True), scaled, 1),

@@ -206,13 +206,14 @@ def test_a_container_that_a_kubelet_may_have_restarted_is_not_dead_with_its_pod(
     assert cluster.dead == []
 
 
-@pytest.mark.parametrize("policy", ["ExitCode", "Never"])
+@pytest.mark.parametrize("policy", ["ExitCode", "Never", "OnFailure", "Always"])
 def test_a_deleted_pod_whose_container_ended_is_dead_whatever_its_phase_was(policy):
     """The watch may end before the kubelet has set the phase of the pod as well."""
     cluster = ran(policy)
     pod = cluster.by_name("j-worker-1")
+    cluster.ask(pod, 30)
     pod.code, pod.phase = 143, "Unknown"
-    pod.finished_s = cluster.now_s
+    pod.finished_s = cluster.now_s + 5
     cluster.ask(pod, 0)
     cluster.deliver(pod.uid)
     cluster.operate()
