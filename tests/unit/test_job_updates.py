@@ -336,6 +336,9 @@ def test_an_optimizer_that_is_not_tracked_does_not_step_on_what_is():
     assert caught.value.slug == "job-update"
     own = torch.nn.Linear(1, 1)
     torch.optim.SGD(own.parameters(), lr=0.1).step()
+    member.updates.in_body = False
+    torch.optim.SGD(member.net.parameters(), lr=0.1).step()  # The script's own, between steps.
+    member.updates.in_body = True
     member.updates.close()
     other.step()
 
@@ -348,3 +351,18 @@ def test_a_partitioned_optimizer_is_refused_as_it_is_tracked():
     tracked.add({"o": ZeroRedundancyOptimizer(torch.nn.Linear(1, 1).parameters(), lr=0.1)})
     with pytest.raises(JobError, match="ZeroRedundancyOptimizer cannot recover in place"):
         refuse_partitioned(tracked)
+
+
+def test_an_optimizer_without_step_hooks_is_refused_as_it_is_tracked():
+    class Hookless(torch.optim.SGD):
+        """Keeps its parts elsewhere than torch's optimizers do."""
+
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=0.1)
+            del self._optimizer_step_pre_hooks
+
+    tracked = Tracked()
+    tracked.add({"o": Hookless(torch.nn.Linear(1, 1).parameters())})
+    with pytest.raises(JobError, match="it has no step hooks") as caught:
+        refuse_partitioned(tracked)
+    assert caught.value.slug == "job-track"

@@ -24,12 +24,12 @@ _PER_WORKER = (
     "ELASTANE_KEEPER",
 )
 # Variables for a worker's rank in its world. A worker that waits for an assignment has none.
-_RANK_VARIABLES = (
+RANK_VARIABLES = (
     *("RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
     *("ELASTANE_ROUND", "ELASTANE_ATTEMPT"),
 )
-_RANK_MISSING = re.compile(rf"KeyError: '({'|'.join(_RANK_VARIABLES)})'")
+_RANK_MISSING = re.compile(rf"KeyError: '({'|'.join(RANK_VARIABLES)})'")
 SLUG = "variable-before-place"
 _SECRET = "ELASTANE_TOKEN"
 _CONF = "PET_RDZV_CONF"
@@ -84,7 +84,7 @@ def worker_environment(
     own. OMP_NUM_THREADS is 1 if several workers share a node, unless `base` sets it.
     """
     env = without_secrets(base)
-    for name in (*_PER_WORKER, *_RANK_VARIABLES):
+    for name in (*_PER_WORKER, *RANK_VARIABLES):
         env.pop(name, None)
     env.update(_constant_variables(assignment, run, worker))
     if not assignment.waiting:
@@ -161,7 +161,7 @@ def place_variables(assignment: Assignment, local_rank: int) -> dict[str, str]:
         "ELASTANE_ROUND": str(assignment.fence.round),
         "ELASTANE_ATTEMPT": str(assignment.fence.attempt),
     }
-    assert found.keys() == {*_RANK_VARIABLES}, "a worker without a place lacks these, and no others"
+    assert found.keys() == {*RANK_VARIABLES}, "a worker without a place lacks these, and no others"
     return {**found, **_restarts(assignment)}
 
 

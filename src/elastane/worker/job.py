@@ -31,6 +31,7 @@ from elastane.worker import alike, healing, sharding
 from elastane.worker.control_socket import AgentLine
 from elastane.worker.deterministic import Deterministic
 from elastane.worker.digest_log import Trail, trail_of
+from elastane.worker.early_read import warn_of_early_read
 from elastane.worker.mode import Mode
 from elastane.worker.replicas import Replicas
 from elastane.worker.retry import Before, Calls, RetriedCall, RetryProgress, given_up
@@ -66,7 +67,10 @@ def init(
     it, what ELASTANE_TRAIL says.
     """
     mode = Deterministic(shards, seed) if deterministic else Mode()
-    job = Job(AgentLine.inherited(), mode, trail_of(trail, trail_every))
+    line = AgentLine.inherited()
+    if line is not None:
+        warn_of_early_read(sys._getframe(1))
+    job = Job(line, mode, trail_of(trail, trail_every))
     return job.join(wait_for_place=wait_for_place)
 
 
