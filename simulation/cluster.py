@@ -14,7 +14,7 @@ from elastane.protocol.events import Fenced, Resized, Signalled
 from elastane.protocol.log_events import Note
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.model import JobSpec
-from elastane.protocol.sharding import bounds
+from elastane.protocol.sharding import world_bounds
 from simulation.checks import Checks
 from simulation.clock import HostClock, VirtualClock
 from simulation.election import SimulatedElection
@@ -87,7 +87,7 @@ class SimulatedCluster:
     @property
     def _bounds(self) -> tuple[int, int]:
         wanted = self.wanted or self.spec
-        return bounds(wanted.min_nodes, wanted.max_nodes, max(1, self.residents.script.span))
+        return world_bounds(wanted.min_nodes, wanted.max_nodes, max(1, self.residents.script.span))
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
         """The job's owner wants another number of nodes."""

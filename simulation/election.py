@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from elastane.protocol.limits import LEASE_MARGIN, SAVE_PATIENCE_S, STORE_POLL_S
+from elastane.protocol.limits import LEASE_MARGIN, SAVE_TIMEOUT_S, STORE_POLL_S
 from elastane.protocol.model import JobRecord, Outcome
 from simulation.clock import Timer
 from simulation.store import Published, SimulatedRecord
@@ -106,7 +106,7 @@ class SimulatedElection:
 
     def save(self, record: JobRecord, done: Callable[[str], None]) -> None:
         """Make `record` durable under the own term; `done` gets why it may not be, or nothing."""
-        deadline_s = self._node.clock.now_s + SAVE_PATIENCE_S
+        deadline_s = self._node.clock.now_s + SAVE_TIMEOUT_S
 
         def once() -> None:
             self._assure(lambda may: self._file(record, written) if may else written(may))

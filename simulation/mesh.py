@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from elastane.protocol.sharding import NO_PART, Sharding
+from elastane.protocol.sharding import NO_SLICE, Sharding
 from simulation.clock import VirtualClock
 from simulation.places import Gathering, Household, SimulatedWorker
 
@@ -32,7 +32,7 @@ class Mesh:
         """Agree on who holds what; False where they can neither step nor come to one step."""
         if self.span < 2 or _seated(members, self.span):
             return True
-        world.is_uneven = all(worker.group.part != NO_PART for worker in members)
+        world.is_uneven = all(worker.group.part != NO_SLICE for worker in members)
         return world.is_uneven
 
     def advance(self, members: Sequence[SimulatedWorker], base: int) -> None:
@@ -79,12 +79,12 @@ def _seated(members: Sequence[SimulatedWorker], span: int) -> bool:
     """Give parts to those who have none; False where the members are no whole replicas."""
     groups = [*dict.fromkeys(worker.group for worker in members)]
     held = Counter(group.part for group in groups)
-    free = held.pop(NO_PART, 0)
+    free = held.pop(NO_SLICE, 0)
     count, left = divmod(len(groups), span)
     lacking = [part for part in range(span) for _ in range(count - held[part])]
     if left or len(lacking) != free:
         return False
     for group in groups:
-        if group.part == NO_PART:
+        if group.part == NO_SLICE:
             group.part = lacking.pop(0)
     return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from elastane.protocol.hangs import Activity, HangWatch, Sight
+from elastane.protocol.hangs import Activity, HangWatch, Observation
 from elastane.protocol.limits import Timing
 from elastane.protocol.model import WaitPoint
 
@@ -28,7 +28,7 @@ class Minding:
     def look(self, workers: Iterable[SimulatedWorker], now_s: float) -> None:
         """Look at the workers that have a place, all of them in a collective that does not end."""
         by_pid = {worker.pid: worker for worker in workers}
-        sights = {pid: Sight(1, Activity.BODY, worker.made) for pid, worker in by_pid.items()}
+        sights = {pid: Observation(1, Activity.BODY, worker.made) for pid, worker in by_pid.items()}
         found = self._watch.look(sights, now_s)
         for pid in found.ask:
             at = WaitPoint(max(0, by_pid[pid].rank), "a collective")

@@ -29,11 +29,11 @@ from elastane.protocol.events import (
     GroupAble,
     GroupGone,
     Linked,
+    MessageReceived,
     Tick,
     Unlinked,
     Warm,
     WorkerFailed,
-    WorkerTold,
 )
 from elastane.protocol.messages import Alive, ToAgent, Welcome
 from elastane.protocol.model import Assignment, Failure, NodeSpec, Outcome, PortOffer, Versions
@@ -234,7 +234,7 @@ class SimulatedNode:
         if not self.paused:
             self._heard_s = self.clock.now_s
         self.welcomed = self.welcomed or isinstance(message, Welcome)
-        self.feed(WorkerTold(message))
+        self.feed(MessageReceived(message))
         if isinstance(message, Alive) and not message.authority:
             self.cluster.ask_seated(self, lambda host: self._doubt(session, host))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from elastane.protocol.events import AgentEvent
 from elastane.protocol.model import Assignment, Fence, PortOffer
-from elastane.protocol.sharding import NO_PART
+from elastane.protocol.sharding import NO_SLICE
 from simulation.minding import Minding
 
 # What a worker does that takes part in its world; the others wait, or have ended.
@@ -81,7 +81,7 @@ class Household:
     drained: bool = False
     crashed: bool = False  # a worker of it has ended since it entered its world
     lacks: bool = False  # one has ended that was the only one to hold what it held
-    part: int = NO_PART  # of a replica that is of several nodes
+    part: int = NO_SLICE  # of a replica that is of several nodes
     level: Fence | None = None  # a world of no whole replicas, whose members are at one step
     minding: Minding = field(default_factory=Minding)
 

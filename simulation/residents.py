@@ -22,7 +22,7 @@ from elastane.protocol.events import (
 )
 from elastane.protocol.limits import HANG_LOOK_S
 from elastane.protocol.model import Assignment, Failure, Fence
-from elastane.protocol.sharding import NO_PART
+from elastane.protocol.sharding import NO_SLICE
 from simulation.clock import VirtualClock
 from simulation.drains import Drains
 from simulation.mesh import Mesh
@@ -209,7 +209,7 @@ class Residents:
         world, worker.world, worker.stage = worker.world, None, stage
         worker.committed, worker.able = None, False
         if not any(each.alive for each in worker.group.workers.values()):
-            worker.group.part = NO_PART
+            worker.group.part = NO_SLICE
         worker.group.lacks = worker.group.lacks or (worker.sole and stage == "dead")
         self.drains.mind(worker.group)
         if world is None:

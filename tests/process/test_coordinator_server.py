@@ -73,7 +73,7 @@ def test_three_hundred_at_once_are_served_and_leave_nothing_behind():
 
 def test_slow_strangers_are_few_at_once_and_honest_agents_get_past_them(monkeypatch):
     monkeypatch.setattr(door_module, "UNPROVEN_MAX", 16)
-    monkeypatch.setattr(door_module, "UNPROVEN_PATIENCE_S", 0.1)
+    monkeypatch.setattr(door_module, "UNPROVEN_TIMEOUT_S", 0.1)
     before = descriptors()
 
     async def scenario():

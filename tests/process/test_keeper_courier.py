@@ -230,7 +230,7 @@ def test_silent_connections_make_room_for_a_copy_and_leave_nothing_behind(
 ):
     """Also those that stand in the handshake of TLS, which has taken their socket over."""
     monkeypatch.setattr(listener, "KEEPER_UNPROVEN_MAX", 2)
-    monkeypatch.setattr(listener, "UNPROVEN_PATIENCE_S", 0.05)
+    monkeypatch.setattr(listener, "UNPROVEN_TIMEOUT_S", 0.05)
     one = Between(tmp_path)
     if is_tls:
         papers = make_papers(tmp_path)

@@ -21,9 +21,9 @@ from elastane.options.options import BY_DEST
 from elastane.options.parser import parse
 from elastane.protocol.limits import (
     FAILURE_TEXT_CHARS_MAX,
-    FAILURE_TOLD_CHARS_MAX,
-    FAILURES_TOLD_MAX,
-    FAILURES_TOLD_WHOLE,
+    OUTCOME_FAILURE_CHARS_MAX,
+    OUTCOME_FAILURES_MAX,
+    OUTCOME_FAILURES_WHOLE,
 )
 from elastane.protocol.model import Outcome
 
@@ -89,9 +89,9 @@ def test_the_exit_codes_of_the_page_are_those_that_end_a_job():
 
 def test_the_bounds_of_the_text_are_those_of_the_code():
     text = " ".join(PAGE.split())
-    assert f"At most {FAILURES_TOLD_MAX} failures are told" in text
-    assert f"the first {FAILURES_TOLD_WHOLE} with up to {FAILURE_TEXT_CHARS_MAX} char" in text
-    assert f"the last {FAILURE_TOLD_CHARS_MAX}." in text
+    assert f"At most {OUTCOME_FAILURES_MAX} failures are told" in text
+    assert f"the first {OUTCOME_FAILURES_WHOLE} with up to {FAILURE_TEXT_CHARS_MAX} char" in text
+    assert f"the last {OUTCOME_FAILURE_CHARS_MAX}." in text
     assert FinalReport(job="j", ok=True, exit_code=0, reason="").version == 1
     assert "version of this format: 1." in text
 

@@ -13,7 +13,7 @@ from elastane.protocol.limits import (
     HANDSHAKE_TIMEOUT_S,
     MESSAGES_PER_S_MAX,
     UNPROVEN_MAX,
-    UNPROVEN_PATIENCE_S,
+    UNPROVEN_TIMEOUT_S,
 )
 
 PAGE = (ROOT / "docs" / "threat-model.md").read_text()
@@ -40,7 +40,7 @@ def test_every_defence_names_its_test():
 def test_its_figures_are_those_of_the_code():
     defended = section("What is defended")
     assert f"{HANDSHAKE_TIMEOUT_S:g} s for a handshake, {UNPROVEN_MAX} unproven" in defended
-    assert f"makes room after {UNPROVEN_PATIENCE_S:g} s" in defended
+    assert f"makes room after {UNPROVEN_TIMEOUT_S:g} s" in defended
     assert f"beyond {HANDSHAKE_BYTES_MAX >> 10} KiB" in defended
     assert f"{MESSAGES_PER_S_MAX:g} messages a second" in defended
     assert f"{health._CONNECTIONS_MAX} at most" in defended

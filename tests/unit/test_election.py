@@ -57,7 +57,7 @@ class Node:
         self.told: asyncio.Queue[AuthorityChanged] = asyncio.Queue()
         self.keys = JobKeys(MemoryStore(backend, self.faults), "j")
         self.election = Election(
-            self.keys, name, SPEC, on_authority=self.told.put_nowait, patience_s=PATIENCE_S
+            self.keys, name, SPEC, on_authority=self.told.put_nowait, timeout_s=PATIENCE_S
         )
 
 

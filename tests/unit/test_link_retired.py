@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from elastane.agent.link import CoordinatorLink
-from elastane.protocol.events import Linked, Unlinked, WorkerTold
+from elastane.protocol.events import Linked, MessageReceived, Unlinked
 from elastane.protocol.messages import Alive
 from elastane.protocol.model import JobSpec
 
@@ -46,7 +46,7 @@ def test_a_retired_link_does_not_seek_the_coordinator_of_a_job_that_has_ended(au
 
     def post(event):
         posted.append(event)
-        if isinstance(event, WorkerTold):
+        if isinstance(event, MessageReceived):
             link.retire()
         if isinstance(event, Unlinked):
             ended.set()
@@ -63,4 +63,4 @@ def test_a_retired_link_does_not_seek_the_coordinator_of_a_job_that_has_ended(au
     link = CoordinatorLink(locator, dial, post, SPEC)
     asyncio.run(scenario())
     assert locator.asked == 1
-    assert [type(event) for event in posted] == [Linked, WorkerTold, Unlinked]
+    assert [type(event) for event in posted] == [Linked, MessageReceived, Unlinked]

@@ -30,7 +30,7 @@ from elastane.process.control_socket import (
 from elastane.process.streams import WorkerStreams
 from elastane.process.worker_environment import place_variables
 from elastane.protocol.model import Assignment, Fence
-from elastane.protocol.sharding import Sharding, of_node
+from elastane.protocol.sharding import Sharding, merge_shardings
 
 _log = logging.getLogger("elastane.workers")
 # How long the end of a worker's process is awaited after its control socket closed. After that the
@@ -112,7 +112,7 @@ class ControlSockets:
     @property
     def sharding(self) -> Sharding | None:
         """How the workers share a sharded state; None: it is not sharded."""
-        return of_node(self._shardings.values())
+        return merge_shardings(self._shardings.values())
 
     def end_reported(self, local_rank: int) -> None:
         """Forget a worker whose socket closed: its end was reported, or it lives on."""

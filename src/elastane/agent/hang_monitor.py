@@ -22,7 +22,7 @@ from elastane.agent.uninterruptible import StuckWatch, states_of
 from elastane.agent.worker import LocalWorker
 from elastane.process.control_socket import Doing, StatusQuery
 from elastane.process.process import EXIT_UNKNOWN, WorkerProcess
-from elastane.protocol.hangs import Activity, HangWatch, Sight
+from elastane.protocol.hangs import Activity, HangWatch, Observation
 from elastane.protocol.limits import HANG_LOOK_S, HANG_STACK_S
 from elastane.protocol.model import Failure, WaitPoint
 
@@ -92,13 +92,13 @@ class HangMonitor:
                     _log.warning("worker of local rank %d: %s", worker.local_rank, worker.hung)
                     self._spawn(self._end(worker, process))
 
-    def _observations(self, alive: dict[int, LocalWorker]) -> dict[int, Sight]:
+    def _observations(self, alive: dict[int, LocalWorker]) -> dict[int, Observation]:
         """Return what each worker shows; the kernel is asked only about those without progress."""
         marks = {pid: worker.page.mark for pid, worker in alive.items()}
         still = [pid for pid, mark in marks.items() if self._progress_marks.get(pid) == mark]
         states, self._progress_marks = states_of(still), marks
         return {
-            pid: Sight(
+            pid: Observation(
                 mark=marks[pid],
                 activity=_ACTIVITIES.get(worker.page.activity, Activity.APART),
                 steps=worker.page.steps,

@@ -1,8 +1,8 @@
 """The agent's connection to the coordinator: found, kept, and found again.
 
-Reports `Linked`, `WorkerTold` and `Unlinked`. A coordinator that is silent for the silence timeout
-counts as gone, whatever TCP thinks. Errors that waiting cannot mend are fatal at the first contact
-only: once a job has run, an agent with workers waits for the right coordinator.
+Reports `Linked`, `MessageReceived` and `Unlinked`. A coordinator that is silent for the silence
+timeout counts as gone, whatever TCP thinks. Errors that waiting cannot mend are fatal at the first
+contact only: once a job has run, an agent with workers waits for the right coordinator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastane.errors import (
     RendezvousRefusedError,
 )
 from elastane.process.rpc import Session
-from elastane.protocol.events import AgentEvent, Linked, Unlinked, WorkerTold
+from elastane.protocol.events import AgentEvent, Linked, MessageReceived, Unlinked
 from elastane.protocol.limits import look_s
 from elastane.protocol.messages import Alive, ToAgent, ToCoordinator
 from elastane.protocol.model import JobSpec
@@ -156,7 +156,7 @@ class CoordinatorLink:
                 if message is None:
                     reason = session.reason
                     break
-                self._post(WorkerTold(message))
+                self._post(MessageReceived(message))
                 if isinstance(message, Alive) and await self._has_moved(message):
                     reason = "another coordinator has been elected"
                     break

@@ -25,8 +25,13 @@ from elastane.agent.node import NodeServices, node_services, register_node
 from elastane.agent.on_record import recorded_exit
 from elastane.agent.rules.agent import AgentCore
 from elastane.agent.shell import AgentShell
-from elastane.coordinator.host import Hosting, attending_of
-from elastane.coordinator.leadership import EndpointSeat, Leadership, StoreSeat, first_contact
+from elastane.coordinator.host import CoordinatorHost, operator_bridge_of
+from elastane.coordinator.leadership import (
+    EndpointLeadership,
+    Leadership,
+    StoreLeadership,
+    first_contact,
+)
 from elastane.errors import ElastaneError, ExitCode
 from elastane.observe import logging as console
 from elastane.options.config import AgentConfig
@@ -102,8 +107,8 @@ class _Agent:
             from elastane.agent.neighbours import replica_peers
 
             node.snapshot_server.replicate_with(lambda: replica_peers(config, keyring))
-        bridge = attending_of(keys, config.environment)
-        hosting = Hosting(config.spec, access, node.log_as_coordinator, bridge)
+        bridge = operator_bridge_of(keys, config.environment)
+        hosting = CoordinatorHost(config.spec, access, node.log_as_coordinator, bridge)
         leadership = self._leadership(keys, hosting)
 
         self._keys = keys
@@ -177,12 +182,12 @@ class _Agent:
         store = make_store(rendezvous.backend, place, conf) if place else None
         return JobKeys(store, config.spec.job) if store is not None else None
 
-    def _leadership(self, keys: JobKeys | None, hosting: Hosting) -> Leadership:
+    def _leadership(self, keys: JobKeys | None, hosting: CoordinatorHost) -> Leadership:
         config = self._config
         if keys is not None:
-            return StoreSeat(keys, self._node.id, config.reach, hosting)
+            return StoreLeadership(keys, self._node.id, config.reach, hosting)
         endpoint = Endpoint(config.rendezvous.host or "127.0.0.1", config.rendezvous.port)
-        return EndpointSeat(endpoint, config.rendezvous.hosts, hosting)
+        return EndpointLeadership(endpoint, config.rendezvous.hosts, hosting)
 
     def _node_spec(self) -> NodeSpec:
         requested = self._config.node

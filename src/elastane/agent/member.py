@@ -26,8 +26,13 @@ from elastane.agent.dialing import Dialer, registry_here
 from elastane.agent.link import CoordinatorLink
 from elastane.agent.offers import OfferedPort
 from elastane.agent.rules.agent import AgentCore
-from elastane.coordinator.host import Hosting, attending_of
-from elastane.coordinator.leadership import EndpointSeat, Leadership, StoreSeat, token_of
+from elastane.coordinator.host import CoordinatorHost, operator_bridge_of
+from elastane.coordinator.leadership import (
+    EndpointLeadership,
+    Leadership,
+    StoreLeadership,
+    token_of,
+)
 from elastane.observe import logging as console
 from elastane.options.facts import versions
 from elastane.options.identity import new_incarnation
@@ -254,8 +259,10 @@ class MembershipAgent:
         token = config.token or (await token_of(keys) if keys else "")
         secret = derive_secret(config.spec.job, token or None)
         access = rpc.Access(config.spec.job, secret, config.tls)
-        bridge = attending_of(keys, snapshot())
-        leadership = self._leadership(keys, Hosting(config.spec, access, console.log_note, bridge))
+        bridge = operator_bridge_of(keys, snapshot())
+        leadership = self._leadership(
+            keys, CoordinatorHost(config.spec, access, console.log_note, bridge)
+        )
 
         self._core = AgentCore(
             config.spec,
@@ -272,11 +279,11 @@ class MembershipAgent:
         finally:
             dialer.close()
 
-    def _leadership(self, keys: JobKeys | None, hosting: Hosting) -> Leadership:
+    def _leadership(self, keys: JobKeys | None, hosting: CoordinatorHost) -> Leadership:
         config = self.config
         if keys is None:
-            return EndpointSeat(config.endpoint, config.hosts, hosting)
-        return StoreSeat(keys, config.node_id, config.reach, hosting)
+            return EndpointLeadership(config.endpoint, config.hosts, hosting)
+        return StoreLeadership(keys, config.node_id, config.reach, hosting)
 
     def _node_spec(self) -> NodeSpec:
         config = self.config

@@ -1,6 +1,6 @@
 """The client of `elastane status`: one question, one answer.
 
-Owns no retries: whoever asks decides whether to ask again.
+It does not retry; the caller decides whether to ask again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ async def query(
     tls: TlsConfig | None = None,
     timeout_s: float = 5.0,
 ) -> Report:
-    """Return what the coordinator knows. Raises as `connect`, and where no answer comes."""
+    """Return the coordinator's report of the job.
+
+    Raises as `connect` does; MembershipError without an answer within `timeout_s`;
+    RendezvousRefusedError if the coordinator refuses the question.
+    """
     session = await connect(host, port, job, secret, tls, timeout_s)
     try:
         session.send(Query())

@@ -1,23 +1,23 @@
 """The coordinator's time: monotonic seconds that stand still while its process does.
 
-A host that was stopped, starved or waiting for a slow store has heard nobody meanwhile: what its
-agents said is still in the kernel's buffers, and must not be judged as silence (measured: a stop
-of 2.7 s made a coordinator bury its own agent and restart a healthy job). Bounds come later by
-the time that was lost, which is the safe side of each. It knows nothing of what is timed by it.
+A host that was stopped, starved or blocked on a slow store has received nothing meanwhile. Messages
+of its agents are still in the kernel's buffers and must not count as silence. (Measured: a stop of
+2.7 s made a coordinator declare its own agent departed and restart a healthy job.) Every deadline
+moves by the lost time, which is the safe side of each.
 """
 
 from __future__ import annotations
 
 import time
 
-# Whoever reads the clock does so at least this often, ...
+# The clock has to be read at least this often, ...
 READ_S = 0.5
-# ... and what passed between two readings counts for no more than this.
+# ... and time between two readings counts for no more than this.
 STEP_MAX_S = 0.75
 
 
 class SteadyClock:
-    """A monotonic clock that is to be read each READ_S."""
+    """A monotonic clock that has to be read every READ_S."""
 
     def __init__(self) -> None:
         self._real_s = self._now_s = time.monotonic()

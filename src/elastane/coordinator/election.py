@@ -1,17 +1,17 @@
-"""Which agent's coordinator decides: taking the lease, keeping it, and writing under it.
+"""The election: taking the lease, renewing it, and writing under it.
 
-Owns one candidate's way: campaign, then keep, then resign or be deposed. Knows nothing of what
-a coordinator decides. Safety does not rest on the lease alone (its holder may be stopped between
-looking at it and writing): a new holder first rewrites the job's record under its own term, and
-from then on no predecessor's write can succeed (stores.protocol, Fencing).
+Owns one candidate's way: campaign, keep the lease, then resign or be deposed. Safety does not rest
+on the lease alone, since its holder may be stopped between checking it and writing. A new holder
+first rewrites the job's record under its own term; after that no predecessor's write can succeed
+(stores.protocol, Fencing).
 
     election = Election(JobKeys(store, job), node_id, spec, on_authority=...)
     record = await election.campaign()        # returns when this node holds the lease
     await election.publish(endpoint)
     await election.keep()                     # renews; raises LeaseLostError once deposed
 
-How it fails: LeaseLostError, and nothing may be decided any more; StoreError while the store is
-away, which `keep` bears and reports; RendezvousClosedError where the job has ended.
+It fails with LeaseLostError, after which this node may decide nothing; with StoreError while the
+store is away, which `keep` survives and reports; with RendezvousClosedError if the job has ended.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import msgspec
 from elastane.errors import LeaseLostError, StoreError
 from elastane.process.endpoint import Endpoint
 from elastane.protocol.events import AuthorityChanged
-from elastane.protocol.limits import OUTCOME_KEPT_S, SAVE_PATIENCE_S, STORE_POLL_S, look_s
+from elastane.protocol.limits import OUTCOME_KEPT_S, SAVE_TIMEOUT_S, STORE_POLL_S, look_s
 from elastane.protocol.model import JobRecord, JobSpec
 from elastane.stores.jobs import Filed, JobKeys, LeaderRecord
 from elastane.stores.protocol import ConflictError, Lease
 
 _log = logging.getLogger(__name__)
-# Of two that want to write one key, one wins each time; more turns than this is no race.
+# Of two writers of one key one wins each time; more attempts than this are no race.
 _RACES_MAX = 100
 
 
 class Election:
-    """One agent's candidacy. `rng` spreads the candidates' looks at the lease."""
+    """One agent's candidacy; `rng` spreads the candidates' polls of the lease."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Election:
         *,
         on_authority: Callable[[AuthorityChanged], None],
         rng: random.Random | None = None,
-        patience_s: float = SAVE_PATIENCE_S,
+        timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
         self.keys = keys
         self.node_id = node_id
@@ -57,18 +57,18 @@ class Election:
         self._look_s = look_s(spec.max_nodes, spec.timing.lease_ttl_s / 2)
         self._on_authority = on_authority
         self._rng = rng or random.Random()
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._lease: Lease | None = None
-        self._fenced_term = 0  # the term under which the record stands
-        self._version = 0  # the record's
+        self._fenced_term = 0  # the term under which the record was last rewritten
+        self._version = 0  # of the record
         self._record: JobRecord | None = None
-        self._told_held = False
+        self._reported_held = False
         self._renewing = asyncio.Lock()
-        self._trouble = ""
+        self._problem = ""
 
     @property
     def term(self) -> int:
-        """The term of the lease that this node has, 0 where it has none."""
+        """The term of the lease that this node holds, 0 without one."""
         return self._lease.term if self._lease else 0
 
     def held(self) -> bool:
@@ -79,27 +79,27 @@ class Election:
     async def campaign(self) -> JobRecord | None:
         """Take the lease as soon as it is free, and return the job's record as of then.
 
-        Looks each STORE_POLL_S, less often where many may, give or take a fifth by chance; bears a
-        store that is away.
-        Raises RendezvousClosedError where the job has ended. Cancel it to withdraw.
+        Polls every STORE_POLL_S, give or take a fifth by chance, and less often in a large job.
+        Retries while the store is away. Raises RendezvousClosedError if the job has ended. Cancel
+        it to withdraw.
         """
         assert self._lease is None, "a campaign of one who has the lease"
         self._fenced_term = 0
         while True:
             try:
                 if await self._try_once():
-                    self._tell(True, f"term {self.term} taken by node {self.node_id}")
+                    self._report(True, f"term {self.term} taken by node {self.node_id}")
                     return self._record
-                self._note_trouble("")
+                self._log_problem("")
             except StoreError as error:
-                self._note_trouble(str(error))
+                self._log_problem(str(error))
             await asyncio.sleep(self._look_s * self._rng.uniform(0.8, 1.2))
 
     async def keep(self) -> None:
-        """Renew the lease until it is lost: then raise LeaseLostError.
+        """Renew the lease until it is lost, then raise LeaseLostError.
 
-        While the store is away, tells so the moment the lease runs out, and goes on trying; tells
-        again once the lease is held anew and nobody came between.
+        While the store is away, reports lost authority the moment the lease runs out, and retries.
+        Reports authority again once it holds the lease and no other node held it meanwhile.
         """
         lease = self._have()
         while True:
@@ -111,7 +111,7 @@ class Election:
                 renewal.cancel()
 
     async def publish(self, endpoint: Endpoint) -> None:
-        """Tell all agents where this node's coordinator listens; patient and strict as `save`."""
+        """Publish where this node's coordinator listens; retries and fails as `save` does."""
 
         async def once() -> None:
             for _ in range(_RACES_MAX):
@@ -127,14 +127,14 @@ class Election:
                     return
             raise self._deposed(self.term)
 
-        await self._patiently(once)
+        await self._with_retries(once)
 
     async def save(self, record: JobRecord) -> None:
         """Make the job's record durable under this node's term.
 
-        Bears a store that is away for as long as the patience: nobody else may decide meanwhile,
-        or that shows in the record. Raises LeaseLostError when this node may not decide (any
-        more): nothing that depends on the record may then be sent.
+        Retries while the store is away, for the timeout: no other node may decide meanwhile, or the
+        record shows it. Raises LeaseLostError if this node may not decide; then nothing that
+        depends on the record may be sent.
         """
 
         async def once() -> None:
@@ -142,10 +142,10 @@ class Election:
             await self._file(record)
             await self._assure()
 
-        await self._patiently(once)
+        await self._with_retries(once)
 
     async def load(self) -> JobRecord | None:
-        """Return the job's record, whoever wrote it."""
+        """Return the job's record, whichever node wrote it."""
         return await self.keys.load()
 
     async def locate(self) -> Endpoint | None:
@@ -153,27 +153,27 @@ class Election:
         return await self.keys.locate()
 
     async def resign(self) -> None:
-        """Give up the lease so that another may take it at once."""
+        """Release the lease, so that another node may take it at once."""
         lease, self._lease = self._lease, None
-        self._told_held = False
+        self._reported_held = False
         if lease is not None:
-            with contextlib.suppress(StoreError):  # then it runs out by itself
+            with contextlib.suppress(StoreError):  # then the lease runs out
                 await lease.release()
 
-    async def _patiently(self, write: Callable[[], Awaitable[None]]) -> None:
+    async def _with_retries(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write again until it is known to be done; a write that was done shows as our own."""
-        deadline_s = time.monotonic() + self._patience_s
+        deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
                 await write()
             except LeaseLostError:
                 raise
             except StoreError as error:
-                self._note_trouble(error.what)
+                self._log_problem(error.what)
                 if time.monotonic() >= deadline_s:
-                    raise self._cut_off(error) from error
+                    raise self._store_silent(error) from error
             else:
-                self._note_trouble("")
+                self._log_problem("")
                 return
             await asyncio.sleep(STORE_POLL_S)
 
@@ -192,9 +192,9 @@ class Election:
         return True
 
     async def _fence(self, lease: Lease) -> None:
-        """Rewrite the record under this term: no predecessor's write succeeds after it.
+        """Rewrite the record under this term, so that no predecessor's write succeeds after it.
 
-        Where this node held a term just before, the record must still stand under that one.
+        If this node held a term just before, the record must still stand under that one.
         """
         for _ in range(_RACES_MAX):
             filed, version = await self.keys.filed()
@@ -228,7 +228,7 @@ class Election:
         raise self._deposed(self.term)
 
     def _own_version(self, conflict: ConflictError) -> int:
-        """Return the record's version where it is of our own term: a write whose reply was lost."""
+        """Return the record's version if our own term wrote it and the reply was lost."""
         current = conflict.current
         term = self.keys.decode(current).term if current else 0
         if current is None or term != self._fenced_term:
@@ -236,9 +236,9 @@ class Election:
         return current.version
 
     async def _assure(self) -> None:
-        """Return while this node may decide, renewing if that is late.
+        """Return if this node may decide, after renewing a late lease.
 
-        Raises LeaseLostError where it may not, StoreError where that is not known.
+        Raises LeaseLostError if it may not, StoreError if that is not known.
         """
         lease = self._have()
         if not self.held():
@@ -247,45 +247,45 @@ class Election:
     async def _renew(self, lease: Lease) -> None:
         async with self._renewing:  # keep() and save() may both find the lease late
             await lease.renew()
-            if lease.term != self._fenced_term:  # taken anew, after it had run out
+            if lease.term != self._fenced_term:  # taken again after it had run out
                 await self._fence(lease)
 
     async def _await_renewal(self, renewal: asyncio.Future[None], lease: Lease) -> None:
         """Wait for a renewal, and tell when the lease runs out before it is done."""
-        patience_s = max(lease.remaining_s(), 0.0) if self._told_held else None
-        await asyncio.wait({renewal}, timeout=patience_s)
+        timeout_s = max(lease.remaining_s(), 0.0) if self._reported_held else None
+        await asyncio.wait({renewal}, timeout=timeout_s)
         if not renewal.done():
-            self._tell(False, f"term {lease.term} could not be renewed: the store is silent")
+            self._report(False, f"term {lease.term} could not be renewed: the store is silent")
             await asyncio.wait({renewal})
         error = renewal.exception()
         if isinstance(error, LeaseLostError):
-            self._tell(False, error.what)
+            self._report(False, error.what)
             raise error
         if isinstance(error, StoreError):
             if not self.held():
-                self._tell(False, f"term {lease.term} could not be renewed: {error.what}")
+                self._report(False, f"term {lease.term} could not be renewed: {error.what}")
         elif error is not None:
             raise error
         elif self.held():
-            self._tell(True, f"term {lease.term} is held again, nobody came between")
+            self._report(True, f"term {lease.term} is held again, nobody came between")
 
     def _pause_s(self, lease: Lease) -> float:
-        """Until the next renewal: never beyond the moment at which the lease's end is told."""
+        """Return the pause until the next renewal, never beyond the end of the lease."""
         pause_s = self._timing.lease_renew_s
-        if not self._told_held:
+        if not self._reported_held:
             return min(pause_s, STORE_POLL_S)
         return max(0.0, min(pause_s, lease.remaining_s()))
 
-    def _tell(self, held: bool, reason: str) -> None:
-        if held != self._told_held:
-            self._told_held = held
+    def _report(self, held: bool, reason: str) -> None:
+        if held != self._reported_held:
+            self._reported_held = held
             self._on_authority(AuthorityChanged(held, reason))
 
-    def _note_trouble(self, trouble: str) -> None:
+    def _log_problem(self, problem: str) -> None:
         """Say once what keeps this candidate from the store, and once that it is over."""
-        if trouble != self._trouble:
-            _log.warning("election: %s", trouble or "the store answers again")
-            self._trouble = trouble
+        if problem != self._problem:
+            _log.warning("election: %s", problem or "the store answers again")
+            self._problem = problem
 
     def _have(self) -> Lease:
         if self._lease is None:
@@ -295,7 +295,7 @@ class Election:
             )
         return self._lease
 
-    def _cut_off(self, error: StoreError) -> LeaseLostError:
+    def _store_silent(self, error: StoreError) -> LeaseLostError:
         return LeaseLostError(
             f"job {self.keys.job}: node {self.node_id} cannot decide under term {self.term}: "
             f"{error.what}",

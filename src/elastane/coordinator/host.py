@@ -1,6 +1,7 @@
-"""A coordinator inside this agent: the pure rendezvous, its server, and its ways out.
+"""A coordinator inside this agent: the rules, their server, and the bridge to an operator.
 
-Owns the composition of one coordinator. It does not know how the seat was won.
+Owns the composition of one coordinator at a time; `leadership` decides when it runs. A fault of the
+operator bridge is logged and does not end the coordinator.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _log = logging.getLogger("elastane.hosting")
 Save = Callable[[JobRecord], Awaitable[None]]
 
 
-async def save_nowhere(record: JobRecord) -> None:
+async def keep_no_record(record: JobRecord) -> None:
     """Keep no record: the job has no store, and its agents hold what is known."""
 
 
-def attending_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Attending | None:
-    """Return what serves the operator of an ElasticJob, None where this is no pod of one."""
+def operator_bridge_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Attending | None:
+    """Return the bridge to the operator of an ElasticJob; None if this is no pod of one."""
     job, pod = environ.get(JOB_VARIABLE, ""), environ.get(POD_VARIABLE, "")
     if not job or not pod or keys is None:
         return None
@@ -50,15 +51,15 @@ def attending_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Attending 
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a coordinator finds where it begins: the record, and whose coordinator ended."""
+    """What a coordinator starts from: the record, and the node whose coordinator has ended."""
 
     record: JobRecord | None = None
     previous_holder: str = ""
     store_backed: bool = False
 
 
-class Hosting:
-    """Makes coordinators for this agent's job; at most one runs at a time."""
+class CoordinatorHost:
+    """Runs coordinators for this agent's job, at most one at a time."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Hosting:
         tell: Callable[[Note], None],
         attending: Attending | None = None,
     ) -> None:
-        """`attending` serves the operator of the ElasticJob that this is, if it is one."""
+        """`attending` is the bridge to the operator, if this job is an ElasticJob."""
         self.spec = spec
         self._attending = attending
         self._access = access
@@ -76,11 +77,11 @@ class Hosting:
         self._machine: Rendezvous | None = None
 
     def short_of_nodes_s(self) -> float:
-        """Return for how long the coordinator has had too few nodes after a loss of some."""
+        """Return for how long the coordinator has had too few nodes after losing some."""
         return self._machine.short_of_nodes_s if self._machine is not None else 0.0
 
     def check(self, record: JobRecord | None) -> None:
-        """Raise where this agent's job is not the recorded one: it must not decide for it."""
+        """Raise if this agent's job differs from the recorded one: it must not decide for that."""
         if record is None:
             return
         ours = self.spec.sized_as(record.spec) if record.resized else self.spec
@@ -95,11 +96,12 @@ class Hosting:
         )
 
     async def serve(
-        self, listener: socket.socket, takeover: Takeover, save: Save = save_nowhere
+        self, listener: socket.socket, takeover: Takeover, save: Save = keep_no_record
     ) -> Outcome | None:
-        """Serve until the job has ended (its outcome) or the seat was lost (None).
+        """Serve until the job has ended (its outcome) or leadership was lost (None).
 
-        ConfigurationError where this process may not hold the connections of the smallest world.
+        Raises ConfigurationError if this process may not open the connections of the smallest
+        world.
         """
         insist_on_room(self.spec.min_nodes)
         machine = Rendezvous(
@@ -118,17 +120,21 @@ class Hosting:
         )
         port = listener.getsockname()[1]
         self.coordinator, self._machine = coordinator, machine
-        self._say(EventKind.COORDINATOR_STARTED, f"on port {port}, in phase {machine.phase.value}")
+        self._log_event(
+            EventKind.COORDINATOR_STARTED, f"on port {port}, in phase {machine.phase.value}"
+        )
         try:
-            async with self._attended(coordinator, machine):
+            async with self._operator_bridge(coordinator, machine):
                 return await coordinator.run()
         finally:
             self.coordinator = self._machine = None
-            self._say(EventKind.COORDINATOR_STOPPED, f"in phase {machine.phase.value}")
+            self._log_event(EventKind.COORDINATOR_STOPPED, f"in phase {machine.phase.value}")
 
     @contextlib.asynccontextmanager
-    async def _attended(self, coordinator: Coordinator, machine: Rendezvous) -> AsyncIterator[None]:
-        """Have the job's operator heard, before anybody is let in, and told."""
+    async def _operator_bridge(
+        self, coordinator: Coordinator, machine: Rendezvous
+    ) -> AsyncIterator[None]:
+        """Connect to the job's operator before any agent is admitted, and disconnect afterwards."""
         if self._attending is None:
             yield
             return
@@ -143,5 +149,5 @@ class Hosting:
             if isinstance(result, Exception):
                 _log.error("the operator was not served any more: %r", result)
 
-    def _say(self, kind: EventKind, reason: str) -> None:
+    def _log_event(self, kind: EventKind, reason: str) -> None:
         self._tell(Note(kind=kind, reason=reason))

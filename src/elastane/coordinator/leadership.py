@@ -1,7 +1,8 @@
-"""Where the coordinator is, and whether it is here: one seat a job, two ways to it.
+"""Leadership: where the coordinator is, and whether it runs here.
 
-`EndpointSeat`: whichever agent owns the endpoint's address serves it; binding the port is the
-election. `StoreSeat`: whoever holds the store's lease. An agent that leaves gives its seat up.
+There are two ways. `EndpointLeadership`: the agent that owns the endpoint's address serves it, and
+binding the port is the election. `StoreLeadership`: the holder of the store's lease serves. An
+agent that leaves gives up its leadership. `run` raises what waiting cannot mend.
 """
 
 from __future__ import annotations
@@ -15,49 +16,49 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from elastane.coordinator.election import Election
-from elastane.coordinator.host import Hosting, Takeover
+from elastane.coordinator.host import CoordinatorHost, Takeover
 from elastane.errors import ConfigurationError, ElastaneError, MembershipError, StoreError
 from elastane.process.endpoint import Endpoint, is_mine, listen, local_addresses, resolve
 from elastane.protocol.events import AuthorityChanged
-from elastane.protocol.limits import CLOSE_S, GIVE_WAY_S
+from elastane.protocol.limits import CLOSE_S, STEP_DOWN_S
 from elastane.protocol.model import JobRecord
 from elastane.stores.jobs import JobKeys
 from elastane.stores.protocol import Store
 
 _log = logging.getLogger("elastane.seat")
-# After a seat was lost, before it is sought again: the store has to answer somebody else first.
+# Between losing leadership and seeking it again: the store has to answer another node first.
 _PAUSE_S = 0.2
-# After it was given up for others, who look each STORE_POLL_S, a large crowd of them each second.
-_WAY_S = 2.0
-# Between two attempts to reach a store that is not up yet, and when a person hears of it.
+# After giving it up for others, which poll each STORE_POLL_S, or each second in a large job.
+_STEP_DOWN_PAUSE_S = 2.0
+# Between two attempts to reach a store that is not up yet, and when the wait is logged.
 _STORE_RETRY_S = 0.5
 _SAY_AFTER_S = 3.0
 
 
 class Leadership(Protocol):
-    """Finds the coordinator, and runs it where that is this agent's part."""
+    """Finds the coordinator, and runs it if this agent has to."""
 
     async def locate(self, *, linked: bool = False) -> tuple[str, int]:
-        """Return where the coordinator is; raises ElastaneError where that is not known (yet).
+        """Return host and port of the coordinator; raises ElastaneError if that is not known (yet).
 
-        `linked`: while the session with one that lost its authority lives.
+        `linked`: the agent has a session with a coordinator that lost its authority.
         """
 
     def found(self) -> None:
-        """Hear that there is a session: the seat is not to be sought until `locate` is called."""
+        """Accept that a session exists: leadership is not sought until the next `locate`."""
 
     async def run(self) -> None:
-        """Seek the seat for as long as the job runs; raises what waiting cannot mend."""
+        """Seek leadership for as long as the job runs; raises what waiting cannot mend."""
 
     async def close(self, *, ended: bool) -> None:
-        """Give the seat up; where the job has `ended`, once all agents have been told."""
+        """Give up leadership; if the job has `ended`, after all agents were informed."""
 
 
-async def first_contact(keys: JobKeys, token: str, patience_s: float) -> str:
+async def first_contact(keys: JobKeys, token: str, timeout_s: float) -> str:
     """Return the job's secret: `token`, else the one in the store. Waits for a store to come up.
 
-    Raises RendezvousClosedError where the job has ended already, so that an agent that is started
-    again after the end leaves no trace; StoreError where the store was silent for `patience_s`.
+    Raises RendezvousClosedError if the job has ended already, so an agent that is started after the
+    end leaves no trace. Raises StoreError if the store was silent for `timeout_s`.
     """
     loop = asyncio.get_running_loop()
     began_s, said = loop.time(), False
@@ -67,7 +68,7 @@ async def first_contact(keys: JobKeys, token: str, patience_s: float) -> str:
             return token or await keys.token()
         except StoreError as error:
             waited_s = loop.time() - began_s
-            if waited_s > patience_s:
+            if waited_s > timeout_s:
                 raise
             if not said and waited_s > _SAY_AFTER_S:
                 said = True
@@ -76,7 +77,7 @@ async def first_contact(keys: JobKeys, token: str, patience_s: float) -> str:
 
 
 async def token_of(keys: JobKeys) -> str:
-    """Return the job's secret, which is in the store; close the store where that cannot be had."""
+    """Return the job's secret from the store; close the store if that fails."""
     try:
         return await keys.token()
     except BaseException:
@@ -84,20 +85,20 @@ async def token_of(keys: JobKeys) -> str:
         raise
 
 
-class EndpointSeat:
-    """The coordinator at an address; port 0 is standalone: here, on any port."""
+class EndpointLeadership:
+    """The coordinator at an address; port 0 means standalone: here, on any port."""
 
-    def __init__(self, endpoint: Endpoint, hosts: bool | None, hosting: Hosting) -> None:
+    def __init__(self, endpoint: Endpoint, hosts: bool | None, hosting: CoordinatorHost) -> None:
         self._endpoint = endpoint
         self._hosts = hosts
         self._hosting = hosting
         self._serving: asyncio.Task[object] | None = None
         self._port = endpoint.port
-        self._unable: ConfigurationError | None = None
+        self._serve_error: ConfigurationError | None = None
         self._gave_up = asyncio.Event()
 
     async def locate(self, *, linked: bool = False) -> tuple[str, int]:
-        """Serve the endpoint if it is this machine's and nobody does; return where it is."""
+        """Serve the endpoint if it is this machine's and its port is free; return where it is."""
         if self._serving is not None and not self._serving.done():
             return self._endpoint.host, self._port
         addresses = await resolve(self._endpoint.host)
@@ -113,44 +114,49 @@ class EndpointSeat:
         with contextlib.closing(listener):
             try:
                 await self._hosting.serve(listener, Takeover())
-            except ConfigurationError as error:  # The next try would fail in the same way.
-                self._unable = error
+            except ConfigurationError as error:  # A retry would fail in the same way.
+                self._serve_error = error
                 self._gave_up.set()
 
     def found(self) -> None:
-        """See Seat."""
+        """See Leadership."""
 
     async def run(self) -> None:
-        """Wait: `locate` takes the seat. ConfigurationError where this agent cannot serve."""
+        """Wait, since `locate` starts the coordinator.
+
+        Raises ConfigurationError if this agent cannot serve.
+        """
         await self._gave_up.wait()
-        assert self._unable is not None, "set before the event"
-        raise self._unable
+        assert self._serve_error is not None, "set before the event"
+        raise self._serve_error
 
     async def close(self, *, ended: bool) -> None:
-        """See Seat."""
+        """See Leadership."""
         await _end(self._serving, ended=ended)
 
 
-class StoreSeat:
-    """The coordinator where the lease is, by a store."""
+class StoreLeadership:
+    """The coordinator on the node that holds the store's lease."""
 
-    def __init__(self, keys: JobKeys, node_id: str, local_addr: str, hosting: Hosting) -> None:
+    def __init__(
+        self, keys: JobKeys, node_id: str, local_addr: str, hosting: CoordinatorHost
+    ) -> None:
         self._election = Election(keys, node_id, hosting.spec, on_authority=self._authority)
         self._local_addr = local_addr
         self._hosting = hosting
         self._running: asyncio.Task[None] | None = None
         self._sought = asyncio.Event()
         self._linked = False
-        self._gave_way = False
+        self._stepped_down = False
 
     def found(self) -> None:
-        """See Seat: an agent that has its coordinator looks at the store no more."""
+        """Stop polling the store: this agent has found its coordinator."""
         self._sought.clear()
         if self._hosting.coordinator is None:
-            self._gave_way = False
+            self._stepped_down = False
 
     async def locate(self, *, linked: bool = False) -> tuple[str, int]:
-        """See Seat."""
+        """See Leadership."""
         self._linked = linked
         self._sought.set()
         endpoint = await self._election.locate()
@@ -180,7 +186,7 @@ class StoreSeat:
             if ended:
                 await self._tidy()
                 return
-            await asyncio.sleep(_WAY_S if self._gave_way else _PAUSE_S)
+            await asyncio.sleep(_STEP_DOWN_PAUSE_S if self._stepped_down else _PAUSE_S)
 
     async def _tidy(self) -> None:
         """Leave nothing in the store but how the job ended."""
@@ -190,7 +196,7 @@ class StoreSeat:
             _log.warning("what the job kept in its store was not all removed: %s", error.what)
 
     async def _campaign(self) -> bool:
-        """Seek the seat until it is had or another's coordinator was found."""
+        """Campaign until this node is elected or the agent found another coordinator."""
         campaign = asyncio.create_task(self._election.campaign())
         try:
             while not campaign.done():
@@ -206,7 +212,8 @@ class StoreSeat:
         """Serve under the lease; returns whether the job has ended."""
         self._hosting.check(record)
         before = await self._election.keys.seat()
-        # Where its host lives and merely lost the store, its workers train: they are waited for.
+        # A linked host lives and only lost the store: its workers train, so the next coordinator
+        # waits.
         ended = before.node_id if before and not self._linked else ""
         takeover = Takeover(record, ended, store_backed=True)
         listener = listen(self._local_addr, 0)
@@ -218,41 +225,40 @@ class StoreSeat:
                 self._hosting.serve(listener, takeover, self._election.save)
             )
             keeping = asyncio.ensure_future(self._election.keep())
-            giving_way = asyncio.ensure_future(self._give_way())
+            stepping_down = asyncio.ensure_future(self._step_down())
             try:
                 host = await reachable_host(self._local_addr, self._election.keys.store)
                 await self._election.publish(Endpoint(host, port))
-                tasks = {serving, keeping, giving_way}
+                tasks = {serving, keeping, stepping_down}
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                if not serving.done() and not giving_way.done():
+                if not serving.done() and not stepping_down.done():
                     await keeping  # which raises LeaseLostError
                 return serving.done() and serving.result() is not None
             finally:
-                for task in (serving, keeping, giving_way):
+                for task in (serving, keeping, stepping_down):
                     task.cancel()
-                await asyncio.gather(serving, keeping, giving_way, return_exceptions=True)
+                await asyncio.gather(serving, keeping, stepping_down, return_exceptions=True)
 
-    async def _give_way(self) -> None:
-        """Return once the job is too small on this side for so long that others should try.
+    async def _step_down(self) -> None:
+        """Return once this coordinator has had too few nodes for so long that others should try.
 
-        They may reach each other and the store, but not this host. Once, until another's
-        coordinator was found: where nobody takes the seat, it is this agent's again.
+        The lost nodes may reach each other and the store, but not this host. It steps down once,
+        until another coordinator was found; if no other node takes over, this one leads again.
         """
-        while self._gave_way or self._hosting.short_of_nodes_s() < GIVE_WAY_S:  # noqa: ASYNC110
+        while self._stepped_down or self._hosting.short_of_nodes_s() < STEP_DOWN_S:  # noqa: ASYNC110
             await asyncio.sleep(_PAUSE_S)
-        self._gave_way = True
+        self._stepped_down = True
         _log.warning(
-            "too few nodes reach this coordinator: it gives up its seat, since others may reach"
-            " each other"
+            "too few nodes reach this coordinator: it steps down, since others may reach each other"
         )
 
     def _authority(self, change: AuthorityChanged) -> None:
-        """Hand the election's word on to the coordinator in charge."""
+        """Pass a change of authority to the running coordinator."""
         if self._hosting.coordinator is not None:
             self._hosting.coordinator.authority(change.held, change.reason)
 
     async def close(self, *, ended: bool) -> None:
-        """See Seat."""
+        """See Leadership."""
         serves = self._hosting.coordinator is not None
         await _end(self._running, ended=ended and serves)
         await self._election.resign()
@@ -260,7 +266,7 @@ class StoreSeat:
 
 
 async def _end(task: asyncio.Task[object] | asyncio.Task[None] | None, *, ended: bool) -> None:
-    """Let the coordinator finish telling its agents where the job has ended; then end it."""
+    """Let the coordinator inform its agents if the job has ended; then end it."""
     if task is None:
         return
     if ended:
@@ -274,18 +280,18 @@ async def _end(task: asyncio.Task[object] | asyncio.Task[None] | None, *, ended:
 async def reachable_host(local_addr: str, store: Store) -> str:
     """Return an address of this machine that others are likely to reach.
 
-    The user's --local-addr; else the one that this machine has towards the store's servers, which
-    the others reach too; else the source address of the default route; else any that is no
-    loopback; else the loopback.
+    The first of these: the user's --local-addr; this machine's address towards the store's servers,
+    which the other nodes reach too; the source address of the default route; any other address that
+    is no loopback; the loopback.
     """
     if local_addr:
         return local_addr
     servers: list[str] = []
     for url in getattr(store, "urls", ()):
-        with contextlib.suppress(ElastaneError):  # a name that does not resolve here and now
-            if host := urlsplit(url).hostname:  # none for a socket of this machine
+        with contextlib.suppress(ElastaneError):  # the name may not resolve here and now
+            if host := urlsplit(url).hostname:  # a local socket has none
                 servers += await resolve(host)
-    # Documentation addresses (RFC 5737, RFC 3849) are nobody's: the default route leads there.
+    # Documentation addresses (RFC 5737, RFC 3849) have no host: they select the default route.
     for address in (*servers, "192.0.2.1", "2001:db8::1"):
         source = _source_towards(address)
         if source and not ipaddress.ip_address(source.partition("%")[0]).is_loopback:
@@ -295,7 +301,7 @@ async def reachable_host(local_addr: str, store: Store) -> str:
 
 
 def _source_towards(address: str) -> str:
-    """Return the address from which this machine would send there; a UDP connect sends nothing."""
+    """Return this machine's source address towards `address`; a UDP connect sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((address, 9))

@@ -1,14 +1,14 @@
-"""The shell around the pure rendezvous: connections and time in, effects out.
+"""The shell around the coordinator's rules: connections and time in, effects out.
 
-One task takes one event after the other, hands it to the machine and carries out what it asks
-for, in the order of its list; while a record is being saved everything else waits. It decides
-nothing. It ends by the job's end, by cancellation, by loss of the lease, or by a fault of the
-machine or the store; and when it ends, all sessions and the listener end with it.
+One task handles one event at a time and performs its effects in order; while a record is being
+saved everything else waits. It decides nothing. It ends with the job, by cancellation, by loss of
+the lease, or by a fault of the rules or the store; then all sessions and the listener end too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import socket
 import time
@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from elastane.coordinator.clock import READ_S, SteadyClock
-from elastane.coordinator.turns import Peer, Turns
 from elastane.errors import LeaseLostError
 from elastane.process.rpc import Access, Listener
 from elastane.process.rpc.door import ServerLink
@@ -31,33 +30,97 @@ from elastane.protocol.events import (
     Resized,
     Tick,
 )
-from elastane.protocol.limits import REFUSAL_NOTES_INTERVAL_S, REFUSAL_NOTES_MAX
+from elastane.protocol.limits import (
+    MESSAGES_BURST_MAX,
+    MESSAGES_PER_S_MAX,
+    REFUSAL_NOTES_INTERVAL_S,
+    REFUSAL_NOTES_MAX,
+)
 from elastane.protocol.log_events import EventKind, Note
 from elastane.protocol.model import JobRecord, Outcome
 
 _log = logging.getLogger("elastane.coordinator")
+
+
 # Events between two turns of the event loop, which also runs the agent: about a millisecond.
 _EVENTS_PER_TURN = 32
-# Ticks are at least this far apart, whatever the machine asks for.
+
+
+# Ticks are at least this far apart, whatever the rules request.
 _TICK_S = 0.001
+
+
+_MESSAGE_S = 1.0 / MESSAGES_PER_S_MAX
+
+
+_BURST_S = MESSAGES_BURST_MAX / MESSAGES_PER_S_MAX
 
 
 class Machine(Protocol):
     """What decides: `elastane.coordinator.rules.Rendezvous`."""
 
     def handle(self, event: RendezvousEvent, now_s: float) -> list[RendezvousEffect]:
-        """Take in an event at `now_s`, monotonic seconds; return what is to be done."""
+        """Record an event at `now_s`, monotonic seconds; return the effects to perform."""
 
     @property
     def wake_s(self) -> float | None:
         """When a Tick is needed at the latest; None: never."""
 
 
-class Coordinator:
-    """Serve one machine at one listener, which it owns from now on.
+class Peer:
+    """One session: its number, its link, and how much of its rate it has used."""
 
-    `save` returns once a record is durable, and raises LeaseLostError where it must not be: then
-    nothing that depends on it is sent. `tell` writes to the event log and must not raise.
+    def __init__(self, number: int, link: ServerLink) -> None:
+        self.number = number
+        self.link = link
+        self.used_until_s = 0.0  # by the generic cell rate algorithm, ITU-T I.371
+        self.is_queued = False
+
+
+class Turns:
+    """A queue of sessions with messages to read; each is in it at most once.
+
+    Sessions take turns, one message each, at a bounded rate. So a chatty session delays the others
+    by no more than one message.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Peer] = deque()
+        self._slowed: list[tuple[float, int, Peer]] = []
+
+    def add(self, peer: Peer) -> None:
+        """Queue `peer` behind the sessions that are waiting."""
+        if not peer.is_queued:
+            peer.is_queued = True
+            self._waiting.append(peer)
+
+    def take(self, now_s: float) -> Peer | None:
+        """Return the next peer whose rate allows a message; None if there is none."""
+        while self._slowed and self._slowed[0][0] <= now_s:
+            self._waiting.append(heapq.heappop(self._slowed)[2])
+        while self._waiting:
+            peer = self._waiting.popleft()
+            allowed_s = peer.used_until_s - _BURST_S
+            if allowed_s > now_s and not peer.link.is_over:
+                heapq.heappush(self._slowed, (allowed_s, peer.number, peer))
+                continue
+            peer.used_until_s = max(peer.used_until_s, now_s) + _MESSAGE_S
+            peer.is_queued = False
+            return peer
+        return None
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next peer that exceeded its rate may send again; None if there is none."""
+        return self._slowed[0][0] if self._slowed else None
+
+
+class Coordinator:
+    """Serve one machine at one listener, which it then owns.
+
+    `save` returns once a record is durable. It raises LeaseLostError if the record must not be
+    written; then nothing that depends on it is sent. `tell` writes to the event log and must not
+    raise.
     """
 
     def __init__(
@@ -72,28 +135,29 @@ class Coordinator:
         self._machine = machine
         self._save = save
         self._tell = tell
-        self._door = Listener(listener, access, self)
+        self._listener = Listener(listener, access, self)
         self._peers: dict[int, Peer] = {}
-        self._number_of: dict[ServerLink, int] = {}
+        self._numbers: dict[ServerLink, int] = {}
         self._closing: set[ServerLink] = set()
         self._last_number = 0
         self._turns = Turns()
-        self._from_here: deque[AuthorityChanged | Resized | Fenced] = deque()  # not by the wire
+        # events from this process, not from the wire
+        self._local_events: deque[AuthorityChanged | Resized | Fenced] = deque()
         self._ticked_s = 0.0
         self._clock = SteadyClock()
         self._woken: asyncio.Future[None] | None = None
         self._refusals: deque[float] = deque()
-        self._refusals_untold = 0
+        self._refusals_unlogged = 0
 
     async def run(self) -> Outcome | None:
         """Serve until the job has ended (its outcome) or the lease was lost (None).
 
-        Raises what the machine or the store raised, as our or the store's fault: no agent is
-        served any more then, so that they see it. Whatever happens, everything is closed.
+        Raises what the machine or the store raised, as our fault or the store's. Sessions and the
+        listener are closed in every case, so agents notice.
         """
         politely = False
         try:
-            self._door.open()
+            self._listener.open()
             outcome = await self._serve()
             politely = True
             return outcome
@@ -107,65 +171,65 @@ class Coordinator:
             await self._shut(politely)
 
     def authority(self, held: bool, reason: str) -> None:
-        """Tell the machine whether the store backs its decisions; before what still waits."""
-        self._from_here.append(AuthorityChanged(held, reason))
+        """Inform the machine whether the store backs its decisions, ahead of queued messages."""
+        self._local_events.append(AuthorityChanged(held, reason))
         self._wake()
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
-        """Tell the machine how many nodes the job may have, which its owner changed."""
+        """Inform the machine how many nodes the job may have, as its owner changed that."""
         assert 1 <= min_nodes <= max_nodes, f"a job of {min_nodes} to {max_nodes} nodes"
-        self._from_here.append(Resized(min_nodes=min_nodes, max_nodes=max_nodes))
+        self._local_events.append(Resized(min_nodes=min_nodes, max_nodes=max_nodes))
         self._wake()
 
     def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
-        """Tell the machine whom the job's owner has given up or knows to be dead; all each time."""
-        self._from_here.append(Fenced(incarnations, dead))
+        """Inform the machine which agents the owner has given up, and which are dead."""
+        self._local_events.append(Fenced(incarnations, dead))
         self._wake()
 
     def statistics(self) -> dict[str, int]:
-        """Return how much of each thing it holds."""
+        """Return how many of each kind of connection it holds."""
         return {
             "sessions": len(self._peers),
-            "unproven": self._door.count_unproven(),
+            "unproven": self._listener.count_unproven(),
             "closing": len(self._closing),
             "ever": self._last_number,
         }
 
-    # The door's host, and owner of proven links.
+    # Called by the listener.
 
     def proven(self, link: ServerLink) -> None:
-        """Number the session; numbers are never used again."""
+        """Give an authenticated session a number, which is never used again."""
         self._last_number += 1
         self._peers[self._last_number] = Peer(self._last_number, link)
-        self._number_of[link] = self._last_number
+        self._numbers[link] = self._last_number
 
     def readable(self, link: ServerLink) -> None:
-        """Give the session a turn."""
-        number = self._number_of.get(link)
+        """Queue the session, which has a message."""
+        number = self._numbers.get(link)
         if number is not None:
             self._turns.add(self._peers[number])
             self._wake()
 
     def ended(self, link: ServerLink) -> None:
-        """Give the session a last turn, which tells of its end after its last message."""
+        """Queue the session once more: its end is an event after its last message."""
         self.readable(link)
 
     def refused(self, peer_host: str, reason: str) -> None:
-        """Tell of a refused connection; of many in a short time only the first and the number."""
+        """Log a refused connection; of many in a short time only the first ones and a count."""
         now_s = time.monotonic()
         while self._refusals and self._refusals[0] < now_s - REFUSAL_NOTES_INTERVAL_S:
             self._refusals.popleft()
         if len(self._refusals) >= REFUSAL_NOTES_MAX:
-            self._refusals_untold += 1
+            self._refusals_unlogged += 1
             return
         self._refusals.append(now_s)
-        more = f" (and {self._refusals_untold} more before)" if self._refusals_untold else ""
-        self._refusals_untold = 0
+        more = f" (and {self._refusals_unlogged} more before)" if self._refusals_unlogged else ""
+        self._refusals_unlogged = 0
         where = f"a connection from {peer_host}: " if peer_host else ""
         self._tell(Note(kind=EventKind.NODE_REFUSED, reason=f"{where}{reason}{more}"))
 
     def count_sessions(self) -> int:
-        """Return how many proven links there are."""
+        """Return how many authenticated links there are."""
         return len(self._peers) + len(self._closing)
 
     # Private.
@@ -186,15 +250,15 @@ class Coordinator:
                 await asyncio.sleep(0)
 
     def _next_event(self, now_s: float) -> RendezvousEvent | None:
-        if self._from_here:
-            return self._from_here.popleft()
+        if self._local_events:
+            return self._local_events.popleft()
         wake_s = self._machine.wake_s
         if wake_s is not None and wake_s <= now_s and self._ticked_s + _TICK_S <= now_s:
             self._ticked_s = now_s
             return Tick()
         while (peer := self._turns.take(now_s)) is not None:
             if peer.number not in self._peers:
-                continue  # hung up meanwhile
+                continue  # closed meanwhile
             event = self._event_of(peer)
             if event is not None:
                 return event
@@ -244,7 +308,7 @@ class Coordinator:
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.number]
-        del self._number_of[peer.link]
+        del self._numbers[peer.link]
 
     def _note_closing(self, link: ServerLink) -> None:
         """Remember a link until its last bytes are sent."""
@@ -257,7 +321,7 @@ class Coordinator:
         self._wake()
 
     async def _wait(self, now_s: float) -> None:
-        """Wait for an event, until one is due, or until the clock is to be read."""
+        """Wait for a message, for the next deadline, or until the clock has to be read."""
         due = [at_s for at_s in (self._machine.wake_s, self._turns.next_s) if at_s is not None]
         loop = asyncio.get_running_loop()
         self._woken = loop.create_future()
@@ -274,8 +338,8 @@ class Coordinator:
             self._woken.set_result(None)
 
     async def _shut(self, politely: bool) -> None:
-        """Close everything; politely: what was sent still goes out, in CLOSE_S at most."""
-        self._door.close()
+        """Close everything; politely: bytes already sent still go out, in CLOSE_S at most."""
+        self._listener.close()
         for peer in list(self._peers.values()):
             self._forget(peer)
             if politely:

@@ -14,7 +14,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elastane.protocol.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_MAX, FAILURES_TOLD_WHOLE
+from elastane.protocol.limits import (
+    OUTCOME_FAILURE_CHARS_MAX,
+    OUTCOME_FAILURES_MAX,
+    OUTCOME_FAILURES_WHOLE,
+)
 from elastane.protocol.model import NO_RANK, Cause, FailedWorker, Failure, Fence
 
 # What gloo and NCCL say when a peer is gone (torch 2.13); compared in lower case.
@@ -137,13 +141,13 @@ def _error_text(failure: Failure) -> str:
     return f": {words}"
 
 
-def told(sightings: Sequence[Sighting], now_s: float) -> tuple[FailedWorker, ...]:
+def failures_in_order(sightings: Sequence[Sighting], now_s: float) -> tuple[FailedWorker, ...]:
     """Return an incident's failures in the order of time, bounded, with their ages as of now."""
     found = []
-    for place, one in enumerate(sorted(sightings, key=_place)[:FAILURES_TOLD_MAX]):
+    for place, one in enumerate(sorted(sightings, key=_place)[:OUTCOME_FAILURES_MAX]):
         message = one.failure.message
-        if place >= FAILURES_TOLD_WHOLE:
-            message = message[-FAILURE_TOLD_CHARS_MAX:]
+        if place >= OUTCOME_FAILURES_WHOLE:
+            message = message[-OUTCOME_FAILURE_CHARS_MAX:]
         failure = msgspec.structs.replace(
             one.failure, age_s=max(0.0, now_s - one.at_s), message=message
         )

@@ -82,7 +82,7 @@ class Unlinked(msgspec.Struct, frozen=True):
     reason: str
 
 
-class WorkerTold(msgspec.Struct, frozen=True):
+class MessageReceived(msgspec.Struct, frozen=True):
     """A message from the coordinator."""
 
     message: ToAgent
@@ -177,7 +177,7 @@ class Signalled(msgspec.Struct, frozen=True):
 AgentEvent = (
     Linked
     | Unlinked
-    | WorkerTold
+    | MessageReceived
     | Warm
     | GroupStarted
     | WorkerSucceeded

@@ -63,7 +63,7 @@ _UNJUDGED = (Activity.APART, Activity.ENTERING)
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Observation:
     """One look at one worker. `steps`: those that this process has made.
 
     `stopped`: by a signal. `held`: by a debugger.
@@ -78,7 +78,7 @@ class Sight:
 
 @dataclass(slots=True)
 class _Worker:
-    sight: Sight
+    sight: Observation
     since_s: float  # when its mark last changed
     busy_s: float  # since when it is not known to have waited for others
     still_s: float  # since when neither its mark nor the bytes on its connections have changed
@@ -137,7 +137,7 @@ class HangWatch:
         self._now_s = 0.0
         self._looked_s: float | None = None
 
-    def look(self, sights: Mapping[int, Sight], now_s: float) -> Findings:
+    def look(self, sights: Mapping[int, Observation], now_s: float) -> Findings:
         """Take in what is seen of each worker; to be called each HANG_LOOK_S or so.
 
         Time in which nobody looked (a host that stood still) is not held against anybody.
@@ -191,7 +191,7 @@ class HangWatch:
             worker.since_s = worker.busy_s = worker.still_s = self._now_s
             worker.asked_s, worker.answered, worker.waits = None, True, False
 
-    def _limit_s(self, sight: Sight) -> float:
+    def _limit_s(self, sight: Observation) -> float:
         """For how long such a worker may show no progress."""
         if sight.activity is Activity.BETWEEN:
             return max(HANG_BETWEEN_S, HANG_FACTOR * self._longest.of(sight.activity))
@@ -204,7 +204,7 @@ class HangWatch:
         limit_s = min(HANG_CEILING_S, max(floor_s, HANG_FACTOR * longest_s))
         return max(limit_s, 2 * longest_s)  # The ceiling is no limit for who is slower than that.
 
-    def _seen(self, before: _Worker | None, sight: Sight) -> _Worker:
+    def _seen(self, before: _Worker | None, sight: Observation) -> _Worker:
         now_s = self._now_s
         if before is None:
             return _Worker(sight, now_s, now_s, now_s)
@@ -278,7 +278,7 @@ class HangWatch:
         return self._now_s - worker.since_s >= limit_s
 
 
-def places_of(waiting: Iterable[WaitPoint]) -> str:
+def waiting_text(waiting: Iterable[WaitPoint]) -> str:
     """Say where workers wait, ranks at one place together."""
     places: dict[str, list[int]] = {}
     for each in sorted(waiting, key=lambda each: each.rank):

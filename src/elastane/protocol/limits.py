@@ -20,7 +20,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 # handshake takes about a millisecond, so 1,024 agents pass through this in a second.
 UNPROVEN_MAX = 256
 # At that bound, one that has been there for this long makes room for the next.
-UNPROVEN_PATIENCE_S = 1.0
+UNPROVEN_TIMEOUT_S = 1.0
 # Sessions of one coordinator; sixteen times the largest job that was measured.
 SESSIONS_MAX = 16_384
 # Descriptors that a coordinator leaves to the agent it runs in, for pidfds, logs and pipes.
@@ -45,9 +45,9 @@ REFUSAL_NOTES_INTERVAL_S = 10.0
 FAILURE_TEXT_CHARS_MAX = 8 << 10
 # Failures of which all agents are told at the job's end, and the text that each of them carries
 # beyond the first ones: 64 KB to each agent at most, once.
-FAILURES_TOLD_MAX = 64
-FAILURES_TOLD_WHOLE = 4
-FAILURE_TOLD_CHARS_MAX = 500
+OUTCOME_FAILURES_MAX = 64
+OUTCOME_FAILURES_WHOLE = 4
+OUTCOME_FAILURE_CHARS_MAX = 500
 # Failures that one report may carry; a node has at most a few dozen workers.
 FAILURES_MAX = 256
 # Counts that cross the wire: rounds, ranks, calls of should_checkpoint(). JSON carries them
@@ -142,11 +142,11 @@ STORE_KEY_CHARS_MAX = 512
 STORE_TIMEOUT_S = 5.0
 # A coordinator tries for so long to make one decision durable before it gives its seat up: members
 # of an etcd that lost its leader elect another in two seconds or so.
-SAVE_PATIENCE_S = 10.0
+SAVE_TIMEOUT_S = 10.0
 # A coordinator that lost so many nodes that no world can be formed gives up its seat after this
 # long: those that it does not reach may reach each other, and the store. Longer than a restart of
 # a node, which is nothing to move a coordinator for.
-GIVE_WAY_S = 5.0
+STEP_DOWN_S = 5.0
 # How often a watcher or a candidate of the file store looks: with it, take-over after a SIGKILL
 # of the holder costs the lease's time and at most 0.3 s.
 STORE_POLL_S = 0.1
@@ -261,7 +261,7 @@ KEEPER_CALLERS_MAX = 16
 # in the kernel's queue, which is no longer than what an honest caller can wait for.
 KEEPER_UNPROVEN_MAX = 64
 KEEPER_BACKLOG = 128
-assert (KEEPER_BACKLOG / KEEPER_UNPROVEN_MAX + 1) * UNPROVEN_PATIENCE_S < HANDSHAKE_TIMEOUT_S
+assert (KEEPER_BACKLOG / KEEPER_UNPROVEN_MAX + 1) * UNPROVEN_TIMEOUT_S < HANDSHAKE_TIMEOUT_S
 assert KEEPER_DIAL_S < KEEPER_COPY_STALL_S < KEEPER_COPY_S
 assert max(KEEPER_ANSWER_S, KEEPER_HURRY_S + KEEPER_CLAIM_S) < KEEPER_END_S < KEEPER_SLOTS_S
 assert KEEPER_PAUSE_S < KEEPER_PAUSE_MAX_S
@@ -370,8 +370,8 @@ assert VERDICT_S < LOST_PEER_S
 assert HANG_LOOK_S < HANG_ASK_S < HANG_ANSWER_S < Timing().hang_floor_s < HANG_CEILING_S
 assert HANG_LOOK_S < HANG_STOPPED_S < HANG_STALL_S < HANG_ENTER_S < HANG_CEILING_S < HANG_BETWEEN_S
 assert HANDSHAKE_BYTES_MAX < INBOX_BYTES_MAX < FRAME_BYTES_MAX
-assert STORE_TIMEOUT_S < SAVE_PATIENCE_S < ISOLATION_LIMIT_S
+assert STORE_TIMEOUT_S < SAVE_TIMEOUT_S < ISOLATION_LIMIT_S
 assert SEND_BYTES_MAX >= 2 * FRAME_BYTES_MAX
-assert UNPROVEN_PATIENCE_S < HANDSHAKE_TIMEOUT_S
+assert UNPROVEN_TIMEOUT_S < HANDSHAKE_TIMEOUT_S
 assert CHECKPOINT_POLL_S < CHECKPOINT_POLL_MAX_S < CHECKPOINT_LITTER_S
 assert CHECKPOINT_INTERVAL_MIN_S < CHECKPOINT_INTERVAL_MAX_S < CHECKPOINT_MTBF_S

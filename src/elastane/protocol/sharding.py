@@ -16,7 +16,7 @@ import msgspec
 from elastane.protocol.limits import COUNT_MAX
 from elastane.protocol.model import Fence
 
-NO_PART = -1
+NO_SLICE = -1
 
 
 class Sharding(msgspec.Struct, frozen=True):
@@ -29,11 +29,11 @@ class Sharding(msgspec.Struct, frozen=True):
 
     sole: bool = False
     span: Annotated[int, msgspec.Meta(ge=1, lt=COUNT_MAX)] = 1
-    part: Annotated[int, msgspec.Meta(ge=NO_PART, lt=COUNT_MAX)] = NO_PART
+    part: Annotated[int, msgspec.Meta(ge=NO_SLICE, lt=COUNT_MAX)] = NO_SLICE
     level: Fence | None = None
 
 
-def of_node(said: Iterable[Sharding]) -> Sharding | None:
+def merge_shardings(said: Iterable[Sharding]) -> Sharding | None:
     """Return what the workers of a node hold together; None: their state is not sharded.
 
     Those that came since have no part yet, and take that of the others.
@@ -41,17 +41,17 @@ def of_node(said: Iterable[Sharding]) -> Sharding | None:
     each = [*said]
     if not each:
         return None
-    parts = {one.part for one in each} - {NO_PART}
+    parts = {one.part for one in each} - {NO_SLICE}
     levels = {one.level for one in each}
     return Sharding(
         sole=any(one.sole for one in each),
         span=max(one.span for one in each),
-        part=parts.pop() if len(parts) == 1 else NO_PART,
+        part=parts.pop() if len(parts) == 1 else NO_SLICE,
         level=levels.pop() if len(levels) == 1 else None,
     )
 
 
-def replicas(parts: Sequence[int], span: int, most: int) -> list[int]:
+def whole_replicas(parts: Sequence[int], span: int, most: int) -> list[int]:
     """Return which nodes make as many whole replicas as there can be, of `most` nodes at most.
 
     `parts`: what each holds. Who comes first is chosen first; who holds none takes any.
@@ -69,7 +69,7 @@ def replicas(parts: Sequence[int], span: int, most: int) -> list[int]:
     return sorted(chosen + free[: count * span - len(chosen)])
 
 
-def bounds(min_nodes: int, max_nodes: int, span: int) -> tuple[int, int]:
+def world_bounds(min_nodes: int, max_nodes: int, span: int) -> tuple[int, int]:
     """Return of how many nodes a world is at least and at most, both in whole replicas.
 
     Of one replica at least, and the maximum counts where no such number is within the range.

@@ -22,7 +22,7 @@ from elastane.protocol.limits import (
     KEEPER_BACKLOG,
     KEEPER_CALLERS_MAX,
     KEEPER_UNPROVEN_MAX,
-    UNPROVEN_PATIENCE_S,
+    UNPROVEN_TIMEOUT_S,
 )
 from elastane.snapshots.background import step_back
 from elastane.snapshots.peers import TO_RECEIVER, Neighbours, ReplicaOffer
@@ -45,7 +45,7 @@ class SnapshotListener:
         self._take = take
         self._proven = threading.Semaphore(KEEPER_CALLERS_MAX)
         self._lock = threading.Lock()
-        self._unproven = Unproven[socket.socket](KEEPER_UNPROVEN_MAX, UNPROVEN_PATIENCE_S)
+        self._unproven = Unproven[socket.socket](KEEPER_UNPROVEN_MAX, UNPROVEN_TIMEOUT_S)
         self._listener: socket.socket | None = None
         self._told = ""
 

@@ -26,7 +26,7 @@ from elastane.process.control_socket import AssignedPlace, Doing, Wait
 from elastane.process.status_page import WorkerPage
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Fence
-from elastane.protocol.sharding import NO_PART, Sharding
+from elastane.protocol.sharding import NO_SLICE, Sharding
 from elastane.worker import drain, whereabouts
 from elastane.worker.control_socket import AgentLine
 from elastane.worker.healing import gathered
@@ -356,7 +356,7 @@ class Worlds:
         if mesh is None or mesh.shards == 1:
             return None
         span = mesh.span if mesh.seat != NO_SEAT else _nodes_per_replica(mesh.shards, _node_size())
-        part = NO_PART
+        part = NO_SLICE
         if span > 1 and mesh.seat != NO_SEAT:
             part = mesh.shard_of(mesh.seat) // _node_size()
         level = self.fence if self._is_uneven else None

@@ -8,8 +8,8 @@ import contextlib
 import signal
 import sys
 
-from elastane.coordinator.host import Hosting
-from elastane.coordinator.leadership import EndpointSeat, StoreSeat
+from elastane.coordinator.host import CoordinatorHost
+from elastane.coordinator.leadership import EndpointLeadership, StoreLeadership
 from elastane.errors import ElastaneError
 from elastane.observe.events import EventLog
 from elastane.options.build import build
@@ -40,11 +40,11 @@ async def main() -> None:
     keys = JobKeys(store, spec.job) if store is not None else None
     token = meeting.token or (await keys.token() if keys else "")
     secret = derive_secret(spec.job, token or None)
-    hosting = Hosting(spec, Access(spec.job, secret, None), tell)
+    hosting = CoordinatorHost(spec, Access(spec.job, secret, None), tell)
     seat = (
-        StoreSeat(keys, "lone", config.node.local_addr or "127.0.0.1", hosting)
+        StoreLeadership(keys, "lone", config.node.local_addr or "127.0.0.1", hosting)
         if keys is not None
-        else EndpointSeat(Endpoint(meeting.host, meeting.port), True, hosting)
+        else EndpointLeadership(Endpoint(meeting.host, meeting.port), True, hosting)
     )
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)

@@ -21,12 +21,12 @@ from elastane.protocol.events import (
     GroupGone,
     GroupMarked,
     Linked,
+    MessageReceived,
     Signalled,
     Tick,
     Unlinked,
     WorkerFailed,
     WorkerSucceeded,
-    WorkerTold,
 )
 from elastane.protocol.limits import ISOLATION_GRACE_S, ISOLATION_LIMIT_S, STANDSTILL_LIMIT_S
 from elastane.protocol.messages import (
@@ -74,7 +74,7 @@ class Agent:
         return self.effects
 
     def told(self, message):
-        return self.does(WorkerTold(message))
+        return self.does(MessageReceived(message))
 
     def running(self):
         self.told(Assign(assignment()))

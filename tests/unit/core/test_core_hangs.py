@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastane.protocol.hangs import Activity, HangWatch, Sight, places_of
+from elastane.protocol.hangs import Activity, HangWatch, Observation, waiting_text
 from elastane.protocol.limits import (
     HANG_ANSWER_S,
     HANG_ASK_S,
@@ -32,7 +32,7 @@ class Node:
 
     def __init__(self, *numbers, steps=100):
         self.watch, self.now_s = HangWatch(FLOOR_S), 0.0
-        self.sights = {n: Sight(1, BODY, steps) for n in numbers or (1,)}
+        self.sights = {n: Observation(1, BODY, steps) for n in numbers or (1,)}
         self.waits, self.silent, self.held, self.asked = set(), set(), set(), 0
         self.hung, self.stalled_s, self.waiting = {}, None, ()
         self.traffic = {}  # the bytes that a worker says it has exchanged
@@ -40,7 +40,7 @@ class Node:
     def be(self, number, activity=BODY, steps=None, stopped=False, progress=True):
         sight = self.sights[number]
         steps = sight.steps if steps is None else steps
-        self.sights[number] = Sight(sight.mark + progress, activity, steps, stopped)
+        self.sights[number] = Observation(sight.mark + progress, activity, steps, stopped)
 
     def passes(self, span_s, look_s=HANG_LOOK_S):
         """Let time pass; returns who was found to hang in it, and after how long."""
@@ -93,7 +93,7 @@ def test_what_was_learned_is_of_the_job_and_fades():
     node.be(1)
     node.passes(HANG_LOOK_S)
     del node.sights[1]
-    node.sights[2] = Sight(1, BODY, 100)
+    node.sights[2] = Observation(1, BODY, 100)
     assert node.passes(20.0) == {}, "a successor has the limit of its predecessor"
     for _ in range(int(2 * HANG_WINDOW_S)):
         node.be(2)
@@ -254,10 +254,10 @@ def test_where_bytes_cannot_be_counted_a_stall_is_shown_before_it_is_believed():
 
 def test_ranks_that_wait_at_one_place_are_named_together():
     at = {0: "all_reduce", 1: "all_reduce", 2: "_sync_buffers", 3: "all_reduce", 4: "all_reduce"}
-    said = places_of(WaitPoint(rank, where) for rank, where in at.items())
+    said = waiting_text(WaitPoint(rank, where) for rank, where in at.items())
     assert said == "ranks 0-1, 3-4 in all_reduce, rank 2 in _sync_buffers"
-    assert len(places_of(WaitPoint(n, f"{n} " * 50) for n in range(1000))) == REASON_CHARS_MAX
-    assert places_of([]) == "none of them says where"
+    assert len(waiting_text(WaitPoint(n, f"{n} " * 50) for n in range(1000))) == REASON_CHARS_MAX
+    assert waiting_text([]) == "none of them says where"
 
 
 def test_no_healthy_step_of_ten_thousand_is_taken_for_a_hang():

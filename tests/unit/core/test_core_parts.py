@@ -7,7 +7,7 @@ from test_core_regroup import able, dies, in_place, kinds, regrouped
 from elastane.protocol.events import Resized
 from elastane.protocol.messages import Assign, Drain, Heartbeat, Interrupt, Prepare, Stop, Welcome
 from elastane.protocol.model import Fence
-from elastane.protocol.sharding import NO_PART, Sharding
+from elastane.protocol.sharding import NO_SLICE, Sharding
 
 
 def says(job, node_id, part, *, level=None, **more):
@@ -91,7 +91,7 @@ def test_where_nodes_enough_hold_too_few_replicas_some_begin_anew():
     job.stops("f"), job.warms("f")
     assert kinds(job, "f")[-1] is Prepare
     job.assigned["f"] = job.got("f", Prepare)[-1].assignment
-    says(job, "f", NO_PART)
+    says(job, "f", NO_SLICE)
     assert [regrouped(job, each)[3] for each in "bdef"] == [8] * 4
     assert job.persisted[-1].restarts_used == 0
 
@@ -105,7 +105,7 @@ def test_where_nodes_are_too_few_all_wait_with_what_they_hold():
     assert [kinds(job, each) for each in "bcd"] == [[Interrupt]] * 3
     job.join("e"), job.warms("e")
     job.assigned["e"] = job.got("e", Prepare)[-1].assignment
-    says(job, "e", NO_PART)
+    says(job, "e", NO_SLICE)
     assert [regrouped(job, each)[3] for each in "bcde"] == [8] * 4
 
 

@@ -11,11 +11,11 @@ from elastane.protocol.events import (
     GroupAble,
     GroupGone,
     Linked,
+    MessageReceived,
     Unlinked,
     WorkerFailed,
     WorkerLost,
     WorkerSucceeded,
-    WorkerTold,
 )
 from elastane.protocol.limits import ISOLATION_LIMIT_S, LOST_PEER_S
 from elastane.protocol.messages import (
@@ -65,7 +65,7 @@ class Agent:
             job_spec(), node_spec("b"), PortOffer(7100, True), 0.0, self_fencing=False
         )
         self.effects, self.now_s = [], 1.0
-        self.does(Linked(PortOffer(7101, True)), WorkerTold(Assign(FIRST)))
+        self.does(Linked(PortOffer(7101, True)), MessageReceived(Assign(FIRST)))
         self.does(GroupAble(Fence(1, 0), (0, 1), PortOffer(7102, True)))
         self.effects.clear()
 
@@ -104,9 +104,9 @@ def successor(job):
 def test_a_place_that_waited_in_a_buffer_is_not_taken_and_the_coordinator_hears_of_it():
     """Its workers would wait for a place for ever: nothing else tells that they have none."""
     agent = Agent()
-    agent.does(WorkerTold(Interrupt(fence=FIRST.fence, reason="c departed")))
+    agent.does(MessageReceived(Interrupt(fence=FIRST.fence, reason="c departed")))
     agent.now_s += 2 * ISOLATION_LIMIT_S  # The host stood still.
-    agent.does(WorkerTold(Assign(NEXT)))
+    agent.does(MessageReceived(Assign(NEXT)))
     assert not [e for e in agent.effects if isinstance(e, RegroupWorkers)]
     assert [m.fence for m in agent.sent(Lost)] == [NEXT.fence]
     assert "stood still" in agent.holding().halted
@@ -122,7 +122,7 @@ def test_a_failure_that_crossed_the_next_assignment_is_told_of_that_one():
     agent = Agent()
     agent.fails(1)
     agent.effects.clear()
-    agent.does(WorkerTold(Prepare(assignment=NEXT)), WorkerTold(Assign(NEXT)))
+    agent.does(MessageReceived(Prepare(assignment=NEXT)), MessageReceived(Assign(NEXT)))
     told = agent.sent(Failed)[-1]
     assert told.fence == Fence(2, 0) and [f.local_rank for f in told.failures] == [1]
 
@@ -132,20 +132,20 @@ def test_a_peer_that_was_lost_without_a_coordinator_is_told_at_the_next_registra
     agent.does(Unlinked("gone"))
     agent.does(WorkerLost(Fence(1, 0), Fence(1, 0), "reset"))
     assert agent.holding().halted == "reset"
-    agent.does(WorkerTold(Assign(NEXT)))
+    agent.does(MessageReceived(Assign(NEXT)))
     assert agent.holding().halted == ""
 
 
 def test_an_interrupt_is_told_to_the_next_coordinator():
     agent = Agent()
-    agent.does(WorkerTold(Interrupt(fence=Fence(1, 0), reason="a died")))
+    agent.does(MessageReceived(Interrupt(fence=Fence(1, 0), reason="a died")))
     assert agent.holding().halted == "a died"
 
 
 def test_failures_whose_successors_were_started_are_told_as_such():
     agent = Agent()
     agent.fails(0)
-    agent.does(WorkerTold(Prepare(assignment=NEXT)))
+    agent.does(MessageReceived(Prepare(assignment=NEXT)))
     assert agent.holding().renewed == (0,)
     agent.fails(0, pid=51)
     assert agent.holding().renewed == ()
@@ -153,7 +153,7 @@ def test_failures_whose_successors_were_started_are_told_as_such():
 
 def test_a_stop_of_a_world_that_the_agent_has_not_heard_of_stops_its_workers():
     agent = Agent()
-    agent.does(WorkerTold(Stop(fence=Fence(2, 0), grace_s=1.0, reason="all")))
+    agent.does(MessageReceived(Stop(fence=Fence(2, 0), grace_s=1.0, reason="all")))
     agent.does(GroupGone(Fence(1, 0), PortOffer(7103, True)))
     assert [m.fence for m in agent.sent(Stopped)] == [Fence(2, 0)]
 
@@ -161,13 +161,13 @@ def test_a_stop_of_a_world_that_the_agent_has_not_heard_of_stops_its_workers():
 def test_workers_that_were_done_before_their_next_world_say_so():
     agent = Agent()
     agent.does(WorkerSucceeded(Fence(1, 0), 0), WorkerSucceeded(Fence(1, 0), 1))
-    agent.does(WorkerTold(Assign(NEXT)))
+    agent.does(MessageReceived(Assign(NEXT)))
     assert [m.fence for m in agent.sent(Succeeded)] == [Fence(1, 0), Fence(2, 0)]
 
 
 def test_a_joiner_that_fails_does_not_keep_the_others_from_success():
     agent = Agent()
-    agent.does(WorkerTold(Assign(msgspec.structs.replace(NEXT, workers=(1,)))))
+    agent.does(MessageReceived(Assign(msgspec.structs.replace(NEXT, workers=(1,)))))
     agent.fails(0)
     agent.does(WorkerSucceeded(Fence(1, 0), 1))
     assert [m.fence for m in agent.sent(Succeeded)] == [Fence(2, 0)]
@@ -175,7 +175,7 @@ def test_a_joiner_that_fails_does_not_keep_the_others_from_success():
 
 def test_the_offer_says_which_world_it_follows():
     agent = Agent()
-    agent.does(WorkerTold(Assign(NEXT)))
+    agent.does(MessageReceived(Assign(NEXT)))
     agent.does(GroupAble(Fence(1, 0), (0, 1), PortOffer(7103, True)))
     assert [m.fence for m in agent.sent(Able)] == [Fence(2, 0)]
 
@@ -300,13 +300,13 @@ def test_where_some_are_done_and_too_few_are_left_all_start_anew():
 def test_a_successor_has_its_place_though_all_others_of_its_node_are_done_by_then():
     agent = Agent()
     agent.fails(0)
-    agent.does(WorkerTold(Prepare(assignment=FIRST)))
+    agent.does(MessageReceived(Prepare(assignment=FIRST)))
     alone = msgspec.structs.replace(NEXT, workers=(1,))
-    agent.does(WorkerTold(Assign(alone)), WorkerSucceeded(Fence(1, 0), 1))
+    agent.does(MessageReceived(Assign(alone)), WorkerSucceeded(Fence(1, 0), 1))
     assert agent.sent(Succeeded) == [Succeeded(Fence(2, 0))]
     agent.does(GroupAble(Fence(1, 0), (0,), PortOffer(7103, True)))
     place = msgspec.structs.replace(NEXT, fence=Fence(3, 0), workers=(0,))
-    agent.does(WorkerTold(Assign(place)))
+    agent.does(MessageReceived(Assign(place)))
     assert RegroupWorkers(Fence(1, 0), place, place.workers) in agent.effects
     agent.does(WorkerSucceeded(Fence(1, 0), 0))
     assert agent.sent(Succeeded)[-1] == Succeeded(Fence(3, 0))

@@ -5,10 +5,10 @@ from core_driver import Driver, job_spec
 from test_core_regroup import in_place
 from test_core_regroup_again import FIRST, NEXT, Agent
 
-from elastane.protocol.diagnosis import Sighting, told
+from elastane.protocol.diagnosis import Sighting, failures_in_order
 from elastane.protocol.effects import Decline, InterruptGroup, StartGroup, StartWorkers
-from elastane.protocol.events import GroupGone, Signalled, Tick, WorkerTold
-from elastane.protocol.limits import FAILURE_TOLD_CHARS_MAX, FAILURES_TOLD_WHOLE
+from elastane.protocol.events import GroupGone, MessageReceived, Signalled, Tick
+from elastane.protocol.limits import OUTCOME_FAILURE_CHARS_MAX, OUTCOME_FAILURES_WHOLE
 from elastane.protocol.messages import (
     Assign,
     Drain,
@@ -30,10 +30,10 @@ def test_of_many_failures_the_first_are_told_whole_and_the_others_by_their_ends(
             at_s=float(i),
             failure=Failure(local_rank=0, rank=i, pid=i, exit_code=1, message="x" * 2000 + str(i)),
         )
-        for i in range(FAILURES_TOLD_WHOLE + 2)
+        for i in range(OUTCOME_FAILURES_WHOLE + 2)
     ]
-    lengths = [len(one.failure.message) for one in told(seen, 100.0)]
-    assert lengths == [2001] * FAILURES_TOLD_WHOLE + [FAILURE_TOLD_CHARS_MAX] * 2
+    lengths = [len(one.failure.message) for one in failures_in_order(seen, 100.0)]
+    assert lengths == [2001] * OUTCOME_FAILURES_WHOLE + [OUTCOME_FAILURE_CHARS_MAX] * 2
 
 
 def aims(job, node_id):
@@ -85,7 +85,7 @@ def did(agent, *kinds):
 
 def test_a_place_for_workers_that_are_gone_is_declined():
     agent = gone()
-    agent.does(WorkerTold(Assign(NEXT)))
+    agent.does(MessageReceived(Assign(NEXT)))
     assert did(agent, Decline, StartGroup) == [Decline]
 
 
@@ -93,32 +93,32 @@ def test_an_agent_that_ends_starts_nothing_and_declines_nothing():
     agent = Agent()
     agent.does(Signalled("SIGTERM"))
     agent.does(Signalled("SIGTERM"))
-    agent.does(WorkerTold(Prepare(assignment=NEXT)))
+    agent.does(MessageReceived(Prepare(assignment=NEXT)))
     assert did(agent, StartGroup, StartWorkers) == []
     agent.does(GroupGone(Fence(1, 0), PortOffer(7100, True)))
     for message in (Prepare(assignment=NEXT), Assign(NEXT)):
-        agent.does(WorkerTold(message))
+        agent.does(MessageReceived(message))
         assert did(agent, StartGroup, StartWorkers, Decline) == []
 
 
 def test_a_drain_of_workers_that_are_gone_or_of_another_world_is_not_answered():
     for agent, fence in ((gone(), FIRST.fence), (Agent(), Fence(9, 0))):
-        agent.does(WorkerTold(Drain(fence=fence, timeout_s=1.0, reason="x")))
+        agent.does(MessageReceived(Drain(fence=fence, timeout_s=1.0, reason="x")))
         assert not agent.sent(Marked)
 
 
 def test_a_drain_of_workers_of_whom_one_has_failed_is_answered_at_once():
     agent = Agent()
     agent.fails(0)
-    agent.does(WorkerTold(Drain(fence=FIRST.fence, timeout_s=1.0, reason="x")))
+    agent.does(MessageReceived(Drain(fence=FIRST.fence, timeout_s=1.0, reason="x")))
     assert [m.calls for m in agent.sent(Marked)] == [None] and agent.sent(Drained)
 
 
 def test_an_interrupt_of_another_world_or_of_workers_that_stop_is_not_heard():
     agent = Agent()
-    agent.does(WorkerTold(Interrupt(fence=Fence(9, 0), reason="x")))
-    agent.does(WorkerTold(Stop(fence=FIRST.fence, grace_s=1.0, reason="x")))
-    agent.does(WorkerTold(Interrupt(fence=FIRST.fence, reason="x")))
+    agent.does(MessageReceived(Interrupt(fence=Fence(9, 0), reason="x")))
+    agent.does(MessageReceived(Stop(fence=FIRST.fence, grace_s=1.0, reason="x")))
+    agent.does(MessageReceived(Interrupt(fence=FIRST.fence, reason="x")))
     assert did(agent, InterruptGroup) == []
 
 
@@ -177,7 +177,7 @@ def test_a_world_that_was_not_the_last_is_forgotten_though_its_holder_is_gone():
 def test_nobody_follows_workers_that_were_all_stopped_meanwhile():
     """The coordinator has not heard of that yet as it asks: it soon has, and starts all anew."""
     agent, beside = gone(), msgspec.structs.replace(NEXT, waiting=True)
-    agent.does(WorkerTold(Prepare(assignment=beside, successors=True)))
-    agent.does(WorkerTold(Assign(msgspec.structs.replace(NEXT, in_place=False))))
+    agent.does(MessageReceived(Prepare(assignment=beside, successors=True)))
+    agent.does(MessageReceived(Assign(msgspec.structs.replace(NEXT, in_place=False))))
     (started,) = [e.assignment for e in agent.effects if isinstance(e, StartGroup)]
     assert not started.waiting

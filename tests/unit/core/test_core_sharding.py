@@ -3,7 +3,13 @@
 import pytest
 
 from elastane.protocol.model import Fence
-from elastane.protocol.sharding import NO_PART, Sharding, bounds, of_node, replicas
+from elastane.protocol.sharding import (
+    NO_SLICE,
+    Sharding,
+    merge_shardings,
+    whole_replicas,
+    world_bounds,
+)
 
 
 @pytest.mark.parametrize(
@@ -13,10 +19,10 @@ from elastane.protocol.sharding import NO_PART, Sharding, bounds, of_node, repli
         ([1, 0, 1], 2, 4, [0, 1]),
         ([1, 1, 0], 2, 4, [0, 2]),
         ([1, 1, 1], 2, 4, []),
-        ([1, 1, NO_PART], 2, 4, [0, 2]),
-        ([1, 1, NO_PART, NO_PART], 2, 4, [0, 1, 2, 3]),
-        ([1, 1, NO_PART, NO_PART], 2, 3, [0, 2]),
-        ([NO_PART, NO_PART, NO_PART], 2, 9, [0, 1]),
+        ([1, 1, NO_SLICE], 2, 4, [0, 2]),
+        ([1, 1, NO_SLICE, NO_SLICE], 2, 4, [0, 1, 2, 3]),
+        ([1, 1, NO_SLICE, NO_SLICE], 2, 3, [0, 2]),
+        ([NO_SLICE, NO_SLICE, NO_SLICE], 2, 9, [0, 1]),
         ([0, 1, 2, 0, 1], 3, 9, [0, 1, 2]),
         ([0], 2, 4, []),
         ([], 2, 4, []),
@@ -24,7 +30,7 @@ from elastane.protocol.sharding import NO_PART, Sharding, bounds, of_node, repli
     ],
 )
 def test_as_many_whole_replicas_as_there_can_be(parts, span, most, chosen):
-    assert replicas(parts, span, most) == chosen
+    assert whole_replicas(parts, span, most) == chosen
 
 
 @pytest.mark.parametrize(
@@ -39,15 +45,17 @@ def test_as_many_whole_replicas_as_there_can_be(parts, span, most, chosen):
     ],
 )
 def test_a_range_counts_in_whole_replicas(low, high, span, both):
-    assert bounds(low, high, span) == both
+    assert world_bounds(low, high, span) == both
 
 
 def test_the_workers_of_a_node_hold_one_part_together():
     fence = Fence(2, 0)
     one, other = Sharding(span=2, part=1, level=fence), Sharding(span=2, part=1)
-    assert of_node([]) is None
-    assert of_node([one, one]) == one
-    assert of_node([one, other]) == other, "level once all are"
-    assert of_node([one, Sharding(span=2)]).part == 1, "who came since takes the others' part"
-    assert of_node([one, Sharding(span=2, part=0)]).part == NO_PART
-    assert of_node([other, Sharding(sole=True)]).sole
+    assert merge_shardings([]) is None
+    assert merge_shardings([one, one]) == one
+    assert merge_shardings([one, other]) == other, "level once all are"
+    assert merge_shardings([one, Sharding(span=2)]).part == 1, (
+        "a newcomer takes the slice of the others"
+    )
+    assert merge_shardings([one, Sharding(span=2, part=0)]).part == NO_SLICE
+    assert merge_shardings([other, Sharding(sole=True)]).sole

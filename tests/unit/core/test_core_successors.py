@@ -7,7 +7,7 @@ from test_core_regroup import able, dies, in_place, kinds, regrouped
 from test_core_regroup_again import NEXT, Agent, failure, holding
 
 from elastane.protocol.effects import RegroupWorkers, StartWorkers
-from elastane.protocol.events import WorkerTold
+from elastane.protocol.events import MessageReceived
 from elastane.protocol.messages import Assign, Failed, Holding, Prepare
 from elastane.protocol.model import Fence
 
@@ -19,12 +19,12 @@ WITHOUT = msgspec.structs.replace(NEXT, workers=(0,))
 def test_a_successor_that_ends_as_the_next_world_is_settled_is_told_of_in_that_world(ends):
     agent = Agent()
     agent.fails(1)
-    agent.does(WorkerTold(Prepare(assignment=NEXT, successors=True)))
+    agent.does(MessageReceived(Prepare(assignment=NEXT, successors=True)))
     assert [e for e in agent.effects if isinstance(e, StartWorkers)]
     if ends:
         agent.fails(1, pid=51)
     agent.effects.clear()
-    agent.does(WorkerTold(Assign(WITHOUT)))
+    agent.does(MessageReceived(Assign(WITHOUT)))
     told = [(m.fence, [f.pid for f in m.failures]) for m in agent.sent(Failed)]
     assert told == ([(Fence(2, 0), [51])] if ends else [])
     assert agent.holding().state == "running"
@@ -34,9 +34,9 @@ def test_a_successor_has_no_place_in_a_world_for_which_its_predecessor_counts_as
     """It is able a moment later, and would train in a world that is given up for its like."""
     agent = Agent()
     agent.fails(1)
-    agent.does(WorkerTold(Prepare(assignment=NEXT, successors=True)))
+    agent.does(MessageReceived(Prepare(assignment=NEXT, successors=True)))
     agent.effects.clear()
-    agent.does(WorkerTold(Assign(NEXT)))
+    agent.does(MessageReceived(Assign(NEXT)))
     (given,) = [e for e in agent.effects if isinstance(e, RegroupWorkers)]
     assert given.able == (0,) and given.assignment.workers == (0, 1)
     assert [f.local_rank for f in agent.sent(Failed)[-1].failures] == [1]

@@ -17,11 +17,11 @@ from elastane.protocol.events import (
     AgentEvent,
     GroupGone,
     Linked,
+    MessageReceived,
     Signalled,
     Tick,
     Unlinked,
     Warm,
-    WorkerTold,
 )
 from elastane.protocol.limits import (
     ISOLATION_GRACE_S,
@@ -89,7 +89,7 @@ class AgentCore:
                 self._link(offer)
             case Unlinked(reason=reason):
                 self._unlink(reason)
-            case WorkerTold(message=message):
+            case MessageReceived(message=message):
                 self._receive(message)
             case Warm():
                 self._warm()

@@ -11,7 +11,7 @@ import msgspec
 from elastane.coordinator.rules.incident import BudgetVerdict, Crash, Incident
 from elastane.coordinator.rules.state import Phase, State, named
 from elastane.errors import ExitCode
-from elastane.protocol.diagnosis import crash_site, root_cause, told
+from elastane.protocol.diagnosis import crash_site, failures_in_order, root_cause
 from elastane.protocol.limits import VERDICT_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Close
@@ -41,7 +41,7 @@ def failure(state: State, incident: Incident, why: str) -> bool:
             exit_code=ExitCode.WORKER_FAILED,
             cause=cause,
             next_step=_advice(cause.failure, state.budget.allowed),
-            failures=told(incident.sightings, state.now_s),
+            failures=failures_in_order(incident.sightings, state.now_s),
             fence=state.world.fence,
         ),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from elastane.protocol.model import Assignment, JobRecord, JobSpec, World
-from elastane.protocol.sharding import bounds
+from elastane.protocol.sharding import world_bounds
 
 
 def broken_succession(previous: World | None, world: World) -> str:
@@ -45,7 +45,7 @@ def broken_size(
     count = len(world.members)
     before = {m.node_id for m in previous.members} | {*holders} if previous else set[str]()
     survivors = count if all(m.node_id in before for m in world.members) else 0
-    fewest, most = bounds(spec.min_nodes, spec.max_nodes, span)
+    fewest, most = world_bounds(spec.min_nodes, spec.max_nodes, span)
     least = 1 if span > 1 and survivors else min(fewest, spec.min_nodes)
     if not least <= count <= max(most, spec.max_nodes, survivors):
         return f"{world.fence} has {count} nodes, of {spec.min_nodes} to {spec.max_nodes}"

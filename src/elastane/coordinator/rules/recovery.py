@@ -15,7 +15,7 @@ from elastane.coordinator.rules.incident import Incident
 from elastane.coordinator.rules.ranks import member_of
 from elastane.coordinator.rules.sizing import NodeWorkers
 from elastane.coordinator.rules.state import KnownNode, Phase, State
-from elastane.protocol.hangs import places_of
+from elastane.protocol.hangs import waiting_text
 from elastane.protocol.limits import HANG_STALL_S, LOST_PEER_S
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import Interrupt, Prepare
@@ -77,7 +77,7 @@ def log_stall(state: State) -> None:
         state.stall_text = ""
     elif not state.stall_text:
         waiting = [each for node in state.members() for each in node.waits_at]
-        state.stall_text = places_of(waiting)
+        state.stall_text = waiting_text(waiting)
         state.log(EventKind.STALL, f"no progress for {HANG_STALL_S:g} s: {state.stall_text}")
 
 

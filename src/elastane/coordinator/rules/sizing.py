@@ -20,7 +20,7 @@ import msgspec
 
 from elastane.coordinator.rules.state import KnownNode, Phase, State, named
 from elastane.protocol.log_events import EventKind
-from elastane.protocol.sharding import NO_PART, bounds, replicas
+from elastane.protocol.sharding import NO_SLICE, whole_replicas, world_bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ def reason_to_shrink(state: State) -> str:
 
 def fewest_nodes(state: State) -> int:
     """Return the least number of nodes of a world, in whole replicas."""
-    return bounds(state.spec.min_nodes, state.spec.max_nodes, state.nodes_per_replica)[0]
+    return world_bounds(state.spec.min_nodes, state.spec.max_nodes, state.nodes_per_replica)[0]
 
 
 def most_nodes(state: State) -> int:
     """Return the greatest number of nodes of a world, in whole replicas."""
-    return bounds(state.spec.min_nodes, state.spec.max_nodes, state.nodes_per_replica)[1]
+    return world_bounds(state.spec.min_nodes, state.spec.max_nodes, state.nodes_per_replica)[1]
 
 
 def record_sharding(state: State, node: KnownNode) -> None:
@@ -108,7 +108,7 @@ def replica_fits(state: State) -> bool:
 def hold_whole_state(state: State, nodes: Sequence[KnownNode]) -> bool:
     """Whether these nodes together hold all slices; a node that reported none may hold any."""
     span = state.nodes_per_replica
-    if span == 1 or any(_slice_of(node) == NO_PART for node in nodes):
+    if span == 1 or any(_slice_of(node) == NO_SLICE for node in nodes):
         return True
     held = {(_slice_of(node), i) for node in nodes for i in node.survivors or node.recoverable}
     size = max(node.spec.local_world_size for node in nodes)
@@ -127,7 +127,7 @@ def choose_nodes(
     if state.nodes_per_replica == 1:
         return found[:most]
     whole = _whole_replicas(state, found)
-    holders = [one for one in staying if _slice_of(one.node) != NO_PART]
+    holders = [one for one in staying if _slice_of(one.node) != NO_SLICE]
     ids = {one.node.id for one in whole}
     if _is_level(state) or all(one.node.id in ids for one in holders):
         return whole
@@ -142,7 +142,7 @@ def are_whole_replicas(state: State, found: Sequence[NodeWorkers]) -> bool:
 
 def _whole_replicas(state: State, found: Sequence[NodeWorkers]) -> list[NodeWorkers]:
     parts = [_slice_of(one.node) for one in found]
-    return [found[i] for i in replicas(parts, state.nodes_per_replica, most_nodes(state))]
+    return [found[i] for i in whole_replicas(parts, state.nodes_per_replica, most_nodes(state))]
 
 
 def _is_level(state: State) -> bool:
@@ -155,9 +155,11 @@ def has_partial_replicas(state: State) -> bool:
     if state.nodes_per_replica == 1:
         return False
     members = state.members()
-    if any(_slice_of(node) == NO_PART for node in members):
+    if any(_slice_of(node) == NO_SLICE for node in members):
         return False
-    inside = replicas([_slice_of(node) for node in members], state.nodes_per_replica, len(members))
+    inside = whole_replicas(
+        [_slice_of(node) for node in members], state.nodes_per_replica, len(members)
+    )
     return len(inside) < len(members)
 
 
@@ -180,19 +182,19 @@ def nodes_to_start_afresh(state: State) -> list[KnownNode]:
     inside = [node for node in state.members() if node.survivors and not node.leaving]
     outside = [state.nodes[i] for i in sorted(state.with_standbys) if i not in state.displaced]
     outside = [node for node in outside if not (state.is_member(node) or node.stopping)]
-    spares = [node for node in outside if _slice_of(node) != NO_PART]
+    spares = [node for node in outside if _slice_of(node) != NO_SLICE]
     first = 0 if waits else len(inside)
     held = [_slice_of(node) for node in inside + spares]
-    held += [NO_PART] * (len(outside) - len(spares))
+    held += [NO_SLICE] * (len(outside) - len(spares))
     span, most, found = state.nodes_per_replica, most_nodes(state), list[KnownNode]()
-    now = replicas(held, span, most)
-    could = replicas(held[:first] + [NO_PART] * (len(held) - first), span, most)
+    now = whole_replicas(held, span, most)
+    could = whole_replicas(held[:first] + [NO_SLICE] * (len(held) - first), span, most)
     for i, node in reversed([*enumerate(inside + spares)][first:]):
-        if now and i not in now and len(replicas(held, span, most)) < len(could):
-            held[i] = NO_PART
+        if now and i not in now and len(whole_replicas(held, span, most)) < len(could):
+            held[i] = NO_SLICE
             found.append(node)
     return found
 
 
 def _slice_of(node: KnownNode) -> int:
-    return node.sharding.part if node.sharding is not None else NO_PART
+    return node.sharding.part if node.sharding is not None else NO_SLICE

@@ -13,7 +13,7 @@ import msgspec
 
 from elastane.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elastane.errors import ElastaneError, ExitCode
-from elastane.protocol.diagnosis import Sighting, root_cause, told
+from elastane.protocol.diagnosis import Sighting, failures_in_order, root_cause
 from elastane.protocol.model import Failure, Fence, Outcome
 
 _NS = 1_000_000_000
@@ -52,7 +52,7 @@ def outcome_of(error: ChildFailedError, max_restarts: int) -> Outcome:
         exit_code=int(ExitCode.WORKER_FAILED),
         # A handler does not expose the numbers of its rounds.
         cause=msgspec.structs.replace(root_cause(sightings, Fence(0, 0)), fence=None),
-        failures=told(sightings, now_s),
+        failures=failures_in_order(sightings, now_s),
     )
 
 

@@ -25,7 +25,7 @@ from elastane.protocol.limits import (
     HANDSHAKE_TIMEOUT_S,
     SESSIONS_MAX,
     UNPROVEN_MAX,
-    UNPROVEN_PATIENCE_S,
+    UNPROVEN_TIMEOUT_S,
 )
 from elastane.protocol.messages import ToAgent, ToCoordinator
 from elastane.protocol.wire import NONCE_BYTES, ServerHandshake
@@ -97,7 +97,7 @@ class Listener:
         self._access = access
         self._host = host
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._unproven = Unproven[_Unproven](UNPROVEN_MAX, UNPROVEN_PATIENCE_S)
+        self._unproven = Unproven[_Unproven](UNPROVEN_MAX, UNPROVEN_TIMEOUT_S)
         self._of_link: dict[ServerLink, _Unproven] = {}
         self._tls: ssl.SSLContext | None = None
         self._accepting = False
