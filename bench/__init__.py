@@ -1,1 +1,1 @@
-"""Elastane side by side with torchrun, on one machine; `python -m bench.table` runs all of it."""
+"""Elastane and torchrun compared on one machine; `python -m bench.table` measures everything."""

@@ -1,8 +1,8 @@
-"""`python -m bench`: every table; `python -m bench TABLE ...`: one of them, with its options.
+"""Entry point: `python -m bench` prints every table, `python -m bench TABLE ...` one of them.
 
 python -m bench
 python -m bench in-place --rows kill --kills 20
-python -m bench --rows drain          (those of the first table)
+python -m bench --rows drain          (rows of the first table)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TABLES = (
 
 
 def run(table: Table, words: list[str]) -> int:
-    """Print a table, by a process of its own: some open thousands of connections."""
+    """Print a table in a separate process, because some tables open thousands of connections."""
     print(f"\n{table.heading}:\n", flush=True)
     command = [sys.executable, "-m", table.module, *words]
     return subprocess.run(command, check=False).returncode

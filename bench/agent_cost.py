@@ -1,4 +1,4 @@
-"""What an agent costs while its workers train: resident memory and CPU, by itself."""
+"""The cost of an agent while its workers train: its own resident memory and CPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WORKERS = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """One look at an agent: its proportion of one core, and its resident memory at the end."""
+    """One measurement of an agent: its share of one core, and its resident memory at the end."""
 
     cpu_percent: float
     resident_bytes: int
 
 
 def agent_cost(launcher: Launcher, window_s: float = WINDOW_S) -> Cost:
-    """Watch the agent of a job of two workers for a while."""
+    """Measure the agent of a job of two workers over a period."""
     with Job(launcher) as job:
         node = Node("a")
         job.start(node, standalone_flags(WORKERS))
@@ -35,13 +35,13 @@ def agent_cost(launcher: Launcher, window_s: float = WINDOW_S) -> Cost:
 
 
 def cpu_sample(launcher: Launcher) -> Sample:
-    """CPU of the agent, in percent of one core, in the place of seconds; memory as the note."""
+    """Return the agent's CPU in percent of one core, as seconds; memory as the note."""
     cost = agent_cost(launcher)
     return Sample(cost.cpu_percent, note=f"{cost.resident_bytes / 2**20:.0f} MB resident")
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return user and system time of a process, its children not included."""
+    """Return user and system time of a process, without its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,12 +1,12 @@
-"""A node arrives while two others train with 100 MB of state: for how long do those pause.
+"""A node joins while two others train with 100 MB of state: the length of their pause.
 
     python -m bench.arrival [--times N] [--torchrun N]
 
-The pause is the time between the last step of a survivor in the old world and its first one in the
-new, less a step of the new world (its median): beyond what training would have taken. Once with
-state through shared memory, once by a node that builds before it has a place, once over the process
-group alone as between two hosts, and under torchrun, whose workers are all started again; no
-checkpoint is read there, which flatters it.
+The pause is the time between a survivor's last step in the old world and its first step in the new
+one, less the median step of the new world. It is measured in four ways: with state through shared
+memory; with a node that builds its model before it has a rank; over the process group alone, as
+between two hosts; and under torchrun, which starts all workers again. Under torchrun no checkpoint
+is read, which flatters it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "arrival_train.py"
 DEADLINE_S = 90.0
-# Steps in each world before the next change.
+# The steps in each world before the next change.
 SETTLED = 4
-# More than the last call of torchrun, as short as it can be without losing the second node.
+# Longer than torchrun's last call, which is as short as possible without losing the second node.
 TORCHRUN_CONF = "last_call_timeout=2,join_timeout=60"
 
 
 class Steps:
-    """What the workers have written, by process."""
+    """The steps that the workers have written, by process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class Steps:
         return found
 
     def wait_world(self, size: int, since_s: float) -> None:
-        """Wait until so many workers have made some steps in a world of their number."""
+        """Wait until a world of this many workers has made some steps."""
 
         def there() -> bool:
             done = [
@@ -71,7 +71,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 
 
 def elastane_s(mode: str, times: int) -> list[float]:
-    """Let a third node come and leave so often; returns the pauses of both others."""
+    """Let a third node join and leave this often; return the pauses of the two others."""
     options = {"nnodes": "1:3", "nproc_per_node": 1, "max_restarts": 1, "tee": "0"}
     options["preload"] = "torch,torch.distributed,torch.optim"
     with tempfile.TemporaryDirectory() as name:
@@ -96,14 +96,14 @@ def elastane_s(mode: str, times: int) -> list[float]:
 
 
 def pauses(lines: list[dict[str, float]]) -> list[float]:
-    """How long one worker paused at each arrival, beyond a step."""
+    """Return one worker's pause at each arrival, beyond a step."""
     rows = [(a["world"], b["world"], b["at_s"] - a["at_s"]) for a, b in pairwise(lines)]
     step_s = statistics.median(took for old, new, took in rows if old == new == 3)
     return [took - step_s for old, new, took in rows if (old, new) == (2, 3)]
 
 
 def torchrun_s() -> float:
-    """Let a third node come, once; returns the time from the old world's last step, less one."""
+    """Let a third node join once; return the time from the old world's last step, less one step."""
     marker, port = f"elastane-bench-{uuid.uuid4().hex}", free_port()
     with tempfile.TemporaryDirectory() as name:
         steps = Steps(Path(name))

@@ -1,13 +1,13 @@
-"""Writing and reading a checkpoint's file, beside what the disk does with bytes alone.
+"""Writing and reading a checkpoint's file, compared with the disk's speed for plain bytes.
 
     python -m bench.checkpoint_storage [--mb N] [--folder PATH] [--reps N]
 
-Each row writes a new file of N MB from memory that was touched before, durably (fsync of the file
-and the folder), in turn with the others: the plain ways with O_DIRECT and through the page cache,
-in blocks of 16 MiB by one thread, and `storage`'s way, which also makes the digests, from memory
-that lies on pages and from memory that does not. The ratio is the median of each turn's, against
-the quicker of the two plain ways in that turn. Then the same file is read and compared with its
-digests: from the page cache, and from the disk.
+Each row writes a new file of N MB from memory that was touched before, durably (fsync of file and
+folder). The ways take turns: the plain ones with O_DIRECT and through the page cache, in blocks of
+16 MiB by one thread; and `storage`'s way, which also computes the digests, from aligned and from
+unaligned memory. The ratio is the median over the turns, against the faster plain way of the same
+turn. Then the same file is read and compared with its digests: from the page cache, and from the
+disk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def plainly(path: Path, memory: memoryview, flags: int) -> None:
 
 
 class Bench:
-    """One file's worth of memory, and a folder on the disk that is measured."""
+    """The memory for one file, and a folder on the measured disk."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ class Bench:
         return key, folder_name(key, "00c0ffee")
 
     def stored(self, memory: memoryview) -> None:
-        """Write by way of storage."""
+        """Write through `storage`."""
         _, folder = self.next_folder()
         self.repository.storage.write(f"{folder}/data", [memory])
 
@@ -84,7 +84,7 @@ class Bench:
         }
 
     def turn(self) -> dict[str, float]:
-        """Measure each way once; nothing is left."""
+        """Measure each way once; leaves no file."""
         took = {}
         for name, write in self.writes().items():
             took[name] = timed(write)

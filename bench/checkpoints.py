@@ -1,9 +1,10 @@
-"""What saving costs the training, and what getting back takes, beside torch's own ways.
+"""The cost of saving to the training, and the time of a restore, compared with torch's own ways.
 
     python -m bench.checkpoints [--gb SIZE ...] [--large SIZE ...] [--folder PATH]
 
-A model with its AdamW state of so many GB (10^9 bytes). Peers and ours take turns in one process;
-medians. "Blocked" is what the loop stands for; "written" is until the checkpoint is durable.
+The state is a model with AdamW of SIZE GB (10^9 bytes). Elastane and its peers take turns in one
+process; the table has medians. "Blocked": the time that the loop is blocked. "Written": the time
+until the checkpoint is durable.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LIMIT_S = 900.0
 
 
 def measured(mode: str, gb: float, folder: str, *options: str) -> dict[str, Result]:
-    """Run one measurement under `elastane run`; returns its samples by name."""
+    """Run one measurement under `elastane run`; return its samples by name."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="elastane-bench-") as name:
         words = ["run", "--standalone", "--log-dir", f"{name}/logs", *options]
         command = [sys.executable, "-m", "elastane", *words, str(SCRIPT), mode, str(gb), name]
@@ -35,7 +36,7 @@ def measured(mode: str, gb: float, folder: str, *options: str) -> dict[str, Resu
 
 
 def on_two_nodes(gb: float, folder: str, replicas: int) -> dict[str, Result]:
-    """Save a state that is sharded over two nodes, with and without copies on the other one."""
+    """Save a state that is sharded over two nodes, with and without copies on the other node."""
     options = {"nnodes": "2", "nproc_per_node": 1, "snapshot_replicas": replicas}
     with tempfile.TemporaryDirectory(dir=folder, prefix="elastane-bench-") as name:
         script = [str(SCRIPT), "sharded", str(gb), name]
@@ -61,7 +62,7 @@ def copies(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> str:
 
 
 def after_each(workers: int, folder: str, rows: dict[str, dict[str, Result]]) -> str:
-    """Return the line of a save after each step, of so many workers on this machine."""
+    """Return the line for a save after each step, by this number of workers on this machine."""
     every = measured("steps", 0.1, folder, "--nproc-per-node", str(workers))
     rows[f"steps of {workers}"] = every
     more = 100 * (median_s(every, "with") / median_s(every, "without") - 1)
@@ -134,7 +135,7 @@ def of_size(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[
 
 
 def of_large(gb: float, folder: str, rows: dict[str, dict[str, Result]]) -> list[str]:
-    """Return the lines of a size that leaves no room for the peers beside it."""
+    """Return the lines of a size that leaves no room for the peers."""
     found = rows[f"large {gb:g} GB"] = measured("large", gb, folder, "--nproc-per-node", "1")
     size = f"{gb:g} GB"
     return [

@@ -1,8 +1,8 @@
-"""How the pure core scales: seconds on one core, messages and bytes per node.
+"""The scale of the coordinator's rules: seconds on one core, messages and bytes for each node.
 
-One rendezvous without shell or network: nodes join, the job forms, a hundredth is lost at once,
-the next world forms, a twentieth arrives and is taken in; then a new coordinator finds all of
-them again. Run: python bench/core_scale.py
+One state machine without shell or network. Nodes join and the job forms; a hundredth is lost at
+once and the next world forms; a twentieth joins. Then a new coordinator recovers all of them. Run:
+python bench/core_scale.py
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from elastane.protocol.messages import (
 )
 from elastane.protocol.model import Assignment, JobRecord, JobSpec, NodeSpec, PortOffer, Versions
 
-# Shorter than a silence: these agents send no heartbeats while time passes.
+# Shorter than a silence, because these agents send no heartbeats while time passes.
 TIMING = Timing(last_call_s=1.0)
 SIZES = (100, 1_000, 10_000)
 VERSIONS = Versions(elastane="0.1.0", python="3.11", torch="2.13.0")
 
 
 class Fleet:
-    """Agents that answer at once, and a count of what goes over the wire."""
+    """Agents that answer at once, and a count of the bytes on the wire."""
 
     def __init__(self, nodes: int) -> None:
         self.spec = JobSpec(
@@ -106,7 +106,7 @@ class Fleet:
 
 
 class Stages:
-    """The stages of one job of `nodes` nodes; each returns how many members its world has."""
+    """The stages of one job of `nodes` nodes; each returns the size of its world."""
 
     def __init__(self, nodes: int) -> None:
         self.fleet, self.nodes = Fleet(nodes), nodes

@@ -1,8 +1,8 @@
-"""A thousand real agents without workers, over one coordinator: they join, 100 die, 100 come.
+"""A thousand real agents without workers on one coordinator: they join, 100 die, 100 join.
 
-Each agent is a `Membership`: the agent's own core, connection and port, in a thread; a process
-holds a hundred or so of them, since a thousand interpreters would measure this machine's memory.
-The coordinator is in a process by itself. torchrun has no row: 512 of its handlers do not meet in
+Each agent is a `Membership` in a thread: the agent's own rules, connection and port. A process
+holds about a hundred of them, because a thousand interpreters would measure this machine's memory.
+The coordinator has its own process. torchrun has no row: 512 of its handlers do not form a world in
 240 s (bench.joining).
 """
 
@@ -30,7 +30,7 @@ CAP_S = 240.0
 
 
 def take_part(first: int, count: int, port: int, nodes: int) -> None:
-    """Be `count` agents until killed; tell of each world in which all of them have a place."""
+    """Run `count` agents until killed; report each world that includes all of them."""
     from elastane.agent.membership import MemberConfig, Membership
     from elastane.process.endpoint import Endpoint
     from elastane.protocol.model import JobSpec
@@ -60,7 +60,7 @@ def take_part(first: int, count: int, port: int, nodes: int) -> None:
 
 
 class Crowd:
-    """Processes full of agents, and the worlds that they tell of."""
+    """Processes with many agents, and the worlds that they report."""
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
@@ -72,7 +72,7 @@ class Crowd:
             self.port = probe.getsockname()[1]
 
     def start(self, first: int, count: int) -> int:
-        """Start a process of agents; returns its pid."""
+        """Start a process of agents; return its pid."""
         words = ("--members", str(first), str(count), str(self.port), str(self.nodes))
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.crowd", *words],
@@ -93,7 +93,7 @@ class Crowd:
                 self.told.notify_all()
 
     def wait_world(self, nodes: int) -> int:
-        """Wait until all processes are in one world of so many nodes; returns its round."""
+        """Wait until all processes are in one world of this many nodes; return its round."""
 
         def there() -> set[tuple[int, int]]:
             latest = [self.worlds[pid][-1] for pid in self.processes if self.worlds[pid]]
@@ -106,7 +106,7 @@ class Crowd:
             return next(iter(there()))[0]
 
     def kill(self, pid: int) -> None:
-        """SIGKILL to a process, and with it to all of its agents at once."""
+        """SIGKILL a process, and so all of its agents at once."""
         process = self.processes.pop(pid)
         process.kill()
         process.wait()
@@ -117,7 +117,7 @@ class Crowd:
 
 
 def measure(nodes: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return what each stage took."""
+    """Return the duration of each stage."""
     crowd, found = Crowd(nodes), []
     with ExitStack() as stack:
         stack.callback(crowd.close)

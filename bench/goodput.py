@@ -1,9 +1,9 @@
-"""Goodput: how much of the wall time went into steps that count, while a worker dies each 10 s.
+"""Goodput: the share of wall time in steps that count, while a worker dies every 10 s.
 
-Useful is a step that was committed and not done again; its worth is the median time of a step of
-all workers over the whole run, so that what else the machine does counts for both. A step has a
-pause of 50 ms, as where a device computes and the CPU does not. Elastane's training is
-deterministic, so its weights can be compared with those of a run without faults.
+A useful step was committed and not repeated. Its worth is the median step time of all workers over
+the whole run, so that other load on the machine affects both. A step has a pause of 50 ms, like a
+device that computes while the CPU is idle. Elastane's training is deterministic, so its weights are
+compared with those of a run without faults.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ BEFORE_S = 10.0
 
 
 def of_elastane(workers: int, minutes: float) -> Result:
-    """Kill a worker each 10 s for so many minutes."""
+    """Kill a worker every 10 s for this many minutes."""
     rng, faults = random.Random(1), round(60 * minutes / FAULT_EVERY_S)
     with Trainers() as job:
         job.start_agent(workers, "--standalone", mode="exact", step_s=STEP_S)
         here = job.wait_world(workers)
-        time.sleep(BEFORE_S)  # the time that is measured, not a wait for something
+        time.sleep(BEFORE_S)  # the measured time, not a wait for a condition
         job.watch.poll()
         one = next(iter(here))
         begun_s, first = time.monotonic(), job.watch.commits[one][-1].step
@@ -67,7 +67,7 @@ def of_elastane(workers: int, minutes: float) -> Result:
 
 
 def undisturbed(steps: int) -> str:
-    """Return the hash of the weights after so many steps of one worker."""
+    """Return the hash of the weights after this many steps of one worker."""
     with tempfile.TemporaryDirectory() as name:
         script = [str(SCRIPTS / "in_place_train.py"), name, "exact", str(steps)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -78,7 +78,7 @@ def undisturbed(steps: int) -> str:
 
 
 def of_torchrun(workers: int, minutes: float) -> Result:
-    """The same to torchrun, whose script checkpoints each 10 steps."""
+    """Measure torchrun the same way; its script checkpoints every 10 steps."""
     rng, faults = random.Random(1), round(60 * minutes / FAULT_EVERY_S)
     with Job(TORCHRUN_UNSHARED, script_args=f"--step-s {STEP_S}") as job:
         flags = standalone_flags(workers)
@@ -105,5 +105,5 @@ def of_torchrun(workers: int, minutes: float) -> Result:
 
 
 def _until(at_s: float) -> None:
-    """Let time pass: it is what is measured."""
+    """Let time pass, which is what is measured."""
     time.sleep(max(0.0, at_s - time.monotonic()))

@@ -1,9 +1,9 @@
-"""One job under one launcher on this machine: start its nodes, read its steps, harm it, end it.
+"""One job under one launcher on this machine: start nodes, read steps, inject faults, end it.
 
-Rows (the other files of this folder) are functions of a launcher that give a `Sample`; this file
-knows how to run a node under torchrun, under elastane or under nothing, and what its workers
-wrote. Every process that a job starts is killed at its end, orphans included: each inherits a
-variable that names the job.
+Rows (the other files of this folder) are functions of a launcher that return a `Sample`. This file
+runs a node under torchrun, under elastane or under no launcher, and parses its workers' output.
+Every process of a job is killed at its end, including orphans, because each inherits a variable
+with the job's mark.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ POLL_S = 0.002
 
 
 class BenchError(Exception):
-    """A job could not even be brought to where the measurement begins."""
+    """A job did not reach the state in which the measurement begins."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What starts a node: its name in the table, its command, its part of the environment."""
+    """A way to start a node: its name in the table, its command, its part of the environment."""
 
     name: str
     command: tuple[str, ...]
@@ -47,7 +47,7 @@ class Launcher:
 
 
 TORCHRUN = Launcher("torchrun", (sys.executable, "-m", "torch.distributed.run"))
-# What a user can do about torchrun's shared store, where by default a job never recovers.
+# A user's workaround for torchrun's shared store, with which by default a job never recovers.
 TORCHRUN_UNSHARED = Launcher(
     "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     TORCHRUN.command,
@@ -59,7 +59,7 @@ NO_LAUNCHER = Launcher("no launcher", ())
 
 @dataclass(frozen=True)
 class Line:
-    """One line that a worker wrote; see scripts/step.py."""
+    """One line of a worker's output; see scripts/step.py."""
 
     at: float
     node: str
@@ -73,7 +73,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: seconds, or None for never; steps redone; what is worth saying."""
+    """One measurement: seconds, or None for never; repeated steps; a note."""
 
     seconds: float | None
     redone: int | None = None
@@ -99,7 +99,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def tree_of(pid: int) -> list[int]:
-    """Return a process and all that descend from it."""
+    """Return a process and its descendants."""
     pids = [pid]
     for child in children_of(pid):
         pids += tree_of(child)
@@ -107,7 +107,7 @@ def tree_of(pid: int) -> list[int]:
 
 
 def kill(pids: Sequence[int], number: int = signal.SIGKILL) -> None:
-    """Send a signal to each that still lives."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -117,7 +117,7 @@ def kill(pids: Sequence[int], number: int = signal.SIGKILL) -> None:
 
 @dataclass
 class Node:
-    """One agent: a name, the address it owns, the namespace it lives in, and its process."""
+    """One agent: its name, address, network namespace and process."""
 
     name: str
     address: str = "127.0.0.1"
@@ -127,7 +127,7 @@ class Node:
     @property
     def pid(self) -> int:
         assert self.process is not None
-        # Where a namespace is entered, `ip netns exec` becomes the command by exec: one pid.
+        # With a namespace, `ip netns exec` execs the command, so there is one pid.
         return self.process.pid
 
     @property
@@ -136,7 +136,7 @@ class Node:
 
 
 class Job:
-    """A folder, an endpoint, and the nodes that were started; a context that cleans up."""
+    """A folder, an endpoint, and the started nodes; a context manager that cleans up."""
 
     def __init__(self, launcher: Launcher, *, mode: str = "plain", script_args: str = "") -> None:
         self.launcher = launcher
@@ -187,7 +187,7 @@ class Job:
         self.nodes.append(node)
 
     def lines(self) -> list[Line]:
-        """Return all lines that the workers wrote so far, in the order they were written."""
+        """Return all lines of the workers so far, in the order of writing."""
         path = self.folder / "steps.txt"
         if path.exists():
             with path.open() as file:
@@ -199,16 +199,16 @@ class Job:
         return self._lines
 
     def steps(self, node: str | None = None) -> list[Line]:
-        """Return the lines of steps that are done, of one node or of all."""
+        """Return the lines of completed steps, of one node or of all."""
         return [line for line in self.lines() if line.what == "step" and node in (None, line.node)]
 
     def wait_for(self, condition: Callable[[], bool], what: str, cap_s: float) -> None:
-        """Wait until the condition holds; BenchError where it does not in time."""
+        """Wait until the condition holds; raises BenchError if it does not in time."""
         if not wait_until(condition, cap_s):
             raise BenchError(f"{self.launcher.name}: no {what} within {cap_s:g} s\n{self.tail()}")
 
     def wait_training(self, world_size: int, steps: int = 25) -> None:
-        """Wait until a world of this size has done so many steps."""
+        """Wait until a world of this size has completed this many steps."""
 
         def trained() -> bool:
             done = [line for line in self.steps() if line.world_size == world_size]
@@ -218,11 +218,11 @@ class Job:
         self.wait_for(trained, f"{steps} steps in a world of {world_size}", START_CAP_S)
 
     def pid_of(self, node: str, rank: int) -> int:
-        """Return the pid of the worker that last did a step as this rank on this node."""
+        """Return the pid of the worker that last completed a step as this rank on this node."""
         return next(ln.pid for ln in reversed(self.steps()) if (ln.node, ln.rank) == (node, rank))
 
     def tail(self, lines: int = 15) -> str:
-        """Return the last lines of every agent's output, and the folder where the rest is."""
+        """Return the last lines of every agent's output, and the folder of the rest."""
         parts = [f"kept: {self.folder}"]
         for log in sorted(self.folder.glob("agent.*.log")):
             last = log.read_text(errors="replace").splitlines()[-lines:]
@@ -230,7 +230,7 @@ class Job:
         return "\n".join(parts)
 
     def stop_all(self) -> None:
-        """SIGKILL everything that was started for this job, orphans too, until nothing is left."""
+        """SIGKILL every process of this job, including orphans, until none is left."""
         while pids := marked(self.marker):
             kill(pids)
             for node in self.nodes:
@@ -240,7 +240,7 @@ class Job:
 
 
 def marked(marker: str) -> list[int]:
-    """Return the processes that inherited a marker in their environment; zombies have none."""
+    """Return the processes with a marker in their environment; zombies have none."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -260,7 +260,7 @@ def parse(text: str) -> Line:
 
 
 def wait_until(condition: Callable[[], bool], cap_s: float) -> bool:
-    """Poll a condition; return whether it came true in time."""
+    """Poll a condition; return whether it held in time."""
     deadline = time.monotonic() + cap_s
     while not condition():
         if time.monotonic() > deadline:
@@ -272,10 +272,10 @@ def wait_until(condition: Callable[[], bool], cap_s: float) -> bool:
 def recovery_after(
     job: Job, at: float, *, node: str | None = None, world_size: int | None = None, cap_s: float
 ) -> Sample:
-    """Measure from `at` to the first step of a worker that had done none before it.
+    """Measure from `at` to the first step of a worker that had completed none before.
 
-    `node` limits this to workers of one node, `world_size` to worlds of that size. Steps that
-    were done before and are done again count as redone.
+    `node` limits this to workers of one node, `world_size` to worlds of that size. Repeated steps
+    are counted.
     """
     old = {line.pid for line in job.steps() if line.at <= at}
 

@@ -1,10 +1,10 @@
-"""Survivors that go on: what a lost, hung or leaving worker costs the others, and what a step does.
+"""Recovery in place: the cost of a lost, hung or leaving worker to the survivors, and of a step.
 
     python -m bench.in_place [--rows ROW ...] [--kills N] [--minutes N] [--torchft PYTHON]
 
 Elastane and its peers in one run; prints Markdown, and writes bench/results/ as JSON. `--torchft`
-names an interpreter that can import torchft (of an environment of its own); without it those
-cells are empty. No row reads a checkpoint: there is none.
+names an interpreter that can import torchft (with its own environment); without it those cells are
+empty. No row reads a checkpoint, because none exists.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from bench.trainers import RECENT_S, SCRIPTS, Trainers
 WORKERS = 4
 NEVER_S = 60.0
 LONG_MINUTES = 10.0
-# Of each kind: the first allocations, and what torch prepares on first use.
+# Steps of each kind for the first allocations, and for what torch prepares on first use.
 WARM_UP_BLOCKS = 2
-# From the start of a spare to where it waits, on a machine that is busy with four workers.
+# From the start of a spare until it waits, on a machine that is busy with four workers.
 SPARE_READY_S = 6.0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How much is measured. `few` is how often, where a single time takes half a minute."""
+    """The extent of the measurement. `few`: the repetitions if a single one takes half a minute."""
 
     kills: int
     few: int
@@ -49,7 +49,7 @@ class Setting:
 
 
 def times(setting: Setting, victim: int | None, number: int) -> int:
-    """Return how often: a worker that hangs is away for seconds each time."""
+    """Return the number of repetitions: a worker that hangs is away for seconds each time."""
     if number != signal.SIGKILL:
         return 5 * setting.few
     return setting.kills if victim is None else max(1, setting.kills // 4)
@@ -58,13 +58,13 @@ def times(setting: Setting, victim: int | None, number: int) -> int:
 def worker_lost(
     setting: Setting, victim: int | None = None, number: int = signal.SIGKILL
 ) -> Result:
-    """Harm a worker, of one rank or of any; the seconds to the next step of all the others."""
+    """Inject a fault into a worker; return the seconds to the next step of all the others."""
     rng, result = random.Random(1), Result()
     with Trainers() as job:
         job.start_agent(WORKERS, "--standalone")
         for _ in range(times(setting, victim, number)):
             here = job.wait_world(WORKERS)
-            time.sleep(rng.random() * 0.2)  # at any instant of a step
+            time.sleep(rng.random() * 0.2)  # at a random moment of a step
             hit = [pid for pid, last in here.items() if victim in (None, last.rank)]
             pid = rng.choice(hit)
             at_s = time.monotonic()
@@ -77,16 +77,16 @@ def worker_lost(
 
 
 def replaced(setting: Setting, *options: str) -> Result:
-    """SIGKILL any one of 4 workers: the seconds until a world of 4 has stepped again."""
+    """SIGKILL any one of 4 workers; return the seconds until a world of 4 has stepped again."""
     rng, result = random.Random(1), Result()
     with Trainers() as job:
         job.start_agent(WORKERS, "--standalone", *options)
         for _ in range(setting.few * 3):
             former = job.wait_world(WORKERS)
-            time.sleep(SPARE_READY_S)  # a spare that took a place has a successor by then
+            time.sleep(SPARE_READY_S)  # a spare that took a rank has been replaced by then
             at_s = time.monotonic()
             kill([rng.choice(sorted(former))])
-            time.sleep(RECENT_S)  # the dead one's last step is no longer a recent one
+            time.sleep(RECENT_S)  # the dead worker's last step is no longer recent
             here = job.wait_world(WORKERS)
             number = next(iter(here.values())).round
             firsts = [
@@ -105,7 +105,7 @@ def spares(setting: Setting) -> dict[str, Result]:
 
 
 def drained(setting: Setting) -> Result:
-    """SIGTERM to one agent of two, of two workers each; how long the others' steps stand."""
+    """SIGTERM one of two agents with two workers each; return the pause of the others' steps."""
     result = Result()
     for _ in range(setting.few):
         with Trainers() as job:
@@ -143,15 +143,15 @@ def step_times(setting: Setting) -> dict[str, Result]:
 
 
 def sharded_step_times(setting: Setting) -> dict[str, Result]:
-    """Measure steps of two replicas of two workers, over a mesh of the job's and of torch's."""
+    """Measure steps of two replicas of two workers, over the job's mesh and over torch's."""
     return _over("plain fully_shard()", setting, workers=4, shard=2)
 
 
 def _over(peer: str, setting: Setting, *, workers: int, shard: int) -> dict[str, Result]:
-    """Measure steps with the library and without by turns in one run.
+    """Measure steps with and without the library by turns in one run.
 
-    Told is each block of the library's over the blocks without it before and after. What
-    differs from run to run, as where memory lies, or from minute to minute, is the same for both.
+    The result is each block with the library relative to the plain blocks before and after it.
+    Differences between runs, such as memory placement, and drift over minutes then affect both.
     """
     with tempfile.TemporaryDirectory() as name:
         size = ["--nproc-per-node", str(workers)]
@@ -169,7 +169,7 @@ def _over(peer: str, setting: Setting, *, workers: int, shard: int) -> dict[str,
 
 
 def torchrun_kill(setting: Setting, victim: int) -> Result:
-    """Kill a worker of torchrun's; with the setting with which an attempt recovers at all."""
+    """Kill a worker of torchrun, with the setting with which an attempt can recover."""
     result = Result()
     for _ in range(setting.few):
         sample = recovery.worker_kill(TORCHRUN_UNSHARED, workers=WORKERS, victim=victim)
@@ -178,7 +178,7 @@ def torchrun_kill(setting: Setting, victim: int) -> Result:
 
 
 def torchrun_stopped(_: Setting) -> Result:
-    """Stop a worker of torchrun's: nobody notices within gloo's half an hour."""
+    """Stop a worker of torchrun, which gloo does not detect for half an hour."""
     return Result([recovery.worker_kill(TORCHRUN_UNSHARED, WORKERS, number=signal.SIGSTOP)])
 
 
@@ -187,7 +187,7 @@ def torchrun_drained(setting: Setting) -> Result:
 
 
 def peers(setting: Setting, victim: int | None, number: int) -> dict[str, Result]:
-    """Measure torchft, where there is one, with its own README's settings and with tuned ones."""
+    """Measure torchft, if there is one, with its own README's settings and with tuned ones."""
     if not setting.torchft:
         return {}
     return {
@@ -234,7 +234,7 @@ def goodputs(setting: Setting) -> dict[str, Result]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `unit` is what the numbers of its results are."""
+    """One line of the table; `unit` is the unit of its results."""
 
     key: str
     title: str
@@ -284,7 +284,7 @@ ROWS = (
 
 
 def cell(result: Result, unit: str) -> str:
-    """Return one cell: the median, and where there are many the 99th percentile."""
+    """Return one cell: the median, and the 99th percentile of many samples."""
     seconds = result.seconds
     if unit == "%" and seconds:
         return ", ".join([f"{100 * statistics.median(seconds):.0f}%", *result.notes()])
@@ -309,7 +309,7 @@ def line_of(row: Row, results: dict[str, Result]) -> str:
 
 
 def introduction(about: dict[str, str], python: str) -> str:
-    """Return what the figures depend on, in words."""
+    """Return the conditions of the figures, in words."""
     peers = f", torchft {torchft.version(python)}" if python else ""
     return (
         f"Measured by `python -m bench in-place` on {about['date']}: {about['cores']} cores of"

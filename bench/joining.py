@@ -1,9 +1,9 @@
-"""How long N nodes take to form a world, and to form the next one after a node was replaced.
+"""The time in which N nodes form a world, and form the next one after a node was replaced.
 
 elastane: one coordinator process, N sessions of minimal agents in another. torchrun: N of its
-DynamicRendezvousHandlers as threads of one process, over one C10d TCPStore. No workers start on
-either side: this is the cost of agreement alone. Threads share one interpreter lock, where
-torchrun's agents would be processes of their own: compare the CPU seconds, and take torchrun's
+DynamicRendezvousHandlers as threads of one process, over one C10d TCPStore. Neither side starts
+workers: this is the cost of agreement alone. The threads share one interpreter lock, while
+torchrun's agents would have their own processes. So compare the CPU seconds, and take torchrun's
 wall time as an upper bound wherever its CPU seconds come near it.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 NODES = (8, 32, 128, 512, 1024)
-# What one size may take, connecting included.
+# The time for one size, connecting included.
 CAP_S = 240.0
 JOB = "joining"
 
@@ -46,7 +46,7 @@ def job_spec(nodes: int) -> Any:
     return JobSpec(job=JOB, min_nodes=nodes, max_nodes=nodes, max_restarts=100)
 
 
-# The coordinator, a process of its own: prints its port, then its CPU seconds when asked.
+# The coordinator, in its own process: prints its port, then its CPU seconds on request.
 
 
 async def coordinate(nodes: int) -> None:
@@ -74,7 +74,7 @@ async def coordinate(nodes: int) -> None:
 
 
 class FakeAgent:
-    """An agent without workers: joins, takes its assignment, stops when told."""
+    """An agent without workers: joins, accepts its assignment, stops on request."""
 
     def __init__(self, number: int, incarnation: int, port: int, nodes: int) -> None:
         self.number = number
@@ -184,7 +184,7 @@ async def measure_elastane(nodes: int) -> dict[str, float]:
 
 
 def measure_torchrun(nodes: int) -> dict[str, float]:
-    """All handlers in one process: CPU seconds are those of nodes and store together."""
+    """Run all handlers in one process: CPU seconds are those of nodes and store together."""
     raise_descriptors()
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -209,7 +209,7 @@ def measure_torchrun(nodes: int) -> dict[str, float]:
         backend, store = create_backend(parameters)
         handlers.append(create_handler(store, backend, parameters))
 
-    # Not measured, and at once as agents do it: one after the other takes minutes for 512.
+    # Not measured, and concurrent as with agents: in sequence it takes minutes for 512.
     connect(0)
     together(partial(connect, number) for number in range(1, nodes))
     figures: dict[str, float] = {}
@@ -223,7 +223,7 @@ def measure_torchrun(nodes: int) -> dict[str, float]:
 
 
 def together(actions: Iterable[Callable[[], object]]) -> None:
-    """Do each in a thread of its own, and wait for all; any failure ends the measurement."""
+    """Run each in its own thread, and wait for all; any failure ends the measurement."""
     errors: list[BaseException] = []
 
     def act(action: Callable[[], object]) -> None:
@@ -242,7 +242,7 @@ def together(actions: Iterable[Callable[[], object]]) -> None:
 
 
 def run_one(side: str, nodes: int, cap_s: float) -> dict[str, Any]:
-    """Measure in a process of its own; what came before the cap still counts."""
+    """Measure in a separate process; stages that ended before the cap still count."""
     command = [sys.executable, "-m", "bench.joining", "--measure", side, str(nodes)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=cap_s, check=False)
@@ -298,7 +298,7 @@ def main() -> None:
         ours = side == "elastane"
         print(json.dumps(asyncio.run(measure_elastane(nodes)) if ours else measure_torchrun(nodes)))
         sys.stdout.flush()
-        os._exit(0)  # threads of torchrun's handlers would hold it
+        os._exit(0)  # threads of torchrun's handlers would block it
     results: dict[str, dict[int, dict[str, Any]]] = {"elastane": {}, "torchrun": {}}
     for nodes in options.nodes:
         for side in ("elastane", "torchrun"):

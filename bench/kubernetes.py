@@ -1,12 +1,14 @@
-"""ElasticJobs: 100 pods made on a real API server, 1,000 jobs at rest, a coordinator's pod killed.
+"""ElasticJobs: 100 pods made on a real API server, 1,000 idle jobs, a coordinator's pod killed.
 
-`created`: from `kubectl apply` until all pods of the job are there, on the control plane of the
-tests (etcd and kube-apiserver on this machine). `resident`: from the operator's start until it has
-decided on every one of 1,000 jobs with 20,000 pods and has nothing to do; its CPU seconds, imports
-included, and its memory. Those are served by the tests' own API server, which keeps them in memory
-in a process of its own; its pods are as large as those of a real one. `coordinator`: a job of
-three pods on three nodes of the tests' control plane, from SIGKILL of the pod that holds the
-coordinator until the others do a step in the next world.
+`created`: from `kubectl apply` until all pods of the job exist, on the control plane of the tests
+(etcd and kube-apiserver on this machine).
+
+`resident`: from the operator's start until it has decided on every one of 1,000 jobs with 20,000
+pods and is idle; its CPU seconds, imports included, and its memory. The tests' own API server
+serves them from memory in its own process; its pods are as large as real ones.
+
+`coordinator`: a job of three pods on three nodes of the tests' control plane, from SIGKILL of the
+coordinator's pod until the others complete a step in the next world.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ sys.path += [str(TESTS / "shared"), str(TESTS / "kubernetes"), str(TESTS / "proc
 CAP_S = 300.0
 JOBS, PODS_OF_A_JOB = 1000, 20
 PODS = 100
-# What a pod of a real cluster holds beside what matters here (managed fields, volumes): 2.9 KB.
+# The other content of a pod of a real cluster (managed fields, volumes): 2.9 KB.
 PADDING = "x" * 1200
 VERB = (sys.executable, "-m", "elastane", "kubernetes")
 NOW_S = 1_790_000_000.0
 
 
 def until(condition: Callable[[], Any], what: str, pause_s: float = 0.01) -> None:
-    """Wait for it."""
+    """Wait until the condition holds."""
     deadline_s = time.monotonic() + CAP_S
     while not condition():
         if time.monotonic() > deadline_s:
@@ -52,7 +54,7 @@ def until(condition: Callable[[], Any], what: str, pause_s: float = 0.01) -> Non
 
 @contextmanager
 def operator(kubeconfig: Path, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """An operator, and the port that it answers probes on."""
+    """Start an operator; yield it and the port of its probes."""
     log = kubeconfig.with_name(f"operator-{time.monotonic_ns()}.log")
     with log.open("wb") as out:
         command = [
@@ -75,7 +77,7 @@ def operator(kubeconfig: Path, *words: str) -> Iterator[tuple[subprocess.Popen[b
 
 
 def figures(port: int) -> dict[str, float]:
-    """What the operator's metrics say."""
+    """Return the operator's metrics."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     split = (line.rpartition(" ") for line in lines if not line.startswith("#"))
@@ -86,7 +88,7 @@ def figures(port: int) -> dict[str, float]:
 
 
 def created(pods: int) -> float:
-    """Seconds from kubectl apply until the last pod was created."""
+    """Return the seconds from kubectl apply until the last pod was created."""
     from bed.controlplane import ControlPlane
 
     with ExitStack() as stack:
@@ -106,11 +108,11 @@ def created(pods: int) -> float:
         return time.monotonic() - at_s
 
 
-# A thousand jobs at rest.
+# A thousand idle jobs.
 
 
 def settle(objects: Any, name: str, pods: int) -> None:
-    """Make a job and all that belongs to it, as the operator would leave it."""
+    """Make a job and all its objects, as the operator would leave them."""
     import msgspec
     from kube_fake_store import Where
     from kube_operators import job
@@ -171,7 +173,7 @@ def create(objects: Any, kind: str, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def running(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A pod that runs, in the size of a real one."""
+    """Return a running pod, in the size of a real one."""
     stamp = "2026-09-21T14:13:20Z"
     status = {
         "phase": "Running",
@@ -196,7 +198,7 @@ def running(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 async def serve(jobs: int, pods: int) -> None:
-    """Be the API server that has them; prints its address."""
+    """Run the API server with these objects; print its address."""
     from kube_fake import FakeKube
 
     async with FakeKube() as kube:
@@ -225,7 +227,7 @@ def kubeconfig_of(url: str, folder: Path) -> Path:
 
 
 def resident(jobs: int, pods: int) -> tuple[float, float, float, float]:
-    """CPU seconds, wall seconds, megabytes and writes of an operator that finds all in order."""
+    """Return CPU seconds, wall seconds, megabytes and writes of an operator that is idle."""
     command = [sys.executable, "-m", "bench.kubernetes", "--serve", str(jobs), str(pods)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -242,7 +244,7 @@ def resident(jobs: int, pods: int) -> tuple[float, float, float, float]:
             told = figures(port)
             return told.get(done, 0) >= jobs and told["elastane_queue_depth"] == 0
 
-        # Each look costs the operator a count of all pods.
+        # Each check costs the operator a count of all pods.
         until(settled, f"{jobs} jobs decided on", pause_s=0.5)
         wall_s = time.monotonic() - at_s
         told = figures(port)
@@ -251,11 +253,11 @@ def resident(jobs: int, pods: int) -> tuple[float, float, float, float]:
         return cpu_seconds(process.pid), wall_s, megabytes, writes
 
 
-# The pod of the coordinator, killed.
+# The coordinator's pod, killed.
 
 
 def coordinator_kills(kills: int) -> list[float]:
-    """Of each kill the seconds to the next step of the others."""
+    """Return for each kill the seconds to the next step of the others."""
     from bed.controlplane import ControlPlane
     from bed.nodes import Cluster
     from elastic_jobs import ElasticJob, Operator, prepare
@@ -291,7 +293,7 @@ def coordinator_kills(kills: int) -> list[float]:
 
 
 def three_train(job: Any) -> bool:
-    """Whether three pods are there, and each did some steps in the newest world."""
+    """Return whether three pods exist, and each made some steps in the newest world."""
     from jobs import newest
 
     last = newest(job.seen())
@@ -304,7 +306,7 @@ def fence_of(step: Any) -> tuple[int, int]:
 
 
 def told(row: str, reach: str, result: Result, what: Callable[[float], str] = spell) -> None:
-    """Print a row: the median, and the range where there are several."""
+    """Print a row: the median, and the range of several samples."""
     seconds = result.seconds
     text = what(seconds[len(seconds) // 2])
     if len(seconds) > 1:

@@ -1,7 +1,7 @@
-"""Nodes as network namespaces behind a bridge, so that a node can be cut off in silence.
+"""Nodes as network namespaces behind a bridge, so that a node can be cut off silently.
 
-The cut takes the node's port off the bridge: both its interfaces stay up, nothing is refused,
-packets are just lost, which is what a broken switch looks like. Needs root.
+The cut removes the node's port from the bridge. Both its interfaces stay up and nothing is refused;
+packets are lost, as with a broken switch. Needs root.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def unavailable() -> str:
 
 
 class Network:
-    """A bridge in a namespace of its own, and one namespace for each node; a context."""
+    """A bridge in its own namespace, and one namespace for each node; a context manager."""
 
     interface = "eth0"
 
@@ -34,7 +34,7 @@ class Network:
         self.addresses = {name: f"10.77.0.{index + 1}" for index, name in enumerate(nodes)}
 
     def prefix(self, node: str) -> tuple[str, ...]:
-        """Return what to put before a command for it to run on that node."""
+        """Return the words before a command that run it on that node."""
         return ("ip", "netns", "exec", f"{self._id}-{node}")
 
     def cut(self, node: str) -> None:
@@ -81,7 +81,7 @@ class Network:
 
 
 def ip(*arguments: str) -> None:
-    """Run the `ip` command; its own words are the error."""
+    """Run the `ip` command; its own output is the error."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

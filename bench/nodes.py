@@ -1,4 +1,4 @@
-"""Whole nodes come and go: killed, cut off, drained, arriving; and the host of the rendezvous."""
+"""Whole nodes come and go: killed, cut off, drained, joining; also the host of the rendezvous."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.network import Network
 from bench.recovery import node_flags
 
 WORKERS = 1  # of each node: two cores carry two workers
-SETTLE_S = 10.0  # an agent that still lives so long after its coordinator died has survived it
+SETTLE_S = 10.0  # an agent that lives this long after its coordinator's death has survived it
 
 
 def start_pair(job: Job, nnodes: str = "1:2") -> tuple[Node, Node]:
@@ -31,14 +31,14 @@ def start_pair(job: Job, nnodes: str = "1:2") -> tuple[Node, Node]:
     pair = Node("a", "127.0.0.1"), Node("b", "127.0.0.2")
     for node in pair:
         job.start(node, node_flags(job, node, nnodes, WORKERS))
-        # The first agent must own the endpoint before the second comes.
+        # The first agent must own the endpoint before the second starts.
         job.wait_for(lambda: listening(job.port), "rendezvous at the endpoint", START_CAP_S)
     job.wait_training(2 * WORKERS)
     return pair
 
 
 def listening(port: int) -> bool:
-    """Say whether a socket of this machine listens at a port, without connecting to it."""
+    """Return whether a socket of this machine listens at a port, without connecting to it."""
     wanted = f":{port:04X}"
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(table) as file:
@@ -49,7 +49,7 @@ def listening(port: int) -> bool:
 
 
 def node_killed(launcher: Launcher) -> Sample:
-    """SIGKILL to the agent and all workers of the node that does not host the rendezvous."""
+    """SIGKILL the agent and all workers of the node that does not host the rendezvous."""
     with Job(launcher) as job:
         _, b = start_pair(job)
         pids = tree_of(b.pid)
@@ -59,7 +59,7 @@ def node_killed(launcher: Launcher) -> Sample:
 
 
 def agent_killed(launcher: Launcher) -> Sample:
-    """SIGKILL to the agent alone: how long its workers outlive it."""
+    """SIGKILL the agent alone; measure how long its workers outlive it."""
     with Job(launcher) as job:
         _, b = start_pair(job)
         worker = job.pid_of("b", 1)
@@ -71,7 +71,7 @@ def agent_killed(launcher: Launcher) -> Sample:
 
 
 def is_running(pid: int) -> bool:
-    """Say whether a process runs; a zombie that nobody has collected does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
@@ -80,7 +80,7 @@ def is_running(pid: int) -> bool:
 
 
 def node_drained(launcher: Launcher, mode: str = "sigterm") -> Sample:
-    """SIGTERM to the agent of the node that does not host the rendezvous."""
+    """SIGTERM the agent of the node that does not host the rendezvous."""
     with Job(launcher, mode=mode) as job:
         _, b = start_pair(job)
         at = time.monotonic()
@@ -89,7 +89,7 @@ def node_drained(launcher: Launcher, mode: str = "sigterm") -> Sample:
 
 
 def node_arrives(launcher: Launcher, newcomer: str = "127.0.0.2", mode: str = "sigterm") -> Sample:
-    """A second node comes: the gap in the first one's steps, until a step of both together."""
+    """A second node joins; measure the gap in the first one's steps, until a common step."""
     with Job(launcher, mode=mode) as job:
         incumbent = "127.0.0.2" if newcomer == "127.0.0.1" else "127.0.0.1"
         a, b = Node("a", incumbent), Node("b", newcomer)
@@ -116,7 +116,7 @@ def start_on(network: Network, job: Job, name: str) -> Node:
 
 
 def host_killed(launcher: Launcher) -> Sample:
-    """SIGKILL to the host of the rendezvous, default store; it comes back after a while."""
+    """SIGKILL the host of the rendezvous, with the default store; it returns after a while."""
     with Network(("a", "b")) as network, Job(launcher) as job:
         a, b = (start_on(network, job, name) for name in network.addresses)
         job.wait_training(2 * WORKERS)
@@ -131,7 +131,7 @@ def host_killed(launcher: Launcher) -> Sample:
 
 
 def host_killed_file_store(launcher: Launcher) -> Sample:
-    """SIGKILL to the node that coordinates, with the file store: the other one goes on."""
+    """SIGKILL the node that coordinates, with the file store; the other one continues."""
     with Job(launcher) as job:
         folder = job.folder / "store"
         folder.mkdir()
@@ -148,7 +148,7 @@ def host_killed_file_store(launcher: Launcher) -> Sample:
 
 
 def network_cut(launcher: Launcher) -> Sample:
-    """Two nodes in network namespaces; every packet between them is lost from one instant on."""
+    """Two nodes in network namespaces; every packet between them is lost from one moment on."""
     with Network(("a", "b")) as network, Job(launcher) as job:
         for name in network.addresses:
             start_on(network, job, name)

@@ -1,8 +1,8 @@
-"""The order of elastic data beside torch's sampler: rate, start and resume of an epoch, memory.
+"""The order of elastic data compared with torch's sampler: rate, start, resume, and memory.
 
-Each of start and resume is measured in a process of its own, from before the sampler is made to
-its first index in hand; memory is what the process grew by meanwhile, at its highest. torch's is
-measured at 10^7 only: at 10^9 it would take 50 GB. Run: python -m bench.permutation
+Each start and each resume of an epoch is measured in a separate process, from before the sampler is
+made to its first index. Memory is the process's largest growth meanwhile. torch's is measured at
+10^7 only: at 10^9 it would take 50 GB. Run: python -m bench.permutation
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RATE_S = 0.5
 
 
 def rate(n: int, block: int) -> float:
-    """Return indices for a second of a core's time, in blocks of one size."""
+    """Return the indices for each second of a core's time, in blocks of one size."""
     from elastane.data.permutation import Permutation
 
     order, size = Permutation(n, 1, 2), min(block, n)
@@ -47,7 +47,7 @@ def ours(n: int, part: float) -> list[int]:
 
 
 def torchs(n: int, part: float) -> list[int]:
-    """As a script resumes with it: it lets the indices go by."""
+    """Resume as a script does with torch's sampler: skip the indices."""
     from torch.utils.data.distributed import DistributedSampler
 
     sampler = DistributedSampler(range(n), 8, 1, seed=1)  # type: ignore[arg-type,var-annotated]
@@ -66,7 +66,7 @@ def peak_bytes() -> int:
 
 
 def begin(way: str, n: int, part: float) -> None:
-    """Print seconds and bytes of one start; imports, and one small start, come before."""
+    """Print seconds and bytes of one start; imports, and one small start, come before it."""
     WAYS[way](100_000, part)
     before = peak_bytes()
     begun = time.perf_counter()
@@ -76,7 +76,7 @@ def begin(way: str, n: int, part: float) -> None:
 
 
 def begun(way: str, n: int, part: float) -> tuple[float, float]:
-    """Return median seconds and largest growth in bytes, over processes of their own."""
+    """Return median seconds and largest growth in bytes, over separate processes."""
     command = [sys.executable, "-m", "bench.permutation", way, str(n), str(part)]
     found = [json.loads(subprocess.check_output(command)) for _ in range(REPETITIONS)]
     return statistics.median(one[0] for one in found), max(one[1] for one in found)

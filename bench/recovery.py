@@ -1,4 +1,4 @@
-"""A worker is killed: how long until the first step of the new attempt, and does it always come.
+"""A worker is killed: the time to the first step of the new attempt, and whether it always comes.
 
 `python -m bench.recovery --reps 100` prints the table of 2, 3 and 4 workers on one and two nodes.
 """
@@ -19,12 +19,15 @@ CASES = [(workers, nodes) for nodes in (1, 2) for workers in (2, 3, 4)]
 
 
 def standalone_flags(workers: int) -> list[str]:
-    """Flags of a job on one node, the same for both launchers."""
+    """Return the flags of a job on one node, the same for both launchers."""
     return ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", "3"]
 
 
 def node_flags(job: Job, node: Node, nnodes: str, workers: int, endpoint: str = "") -> list[str]:
-    """Flags of one node of several; elastane needs a name for each, as all share one host name."""
+    """Return the flags of one of several nodes; elastane needs a name for each.
+
+    All nodes share one host name.
+    """
     flags = ["--nnodes", nnodes, "--nproc-per-node", str(workers), "--max-restarts", "3"]
     flags += ["--rdzv-backend", "c10d", "--rdzv-id", "bench", "--local-addr", node.address]
     flags += ["--rdzv-endpoint", endpoint or f"127.0.0.1:{job.port}"]
@@ -34,7 +37,7 @@ def node_flags(job: Job, node: Node, nnodes: str, workers: int, endpoint: str = 
 
 
 def split(workers: int, nodes: int) -> list[int]:
-    """Share workers over nodes; the first node takes what is left over."""
+    """Spread workers over nodes; the first node gets the remainder."""
     share, rest = divmod(workers, nodes)
     return [share + (1 if index < rest else 0) for index in range(nodes)]
 
@@ -46,7 +49,7 @@ def worker_kill(
     victim: int | None = None,
     number: int = signal.SIGKILL,
 ) -> Sample:
-    """SIGKILL a worker (that of the highest rank); measure to the first step of a new worker."""
+    """SIGKILL the worker of the highest rank; measure to the first step of a new worker."""
     with Job(launcher) as job:
         names = ["a", "b"][:nodes]
         for index, (name, share) in enumerate(zip(names, split(workers, nodes), strict=True)):
@@ -66,7 +69,7 @@ def worker_kill(
 
 
 def matrix(launchers: list[Launcher], reps: int) -> dict[str, dict[str, Result]]:
-    """Measure every case so many times, launchers alternating."""
+    """Measure every case this many times, launchers alternating."""
     return {
         f"{workers} workers, {nodes} node{'s' if nodes > 1 else ''}": run_alternating(
             partial(worker_kill, workers=workers, nodes=nodes), launchers, reps

@@ -2,11 +2,11 @@
 
     python -m bench.reduction [--floats N]
 
-For each world: the median seconds of gloo's all-reduce of N floats, and those in which blocks that
-are added up already (one to three for each rank) become the mean on every rank; in turn, over the
-same connections. The ratio is the median of those of each turn. Its target is 1.3 where the world
-divides the shards, and 2 otherwise. Beside it is the ratio of the processor time that rank 0 takes,
-which other work on the machine does not change as much.
+For each world: the median seconds of gloo's all-reduce of N floats, and of the mean over already
+summed blocks (one to three for each rank) on every rank. Both take turns over the same connections.
+The ratio is the median of the ratios of each turn. Its target is 1.3 if the world divides the
+shards, and 2 otherwise. The other ratio is that of the processor time of rank 0, which other work
+on the machine changes less.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEADLINE_S = 300.0
 
 
 def worker(rank: int, size: int, port: int, floats: int) -> None:
-    """One rank; rank 0 prints the seconds, of time and of processor, of each turn."""
+    """Run one rank; rank 0 prints each turn's seconds, of wall time and of processor time."""
     import torch
 
     from elastane.comms.elastic import ElasticGroup
@@ -66,7 +66,7 @@ def worker(rank: int, size: int, port: int, floats: int) -> None:
         print(json.dumps(turns))
     group.barrier().wait()
     sys.stdout.flush()
-    os._exit(0)  # As the others do: who ends first is none of the bench's.
+    os._exit(0)  # As in the other scripts: the order of exits is not measured.
 
 
 def measured(size: int, floats: int) -> tuple[float, float, float, float]:

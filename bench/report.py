@@ -1,4 +1,4 @@
-"""What repeated measurements amount to, and in which words and on which machine."""
+"""The results of repeated measurements: their statistics, their wording, and their machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass
 class Result:
-    """The samples of one row under one launcher, and the faults of measuring it."""
+    """The samples of one row under one launcher, and the failures of measuring it."""
 
     samples: list[Sample] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Result:
 def run_alternating(
     measure: Callable[[Launcher], Sample], launchers: Sequence[Launcher], reps: int
 ) -> dict[str, Result]:
-    """Measure under each launcher in turn, `reps` times; what cannot be measured is an error."""
+    """Measure under each launcher in turn, `reps` times; a failed measurement is an error."""
     results = {launcher.name: Result() for launcher in launchers}
     for _ in range(reps):
         for launcher in launchers:
@@ -63,7 +63,7 @@ def run_alternating(
 
 
 def summary(result: Result) -> str:
-    """Return a result in one line: median, range, how often never, steps redone, notes."""
+    """Return a result in one line: median, range, count of "never", repeated steps, notes."""
     parts = []
     if result.median_s is not None:
         low, high = spell(result.seconds[0]), spell(result.seconds[-1])
@@ -78,12 +78,12 @@ def summary(result: Result) -> str:
 
 
 def spell(seconds: float) -> str:
-    """Return a duration with as many digits as it deserves."""
+    """Return a duration with a suitable number of digits."""
     return f"{seconds * 1000:.0f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
 
 
 def machine() -> dict[str, str]:
-    """Return what the figures depend on: machine, date, versions, load."""
+    """Return the conditions of the figures: machine, date, versions, load."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu_model(),
@@ -98,7 +98,7 @@ def machine() -> dict[str, str]:
 
 
 def write_json(name: str, about: dict[str, str], measured: dict[str, dict[str, Result]]) -> None:
-    """Write all samples to bench/results/, in a file that is named by what and when."""
+    """Write all samples to a file of bench/results/ that is named by subject and time."""
     RESULTS.mkdir(exist_ok=True)
     stamp = about["date"][:16].replace(" ", "T").replace(":", "")
     rows = {
@@ -125,7 +125,7 @@ def installed(package: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit that is measured, marked where the tree differs from it."""
+    """Return the measured commit, marked if the tree differs from it."""
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip()

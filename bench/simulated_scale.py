@@ -1,8 +1,8 @@
 """Whole agents and a coordinator at scale, in virtual time: seconds on one core, messages, bytes.
 
-Each node has the agent's core, workers that train, and a session with heartbeats; the store has a
-lease and a record. The job forms, loses a hundredth of its nodes at once, forms again, and takes
-in a twentieth. Bytes are those of the frames' payloads. Run: python bench/simulated_scale.py
+Each node has the agent's rules, workers that train, and a session with heartbeats; the store has a
+lease and a record. The job forms, loses a hundredth of its nodes at once, forms again, and accepts
+a twentieth. Bytes are those of the frames' payloads. Run: python bench/simulated_scale.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCRIPT = Script(
 
 @dataclass
 class Row:
-    """What one change of the membership took."""
+    """The cost of one change of the membership."""
 
     nodes: int
     stage: str
@@ -42,7 +42,7 @@ class Row:
 
 
 class Counted(SimulatedCluster):
-    """A cluster that counts what is sent, heartbeats apart."""
+    """A cluster that counts the sent messages, heartbeats separately."""
 
     def __init__(self, nodes: int) -> None:
         spec = JobSpec(
@@ -72,7 +72,7 @@ class Counted(SimulatedCluster):
         return len(record.world.members) if record and record.world else 0
 
     def run_until(self, members: int, limit_s: float = 60.0) -> None:
-        """Let time pass until a world of `members` nodes computes."""
+        """Let time pass until a world of `members` nodes trains."""
         end_s = self.clock.now_s + limit_s
         while not self._computes(members):
             assert self.clock.now_s < end_s, (members, self.members())

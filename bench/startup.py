@@ -11,7 +11,7 @@ WORKERS = 2
 
 
 def first_step(launcher: Launcher) -> Sample:
-    """One node, two workers: command to the first step that any rank has done."""
+    """Measure one node with two workers from the command to the first step of any rank."""
     with Job(launcher) as job:
         at = time.monotonic()
         if launcher is NO_LAUNCHER:
@@ -22,7 +22,7 @@ def first_step(launcher: Launcher) -> Sample:
 
 
 def start_by_hand(job: Job) -> None:
-    """Start the workers as a person would without any launcher, with the environment they need."""
+    """Start the workers as a person would without a launcher, with the environment they need."""
     for rank in range(WORKERS):
         env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORKERS, "MASTER_PORT": job.port}
         named = {name: str(value) for name, value in env.items()}
@@ -30,7 +30,7 @@ def start_by_hand(job: Job) -> None:
 
 
 def elastic_start(launcher: Launcher) -> Sample:
-    """Start of a job of one to two nodes while only one is there."""
+    """Measure the start of a job of one to two nodes while only one exists."""
     with Job(launcher) as job:
         at = time.monotonic()
         node = Node("a")

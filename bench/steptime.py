@@ -1,4 +1,4 @@
-"""The time of a step under a launcher, against none: the launcher is to cost nothing."""
+"""The step time under a launcher against none: the launcher must cost nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARM_UP_STEPS = 100
 
 
 def step_time(launcher: Launcher) -> Sample:
-    """Median time from one step of rank 0 to its next, with no pause between steps."""
+    """Return rank 0's median time from one step to its next, without a pause between steps."""
     args = f"--steps {STEPS} --step-s 0 --checkpoint-every {STEPS}"
     with Job(launcher, script_args=args) as job:
         if launcher is NO_LAUNCHER:

@@ -1,13 +1,13 @@
-"""A script of the kind that trains on ImageNet, with four workers killed in each run: what is left.
+"""A script like ImageNet's training, with four workers killed in each run: the damage that is left.
 
     python -m bench survive [--runs N] [--seed S]
 
 Three workers, BatchNorm, StepLR, validation with all-reduced metrics and a checkpoint each epoch
-(tests/process/scripts/epochs.py). Two of the four kills hit a worker in the middle of a validation,
-two at a random time. A run is clean where the job ends well without a restart of all, no step is
-made twice or left out, and all replicas have the same weights. The yardstick of the weights are two
-runs that nothing happens to, of three workers and of two: BatchNorm's statistics depend on how
-samples are dealt, and so on the world.
+(tests/process/scripts/epochs.py). Two of the four kills hit a worker during a validation, two at a
+random time. A run is clean if the job ends well without a restart of all, no step is repeated or
+left out, and all replicas have the same weights. The weights are compared with two runs without
+faults, of three workers and of two: BatchNorm's statistics depend on how samples are assigned, and
+so on the world.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEADLINE_S = 150.0
 
 @dataclass
 class Run:
-    """What came of one run."""
+    """The result of one run."""
 
     took_s: float
     problem: str
@@ -41,7 +41,7 @@ class Run:
 
 
 class Job:
-    """One run: a cluster of one node, and what its workers leave in a folder."""
+    """One run: a cluster of one node, and the files of its workers in a folder."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         self.said, self.workers = folder / "said", workers
@@ -67,14 +67,14 @@ class Job:
         return found
 
     def is_whole(self, node: LocalNode) -> bool:
-        """Whether all workers have made a step in a world of all since the last kill."""
+        """Whether all workers have made a step in a full world since the last kill."""
         now, pids = self.lines("committed"), node.workers()
         last = [now[pid][-1] for pid in pids if now.get(pid)]
         whole = [e for e in last if e["world"] == self.workers and e["at_s"] > self.killed_s]
         return len(whole) == len(pids) == self.workers
 
     def kill(self, node: LocalNode, rng: random.Random, number: int) -> None:
-        """Kill one worker, once the last one is replaced; every other time in a validation."""
+        """Kill one worker once the last one is replaced; every other kill during a validation."""
         self.cluster.wait(
             lambda: self.is_whole(node) or not node.is_alive, "a whole world", DEADLINE_S
         )
@@ -93,7 +93,7 @@ class Job:
         self.killed_s = time.monotonic()
 
     def problem(self, kills: int) -> str:
-        """Say what went wrong in a job that has ended; "" where nothing did."""
+        """Return the fault of a job that has ended; "" if there is none."""
         ends = self.cluster.events("job-ended")
         if not ends or ends[-1].data["ok"] is not True:
             return "the job failed"

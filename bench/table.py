@@ -1,6 +1,6 @@
 """The whole table, elastane and torchrun alternating in one run.
 
-Prints Markdown, and writes what was measured to bench/results/ as JSON.
+Prints Markdown, and writes the measurements to bench/results/ as JSON.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from bench.harness import (
 from bench.report import Result, machine, run_alternating, summary, write_json
 
 BOTH = (TORCHRUN, ELASTANE)
-# Where torchrun's default shares one store between attempts and loses the job, both its settings.
+# If torchrun's default shares one store between attempts and loses the job, both its settings.
 ALL = (TORCHRUN, TORCHRUN_UNSHARED, ELASTANE)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `unit` is what the measure's number means."""
+    """One line of the table. `unit` is the unit of the measured number."""
 
     key: str
     title: str
@@ -159,7 +159,7 @@ def spell(result: Result, unit: str) -> str:
 
 
 def lines_of(row: Row, results: dict[str, Result]) -> list[str]:
-    """Return a row of the table, torchrun's settings and no launcher in the one cell."""
+    """Return a row of the table; torchrun's settings share one cell with no launcher."""
     elastane = results.pop(ELASTANE.name, Result())
     others = "<br>".join(
         spell(result, row.unit) if name == TORCHRUN.name else f"{name}: {spell(result, row.unit)}"
@@ -187,7 +187,7 @@ def table(measured: dict[str, dict[str, Result]], about: dict[str, str]) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Result]]:
-    """Measure the chosen rows; say on stderr what goes on and what is skipped."""
+    """Measure the chosen rows; report progress and skipped rows on stderr."""
     measured = {}
     for row in ROWS:
         if options.rows and row.key not in options.rows:

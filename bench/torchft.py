@@ -1,8 +1,8 @@
-"""torchft beside elastane: four replicas of one worker each, and a lighthouse.
+"""torchft compared with elastane: four replicas of one worker each, and a lighthouse.
 
-Each replica is under torchrun, as torchft's README has it, which starts a dead one again. The model
+Each replica is under torchrun, as in torchft's README, and torchrun restarts a dead one. The model
 is in its PureDistributedDataParallel: in torchft 0.2.0 over torch 2.13, survivors in the other
-wrapper die of an assertion where a collective fails. Needs an interpreter that can import torchft;
+wrapper die of an assertion when a collective fails. Needs an interpreter that can import torchft;
 nothing else of the project does.
 """
 
@@ -24,7 +24,7 @@ NEVER_S = 60.0
 
 @dataclass(frozen=True)
 class Options:
-    """The lighthouse's words, and the timeout of a replica's operations."""
+    """The lighthouse's arguments, and the timeout of a replica's operations."""
 
     lighthouse: tuple[str, ...]
     timeout_s: float
@@ -46,7 +46,7 @@ SETTINGS = {
 def worker_lost(
     python: str, options: Options, number: int, victim: int | None, times: int
 ) -> Result:
-    """Harm a replica's worker; the seconds to the next committed step of all the others."""
+    """Inject a fault into a replica's worker; return the seconds to the others' next step."""
     rng, result = random.Random(1), Result()
     for _ in range(times):
         with Trainers() as job:

@@ -1,8 +1,8 @@
-"""One job on this machine whose survivors go on: its processes, and what each has committed.
+"""One job on this machine that recovers in place: its processes, and the steps they committed.
 
-Workers append a line for each committed step to FOLDER/PID.jsonl; a `Watch` reads what is new of
-all of them. Used for elastane (agents) and for peers (any processes that write such lines). Every
-process is ended with the context, by the mark in its environment.
+Workers append a line for each committed step to FOLDER/PID.jsonl; a `Watch` reads the new lines of
+all of them. It serves elastane (agents) and peers (any processes that write such lines). Every
+process ends with the context, by the mark in its environment.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from bench.harness import BenchError, kill, marked
 T = TypeVar("T")
 DEADLINE_S = 60.0
 SCRIPTS = Path(__file__).parent / "scripts"
-# A worker that has stepped within this time belongs to the world in hand.
+# A worker that has stepped within this time belongs to the current world.
 RECENT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Commit:
-    """One committed step, as one worker tells it."""
+    """One committed step, as one worker wrote it."""
 
     at_s: float
     step: int
@@ -43,7 +43,7 @@ class Commit:
 
 
 class Watch:
-    """What the workers of a folder have committed; reads each line once."""
+    """The committed steps of a folder's workers; reads each line once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,7 +64,7 @@ class Watch:
 
 
 class Trainers:
-    """The processes of a job; a context that leaves none behind."""
+    """The processes of a job; a context manager that leaves none behind."""
 
     def __init__(self) -> None:
         self.folder = Path()
@@ -88,7 +88,7 @@ class Trainers:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
-        """Start a process; what it says is in the folder. Returns its pid."""
+        """Start a process with its output in the folder; return its pid."""
         with (self.folder / f"{len(self.processes)}.log").open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -104,14 +104,14 @@ class Trainers:
     def start_agent(
         self, workers: int, *options: str, mode: str = "library", step_s: float = 0.0
     ) -> int:
-        """Start an agent of elastane with workers that train for ever; returns its pid."""
+        """Start an agent of elastane with workers that train for ever; return its pid."""
         words = ["--nproc-per-node", str(workers), "--min-workers", "1", "--max-restarts", "100000"]
         words += ["--rdzv-conf", "crash_loop=0,gather=0.2", "--log-dir", f"{self.folder}/logs"]
         script = [str(SCRIPTS / "in_place_train.py"), str(self.folder), mode, "0", str(step_s)]
         return self.start([sys.executable, "-m", "elastane", "run", *words, *options, *script])
 
     def wait(self, condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-        """Return the first true value of `condition`; BenchError where there is none in time."""
+        """Return the first true value of `condition`; raises BenchError if it takes too long."""
         end_s = time.monotonic() + deadline_s
         while time.monotonic() < end_s:
             if value := condition():
@@ -135,7 +135,7 @@ class Trainers:
         return here if len(here) == workers and one else {}
 
     def next_step_s(self, pids: Collection[int], since_s: float, deadline_s: float) -> float:
-        """Return seconds until each of `pids` has committed a step in a later round."""
+        """Return the seconds until each of `pids` has committed a step in a later round."""
         what = f"the next step of {sorted(pids)}"
         return self.wait(lambda: self._next(pids, since_s), what, deadline_s)
 
@@ -150,7 +150,7 @@ class Trainers:
         return max(firsts)
 
     def judge(self) -> str:
-        """Say whether any step was lost, or done twice by one process, from first to last."""
+        """Return whether any step was lost, or repeated by one process, from first to last."""
         said = self.watch.poll()
         for pid, done in said.items():
             numbers = [commit.step for commit in done]

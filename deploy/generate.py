@@ -1,9 +1,10 @@
-"""Write what in this folder is made of `elastane kubernetes install`, after a change of that.
+"""Write the files of this folder that are made from `elastane kubernetes install`.
 
     python deploy/generate.py
 
-Owns the Kustomize base, of the operator's chart the definition and the rights, and of the jobs'
-chart the schema of its values. A test compares each file with what this would write.
+Run it after a change of that command. It writes the Kustomize base, the definition and the rights
+of the operator's chart, and the schema of the jobs' chart's values. A test compares each file with
+the output of this script.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from elastane.kubernetes.schema import schema_of
 
 FOLDER = Path(__file__).parent
 _NOTE = "# Made by deploy/generate.py.\n"
-# To be replaced by an overlay: no registry has a name of this domain (RFC 2606).
+# For an overlay to replace: no registry has a name of this domain (RFC 2606).
 IMAGE = "set-an-image.invalid/elastane"
 _OPERATOR = "elastane-operator"
 _RIGHTS = ("ServiceAccount", "ClusterRole", "ClusterRoleBinding")
 
 
 def files() -> dict[Path, str]:
-    """Return all files that are made, by their path in this folder."""
+    """Return all generated files, by their path in this folder."""
     whole = installation(Installation(namespace=NAMESPACE, image=IMAGE))
     base, chart = Path("kustomize/base"), Path("helm/elastane-operator")
     definition = _of(whole, "CustomResourceDefinition")
@@ -68,7 +69,7 @@ def files() -> dict[Path, str]:
 
 
 def job_values_schema() -> dict[str, Any]:
-    """Return the schema of the values of the jobs' chart, as Helm checks them."""
+    """Return the schema of the values of the jobs' chart, in the form that Helm checks."""
     spec = schema_of(ElasticJobSpec)["properties"]
     workers = schema_of(WorkersSpec)["properties"]
     del spec["replicaSpecs"]
@@ -117,12 +118,12 @@ def _named(documents: list[Object], kind: str, name: str) -> Object:
 
 
 def _bare(rules: list[Object]) -> str:
-    """Return rules as a list that a template can take in."""
+    """Return rules as a list for a template."""
     return as_yaml([{"rules": rules}]).removeprefix("---\n")
 
 
 def write() -> None:
-    """Write them all."""
+    """Write all files."""
     for path, text in files().items():
         (FOLDER / path).parent.mkdir(parents=True, exist_ok=True)
         (FOLDER / path).write_text(text)

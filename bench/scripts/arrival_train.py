@@ -1,12 +1,12 @@
-"""A model with 100 MB of state (weights and AdamW's two moments) and steps of 0.2 s that leave the
-processors idle for the most part, as a GPU's would: for bench.arrival.
+"""A model with 100 MB of state and steps of 0.2 s, for bench.arrival.
 
     arrival_train.py FOLDER library|beside|group|plain
 
-Each step is a line in FOLDER/PID.jsonl. `beside`: as `library`, and a worker that comes later
-builds its model before it has a place. `group`: as `library`, and state goes over the process
-group only, as between two hosts. `plain`: a loop that knows nothing of elastane; a worker that is
-started again begins anew, as if a checkpoint cost no time to read.
+The state is weights and AdamW's two moments. The steps leave the processors mostly idle, as a GPU's
+would. Each step is a line in FOLDER/PID.jsonl. `beside`: as `library`, and a joining worker builds
+its model before it has a rank. `group`: as `library`, and state goes over the process group only,
+as between two hosts. `plain`: a loop without elastane; a worker that is started again begins from
+zero, as if a checkpoint cost no time to read.
 """
 
 import json
@@ -36,7 +36,7 @@ def model() -> torch.nn.Module:
 
 
 def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, group: object = None) -> None:
-    """One step: every number of the state changes."""
+    """Perform one step, in which every number of the state changes."""
     import torch.distributed as dist
 
     time.sleep(STEP_S)
@@ -90,7 +90,7 @@ def main() -> None:
     if mode == "group":
         from elastane.comms import near
 
-        near.machine = lambda: 0  # Nobody shares memory.
+        near.machine = lambda: 0  # No two workers share memory.
     if mode == "plain":
         plain(say)
     else:

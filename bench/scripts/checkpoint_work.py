@@ -1,10 +1,10 @@
-"""One measurement of checkpoints; what it finds goes to FOLDER/found.json.
+"""One measurement of checkpoints; its results go to FOLDER/found.json.
 
 checkpoint_work.py single GB FOLDER        saves and loads of one process, ours and torch's
 checkpoint_work.py large GB FOLDER         saves of ours alone, beside the disk and a memcpy
-checkpoint_work.py memory GB FOLDER        a worker dies; its successor restores from memory
-checkpoint_work.py steps GB FOLDER         steps of 50 ms, with a save after each and without
-checkpoint_work.py sharded GB FOLDER       so much on each node: saves, and steps with them
+checkpoint_work.py memory GB FOLDER        a worker dies; its replacement restores from memory
+checkpoint_work.py steps GB FOLDER         steps of 50 ms, with and without a save after each
+checkpoint_work.py sharded GB FOLDER       GB on each node: saves, and steps with them
 checkpoint_work.py bring GB FOLDER         rank 0's folder has a checkpoint, rank 1's lacks it
 """
 
@@ -39,12 +39,12 @@ def timed(action: Callable[[], object]) -> float:
 
 
 class Trained:
-    """A model and its AdamW state of so many GB together."""
+    """A model and its AdamW state, of this many GB together."""
 
     def __init__(self, gb: float) -> None:
         rows = max(1, int(gb * 1e9 / 12 / TENSORS / 1000))
         parts = [torch.nn.Parameter(torch.randn(rows, 1000)) for _ in range(TENSORS)]
-        # In several modules: what they call their parts is made anew for each state.
+        # In several modules, because the names of their parts are built again for each state.
         layers = [torch.nn.ParameterList(parts[at : at + 4]) for at in range(0, TENSORS, 4)]
         self.net = torch.nn.ModuleList(layers)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), fused=True)
@@ -72,9 +72,9 @@ def durable(path: Path, state: dict) -> None:
 
 
 def saves(trained: Trained, folder: Path, of_memcpy: float = 1.0) -> dict[str, list[float]]:
-    """Save again and again, in turn with a copy of so much of it, which counts as the whole.
+    """Save repeatedly, in turn with a copy of a part of the state, extrapolated to the whole.
 
-    They are apart from the peers: what those leave behind in the kernel slows the memory.
+    They are measured apart from the peers, whose remains in the kernel slow the memory.
     """
     found: dict[str, list[float]] = {}
     checkpointer = elastane.Checkpointer(folder / "ck", keep=1)
@@ -138,7 +138,7 @@ def single(gb: float, folder: Path) -> dict:
 
 
 def large(gb: float, folder: Path) -> dict:
-    """Save what leaves no room for the peers; then write as much to the disk."""
+    """Save a state that leaves no room for the peers; then write the same amount to the disk."""
     trained = Trained(gb)
     trained.step()
     found = saves(trained, folder, of_memcpy=0.25)
@@ -147,7 +147,7 @@ def large(gb: float, folder: Path) -> dict:
 
 
 def raw_write(path: Path, size: int) -> None:
-    """Write so much past the page cache, one block after the other, and make it durable."""
+    """Write bytes past the page cache, one block after the other, and make them durable."""
     block = mmap.mmap(-1, 16 << 20)
     block.write(os.urandom(len(block)))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -159,12 +159,12 @@ def raw_write(path: Path, size: int) -> None:
 
 
 def elsewhere(folder: Path) -> Path:
-    """Have the checkpoints where the keeper holds nothing of them in memory."""
+    """Use checkpoints of which the snapshot server holds nothing in memory."""
     return Path(shutil.copytree(folder / "ck", folder / "elsewhere"))
 
 
 def from_storage(where: Path, trained: Trained) -> float:
-    """Restore into it; returns the seconds."""
+    """Restore into the state; return the seconds."""
     checkpointer, restored = elastane.Checkpointer(where), []
     took_s = timed(lambda: restored.append(checkpointer.restore(trained.objects())))
     assert restored[0].where == str(where), restored
@@ -178,11 +178,11 @@ def idle(checkpointer: elastane.Checkpointer) -> None:
 
 
 def memory(gb: float, folder: Path) -> dict:
-    """Time the first restore of each of many processes: a successor's memory is not warm yet."""
+    """Time the first restore of each of many processes, because a replacement's memory is cold."""
     trained = Trained(gb)
     checkpointer = elastane.Checkpointer(folder / "ck")
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    # So that the keeper does not take the workers for gone meanwhile.
+    # So that the snapshot server does not take the workers for gone meanwhile.
     keeper = Keeper.connect(str(folder / "ck"))
     if attempt and attempt % 2 == 0:
         took_s = timed(lambda: load(trained, folder))
@@ -196,7 +196,7 @@ def memory(gb: float, folder: Path) -> dict:
         checkpointer.wait()
     elif attempt % 2:
         note(folder, "ours, from memory", took_s)
-        # What lies in the snapshot gets memory of its own meanwhile.
+        # Tensors in the snapshot's memory get their own memory meanwhile.
         note(folder, "ours, and a step", took_s + timed(trained.step))
     if attempt < 2 * TURNS:
         os.kill(os.getpid(), 9)
@@ -205,7 +205,7 @@ def memory(gb: float, folder: Path) -> dict:
 
 
 def load(trained: Trained, folder: Path) -> None:
-    """Restore as a script does that was restarted."""
+    """Restore as a restarted script does."""
     state = torch.load(folder / "one.pt", weights_only=True)
     trained.net.load_state_dict(state["net"])
     trained.optimizer.load_state_dict(state["optimizer"])
@@ -248,7 +248,7 @@ def steps(gb: float, folder: Path) -> dict:
 
 
 class Sharded:
-    """A model and its AdamW state of so many GB on this rank, sharded over all."""
+    """A model and its AdamW state of this many GB on this rank, sharded over all."""
 
     def __init__(self, gb: float) -> None:
         from torch.distributed.device_mesh import init_device_mesh

@@ -1,13 +1,13 @@
-"""A small model under DDP, with elastane's steps; or with those and in a plain loop, in turn.
+"""A small model under DDP, with elastane's steps, or alternating with a plain loop.
 
     in_place_train.py FOLDER library|exact [STEPS [STEP_S]]
     in_place_train.py FOLDER paired STEPS [SHARD]
 
-With STEPS 0 it goes on until FOLDER/enough is there (`exact`; else for ever), and each committed
-step is a line in FOLDER/PID.jsonl. STEP_S is a pause in the body, for the work of a device that
-needs no CPU. `exact` is deterministic: rank 0 leaves steps and the hash of the weights in
-FOLDER/final. `paired`: rank 0 leaves the seconds of each block of steps in FOLDER/blocks; with
-SHARD, of a model that fully_shard() lays over so many workers a replica.
+With STEPS 0 it runs until FOLDER/enough exists (`exact`; otherwise for ever). Each committed step
+is a line in FOLDER/PID.jsonl. STEP_S is a pause in the body, like the work of a device that needs
+no CPU. `exact` is deterministic: rank 0 writes steps and the hash of the weights to FOLDER/final.
+`paired`: rank 0 writes the seconds of each block of steps to FOLDER/blocks; with SHARD,
+fully_shard() spreads the model over that many workers of a replica.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 SAMPLES, BATCH, WIDTH = 100_000, 256, 256
-BLOCK = 50  # steps of one kind before the other has its turn
+BLOCK = 50  # steps of one kind before the other's turn
 X = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(4096) % 10
 
@@ -97,7 +97,7 @@ def sharded(mesh: object) -> torch.nn.Module:
 
 
 def library_steps(job: object, steps: int, shard: int) -> Iterator[None]:
-    """Steps of the library, one for each `next`."""
+    """Yield after each step of the library."""
     import elastane
 
     net = sharded(job.device_mesh(shard=shard)) if shard else model()
@@ -115,7 +115,7 @@ def library_steps(job: object, steps: int, shard: int) -> Iterator[None]:
 
 
 def plain_steps(group: torch.distributed.ProcessGroup, shard: int) -> Iterator[None]:
-    """Steps of plain DDP, or fully_shard(), over a group of torch's, one for each `next`."""
+    """Yield after each step of plain DDP, or fully_shard(), over a group of torch's."""
     import elastane
 
     if shard:
@@ -139,7 +139,7 @@ def plain_steps(group: torch.distributed.ProcessGroup, shard: int) -> Iterator[N
 
 
 def paired(folder: Path, steps: int, shard: int) -> None:
-    """Blocks of steps of both kinds, by turns: what happens to the machine happens to both."""
+    """Run blocks of steps of both kinds by turns, so that changes of the machine affect both."""
     import torch.distributed as dist
 
     import elastane
@@ -163,7 +163,7 @@ def paired(folder: Path, steps: int, shard: int) -> None:
             (folder / "blocks").write_text(json.dumps(blocks))
         dist.barrier(group)
         kinds["library"].close()
-    os._exit(0)  # torch's own teardown of a group may hang; it is not what is measured
+    os._exit(0)  # torch's own teardown of a group may hang, and is not measured
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
 """A toy training script for the bench: DDP over gloo, about 20 ms a step, a checkpoint of the step.
 
-Every rank appends one line for each thing that happens to BENCH_DIR/steps.txt:
+Every rank appends one line for each event to BENCH_DIR/steps.txt:
+
     <monotonic time> <node> <rank> <pid> <world size> <restart count> <what> <step>
-where <what> is "start" (the first statement of this file ran) or "step" (that step is done).
+
+where <what> is "start" (the first statement of this file ran) or "step" (the step is completed).
 The monotonic clock is one for the whole machine, network namespaces included.
 
-Modes: plain; sigterm (a handler sets a flag that all ranks agree on, rank 0 checkpoints, all
-exit); should-checkpoint (the same through elastane.should_checkpoint()).
+Modes: plain; sigterm (a handler sets a flag that all ranks agree on, rank 0 checkpoints, all exit);
+should-checkpoint (the same through elastane.should_checkpoint()).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def main() -> None:
         step += 1
         note("step", step, time.monotonic())
         # `while` and not `if`: once asked, should_checkpoint() waits in the next call until this
-        # worker is stopped, and so no step is done that the checkpoint does not hold.
+        # worker is stopped, so every completed step is in the checkpoint.
         while agree(asked_to_stop(), options.mode):
             save(checkpoint, step)
             if options.mode == "sigterm":

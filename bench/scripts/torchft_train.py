@@ -1,8 +1,8 @@
-"""The model of in_place_train.py in torchft's loop, as its README writes it.
+"""The model of in_place_train.py in torchft's loop, in the form of its README.
 
     torchft_train.py FOLDER TIMEOUT_S
 
-Run by an interpreter that has torchft, with TORCHFT_LIGHTHOUSE and torchrun's variables. Each
+Run it with an interpreter that has torchft, with TORCHFT_LIGHTHOUSE and torchrun's variables. Each
 committed step is a line in FOLDER/PID.jsonl.
 """
 

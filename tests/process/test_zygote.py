@@ -159,7 +159,7 @@ def test_a_spawn_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
         spawn = asyncio.create_task(spawner.spawn(command("exec", "true")))
         assert await ended(await spawn) == 0  # what needs no zygote does not wait for it
         spawn = asyncio.create_task(spawner.spawn(command("run-path", SCRIPTS / "family.py")))
-        await eventually(lambda: spawner._asked, "the zygote was asked")
+        await eventually(lambda: spawner._requests, "the zygote was asked")
         spawn.cancel()
         with pytest.raises(asyncio.CancelledError):
             await spawn

@@ -1,7 +1,7 @@
-"""`python -m elastane.process.zygote`: the loop, and at the bottom of each worker's stack.
+"""`python -m elastane.process.zygote`: the zygote's loop, and the bottom of each worker's stack.
 
-The loop returns in every forked worker, so that its frames and sockets are gone when the
-script runs, and the interpreter's ordinary shutdown follows when the script ends.
+The loop returns in every forked worker. So its frames and sockets are gone when the script runs,
+and the interpreter's ordinary shutdown follows when the script ends.
 """
 
 import sys

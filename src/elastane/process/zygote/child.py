@@ -1,9 +1,9 @@
-"""What a forked worker does to become what a fresh interpreter would be, and the run itself.
+"""Makes a forked worker equal to a fresh interpreter, and runs its program.
 
-Owns every trace that the zygote would leave: environment, arguments, import path, `__main__`,
-standard streams, random state, what modules computed once for their process. Runs in the worker
-only. An error of the script is the script's: it leaves through the interpreter, without the
-frames of this file. What is not restored, and why, is in the docstring of `become`.
+This module removes every trace of the zygote: environment, arguments, import path, `__main__`,
+standard streams, random state, and values that modules computed once for their process. It runs in
+the worker only. An error of the script leaves through the interpreter, without the frames of this
+file. The docstring of `become` lists what is not restored, and why.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from elastane.process.zygote.early import EarlyModules, Imported, ImportNotes
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """What the zygote noted of its interpreter before it imported anything of the user's."""
+    """The state of the zygote's interpreter before it imported any user module."""
 
-    main: dict[str, Any]  # `__main__` as every program begins
+    main: dict[str, Any]  # `__main__` as every program starts with it
     path: tuple[str, ...]  # the import path without its first entry
 
 
 def note_birth() -> Birth:
-    """Return the state of this interpreter that every worker is to begin with."""
+    """Return the state of this interpreter that every worker starts with."""
     here = vars(sys.modules["__main__"])
     main: dict[str, Any] = {
         "__name__": "__main__",
@@ -58,18 +58,18 @@ def note_birth() -> Birth:
 
 
 def first_path_entry(command: WorkerCommand) -> str:
-    """Return what Python puts first on the import path for `command`."""
+    """Return the first entry of Python's import path for `command`."""
     if command.kind == "script":
         return str(Path(command.target).resolve().parent)
     return command.cwd if command.kind == "module" else ""
 
 
 def become(command: WorkerCommand, birth: Birth, imported: Imported) -> Callable[[], None]:
-    """Make this process the one of `command`; returns the script, to be called at the bottom.
+    """Make this process the one of `command`; return its program, for the stack's bottom.
 
-    Descriptors and folder are in place already. Not restored: the hash seed (shared by all
-    workers of a node, as by forks of `multiprocessing`), garbage frozen by the zygote, modules
-    that are imported already, and three frames of `python -m` below the script.
+    Descriptors and folder are in place already. Not restored: the hash seed (shared by all workers
+    of a node, as by forks of `multiprocessing`), garbage frozen by the zygote, modules that are
+    imported already, and three frames of `python -m` below the script.
     """
     os.environ.clear()
     os.environ.update(command.env)
@@ -87,8 +87,9 @@ def become(command: WorkerCommand, birth: Birth, imported: Imported) -> Callable
 
 
 def _note_imports(env: Mapping[str, str]) -> None:
-    """Have the agent see what this worker imports, so that the next ones find it imported."""
-    with contextlib.suppress(OSError, ValueError):  # There is no page, or none of this version.
+    """Report this worker's imports to the agent, so that later workers find them imported."""
+    # there is no status page, or none of this version
+    with contextlib.suppress(OSError, ValueError):
         page = WorkerPage.open(int(env.get(PAGE_FD_VARIABLE, "")))
         ImportNotes(page.note_import).begin()
 
@@ -101,10 +102,10 @@ def _renew_import_path(command: WorkerCommand, birth: Birth) -> None:
 
 
 def _renew_streams() -> None:
-    """Give the three text streams the buffering that suits what they now lead to.
+    """Reset the three text streams to the buffering of their present targets.
 
-    The objects stay the same, for handlers that modules made at import hold on to them. As
-    create_stdio of CPython's pylifecycle.c.
+    The stream objects stay the same, because handlers that modules made at import hold them.
+    Follows create_stdio of CPython's pylifecycle.c.
     """
     for fd, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         _renew_stream(fd, stream)
@@ -126,9 +127,9 @@ def _renew_stream(fd: int, stream: TextIO) -> None:
 
 
 def _renew_modules() -> None:
-    """Take back what modules computed once for their process, where they are imported."""
+    """Reset values that imported modules computed once for their process."""
     processes: Any = sys.modules.get("multiprocessing.process")
-    if processes is not None:  # its key authenticates connections: never shared by workers
+    if processes is not None:  # its key authenticates connections, so workers must not share it
         processes._current_process = type(processes._current_process)()
         processes._process_counter = itertools.count(1)
         processes._children = set()
@@ -148,9 +149,9 @@ def _renew_modules() -> None:
 
 
 def _renew_random_state() -> None:
-    """Seed from the operating system, as each library does at import; forks share a seed.
+    """Seed from the operating system, as each library does at import, because forks share a seed.
 
-    `random` does so by itself after a fork. CUDA generators are made when CUDA is first used.
+    `random` does so itself after a fork. CUDA generators are made when CUDA is first used.
     """
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -161,9 +162,9 @@ def _renew_random_state() -> None:
 
 
 def _program(command: WorkerCommand, birth: Birth) -> Callable[[], None]:
-    # A new module, since the zygote's own is frozen: what refers to it would never be collected.
+    # A new module: the zygote's own is frozen, so its references would never be collected.
     main = sys.modules["__main__"] = ModuleType("__main__")
-    if "__mp_main__" in sys.modules:  # how multiprocessing calls it, from its import on
+    if "__mp_main__" in sys.modules:  # multiprocessing's name for it, from its import on
         sys.modules["__mp_main__"] = main
     vars(main).clear()
     vars(main).update(birth.main)
@@ -200,7 +201,7 @@ def _with_own_frames_hidden(program: Callable[[], None]) -> Callable[[], None]:
         try:
             program()
         except SystemExit as error:
-            if isinstance(error.code, str):  # sys.exit("why"): its words are the error
+            if isinstance(error.code, str):  # sys.exit("why"): the text is the error
                 _leave_error_file(error.with_traceback(_below_own_frames(error.__traceback__)))
             raise
         except BaseException:
@@ -211,7 +212,7 @@ def _with_own_frames_hidden(program: Callable[[], None]) -> Callable[[], None]:
 
 
 def _hide_own_frames() -> None:
-    """Let the interpreter end as ever, but call the excepthook with the script's frames only."""
+    """Call the excepthook with the script's frames only; the interpreter ends as always."""
     hook = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, full: TracebackType | None) -> None:
@@ -224,30 +225,30 @@ def _hide_own_frames() -> None:
 
 
 def _leave_error_file(error: BaseException) -> None:
-    """Tell the agent what ended the script, unless the script's own `record` has.
+    """Write the error that ended the script for the agent, unless the script's `record` has.
 
-    Before the interpreter's teardown, which takes torch 0.3 s: the time in the file is the fault's.
+    It is written before the interpreter's teardown, which takes 0.3 s with torch, so that the file
+    has the time of the error.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or isinstance(error, KeyboardInterrupt) or Path(path).exists():
         return
-    with contextlib.suppress(OSError):  # The traceback is on stderr as well.
+    with contextlib.suppress(OSError):  # the traceback is on stderr as well
         write_error_file(path, error)
 
 
 def _watch_fatal_signals() -> None:
-    """Have a fatal signal show the Python stacks of all threads, then the native one of torch's.
+    """Print the Python stacks of all threads at a fatal signal, then torch's native stack.
 
-    Each handler hands on to the one that was there before. Costs microseconds here, and nothing
-    until then.
+    Each handler calls the one before it. It costs microseconds here, and nothing until a signal.
     """
-    faulthandler.disable()  # the zygote's own, so that torch's comes below ours
+    faulthandler.disable()  # the zygote's own, so that torch's handler is installed below this one
     torch_c: Any = sys.modules.get("torch._C")
     if torch_c is not None and hasattr(torch_c, "_set_print_stack_traces_on_fatal_signal"):
         torch_c._set_print_stack_traces_on_fatal_signal(True)
-        # torch counts SIGINT as fatal; here it is the script's KeyboardInterrupt, as ever.
+        # torch counts SIGINT as fatal; here it stays the script's KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT) or signal.SIG_DFL)
-    with contextlib.suppress(OSError, ValueError):  # Standard error may be closed.
+    with contextlib.suppress(OSError, ValueError):  # standard error may be closed
         faulthandler.enable(file=2, all_threads=True)
 
 

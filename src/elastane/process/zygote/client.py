@@ -1,10 +1,10 @@
 """The agent's side of the zygote: `ZygoteSpawner`.
 
-Owns the zygote process, its channel, and what was asked of it. Nothing depends on the zygote's
-life: killed, hung or unfit, it is replaced a bounded number of times in the background, and
-workers are started by exec meanwhile; each such fallback is told with its reason. A worker is
-started exactly once: a request is given up only after the channel was shut, and then a fork that
-comes late finds it shut and leaves.
+This module owns the zygote process, its channel, and the open requests. No worker depends on the
+zygote's life: a killed, hung or unfit zygote is replaced a bounded number of times in the
+background, and workers are started by exec meanwhile. Each such fallback is reported with its
+reason. A worker is started exactly once: a request is given up only after the channel was shut, and
+a late fork finds it shut and exits.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from elastane.process.execspawn import ExecSpawner, launch
 from elastane.process.process import WorkerCommand, WorkerProcess, adopt, spawning
 from elastane.process.zygote import DEFAULT_PRELOAD, fitness, protocol
 
-# A fork takes milliseconds, tens of them when many gigabytes are preloaded.
+# A fork takes milliseconds, or tens of them with many gigabytes preloaded.
 SPAWN_TIMEOUT_S = 5.0
-# Imports take seconds, from a cold network file system a minute; an exec would do no better.
+# Imports take seconds, from a cold network file system a minute; an exec would take as long.
 WARM_TIMEOUT_S = 120.0
-# Deaths in a row, with no worker forked between, after which there is no further zygote.
+# The number of deaths in a row, without a forked worker between, that ends the restarts.
 DEATHS_MAX = 3
 RESTART_DELAY_S = 0.2
-# Room for the command line of a worker, which takes the place of the zygote's own.
+# Room for the command line of a worker, which replaces the zygote's own.
 COMMAND_LINE_BYTES = 2048
-# Names that a zygote is started with: the kernel takes 128 KB for one argument.
+# The names that a zygote is started with: the kernel allows 128 KB for one argument.
 LEARNED_BYTES_MAX = 100_000
-# Each zygote may find packages that must not be imported early; the next one does without.
+# Each try may find packages that must not be imported early; the next one omits them.
 LEARN_TRIES = 4
-# While the one zygote is asked for workers, the other waits; a fork takes milliseconds.
+# While the serving zygote has open requests, the new one waits; a fork takes milliseconds.
 SWAP_POLL_S = 0.05
 
-Tell = Callable[[str, str], None]
+Report = Callable[[str, str], None]
 
 
 class ZygoteSpawner:
-    """Starts workers as forks of a process that has imported torch; by exec where it cannot.
+    """Starts workers as forks of a process that has imported torch; by exec if that is impossible.
 
-    `tell(kind, reason)` hears of "warm", "problem" (a preload that failed), "died" and
+    `report(kind, reason)` is called with "warm", "problem" (a preload that failed), "died" and
     "fallback" (a worker by exec that should have been a fork).
     """
 
@@ -52,21 +52,26 @@ class ZygoteSpawner:
         preload: Sequence[str],
         env: Mapping[str, str],
         python: str,
-        tell: Tell = lambda kind, reason: None,
+        report: Report = lambda kind, reason: None,
     ) -> None:
         self.warm = asyncio.Event()
         self.died = asyncio.Event()
         self.why_cold = "the zygote was not started"
-        self._preload, self._env, self._python, self._tell = tuple(preload), dict(env), python, tell
+        self._preload, self._env, self._python, self._report = (
+            tuple(preload),
+            dict(env),
+            python,
+            report,
+        )
         self._cwd = ""
         self._exec = ExecSpawner(python)
         self._zygote: WorkerProcess | None = None
         self._sock: socket.socket | None = None
-        self._asked: dict[int, asyncio.Future[WorkerProcess | str]] = {}
+        self._requests: dict[int, asyncio.Future[WorkerProcess | str]] = {}
         self._last_id = 0
         self._deaths = 0
         self._has_torch = False
-        self._keeper: asyncio.Task[None] | None = None
+        self._runner: asyncio.Task[None] | None = None
         self._learner: asyncio.Task[None] | None = None
         self._first_warm_up: asyncio.Future[None] | None = None
 
@@ -81,12 +86,12 @@ class ZygoteSpawner:
         self._cwd = str(Path.cwd())
         self._first_warm_up = asyncio.get_running_loop().create_future()
         self.why_cold = "the zygote is still importing"
-        self._keeper = asyncio.create_task(self._keep())
+        self._runner = asyncio.create_task(self._run_zygotes())
 
     async def spawn(self, command: WorkerCommand) -> WorkerProcess:
-        """Start a worker; raises ConfigurationError where the command cannot be run.
+        """Start a worker; raises ConfigurationError if the command cannot be run.
 
-        Waits for a first zygote that still imports, since an exec would import the same.
+        Waits for the first zygote while it imports, because an exec would import the same.
         """
         if command.kind == "exec":
             return await self._exec.spawn(command)
@@ -98,14 +103,14 @@ class ZygoteSpawner:
             if isinstance(result, WorkerProcess):
                 return result
             reason = result
-        self._tell("fallback", reason)
+        self._report("fallback", reason)
         return await self._exec.spawn(command)
 
     async def serve_store(self, listener: socket.socket) -> WorkerProcess | None:
         """Start a process that serves the process-group store on `listener`.
 
-        Returns None where torch cannot be imported. Without a warm zygote it is an exec, which
-        imports torch first; clients wait in the listener's backlog.
+        Returns None if torch cannot be imported. Without a warm zygote the process is an exec,
+        which imports torch first; clients wait in the listener's backlog.
         """
         await self._wait_for_first_warm_up()
         if not self._has_torch:
@@ -113,15 +118,15 @@ class ZygoteSpawner:
         result = await self._ask({"op": "store"}, [listener.fileno()])
         if isinstance(result, WorkerProcess):
             return result
-        self._tell("fallback", result)
+        self._report("fallback", result)
         argv = [self._python, "-m", "elastane.process.zygote.store", str(protocol.ZYGOTE_FD)]
         fds = {0: 0, 1: 2, 2: 2, protocol.ZYGOTE_FD: listener.fileno()}
         return await launch(argv, self._env, self._cwd, fds)
 
     def learn(self, modules: tuple[str, ...]) -> None:
-        """Have another zygote import `modules` too, and take the place of this one; once.
+        """Start another zygote that imports `modules` too, and let it replace this one; once.
 
-        Not where the user chose what is preloaded.
+        Does nothing if the user chose what is preloaded.
         """
         chosen = self._preload != DEFAULT_PRELOAD
         if chosen or self._learner is not None or not modules or not self.warm.is_set():
@@ -131,7 +136,7 @@ class ZygoteSpawner:
     async def close(self) -> None:
         """End the zygote and wait for it; workers live on."""
         self.why_cold = "the zygote was closed"
-        tasks = [task for task in (self._keeper, self._learner) if task is not None]
+        tasks = [task for task in (self._runner, self._learner) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -139,8 +144,8 @@ class ZygoteSpawner:
         if self._zygote is not None:
             await self._zygote.wait()
 
-    async def _keep(self) -> None:
-        """Run zygotes, one after the other, until too many died in a row."""
+    async def _run_zygotes(self) -> None:
+        """Run one zygote after the other, until DEATHS_MAX died in a row."""
         while self._deaths < DEATHS_MAX:
             try:
                 zygote = await self._launch()
@@ -151,12 +156,12 @@ class ZygoteSpawner:
             self._deaths += 1
             self._give_up(f"the zygote died ({ended})")
             self.died.set()
-            self._tell("died", self.why_cold)
+            self._report("died", self.why_cold)
             await asyncio.sleep(RESTART_DELAY_S * self._deaths)
         self.why_cold = f"{DEATHS_MAX} zygotes died in a row, the last one: {self.why_cold}"
 
     async def _last_code(self, zygote: WorkerProcess) -> int:
-        """Wait for the end of the zygote and of those that take its place."""
+        """Wait for the end of the zygote, or of the last one that replaced it."""
         while True:
             code = await zygote.wait()
             if self._zygote is zygote or self._zygote is None:
@@ -164,7 +169,7 @@ class ZygoteSpawner:
             zygote = self._zygote
 
     async def _replace(self, modules: Sequence[str]) -> None:
-        """Warm up a zygote with these modules beside the one that serves, and swap the two."""
+        """Warm up a second zygote with these modules, then swap it for the serving one."""
         unsafe: set[str] = set()
         for _ in range(LEARN_TRIES):
             names = [name for name in modules if unsafe.isdisjoint((name, name.partition(".")[0]))]
@@ -180,7 +185,9 @@ class ZygoteSpawner:
                     return
                 if not found:
                     if await self._swap(zygote, sock):
-                        self._tell("warm", f"with what workers import, in {answer['took_s']:.2f} s")
+                        self._report(
+                            "warm", f"with what workers import, in {answer['took_s']:.2f} s"
+                        )
                     return
                 unsafe |= found
             finally:
@@ -190,11 +197,11 @@ class ZygoteSpawner:
                     await zygote.wait()
 
     async def _swap(self, zygote: WorkerProcess, sock: socket.socket) -> bool:
-        """Let `zygote` serve from now on; the one before ends, since its channel does.
+        """Let `zygote` serve from now on; the previous one ends, because its channel is closed.
 
-        False where the one before died meanwhile: then another follows it.
+        Returns False if the previous one died meanwhile, since `_run_zygotes` then starts another.
         """
-        while self._asked:  # noqa: ASYNC110 - a fork in flight is answered within its bound
+        while self._requests:  # noqa: ASYNC110 - a fork in flight is answered within its bound
             await asyncio.sleep(SWAP_POLL_S)
         before = self._sock
         if before is None or not self.warm.is_set():
@@ -214,7 +221,7 @@ class ZygoteSpawner:
         return self._zygote
 
     async def _start(self, learned: str) -> tuple[WorkerProcess, socket.socket]:
-        """Start a zygote that imports what is preloaded and `learned`; returns its channel too."""
+        """Start a zygote that imports the preload and `learned`; return it with its channel."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             # Its workers' streams are like its own: unbuffered, as an exec'd worker's are.
@@ -254,12 +261,12 @@ class ZygoteSpawner:
             os.close(payload)
 
     async def _ask(self, message: protocol.Message, fds: list[int]) -> WorkerProcess | str:
-        """Return the process that the zygote forked, or why there is none and will be none."""
+        """Return the process that the zygote forked, or the reason that there will be none."""
         if not self.warm.is_set() or self._sock is None:
             return self.why_cold
         self._last_id += 1
         answer: asyncio.Future[WorkerProcess | str] = asyncio.get_running_loop().create_future()
-        self._asked[self._last_id] = answer
+        self._requests[self._last_id] = answer
         with spawning():
             try:
                 protocol.send(self._sock, {**message, "id": self._last_id}, fds)
@@ -267,7 +274,7 @@ class ZygoteSpawner:
             except OSError as error:
                 self._give_up(f"the zygote takes no request ({error})")
             except asyncio.CancelledError:
-                answer.cancel()  # nobody would hold the worker: it is killed when it comes
+                answer.cancel()  # no caller would hold the worker: it is killed when it arrives
                 raise
             if not answer.done():
                 self._give_up(f"the zygote hung: no worker within {SPAWN_TIMEOUT_S:g} s")
@@ -277,7 +284,7 @@ class ZygoteSpawner:
         return result
 
     def _read(self) -> None:
-        """Take in every message that is there."""
+        """Process every message that has arrived."""
         while self._sock is not None:
             try:
                 received = protocol.receive(self._sock)
@@ -288,43 +295,43 @@ class ZygoteSpawner:
             if received is None:
                 asyncio.get_running_loop().remove_reader(self._sock)
                 return
-            self._take(*received)
+            self._on_message(*received)
 
-    def _take(self, message: protocol.Message, fds: list[int]) -> None:
+    def _on_message(self, message: protocol.Message, fds: list[int]) -> None:
         if message["op"] == "warm":
-            self._take_warm(message)
+            self._on_warm(message)
             return
         process = adopt(message["pid"], fds[0]) if fds else None
-        answer = self._asked.pop(message["id"])
+        answer = self._requests.pop(message["id"])
         if message["op"] == "started" and process is not None and not answer.cancelled():
             answer.set_result(process)
             return
         if process is not None:
-            process.kill_group(signal.SIGKILL)  # unfit, or nobody waits for it any more
+            process.kill_group(signal.SIGKILL)  # unfit, or its caller was cancelled
         if not answer.cancelled():
             answer.set_result(str(message["reason"]))
 
-    def _take_warm(self, message: protocol.Message) -> None:
+    def _on_warm(self, message: protocol.Message) -> None:
         self._has_torch = bool(message["torch"])
         for problem in message["problems"]:
-            self._tell("problem", str(problem))
+            self._report("problem", str(problem))
         if message["unfit"]:
             self.why_cold = str(message["unfit"])
-            self._tell("problem", self.why_cold)
+            self._report("problem", self.why_cold)
         else:
             self.warm.set()
-            self._tell("warm", f"imported in {message['took_s']:.2f} s")
-        self._settle_first_warm_up()
+            self._report("warm", f"imported in {message['took_s']:.2f} s")
+        self._end_first_warm_up()
 
-    def _settle_first_warm_up(self) -> None:
+    def _end_first_warm_up(self) -> None:
         if self._first_warm_up is not None and not self._first_warm_up.done():
             self._first_warm_up.set_result(None)
 
     def _give_up(self, reason: str) -> None:
-        """Shut the channel, take what was already answered, and fail the rest.
+        """Shut the channel, accept the answers that arrived, and fail the other requests.
 
-        After the shutdown no fork can report as started, and those that did are in the queue:
-        so what fails here never runs.
+        After the shutdown no fork can report as started, and those that did are in the queue. So a
+        request that fails here never runs.
         """
         self.warm.clear()
         if self.pid is not None or self._sock is not None:
@@ -336,23 +343,23 @@ class ZygoteSpawner:
             self._sock = None
         if self._zygote is not None:
             self._zygote.kill_group(signal.SIGKILL)
-        for answer in self._asked.values():
+        for answer in self._requests.values():
             if not answer.done():
                 answer.set_result(reason)
-        self._asked.clear()
-        self._settle_first_warm_up()
+        self._requests.clear()
+        self._end_first_warm_up()
 
 
 async def _first_answer(sock: socket.socket) -> protocol.Message | None:
-    """Return the first message of a zygote; None where it ends before, or takes too long."""
+    """Return the first message of a zygote; None if it ends before, or takes too long."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 
-    def tell() -> None:
+    def report() -> None:
         if not readable.done():
             readable.set_result(None)
 
-    loop.add_reader(sock, tell)
+    loop.add_reader(sock, report)
     try:
         async with asyncio.timeout(WARM_TIMEOUT_S):
             await readable

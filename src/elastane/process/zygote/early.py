@@ -1,11 +1,13 @@
-"""Modules that the zygote imported before the script did: kept out of its sight until it does.
+"""Hides modules that the zygote imported from a worker's script until the script imports them.
 
-A forked worker begins without them in `sys.modules`, as a fresh interpreter does. The first import
-of one of them comes to `EarlyModules`, which looks where the script's own import path leads. The
-same file: the early module is the script's, with all of its package, in microseconds. Another one
-(a vendored package, put first on sys.path): the early package is dropped, and Python imports the
-script's. Torch cannot be imported twice in one process, nor what it is built on. For those, and for
-variables that were changed after torch had read them, one line on stderr says what has no effect.
+A forked worker starts without them in `sys.modules`, like a fresh interpreter. The first import of
+one of them reaches `EarlyModules`, which resolves it on the script's own import path. If that gives
+the same file, the script gets the early module and its whole package, in microseconds. If it gives
+another file (a vendored package, put first on sys.path), the early package is dropped, and Python
+imports the script's.
+
+Torch and its dependencies cannot be imported twice in one process. For those, and for variables
+that were changed after torch had read them, a line on stderr says what has no effect.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from typing import Any
 from elastane.process.zygote.fitness import is_read_at_import
 from elastane.process.zygote.renewals import renew
 
-# Parts of the launcher that the worker runs in; and what C extensions look up by themselves.
+# The launcher's parts that the worker runs in, and modules that C extensions look up themselves.
 _OWN = frozenset({"elastane", "msgspec"})
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The top-level packages that were imported early, each with its file, in their order.
+    """The top-level packages that were imported early, each with its file, in order.
 
-    `bound` are those that torch imported, and torch: one process holds each of them once. `reads`
-    are the variables that learned packages read when they were imported, with their values then.
-    `writes` are those that packages set, each with the package and the value. `renewed` are the
-    modules that take in the worker's environment when they are given out (`renewals`).
+    `bound`: torch and the packages that it imported, which one process can hold only once. `reads`:
+    the variables that learned packages read at import, with their values then. `writes`: the
+    variables that packages set, each with the package and the value. `renewed`: the modules that
+    read the worker's environment again when they are provided (`renewals`).
     """
 
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -58,9 +60,9 @@ def outside(names: Iterable[str]) -> dict[str, str]:
 
 
 class EarlyModules:
-    """A finder, first on sys.meta_path, that gives the early modules out when they are imported.
+    """A finder, first on sys.meta_path, that provides the early modules when they are imported.
 
-    All packages that are bound to torch are given out together, and so are all the others.
+    All packages bound to torch are provided together, and so are all the others.
     """
 
     def __init__(self, imported: Imported, env: Mapping[str, str]) -> None:
@@ -69,7 +71,7 @@ class EarlyModules:
         self._looks = False
 
     def hide(self) -> None:
-        """Take the early packages out of sys.modules until they are imported."""
+        """Remove the early packages from sys.modules until they are imported."""
         for name, module in [*sys.modules.items()]:
             package = name.partition(".")[0]
             if package in self._imported.origins:
@@ -77,13 +79,13 @@ class EarlyModules:
                 del sys.modules[name]
         if self._hidden:
             sys.meta_path.insert(0, self)
-            # Handlers of the early modules themselves come later, and find what they import.
+            # Exit handlers of the early modules run later and find their imports.
             atexit.register(self._show, [*self._hidden])
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return how an early package is given out; None where it is not what is looked for."""
+        """Return the spec of an early module; None if the name is another one."""
         module = self._hidden.get(name, {}).get(name)
         if self._looks or module is None or module.__spec__ is None:
             return None
@@ -95,7 +97,7 @@ class EarlyModules:
         return spec
 
     def give(self, name: str) -> None:
-        """Have the package of this name, and its unit, imported from now on."""
+        """Make the package of this name, and its unit, imported from now on."""
         unit = self._unit(name)
         if name in self._imported.bound:
             self._report(unit)
@@ -103,7 +105,7 @@ class EarlyModules:
         self._renew(unit)
 
     def _renew(self, unit: Collection[str]) -> None:
-        """Have the modules of these packages take in this worker's environment, and set theirs."""
+        """Let the modules of these packages read this worker's environment; set their variables."""
         renew(name for name in self._imported.renewed if name.partition(".")[0] in unit)
         for name, (package, value) in self._imported.writes.items():
             if package not in unit:
@@ -114,9 +116,10 @@ class EarlyModules:
                 os.environ[name] = value
 
     def _is_stale(self, name: str) -> bool:
-        """Whether an import now would lead elsewhere, or read other variables.
+        """Return whether an import now would find another file, or read other variables.
 
-        A worker that waits for a place has no rank yet, and may import later what keeps the rank.
+        A worker that waits for an assignment has no rank yet, and may later import a module that
+        keeps the rank.
         """
         if self._imported.renewed and "RANK" not in os.environ:
             return True
@@ -140,20 +143,20 @@ class EarlyModules:
             sys.meta_path.remove(self)
 
     def _report(self, unit: Iterable[str]) -> None:
-        """Say what of the script's has no effect, for torch is there already."""
+        """Print which settings of the script have no effect, since torch is imported already."""
         for package in unit:
             if found := self._elsewhere(package):
                 early = self._imported.origins[package]
-                _say(f"{found} is not used: torch was imported with {early} before")
+                _warn(f"{found} is not used: torch was imported with {early} before")
         for name in sorted({*self._env, *os.environ}):
             value = os.environ.get(name)
             if not is_read_at_import(name) or value == self._env.get(name):
                 continue
             if name not in self._imported.writes or value != self._imported.writes[name][1]:
-                _say(f"{name} has no effect: torch was imported before the script set it")
+                _warn(f"{name} has no effect: torch was imported before the script set it")
 
     def _elsewhere(self, package: str) -> str:
-        """Return the file that the script's import path leads to, where it is another one."""
+        """Return the file that the script's import path finds, if it is another one."""
         origin, found = self._imported.origins[package], None
         self._looks = True
         try:
@@ -169,19 +172,19 @@ class EarlyModules:
 
 
 class ImportNotes:
-    """A finder that finds nothing, and has what is looked for noted, until `note` takes no more."""
+    """A finder that finds nothing and reports each name, until `note` returns False."""
 
     def __init__(self, note: Callable[[str], bool]) -> None:
         self._note, self._pid = note, os.getpid()
 
     def begin(self) -> None:
-        """Note imports from now on, in this process and in none that it forks."""
+        """Report imports from now on, in this process and in none of its forks."""
         sys.meta_path.insert(0, self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> None:
-        """Note the name of a module that is not Python's own."""
+        """Report the name of a module that is not Python's own."""
         package = name.partition(".")[0]
         if package in sys.stdlib_module_names or package in _OWN or os.getpid() != self._pid:
             return
@@ -190,7 +193,7 @@ class ImportNotes:
 
 
 class _EarlyModule:
-    """Loads a module that is there already."""
+    """A loader for a module that is imported already."""
 
     def __init__(self, early: EarlyModules, module: ModuleType) -> None:
         self._early, self._module, self._spec = early, module, module.__spec__
@@ -210,7 +213,7 @@ def _is_same_file(one: str, other: str) -> bool:
         return False
 
 
-def _say(what: str) -> None:
+def _warn(what: str) -> None:
     if sys.stderr is not None:
         next_step = "Next: --no-zygote starts each worker as a new interpreter"
         sys.stderr.write(f"elastane: {what}. {next_step}\n")

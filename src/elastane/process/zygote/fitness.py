@@ -1,8 +1,8 @@
-"""When a forked worker could not be told from a fresh one, and when it could: reasons in words.
+"""Decides whether a forked worker would equal a fresh one; gives the reason if not.
 
-Pure checks. An empty answer means fit; any other is why the worker is to be a plain exec. What
-is read once, when the interpreter or a library starts, cannot be changed by setting a variable
-later, so a worker that wants it otherwise than the zygote has it is not forked.
+Pure checks. An empty answer means fit; any other is the reason to start the worker by exec. A value
+that the interpreter or a library reads once at start cannot be changed by a variable later. So a
+worker that needs another value than the zygote has is not forked.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from elastane.process.process import WorkerCommand
 
-# Read at start by: the interpreter, the loader, malloc, the C library's locale.
+# Read at start by the interpreter, the loader, malloc and the C library's locale.
 START_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG")
-# Read at import by: the thread pools of OpenMP, MKL and OpenBLAS, NumPy, torch.
+# Read at import by the thread pools of OpenMP, MKL and OpenBLAS, by NumPy and by torch.
 IMPORT_PREFIXES = (
     "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "DNNL_",
     "NPY_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "ATEN_",
 )  # fmt: skip
 FROZEN_PREFIXES = START_PREFIXES + IMPORT_PREFIXES
-# Read when a process group is made, when a device is looked for, or again in the worker; the fault
-# handler is set up anew in each worker.
+# Read when a process group is made, when a device is looked for, or again in the worker. Each
+# worker sets the fault handler up again.
 THAWED_PREFIXES = (
     "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_", "TORCH_WORKER_", "PYTHONFAULTHANDLER",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
@@ -30,12 +30,12 @@ THAWED_PREFIXES = (
 
 
 def is_read_at_import(name: str) -> bool:
-    """Whether torch, or what it is built on, reads this variable when it is imported."""
+    """Return whether torch, or one of its dependencies, reads this variable at import."""
     return name.startswith(IMPORT_PREFIXES) and not name.startswith(THAWED_PREFIXES)
 
 
 def unfit_environment(zygote: Mapping[str, str], worker: Mapping[str, str]) -> str:
-    """Return which variable the zygote, started with another value, cannot honour."""
+    """Return the variable that differs from the zygote's and can no longer be changed."""
     for name in sorted({*zygote, *worker}):
         if not name.startswith(FROZEN_PREFIXES) or name.startswith(THAWED_PREFIXES):
             continue
@@ -46,7 +46,7 @@ def unfit_environment(zygote: Mapping[str, str], worker: Mapping[str, str]) -> s
 
 
 def unfit_folder(zygote_env: Mapping[str, str], zygote_cwd: str, command: WorkerCommand) -> str:
-    """Return why the worker's folder changes what its import path means."""
+    """Return why the worker's folder changes the meaning of its import path."""
     entries = zygote_env.get("PYTHONPATH", "").split(os.pathsep)
     relative = [entry for entry in entries if entry and not entry.startswith("/")]
     if relative and command.cwd != zygote_cwd:
@@ -55,7 +55,7 @@ def unfit_folder(zygote_env: Mapping[str, str], zygote_cwd: str, command: Worker
 
 
 def unfit_binding(command: WorkerCommand) -> str:
-    """Return why a worker that is bound to some CPUs needs an interpreter of its own.
+    """Return why a worker that is bound to some CPUs needs its own interpreter.
 
     Thread pools are sized by the CPUs of the process when torch is imported.
     """
@@ -65,7 +65,7 @@ def unfit_binding(command: WorkerCommand) -> str:
 
 
 def unfit_script(path: str) -> str:
-    """Return why `path` is not a plain source file, which Python itself is left to say or run."""
+    """Return why `path` is not a plain source file, and so must be left to Python."""
     if not Path(path).is_file():
         return f"{path} is not a file"
     if b"\0" in Path(path).read_bytes():
@@ -74,9 +74,9 @@ def unfit_script(path: str) -> str:
 
 
 def shadowed(folder: str, origins: Mapping[str, str]) -> str:
-    """Return why a module in `folder`, first on the import path, is not the one preloaded.
+    """Return why a module in `folder`, first on the import path, is not the preloaded one.
 
-    `origins` are the preloaded top-level modules that have a file, with that file.
+    `origins`: the preloaded top-level modules that have a file, with that file.
     """
     home = Path(folder or ".").resolve()
     try:

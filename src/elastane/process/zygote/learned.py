@@ -1,11 +1,13 @@
-"""Imports that the zygote learned from the first workers: what a restart would import again.
+"""Imports that the zygote learned from the first workers, so that a restart need not repeat them.
 
-Only packages of site-packages are imported, never the user's own modules, whose code may change.
-A package is unsafe where its import starts a thread, initialises CUDA, or reads a variable that
-differs between workers (RANK). The exceptions are modules that a worker can renew (`renewals`). The
-agent starts another zygote without the unsafe packages and without what imports them. What other
-variables were read is returned, since a script may set them before its own import. So is what
-packages set: a worker's environment is made anew, and lacks it.
+Only packages of site-packages are imported, never the user's own modules, whose code may change. A
+package is unsafe if its import starts a thread, initialises CUDA, or reads a variable that differs
+between workers (RANK), except for modules that a worker can renew (`renewals`). The agent then
+starts another zygote without the unsafe packages and their importers.
+
+The other variables that packages read are returned, because a script may set them before its own
+import. So are the variables that packages set, because a worker's environment is a new one and
+lacks them.
 """
 
 from __future__ import annotations
@@ -26,21 +28,21 @@ from typing import Any
 
 from elastane.process.zygote.renewals import RENEWALS, fault_of
 
-# Whoever learns is not waited for, but shares the host's CPUs with the training.
+# No worker waits for it, but it shares the host's CPUs with the training.
 LEARNED_IMPORT_S = 60.0
-# Variables that are one worker's own, or one attempt's.
-_PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
-_PLACE_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ELASTANE_")
+# Variables of one worker or one attempt.
+_WORKER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+_WORKER_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ELASTANE_")
 
 
 @dataclass
 class ImportFindings:
-    """What the environment was used for while packages were imported.
+    """The use of the environment during the import of packages.
 
     `unsafe`: packages, and modules of torch, that must not be imported early. `ranked`: the unsafe
     packages that read a variable of one worker, each with that variable. `reads`: the variables
     that the others read, with their values then. `writes`: the variables that they set, each with
-    the package and the value; None where it was deleted. `renewed`: the modules to be renewed.
+    the package and the value; None for a deletion. `renewed`: the modules to be renewed.
     """
 
     unsafe: set[str] = field(default_factory=set)
@@ -57,14 +59,14 @@ class ImportFindings:
                 self.add_unsafe(_package(module))
 
     def add_unsafe(self, package: str, variable: str = "") -> None:
-        """Note an unsafe package; `variable`: the one of a single worker that it reads."""
+        """Add an unsafe package; `variable`: the variable of one worker that it reads."""
         if variable and package not in self.unsafe:
             self.ranked[package] = variable
         self.unsafe.add(package)
 
 
 def import_learned(names: Iterable[str], unfit: Callable[[], str]) -> ImportFindings:
-    """Import modules in their order; `unfit` says why this process could not be forked by now."""
+    """Import modules in order; `unfit` returns why this process can no longer be forked."""
     found, known = ImportFindings(), {}
     ends_s = time.monotonic() + LEARNED_IMPORT_S
     with watched(found):
@@ -80,9 +82,9 @@ def import_learned(names: Iterable[str], unfit: Callable[[], str]) -> ImportFind
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit):
-                continue  # As it may have been for the worker: an optional part that is missing.
+                continue  # it may have failed in the worker too: an optional part that is missing
             if found.unsafe - before:
-                # It would import the unsafe package in the next zygote too.
+                # In the next zygote it would import the unsafe package again.
                 found.unsafe.add(name if package == "torch" else package)
             if len(os.listdir("/proc/self/task")) > 1 and unfit():  # noqa: PTH208 - counted only
                 found.unsafe.add(package)
@@ -96,7 +98,7 @@ def _package(module: str) -> str:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package lies where pip puts packages, and not where a user edits them."""
+    """Return whether a package lies where pip installs packages, not where a user edits them."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -109,7 +111,7 @@ def _is_installed(package: str) -> bool:
 
 @contextlib.contextmanager
 def watched(found: ImportFindings) -> Iterator[None]:
-    """Note which variables are read and set by packages that are imported meanwhile."""
+    """Record the variables that packages read and set while they are imported in this context."""
     kind: Any = type(os.environ)
 
     class ImportWatch(kind):  # type: ignore[misc]
@@ -118,9 +120,10 @@ def watched(found: ImportFindings) -> Iterator[None]:
             if reader in RENEWALS:
                 found.renewed.add(reader)
                 return str(super().__getitem__(name))
-            if reader and (name in _PLACES or name.startswith(_PLACE_PREFIXES)):
+            if reader and (name in _WORKER_VARIABLES or name.startswith(_WORKER_PREFIXES)):
                 found.add_unsafe(_package(reader), name)
-            if name in found.writes:  # What a package has set says nothing of the environment.
+            # A value that a package has set says nothing about the environment.
+            if name in found.writes:
                 return str(super().__getitem__(name))
             found.reads[name] = None
             found.reads[name] = value = str(super().__getitem__(name))
@@ -151,9 +154,9 @@ def watched(found: ImportFindings) -> Iterator[None]:
 
 
 def _user(frame: FrameType | None) -> str:
-    """Return the module whose code uses the environment, which is none of Python's own.
+    """Return the module whose code uses the environment; empty for the zygote.
 
-    Empty for the zygote itself.
+    Modules of Python's own library are skipped.
     """
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -1,8 +1,8 @@
-"""What agent and zygote say to one another over their SOCK_SEQPACKET pair.
+"""The messages between agent and zygote, over their SOCK_SEQPACKET pair.
 
-A message is a small JSON object, with descriptors by SCM_RIGHTS. A command, whose environment
-may have hundreds of KB, travels in a memfd: no message is larger than a bound, and the kernel's
-limit on packets is never met. Both ends are of the same version, started one by the other.
+A message is a small JSON object, with descriptors by SCM_RIGHTS. A command, whose environment may
+have hundreds of KB, travels in a memfd. So every message is within a bound and below the kernel's
+limit on packets. Both ends have the same version, because one starts the other.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from elastane.process.process import WorkerCommand
 
 # A reason or a list of problems is a few KB.
 MESSAGE_BYTES_MAX = 64 << 10
-# The kernel lets exec have about 6 MB of arguments and environment at most.
+# The kernel lets exec have at most about 6 MB of arguments and environment.
 COMMAND_BYTES_MAX = 8 << 20
-# SCM_MAX_FD of the kernel is 253; a worker has its standard three, its page and a few more.
+# The kernel's SCM_MAX_FD is 253; a worker has its standard three, its page and a few more.
 DESCRIPTORS_MAX = 64
-# The number that the zygote's end of the pair has there.
+# The number of the zygote's end of the pair.
 ZYGOTE_FD = 3
 
 Message = dict[str, Any]
 
 
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
-    """Send one message; raises OSError when the other end is gone or does not read."""
+    """Send one message; raises OSError if the other end is gone or does not read."""
     data = json.dumps(message).encode()
     assert len(data) <= MESSAGE_BYTES_MAX and len(fds) <= DESCRIPTORS_MAX, (len(data), len(fds))
     socket.send_fds(sock, [data], list(fds))
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """Return the next message and its descriptors, None at the end."""
+    """Return the next message and its descriptors; None at the end."""
     data, fds, _flags, _address = socket.recv_fds(sock, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX)
     if not data:
         return None
@@ -45,7 +45,7 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
 
 
 def pack_command(command: WorkerCommand) -> int:
-    """Return a memfd that holds all of `command` but its descriptors; raises ValueError."""
+    """Return a memfd with all of `command` but its descriptors; raises ValueError."""
     data = json.dumps(
         {
             "kind": command.kind,
@@ -67,7 +67,7 @@ def pack_command(command: WorkerCommand) -> int:
 
 
 def unpack_command(fd: int, descriptors: dict[int, int]) -> WorkerCommand:
-    """Return the command of a memfd, with `descriptors` as they are numbered here."""
+    """Return the command in a memfd, with `descriptors` as they are numbered here."""
     data = json.loads(os.pread(fd, COMMAND_BYTES_MAX, 0))
     return WorkerCommand(
         kind=data["kind"],

@@ -1,7 +1,7 @@
-"""What some packages keep of the environment of their import, set anew where a worker gets them.
+"""Renews what some packages keep of the environment at import, when a worker gets them.
 
-Lightning and torchmetrics keep the rank of their process, fsspec its configuration. A worker that
-gets them from the zygote would keep the zygote's. This module names what each of them keeps, in
+Lightning and torchmetrics keep the rank of their process, and fsspec keeps its configuration. A
+worker that gets them from the zygote would keep the zygote's. This module lists the kept values, in
 versions whose source was read. `fault_of` tries a renewal in the zygote: a package of another
 version, or whose renewal has no effect, is imported by each worker itself (`learned`).
 """
@@ -18,10 +18,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """How one module takes the environment in again, and how to see that it did.
+    """How one module reads the environment again, and how to verify it.
 
-    `versions` are beginnings of the package's versions. With the variables `trial` set, `shows`
-    is true after `renew`, and false after it without them.
+    `versions`: beginnings of the package's versions. With the variables `trial` set, `shows` is
+    true after `renew`, and false after it without them.
     """
 
     versions: tuple[str, ...]
@@ -30,7 +30,7 @@ class Renewal:
     shows: Callable[[Any], bool]
 
 
-# No job has so many workers (`COUNT_MAX` of the protocol), so no worker's own rank is this one.
+# No job has this many workers (`COUNT_MAX` of the protocol), so it is no worker's rank.
 _TRIAL_RANK = (1 << 31) - 1
 _TRIAL_RANKS = dict.fromkeys(("RANK", "LOCAL_RANK"), str(_TRIAL_RANK))
 
@@ -83,7 +83,7 @@ RENEWALS: Mapping[str, Renewal] = {
 
 
 def fault_of(name: str) -> str:
-    """Return why module `name` cannot be renewed, tried here; empty where it can."""
+    """Return why module `name` cannot be renewed, after a trial; empty if it can."""
     renewal, module = RENEWALS[name], sys.modules.get(name)
     package = sys.modules.get(name.partition(".")[0])
     version = str(getattr(package, "__version__", "unknown"))
@@ -93,10 +93,10 @@ def fault_of(name: str) -> str:
     try:
         os.environ.update(renewal.trial)
         renewal.renew(module)
-        has_taken = renewal.shows(module)
+        has_changed = renewal.shows(module)
         _restore(before)
         renewal.renew(module)
-        if has_taken and not renewal.shows(module):
+        if has_changed and not renewal.shows(module):
             return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -106,7 +106,7 @@ def fault_of(name: str) -> str:
 
 
 def renew(names: Iterable[str]) -> None:
-    """Have these modules take in this process's environment, as if they were imported now."""
+    """Make these modules read this process's environment, as if they were imported now."""
     for name in names:
         RENEWALS[name].renew(sys.modules[name])
 

@@ -1,9 +1,9 @@
-"""The zygote's loop: import what workers need, then fork one for each request.
+"""The zygote's loop: import the modules that workers need, then fork a worker for each request.
 
-Owns the zygote process. It must stay single-threaded and must never touch CUDA, for a fork
-carries neither over; `warm` says so where the preloaded modules break that, and the agent then
-starts workers by exec. It installs no signal handler and opens nothing, for workers would inherit
-it. It dies with its agent; its own death harms no worker, for each is a child of the agent.
+This module owns the zygote process. It must stay single-threaded and must never use CUDA, because
+neither survives a fork. If a preloaded module breaks that, `warm` says so, and the agent starts
+workers by exec. It installs no signal handler and opens nothing, because workers would inherit it.
+It dies with its agent. Its own death harms no worker, because each is a child of the agent.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from elastane.process.zygote.learned import ImportFindings, import_learned, watc
 from elastane.process.zygote.sources import sets_too_late
 from elastane.process.zygote.store import serve
 
-# A forked process waits this long to become the agent's child; it takes microseconds. Less than
-# the client's SPAWN_TIMEOUT_S, which would take the zygote itself for hung.
+# A forked process waits this long to become the agent's child, which takes microseconds. It is less
+# than the client's SPAWN_TIMEOUT_S, after which the client takes the zygote for hung.
 ADOPTION_TIMEOUT_S = 2.0
 ADOPTION_POLL_S = 0.0002
 
-# Packages are few, and this is a bound on a message.
-UNSAFE_TOLD_MAX = 64
+# Packages are few; this bounds a message.
+UNSAFE_REPORTED_MAX = 64
 
 Work = Callable[[], None]
 
 
 class RefusedError(Exception):
-    """This worker cannot be a fork; the text says why."""
+    """This worker cannot be a fork; the text is the reason."""
 
 
 def main(args: Sequence[str]) -> Work | None:
-    """Serve the agent; returns None when it is gone, and in each worker what that is to do."""
+    """Serve the agent; return None when it is gone, and in each worker the worker's program."""
     agent, preload = int(args[0]), [name for name in args[1].split(",") if name]
     learned = [name for name in args[2].split(",") if name]
     birth = note_birth()
@@ -59,10 +59,10 @@ def main(args: Sequence[str]) -> Work | None:
         with watched(chosen):
             problems, imported = import_all(preload)
         chosen.try_renewals()
-        found = import_learned(learned, settle)
+        found = import_learned(learned, check_forkable)
     imported = _with_findings(imported, chosen, found)
     free_reducers_first()
-    unfit = settle() or _why_ranked(chosen)
+    unfit = check_forkable() or _why_ranked(chosen)
     gc.collect()
     gc.freeze()  # so that a collection in a worker does not copy every page of the modules
     protocol.send(
@@ -71,7 +71,7 @@ def main(args: Sequence[str]) -> Work | None:
             "op": "warm",
             "problems": problems,
             "unfit": unfit,
-            "unsafe": sorted(found.unsafe)[:UNSAFE_TOLD_MAX],
+            "unsafe": sorted(found.unsafe)[:UNSAFE_REPORTED_MAX],
             "torch": importlib.util.find_spec("torch") is not None,
             "took_s": time.monotonic() - begun,
         },
@@ -80,9 +80,10 @@ def main(args: Sequence[str]) -> Work | None:
 
 
 def _with_findings(imported: Imported, chosen: ImportFindings, found: ImportFindings) -> Imported:
-    """Return what was imported, with what its packages did with the environment.
+    """Return the imports, with their packages' use of the environment.
 
-    What torch sets itself is left out: a worker that imports less of torch would not have it.
+    Variables that torch itself sets are left out: a worker that imports less of torch would lack
+    them.
     """
     writes = {**chosen.writes, **found.writes}
     return replace(
@@ -95,7 +96,7 @@ def _with_findings(imported: Imported, chosen: ImportFindings, found: ImportFind
 
 
 def _why_ranked(chosen: ImportFindings) -> str:
-    """Return why packages that the user chose to preload forbid forks; empty where none does.
+    """Return why packages that the user preloads forbid forks; empty if none does.
 
     They kept a variable of one worker at import, and each fork would have the zygote's value.
     """
@@ -108,20 +109,21 @@ def _why_ranked(chosen: ImportFindings) -> str:
     return ""
 
 
-# What torch._dynamo imports when the interpreter ends, where it is installed. Code that is compiled
-# then makes Python forget that it was interrupted: the exit code would be 1, not SIGINT's.
+# Modules that torch._dynamo imports when the interpreter ends, if they are installed. Code that is
+# compiled then makes Python forget its interruption: the exit code would be 1, not SIGINT's.
 _AT_EXIT = ("tabulate",)
 
 
 def import_all(names: Iterable[str]) -> tuple[list[str], Imported]:
-    """Import what can be, modules of the current folder too; returns what could not, and what is.
+    """Import these modules, also from the current folder; return the failures and the imports.
 
-    All that is there once torch is belongs to it.
+    Every package that is imported once torch is counts as bound to torch.
     """
     problems: dict[str, str] = {}
     bound: set[str] = set()
     if not sys.flags.safe_path:
-        sys.path.append(sys.path.pop(0))  # last: it hides nothing that a worker would import
+        # last, so that it hides no module that a worker would import
+        sys.path.append(sys.path.pop(0))
     for name in names:
         package = name.partition(".")[0]
         if package in problems:
@@ -142,10 +144,10 @@ def import_all(names: Iterable[str]) -> tuple[list[str], Imported]:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Have Python look for no unreachable cycles, of which modules leave few when they are made.
+    """Suspend Python's search for unreachable cycles; new modules leave few of them.
 
-    An eighth of the processor time that torch's import takes. What a module itself says of
-    collections, as it is imported, stays.
+    It takes an eighth of the processor time of torch's import. A setting that a module itself makes
+    during its import stays.
     """
     before = gc.get_threshold()
     gc.set_threshold(0)
@@ -157,8 +159,8 @@ def without_collections() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
-def settle() -> str:
-    """End the threads that end at a fork, and say why no fork is safe; empty when it is.
+def check_forkable() -> str:
+    """End the threads that end at a fork; return why no fork is safe, or an empty text.
 
     OpenBLAS starts a pool when NumPy is imported, ends it in its own handler before a fork, and
     starts another on first use (both sides). Other pools have no such handler.
@@ -179,7 +181,7 @@ def settle() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """The zygote, warm. `origins` are the files of the top-level modules it has imported."""
+    """The zygote, warm. `origins`: the files of the top-level modules that it has imported."""
 
     sock: socket.socket
     agent: int
@@ -188,7 +190,7 @@ class _Loop:
     origins: Mapping[str, str]
 
     def run(self) -> Work | None:
-        """Fork on request; returns None when the agent is gone, and in each worker its work."""
+        """Fork on request; return None when the agent is gone, and in each worker its program."""
         while (request := protocol.receive(self.sock)) is not None:
             message, fds = request
             work = self._fork_twice(message, fds)
@@ -199,7 +201,7 @@ class _Loop:
         return None
 
     def _fork_twice(self, message: protocol.Message, fds: list[int]) -> Work | None:
-        """Fork a worker that is the agent's child; returns its work there, None in the zygote."""
+        """Fork a worker that is the agent's child; return its program there, None in the zygote."""
         try:
             middle = os.fork()
         except OSError as error:
@@ -222,7 +224,7 @@ class _Loop:
         protocol.send(self.sock, {"op": "failed", "id": message["id"], "reason": reason})
 
     def _as_worker(self, message: protocol.Message, fds: list[int]) -> Work:
-        """Become the agent's child, get everything in place, and report; or leave."""
+        """Become the agent's child, put everything in place, and report; or exit."""
         pidfd = os.pidfd_open(os.getpid())
         reply = {"id": message["id"], "pid": os.getpid()}
         try:
@@ -236,12 +238,12 @@ class _Loop:
             try:
                 protocol.send(agent_side, {"op": "started", **reply}, (pidfd,))
             except OSError:
-                os._exit(1)  # given up by the agent, which has started another in its place
+                os._exit(1)  # given up by the agent, which has started another worker instead
         os.close(pidfd)
         return work
 
     def _prepare(self, message: protocol.Message, fds: list[int]) -> tuple[Mapping[int, int], Work]:
-        """Return the descriptors that the work needs, and the work."""
+        """Return the descriptors that the program needs, and the program."""
         if message["op"] == "store":
             return {0: 0, 1: 1, 2: 2, 3: fds[0]}, functools.partial(serve, 3)
         command = protocol.unpack_command(
@@ -274,7 +276,7 @@ def _wait_for_adoption(agent: int) -> None:
 
 
 def _unfit(command: WorkerCommand, origins: Mapping[str, str]) -> str:
-    """Return why only a fresh interpreter will do; in the worker's own folder."""
+    """Return why only a fresh interpreter will do; called in the worker's own folder."""
     reason = ""
     if command.kind == "script":
         reason = fitness.unfit_script(command.target)
@@ -293,7 +295,7 @@ def _unfit(command: WorkerCommand, origins: Mapping[str, str]) -> str:
 
 
 def _module_source(command: WorkerCommand) -> bytes:
-    """Return the source that `-m` runs, where it lies under the worker's folder."""
+    """Return the source that `-m` runs, if it lies under the worker's folder."""
     base = Path(command.cwd, *command.target.split("."))
     for path in (base / "__main__.py", base.with_name(f"{base.name}.py")):
         if path.is_file():

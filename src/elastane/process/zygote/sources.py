@@ -1,8 +1,8 @@
-"""What the source of a script says about variables that torch reads when it is imported.
+"""Finds variables that a script changes and that torch reads at import, in the script's source.
 
 Pure, on the text alone: nothing of the script is run. It finds assignments at the top level of the
-script, before its first import of torch. What other modules set is found when torch is imported
-(`early`). A source that does not parse says nothing: Python itself reports that.
+script, before its first import of torch. Changes by other modules are found when torch is imported
+(`early`). A source that does not parse has no findings: Python itself reports the error.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from elastane.process.zygote.fitness import is_read_at_import
 
 _WORDS = (b"environ", b"putenv")
 _METHODS = frozenset({"setdefault", "update", "pop", "putenv", "unsetenv"})
-# What an assignment gives a variable: a text, None for no value, or a value that is not known.
+# An assignment's value: a text, None for a deletion, or a value that is not known.
 _UNKNOWN = object()
 
 
 def sets_too_late(source: bytes, env: Mapping[str, str]) -> str:
-    """Return which variable of those read at import the script changes first; empty for none."""
+    """Return the first variable that the script changes and torch reads at import, or ""."""
     if not any(word in source for word in _WORDS):
         return ""
     try:
@@ -34,7 +34,7 @@ def sets_too_late(source: bytes, env: Mapping[str, str]) -> str:
 
 
 def _until_torch(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the simple statements at the top level, as far as the first import of torch."""
+    """Yield the simple statements at the top level, up to the first import of torch."""
     for node in _simple(body):
         if _imports_torch(node):
             return
@@ -81,7 +81,7 @@ def _changes(node: ast.stmt, env: Mapping[str, str]) -> Iterator[tuple[str, obje
 
 
 def _called(method: str, call: ast.Call, env: Mapping[str, str]) -> Iterator[tuple[str, object]]:
-    """Yield what a call of a method of os.environ, or of os.putenv, changes."""
+    """Yield the changes by a call of a method of os.environ, or of os.putenv."""
     if method == "update":
         for keyword in call.keywords:
             yield keyword.arg or "", _value(keyword.value)
@@ -102,13 +102,13 @@ def _items(node: ast.Dict) -> Iterator[tuple[str, object]]:
 
 
 def _is_environ(node: ast.expr) -> bool:
-    """Whether an expression is `os.environ`, under whatever name os has, or `environ`."""
+    """Return whether an expression is `os.environ`, under any name of os, or `environ`."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return bool(name == "environ")
 
 
 def _text(node: ast.expr | None) -> str:
-    """Return the text of a literal; empty for what is none, as of a variable of unknown name."""
+    """Return the text of a literal; empty if it is none, as for a computed name."""
     value = node.value if isinstance(node, ast.Constant) else ""
     return value if isinstance(value, str) else ""
 

@@ -1,8 +1,8 @@
 """A process that serves one attempt's process-group store on a socket that is already open.
 
-Workers' connections queue in the socket's backlog until this listens to them, so none is ever
-refused (a refused client sleeps half a second, torch 2.13). It ends when it is killed; an error
-of the store ends it with a traceback on stderr. Owns nothing else.
+Workers' connections queue in the socket's backlog until the store accepts them, so none is refused
+(a refused client sleeps half a second, torch 2.13). It ends when it is killed; an error of the
+store ends it with a traceback on stderr.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def serve(fd: int) -> None:
 
 
 def _look_up_no_names() -> None:
-    """Keep the resolver out of this process.
+    """Disable host name look-ups in this process.
 
-    The store looks up the name of every address that connects, to log it, in the one thread that
-    serves: while one packet of the resolver is lost nobody is answered for 5 s (torch 2.13).
+    The store looks up the name of every address that connects, to log it, in its only serving
+    thread. One lost packet of the resolver would block all clients for 5 s (torch 2.13).
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
-    if configure is not None:  # glibc; others have no such switch
+    if configure is not None:  # glibc; other C libraries have no such setting
         configure(b"hosts", b"files")
 
 
