@@ -91,7 +91,7 @@ def test_every_kind_has_its_section_and_every_section_a_kind():
 
 def test_every_section_says_who_tells_when_and_what_data():
     for kind, text in sections().items():
-        for label in ("Told by:", "When:", "Data:"):
+        for label in ("Logged by:", "When:", "Data:"):
             assert label in text, f"{kind}: no {label}"
 
 
