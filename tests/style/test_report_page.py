@@ -89,7 +89,7 @@ def test_the_exit_codes_of_the_page_are_those_that_end_a_job():
 
 def test_the_bounds_of_the_text_are_those_of_the_code():
     text = " ".join(PAGE.split())
-    assert f"At most {OUTCOME_FAILURES_MAX} failures are told" in text
+    assert f"has at most {OUTCOME_FAILURES_MAX} failures" in text
     assert f"the first {OUTCOME_FAILURES_WHOLE} with up to {FAILURE_TEXT_CHARS_MAX} char" in text
     assert f"the last {OUTCOME_FAILURE_CHARS_MAX}." in text
     assert FinalReport(job="j", ok=True, exit_code=0, reason="").version == 1
