@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import elastane
-from elastane.snapshots.client import Keeper
+from elastane.snapshots.client import SnapshotClient
 
 TURNS = 5
 TENSORS = 128
@@ -183,7 +183,7 @@ def memory(gb: float, folder: Path) -> dict:
     checkpointer = elastane.Checkpointer(folder / "ck")
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     # So that the snapshot server does not take the workers for gone meanwhile.
-    keeper = Keeper.connect(str(folder / "ck"))
+    keeper = SnapshotClient.connect(str(folder / "ck"))
     if attempt and attempt % 2 == 0:
         took_s = timed(lambda: load(trained, folder))
         note(folder, "torch.load, into the objects", took_s)
@@ -314,8 +314,8 @@ def bring(gb: float, folder: Path) -> dict:
     if rank == 0:
         elastane.save_checkpoint(folder / "own0", {"x": torch.randn(int(gb * 1e9 / 4))}, step=1)
     dist.barrier()
-    from elastane.checkpoint.members import OfGroup
-    from elastane.checkpoint.sending import Sending
+    from elastane.checkpoint.members import GroupMembers
+    from elastane.checkpoint.sending import CheckpointTransfer
     from elastane.storage import open_storage
 
     for _ in range(TURNS):
@@ -324,8 +324,8 @@ def bring(gb: float, folder: Path) -> dict:
         dist.barrier()
         name = next(path.name for path in (folder / "own0").glob("step-*"))
         storage = open_storage(str(folder / f"own{rank}"))
-        sending = Sending(OfGroup(dist.group.WORLD), storage, name)
-        found["ours"].append(timed(lambda s=sending: s.bring(0, [1])))
+        sending = CheckpointTransfer(GroupMembers(dist.group.WORLD), storage, name)
+        found["ours"].append(timed(lambda s=sending: s.run(0, [1])))
         dist.barrier()
         if rank == 0:
             found["raw socket"].append(raw_copy(folder / "own0" / name / "__0_0.distcp", folder))

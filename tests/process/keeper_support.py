@@ -14,7 +14,7 @@ from supervise import alive, children, command_line
 
 from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_ANSWER_S
-from elastane.snapshots.client import Keeper
+from elastane.snapshots.client import SnapshotClient
 from elastane.snapshots.messages import PersistRequest, Snapshot
 from elastane.storage.places import open_storage
 from elastane.storage.repository import Repository
@@ -98,7 +98,7 @@ class Worker:
         group: str = "",
         patience_s: float = KEEPER_ANSWER_S,
     ) -> None:
-        self.keeper = Keeper.connect(group, patience_s=patience_s)
+        self.keeper = SnapshotClient.connect(group, patience_s=patience_s)
         self.size = slot_bytes
         self.take(slots, slot_bytes)
 

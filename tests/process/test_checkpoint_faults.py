@@ -16,7 +16,7 @@ from small_saves import begin, opened, save, steps
 
 from elastane.cli.main import main
 from elastane.errors import FencedError, StorageError
-from elastane.storage.errors import told_of
+from elastane.storage.errors import storage_errors
 from elastane.storage.folder import PLACE
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -204,7 +204,7 @@ def test_a_read_only_file_system_takes_no_save_and_can_be_restored_from(small, c
     for act in ("ls", "verify", "show"):
         assert main(["checkpoint", act, str(small)]) == 0
     told_so = pytest.raises(StorageError, match=r"Read-only(.|\n)*mount that file system for writ")
-    with told_so, told_of(str(small)):
+    with told_so, storage_errors(str(small)):
         save(repository, 2)
     subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True)
     save(repository, 3)

@@ -204,7 +204,7 @@ def test_parameters_that_change_behind_a_save_are_noticed_and_saved_at_once_from
 
     copier._copy_rest = changed
     ck.save(1)
-    copier.settle()
+    copier.finish()
     assert "changed outside of an optimizer's step" in caplog.text
     assert folders(tmp_path / "ck") == []
     ck.save(2)
@@ -300,7 +300,7 @@ def test_a_keeper_that_is_killed_costs_one_save_and_not_the_training(tmp_path, c
         os.kill(pid, 9)
     one.step()
     ck.save(2)
-    ck._settle()  # It may still be dying when the save begins.
+    ck._finish_copies()  # It may still be dying when the save begins.
     assert "keeper" in caplog.text
     one.step()
     ck.save(3)
@@ -328,7 +328,7 @@ def test_a_save_that_was_asked_for_and_missed_is_told_at_the_end(tmp_path, monke
 
     ck._saver.agree = then_the_keeper_dies
     ck.save(2)
-    with pytest.raises(CheckpointError, match=r"not saved: .*the keeper of snapshots"):
+    with pytest.raises(CheckpointError, match=r"not saved: .*the snapshot server"):
         ck.wait()
     ck._saver.agree = agree
     ck.save(3)
@@ -415,8 +415,8 @@ def test_a_save_is_complete_before_its_worker_parks(
         trained.step()
         checkpointer.save(1)
         copier = checkpointer._saver.copier
-        settle = copier.settle
-        monkeypatch.setattr(copier, "settle", lambda: settled.append(settle()))
+        settle = copier.finish
+        monkeypatch.setattr(copier, "finish", lambda: settled.append(settle()))
         finish_before_park()
         assert settled
     settled.clear()

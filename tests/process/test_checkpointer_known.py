@@ -51,7 +51,7 @@ def test_a_shape_that_changed_in_place_costs_the_save_that_nobody_asked_for(
         ck.save(4)
     else:
         ck.maybe_save(4)
-    ck._settle()
+    ck._finish_copies()
     assert ("another shape or type, in place" in caplog.text) is not asked
     if not asked:
         ck.save(5)

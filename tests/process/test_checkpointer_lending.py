@@ -44,7 +44,7 @@ class Trained:
 
 @pytest.fixture
 def node(tmp_path):
-    if not copy_on_write.can_lend():
+    if not copy_on_write.is_supported():
         pytest.skip("the kernel has no MADV_POPULATE_WRITE, or gives huge pages to all")
     with Node(tmp_path) as node:
         yield node
@@ -76,7 +76,7 @@ def test_training_goes_on_from_the_snapshot_as_if_it_had_never_stopped(known, tm
     two = Trained()
     with Checkpointer(tmp_path / "ck") as ck:
         assert ck.restore(two.objects()).where == "memory"
-        assert ck._loan is not None, "it was lent"
+        assert ck._borrowed is not None, "it was lent"
         assert two.equals(known)
         for step in range(4, 10):
             known.step()
@@ -132,7 +132,7 @@ def test_memory_that_is_not_there_costs_a_slot_and_no_value(known, tmp_path, mon
     monkeypatch.setattr(kernel, "take_pages", refuse)
     with Checkpointer(tmp_path / "ck") as ck:
         assert ck.restore(two.objects()).where == "memory"
-        ck._loan.wait()
+        ck._borrowed.wait()
         assert "stays in the memory of its snapshot: [Errno 12]" in caplog.text
         for step in range(4, 10):
             known.step()

@@ -26,7 +26,7 @@ from supervise import alive
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots import messages
 from elastane.snapshots.channel import SnapshotChannel
-from elastane.snapshots.client import Keeper, KeeperSilentError, connected
+from elastane.snapshots.client import SnapshotClient, SnapshotServerSilentError, connected
 from elastane.snapshots.shared_memory import close_all
 
 
@@ -77,7 +77,7 @@ def test_a_keeper_starts_with_the_first_worker_and_ends_with_the_agent(node):
 
 
 def test_a_keeper_is_small_until_it_holds_something(node):
-    keeper = Keeper.connect()
+    keeper = SnapshotClient.connect()
     status = Path(f"/proc/{node.keeper}/status").read_text()
     held = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1])
     assert held < 24 << 10, "20 MB, and a margin for another Python"
@@ -90,7 +90,7 @@ def test_a_restarted_worker_gets_what_the_one_before_it_kept(node):
     for step in range(1, 6):
         first.save(step, layout="L", streams=b"random")
     first.keeper.close()
-    second = Keeper.connect()
+    second = SnapshotClient.connect()
     newest, older = second.held()
     assert (newest.key.step, older.key.step) == (5, 4)
     assert newest.words.layout_files == {"layout.json": b"{}", ".metadata": b"m"}
@@ -135,7 +135,7 @@ def test_a_killed_keeper_is_told_and_another_takes_its_place(node):
     with pytest.raises(ConnectionError, match="lost"):
         while worker.save(2):
             pass
-    with pytest.raises(ConnectionError, match="not there any more"):
+    with pytest.raises(ConnectionError, match="the snapshot server is gone"):
         worker.keeper.progress()
     again = Worker()
     assert again.keeper.id != was
@@ -152,23 +152,23 @@ def test_a_worker_waits_once_for_a_keeper_that_stands_still(node, monkeypatch):
     worker.save(1)
     monkeypatch.setattr(channel, "is_ready", lambda s: waited.append(s) or is_ready(s))
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(KeeperSilentError, match="does not answer"):
+    with pytest.raises(SnapshotServerSilentError, match="does not answer"):
         while worker.save(2):
             pass
     assert waited.count(0.05) >= 1
     waited.clear()
     for ask in (worker.keeper.progress, lambda: worker.save(3), lambda: worker.keeper.slots(4, 1)):
-        with pytest.raises(KeeperSilentError):
+        with pytest.raises(SnapshotServerSilentError):
             ask()
     assert waited == [0.0] * 3
-    worker.keeper.went_on(Key(0, 1, 0, 1), "memory")  # It hears that when it goes on.
+    worker.keeper.report_restored(Key(0, 1, 0, 1), "memory")  # It hears that when it goes on.
     os.kill(pid, signal.SIGCONT)
     until(lambda: _saves(worker, 4), "what was owed has come, and the connection is as before")
     assert 4 in worker.steps() and node.keeper == pid
 
 
 def _saves(worker, step):
-    with contextlib.suppress(KeeperSilentError):
+    with contextlib.suppress(SnapshotServerSilentError):
         return worker.save(step)
 
 
@@ -226,7 +226,7 @@ def test_a_question_that_was_interrupted_has_no_answer_for_the_next(node, monkey
 
 
 def test_slots_that_memory_has_no_room_for_are_refused_in_words(node):
-    keeper = Keeper.connect()
+    keeper = SnapshotClient.connect()
     with pytest.raises(OSError, match="bytes of memory left") as caught:
         keeper.slots(1, 1 << 45)
     assert caught.value.errno == errno.ENOMEM
@@ -240,11 +240,11 @@ def test_slots_beyond_a_limit_of_the_process_are_refused(tmp_path):
     try:
         stack = contextlib.ExitStack()
         stack.enter_context(Node(tmp_path))
-        Keeper.connect()
+        SnapshotClient.connect()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, resource_limit)
     with stack:
-        keeper = Keeper.connect()
+        keeper = SnapshotClient.connect()
         with pytest.raises(OSError, match="a snapshot's slot of"):
             keeper.slots(2, limit * 2)
         assert len(keeper.slots(2, limit // 2)) == 2
@@ -350,8 +350,8 @@ def test_what_makes_no_sense_is_refused_and_the_worker_goes_on(node):
 
 def test_a_worker_is_gone_with_its_process_whoever_holds_its_connection(node):
     code = (
-        "import os, sys, time; from elastane.snapshots.client import Keeper\n"
-        "k = Keeper.connect(); k.slots(3, 65536); k.grant(1.0)\n"
+        "import os, sys, time; from elastane.snapshots.client import SnapshotClient\n"
+        "k = SnapshotClient.connect(); k.slots(3, 65536); k.grant(1.0)\n"
         "if os.fork() == 0: os.close(1); time.sleep(600)\n"
         "print('ready', flush=True); os._exit(0)"
     )
@@ -366,7 +366,7 @@ def test_a_worker_is_gone_with_its_process_whoever_holds_its_connection(node):
 
     def are_taken_over() -> bool:
         # One that asks before it is held to be gone gets slots of its own, and keeps to those.
-        with contextlib.closing(Keeper.connect()) as again:
+        with contextlib.closing(SnapshotClient.connect()) as again:
             return len(again.slots(1, 65536)) == 3
 
     try:

@@ -13,11 +13,11 @@ from process_harness import DEADLINE_S, until
 
 from elastane.protocol.checkpoints import Key, folder_name
 from elastane.snapshots import connection
-from elastane.snapshots.messages import LAST_GASP, Replica
-from elastane.snapshots.peers import TO_SENDER, Neighbours, PeerProof, ReplicaOffer
+from elastane.snapshots.messages import FINAL_FLUSH, Replica
+from elastane.snapshots.peers import TO_SENDER, PeerProof, ReplicaOffer, ReplicationSettings
 from elastane.storage.digest import digest_of
 
-ABOUT = Neighbours("job", (b"secret" * 6,), "127.0.0.1")
+ABOUT = ReplicationSettings("job", (b"secret" * 6,), "127.0.0.1")
 
 
 # Real keepers, each of an agent of its own.
@@ -118,7 +118,7 @@ def test_nobody_stands_in_for_a_node_that_has_begun_to_write_its_part(pair, tmp_
     store = tmp_path / "store"
     last_gasps(pair, store)
     os.kill(pair[0][0].keeper, signal.SIGKILL)
-    nonce = digest_of([f"{7:08x} {LAST_GASP}".encode()])[:8]
+    nonce = digest_of([f"{7:08x} {FINAL_FLUSH}".encode()])[:8]
     begun = store / folder_name(Key(0, 1, 0, 7), nonce) / "__0_0.distcp"
     begun.parent.mkdir(parents=True)
     begun.write_bytes(b"half of it")
@@ -179,11 +179,11 @@ def test_whoever_does_not_know_the_secret_gets_nowhere(pair):
                 end.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionError):
                 assert end.recv(1) == b""
-    stranger = Neighbours("job", (b"guessed" * 5,), "")
+    stranger = ReplicationSettings("job", (b"guessed" * 5,), "")
     with pytest.raises(ConnectionError, match="another secret"):
         connection.dial(b.keeper.door, stranger, TO_SENDER)
     with pytest.raises(ConnectionError, match="another job"):
-        connection.dial(b.keeper.door, Neighbours("other", (b"s" * 32,), ""), TO_SENDER)
+        connection.dial(b.keeper.door, ReplicationSettings("other", (b"s" * 32,), ""), TO_SENDER)
     copied(a, save(a, 1, b))
     assert held(b) == [(1, [(0, SLOT_BYTES)])]
     assert "snapshot-replicas" in other.words
@@ -191,24 +191,24 @@ def test_whoever_does_not_know_the_secret_gets_nowhere(pair):
 
 def test_what_a_neighbour_sends_that_makes_no_sense_is_not_kept(pair):
     (_, a), (_, b) = pair
-    known = Neighbours("job", (b"s" * 32,), "")
+    known = ReplicationSettings("job", (b"s" * 32,), "")
     offer = ReplicaOffer("other", "g", Key(0, 1, 0, 9), "00000009", "", 3, (5,))
     for proof in (PeerProof(("x", "y")), PeerProof(()), offer):
         with contextlib.closing(connection.dial(b.keeper.door, known, TO_SENDER)) as one:
-            one.say(offer)
-            one.hear()
-            one.put(memoryview(b"abc"))
-            one.put(memoryview(b"abcde"))
-            one.say(proof)
+            one.send(offer)
+            one.receive()
+            one.send_bytes(memoryview(b"abc"))
+            one.send_bytes(memoryview(b"abcde"))
+            one.send(proof)
             with pytest.raises(ConnectionError):
-                one.hear()
+                one.receive()
     with contextlib.closing(connection.dial(b.keeper.door, known, TO_SENDER)) as one:
-        one.say(offer)
-        one.hear()
-        digests = one.put(memoryview(b"abc")), one.put(memoryview(b"abcde"))
-        one.say(PeerProof(digests))
+        one.send(offer)
+        one.receive()
+        digests = one.send_bytes(memoryview(b"abc")), one.send_bytes(memoryview(b"abcde"))
+        one.send(PeerProof(digests))
         with pytest.raises(ConnectionError):  # The words are none, though they came whole.
-            one.hear()
+            one.receive()
     assert held(b) == []
     copied(a, save(a, 1, b))
     assert held(b) == [(1, [(0, SLOT_BYTES)])]

@@ -15,40 +15,40 @@ from rpc_support import make_papers
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots import connection, listener, replica_store, replicator
 from elastane.snapshots.listener import SnapshotListener
-from elastane.snapshots.messages import HeldPiece, HeldWords, Replica
-from elastane.snapshots.peers import TO_SENDER, Neighbours, ReplicaOffer, ReplicaStored
-from elastane.snapshots.replica_store import Neighbour
-from elastane.snapshots.replicator import Courier, Errand
+from elastane.snapshots.messages import HeldPiece, Replica, SnapshotDescription
+from elastane.snapshots.peers import TO_SENDER, ReplicaOffer, ReplicaStored, ReplicationSettings
+from elastane.snapshots.replica_store import ReplicaStore
+from elastane.snapshots.replicator import Replicator, ReplicaTransfer
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.writing import Source
 
-ABOUT = Neighbours("job", (b"secret" * 6,), "127.0.0.1")
+ABOUT = ReplicationSettings("job", (b"secret" * 6,), "127.0.0.1")
 
 
 class Between:
     """What a courier brings, by a door, to a neighbour's memory."""
 
     def __init__(self, folder):
-        self.neighbour = Neighbour()
-        self.door = SnapshotListener(ABOUT, self.neighbour.take)
+        self.replicas = ReplicaStore()
+        self.door = SnapshotListener(ABOUT, self.replicas.accept)
         self.at = self.door.open()
         self.ended = threading.Semaphore(0)
         self.arrived = None
-        self.courier = Courier("me", lambda: ABOUT, self._ended)
+        self.replicator = Replicator("me", lambda: ABOUT, self._ended)
         self.folder = folder
 
     def _ended(self, name, arrived):
-        self.courier.books.ended(name, arrived=arrived)
+        self.replicator.table.ended(name, arrived=arrived)
         self.arrived = arrived
         self.ended.release()
 
     def bring(self, step, data, safe="", known=None, at=""):
         name = Name(Key(0, 1, 0, step), f"{step:08x}")
-        self.courier.begin(
+        self.replicator.begin(
             name,
             Replica(at or self.at, "g", safe),
             [name],
-            lambda name, replica: Errand(
+            lambda name, replica: ReplicaTransfer(
                 name, replica, words(name, len(data)), (self.source(data),), known
             ),
         )
@@ -62,7 +62,7 @@ class Between:
 
     def held(self):
         found = {}
-        for what, fds in self.neighbour.given():
+        for what, fds in self.replicas.given():
             sizes = [piece.end - piece.first for piece in what.pieces]
             pairs = zip(fds, sizes, strict=True)
             found[what.key.step] = b"".join(os.pread(fd, size, 0) for fd, size in pairs)
@@ -76,7 +76,7 @@ class Between:
 def words(name, size):
     rest = {"locals": 1, "image_bytes": size, "replicated": False, "verified": False}
     rest |= {"layout": "", "layout_files": {}, "files": {"f": b"x"}, "streams": {0: b"s"}}
-    return HeldWords(key=name.key, nonce=name.nonce, pieces=(HeldPiece(0, size),), **rest)
+    return SnapshotDescription(key=name.key, nonce=name.nonce, pieces=(HeldPiece(0, size),), **rest)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_safe_one_stays_and_the_rest_makes_room(between):
 
 def test_what_somebody_may_be_reading_is_not_written_over(between):
     assert between.bring(1, b"1" * 9000)
-    ((_, (fd,)),) = between.neighbour.given()
+    ((_, (fd,)),) = between.replicas.given()
     assert between.bring(2, b"2" * 9000)
     assert os.pread(fd, 9000, 0) == b"1" * 9000
     os.close(fd)
@@ -119,8 +119,8 @@ def test_memory_that_runs_short_is_told_once_and_costs_copies_alone(between, mon
         patch.setattr(replica_store, "make_slot", short)
         for step in (1, 2):
             assert not between.bring(step, b"x" * 5000)
-    assert caplog.text.count("copies for a neighbour are not kept here: a snapshot's slot") == 1
-    assert caplog.text.count("it does not take it: a snapshot's slot of 5000 bytes") == 1
+    assert caplog.text.count("replicas of another node are not stored here: a snapshot's slot") == 1
+    assert caplog.text.count("it declined the replica: a snapshot's slot of 5000 bytes") == 1
     assert between.bring(3, b"3" * 5000)
     assert between.held() == {3: b"3" * 5000}
 
@@ -128,7 +128,7 @@ def test_memory_that_runs_short_is_told_once_and_costs_copies_alone(between, mon
 def test_a_copy_of_what_has_changed_since_it_was_kept_is_no_copy(between, caplog):
     assert not between.bring(1, b"1" * 5000, known=("another digest",))
     assert "changed in memory" in caplog.text
-    until(lambda: between.neighbour._books.arriving is None, "it is given up")
+    until(lambda: between.replicas._table.arriving is None, "it is given up")
     assert between.held() == {}
 
 
@@ -157,7 +157,7 @@ def test_a_peer_that_fails_in_the_middle_is_told_and_the_next_copy_comes(
         assert not between.bring(1, b"1" * 5000, at=f"127.0.0.1:{listener.getsockname()[1]}")
         released.set()
         thread.join()
-    assert caplog.text.count("no copy of the snapshot of step 1") == 1
+    assert caplog.text.count("no replica of the snapshot of step 1") == 1
     assert between.bring(2, b"2" * 5000)
     assert between.held() == {2: b"2" * 5000}
 
@@ -166,40 +166,40 @@ def test_a_sender_that_dies_in_the_middle_leaves_what_was_there(between):
     assert between.bring(1, b"1" * 5000)
     offer = ReplicaOffer("me", "g", Key(0, 1, 0, 2), "00000002", "00000001", 3, (5000,))
     with contextlib.closing(connection.dial(between.at, ABOUT, TO_SENDER)) as one:
-        one.say(offer)
-        one.hear()
-        one.put(memoryview(b"abc"))
-        one.put(memoryview(b"2" * 4000))
-    until(lambda: between.neighbour._books.arriving is None, "it is given up")
+        one.send(offer)
+        one.receive()
+        one.send_bytes(memoryview(b"abc"))
+        one.send_bytes(memoryview(b"2" * 4000))
+    until(lambda: between.replicas._table.arriving is None, "it is given up")
     assert between.held() == {1: b"1" * 5000}
 
 
 def test_a_copy_stays_though_its_sender_does_not_hear_that_it_came(between):
     def deaf(offer, way):
-        say = way.say
+        say = way.send
 
         def unheard(message):
             if isinstance(message, ReplicaStored):
                 raise ConnectionResetError("it is gone")
             say(message)
 
-        way.say = unheard
+        way.send = unheard
         take(offer, way)
 
-    take, between.door._take = between.door._take, deaf
+    take, between.door._offered = between.door._offered, deaf
     data = os.urandom(70_000)
     assert not between.bring(1, data)
     assert between.held() == {1: data}
-    between.door._take = take
+    between.door._offered = take
     assert between.bring(2, data, safe="00000001")
     assert between.held() == {1: data, 2: data}
 
 
 def test_the_secret_may_change_while_both_count(between, monkeypatch):
-    new = Neighbours("job", (b"new" * 11, *ABOUT.secrets), "127.0.0.1")
+    new = ReplicationSettings("job", (b"new" * 11, *ABOUT.secrets), "127.0.0.1")
     between.door.about = new
     assert between.bring(1, b"1" * 100), "by the old one"
-    monkeypatch.setattr(between.courier, "_neighbours", lambda: new)
+    monkeypatch.setattr(between.replicator, "_neighbours", lambda: new)
     assert between.bring(2, b"2" * 100)
     between.door.about = ABOUT
     assert not between.bring(3, b"3" * 100)
@@ -210,13 +210,15 @@ def test_with_tls_both_keepers_verify_each_other(between, tmp_path):
 
     def about(own, authority):
         names = f"{own}.pem", f"{own}.key", f"{authority}.pem"
-        return Neighbours("job", ABOUT.secrets, "", tuple(str(papers / name) for name in names))
+        return ReplicationSettings(
+            "job", ABOUT.secrets, "", tuple(str(papers / name) for name in names)
+        )
 
     between.door.about = good = about("node", "ca")
     for stranger in (ABOUT, about("other", "ca"), about("node", "other")):
-        between.courier._neighbours = lambda about=stranger: about
+        between.replicator._neighbours = lambda about=stranger: about
         assert not between.bring(1, b"1" * 100)
-    between.courier._neighbours = lambda: good
+    between.replicator._neighbours = lambda: good
     data = os.urandom(20_000_000)
     assert between.bring(2, data)
     assert between.held() == {2: data}
@@ -235,8 +237,8 @@ def test_silent_connections_make_room_for_a_copy_and_leave_nothing_behind(
     if is_tls:
         papers = make_papers(tmp_path)
         names = tuple(str(papers / name) for name in ("node.pem", "node.key", "ca.pem"))
-        one.door.about = about = Neighbours("job", ABOUT.secrets, "", names)
-        one.courier._neighbours = lambda: about
+        one.door.about = about = ReplicationSettings("job", ABOUT.secrets, "", names)
+        one.replicator._neighbours = lambda: about
     host, _, port = one.at.rpartition(":")
     with contextlib.ExitStack() as stack:
         for _ in range(8):
@@ -262,5 +264,5 @@ def test_cycles_of_copies_leave_nothing_behind(between):
     for step in range(6, 60):
         cycle(step)
     until(lambda: open_now() <= before, "descriptors")
-    between.neighbour.over()
+    between.replicas.clear()
     until(lambda: open_now() <= before - 2, "the copies' own")

@@ -15,11 +15,11 @@ from supervise import agent, alive, command_line, state
 BODY = """
 import mmap, sys
 from elastane.protocol.checkpoints import Key
-from elastane.snapshots.client import Keeper
-from elastane.snapshots.messages import Persist, Snapshot
+from elastane.snapshots.client import SnapshotClient
+from elastane.snapshots.messages import PersistRequest, Snapshot
 
 N, STORE = 1 << 16, str(FOLDER / "store")
-keeper = Keeper.connect()
+keeper = SnapshotClient.connect()
 held = keeper.held()
 step = held[0].key.step if held else 0
 for one in held:
@@ -31,7 +31,7 @@ fds = keeper.slots(3, N)
 slots = [mmap.mmap(fd, N) for fd in fds]
 wish = dict(where=STORE, job="job", world=2, versions={}, reason="step", keep=2)
 wish["ranges"] = (("__0_0.distcp", 0, 2 * N),)
-keeper.layout("L", {"layout.json": b"{}"}, Persist(**wish))
+keeper.layout("L", {"layout.json": b"{}"}, PersistRequest(**wish))
 
 
 def save(step, durable=False):
@@ -42,7 +42,7 @@ def save(step, durable=False):
     keeper.keep(slot, Snapshot(
         key=key, nonce=f"{step:08x}", local=local, locals=2, first=local * N,
         end=local * N + N, image_bytes=2 * N, layout="L",
-        persist=Persist(**wish) if durable else None,
+        persist=PersistRequest(**wish) if durable else None,
     ))
     return key
 
@@ -125,11 +125,11 @@ try:
     save_until('never')
 except ConnectionError as error:
     tell("lost", error)
-keeper = Keeper.connect()
+keeper = SnapshotClient.connect()
 assert keeper.held() == []
 fds = keeper.slots(3, N)
 slots = [mmap.mmap(fd, N) for fd in fds]
-keeper.layout("L", {"layout.json": b"{}"}, Persist(**wish))
+keeper.layout("L", {"layout.json": b"{}"}, PersistRequest(**wish))
 keeper.wait(save(1000, durable=True), 60.0)
 """
     )

@@ -16,7 +16,7 @@ from elastane.protocol.checkpoints import Key
 from elastane.snapshots import store, writer
 from elastane.snapshots.messages import LayoutFiles, Replica, Slots
 from elastane.snapshots.rules.snapshots import Name
-from elastane.snapshots.store import Shelf
+from elastane.snapshots.store import SnapshotStore
 from elastane.snapshots.writing import WriteFailure, Written
 
 WORKER = 1
@@ -37,7 +37,7 @@ class Storage:
             raise self.failure
         return Written(123, (order.persist.part,))
 
-    def gasp(self, order):
+    def flush(self, order):
         self.gasps.append(order)
         return self.write(order)
 
@@ -50,43 +50,43 @@ class One:
 
     def __init__(self):
         self.storage = Storage()
-        self.shelf = Shelf(lambda: None)
-        self.shelf._scribe._writer = self.storage
-        self.shelf.open()
+        self.store = SnapshotStore(lambda: None)
+        self.store._writer._writer = self.storage
+        self.store.open()
         self.begin(WORKER)
 
     def begin(self, worker):
-        self.shelf.came(worker)
-        numbers, fds = self.shelf.slots(worker, Slots(3, SLOT_BYTES))
+        self.store.joined(worker)
+        numbers, fds = self.store.slots(worker, Slots(3, SLOT_BYTES))
         self.slots = {n: mmap.mmap(fd, SLOT_BYTES) for n, fd in zip(numbers, fds, strict=True)}
         for fd in fds:
             os.close(fd)
 
     def save(self, step, persist=False, worker=WORKER, **more):
-        slot = self.shelf.grant(worker, overdue=False)
+        slot = self.store.grant(worker, overdue=False)
         assert slot is not None, f"step {step} waits"
         self.slots[slot][:] = bytes([step]) * SLOT_BYTES
         wish = persist_to("/nowhere") if persist else None
-        self.shelf.keep(worker, slot, snapshot(step, SLOT_BYTES, wish, **more))
+        self.store.keep(worker, slot, snapshot(step, SLOT_BYTES, wish, **more))
 
     def held(self, worker=WORKER):
-        words, fds = self.shelf.read(worker)
+        words, fds = self.store.read(worker)
         for held, fd in zip(words, fds, strict=True):
             assert os.pread(fd, SLOT_BYTES, 0) == bytes([held.key.step]) * SLOT_BYTES
             os.close(fd)
-            self.shelf.release(worker, Name(held.key, held.nonce))
+            self.store.release(worker, Name(held.key, held.nonce))
         return [(held.key.step, held.verified) for held in words]
 
     def let_go(self):
         self.storage.go.release()
-        until(lambda: self.shelf.is_idle, "the writing ends")
+        until(lambda: self.store.is_idle, "the writing ends")
 
 
 @pytest.fixture
 def one():
     one = One()
     yield one
-    one.shelf.stop()
+    one.store.stop()
     one.storage.go.release(100)
 
 
@@ -94,26 +94,26 @@ def test_a_storage_that_hangs_makes_no_worker_wait(one):
     one.save(1, persist=True)
     for step in range(2, 30):
         one.save(step)
-    progress = one.shelf.progress()
+    progress = one.store.progress()
     assert progress.writing == Key(0, 1, 0, 1)
     assert progress.busy
     assert [step for step, _ in one.held()] == [29, 28, 1], "what is written stays as it was"
     one.let_go()
-    assert one.shelf.progress().published == Key(0, 1, 0, 1)
-    assert one.shelf.progress().last_write_bytes == 123
+    assert one.store.progress().published == Key(0, 1, 0, 1)
+    assert one.store.progress().last_write_bytes == 123
     assert one.storage.pruned
 
 
 def test_what_waits_for_storage_gives_way_to_what_is_newer(one):
     for step in (1, 2, 3):
         one.save(step, persist=True)
-    progress = one.shelf.progress()
+    progress = one.store.progress()
     assert (progress.writing.step, progress.waiting.step) == (1, 3)
     assert [(f.key.step, f.slug) for f in progress.failures] == [(2, "checkpoint-busy")]
     one.storage.go.release(2)
-    until(lambda: one.shelf.is_idle, "both are written")
-    assert one.shelf.progress().published.step == 3
-    assert one.shelf.progress().failure_of(Key(0, 1, 0, 2)) is None, "a newer one is durable"
+    until(lambda: one.store.is_idle, "both are written")
+    assert one.store.progress().published.step == 3
+    assert one.store.progress().failure_of(Key(0, 1, 0, 2)) is None, "a newer one is durable"
 
 
 def test_a_failure_is_told_and_the_next_save_tries_anew(one, caplog):
@@ -121,28 +121,28 @@ def test_a_failure_is_told_and_the_next_save_tries_anew(one, caplog):
     for step in (1, 2):
         one.save(step, persist=True)
         one.let_go()
-    assert one.shelf.progress().failed.reason == "No space left on device"
-    assert one.shelf.progress().failure_of(Key(0, 1, 0, 2)) is not None
+    assert one.store.progress().failed.reason == "No space left on device"
+    assert one.store.progress().failure_of(Key(0, 1, 0, 2)) is not None
     assert caplog.text.count("No space left") == 1, "said once"
     one.storage.failure = None
     one.save(3, persist=True)
     one.let_go()
-    assert one.shelf.progress().published.step == 3
+    assert one.store.progress().published.step == 3
 
 
 def test_an_error_of_another_kind_is_a_failure_too(one):
     one.storage.failure = RuntimeError("what nobody thought of")
     one.save(1, persist=True)
     one.let_go()
-    assert "what nobody thought of" in one.shelf.progress().failed.reason
+    assert "what nobody thought of" in one.store.progress().failed.reason
 
 
 def test_memory_that_is_short_is_not_kept_for_copies(one, monkeypatch):
     one.save(1)
-    (name,) = one.shelf._books.whole()
-    one.shelf._courier.books.whole(name, [name], "peer")
-    one.shelf._courier.books.ended(name, arrived=True)
-    one.shelf._books.pin(frozenset({name}))
+    (name,) = one.store._table.whole()
+    one.store._replicator.table.begin(name, [name], "peer")
+    one.store._replicator.table.ended(name, arrived=True)
+    one.store._table.pin(frozenset({name}))
     for step in (2, 3, 4):
         one.save(step, replica=Replica("", "g", ""))
     assert [step for step, _ in one.held()] == [4, 3, 1]
@@ -160,87 +160,87 @@ def test_memory_that_is_short_is_not_kept_for_copies(one, monkeypatch):
 
 def test_workers_that_wish_for_different_things_are_told(one):
     one.begin(2)
-    slot = one.shelf.grant(2, overdue=False)
+    slot = one.store.grant(2, overdue=False)
     other = persist_to("/elsewhere")
     shares = {"locals": 2, "image_bytes": 2 * SLOT_BYTES}
     more = {**shares, "local": 1, "first": SLOT_BYTES, "end": 2 * SLOT_BYTES}
-    one.shelf.keep(2, slot, snapshot(1, SLOT_BYTES, other, **more))
+    one.store.keep(2, slot, snapshot(1, SLOT_BYTES, other, **more))
     one.begin(3)
-    slot = one.shelf.grant(3, overdue=False)
-    one.shelf.keep(3, slot, snapshot(1, SLOT_BYTES, persist_to("/nowhere"), **shares))
-    assert "different checkpoints" in one.shelf.progress().failed.reason
-    assert one.shelf.is_idle
+    slot = one.store.grant(3, overdue=False)
+    one.store.keep(3, slot, snapshot(1, SLOT_BYTES, persist_to("/nowhere"), **shares))
+    assert "different checkpoints" in one.store.progress().failed.reason
+    assert one.store.is_idle
 
 
 def test_a_snapshot_is_checked_against_its_digest_before_it_is_given_out(one):
     for step in (1, 2):
         one.save(step)
-        until(lambda: len(one.shelf._digests._known) == step, "its digest")  # noqa: B023
+        until(lambda: len(one.store._digests._known) == step, "its digest")  # noqa: B023
     assert one.held() == [(2, True), (1, False)]
-    one.shelf.gone(WORKER)
-    newest = one.shelf._books.slots_of(one.shelf._digests.newest)[0]
+    one.store.gone(WORKER)
+    newest = one.store._table.slots_of(one.store._digests.newest)[0]
     one.slots[newest][12345] = 77  # What a worker may do in its last moment.
-    one.shelf.came(2)
+    one.store.joined(2)
     assert one.held(2) == [(1, True)]
 
 
 def test_the_newest_is_checked_when_the_last_worker_is_gone_and_not_again_when_asked(
     one, monkeypatch
 ):
-    sources, digested = one.shelf._sources, []
-    monkeypatch.setattr(one.shelf, "_sources", lambda name: digested.append(1) or sources(name))
+    sources, digested = one.store._sources, []
+    monkeypatch.setattr(one.store, "_sources", lambda name: digested.append(1) or sources(name))
     one.save(1)
-    until(lambda: one.shelf._digests._known, "its digest")
-    one.shelf.came(2)
-    one.shelf.gone(WORKER)
-    one.shelf.check_ahead()
+    until(lambda: one.store._digests._known, "its digest")
+    one.store.joined(2)
+    one.store.gone(WORKER)
+    one.store.check_ahead()
     assert len(digested) == 1, "another worker is there, which may never ask"
-    one.shelf.gone(2)
-    one.shelf.check_ahead()
-    one.shelf.came(3)
+    one.store.gone(2)
+    one.store.check_ahead()
+    one.store.joined(3)
     assert one.held(3) == [(1, True)] and len(digested) == 2
-    one.shelf.gone(3)
-    one.shelf.leave()
-    until(lambda: one.shelf.is_idle, "it is over")
-    one.shelf.check_ahead()
+    one.store.gone(3)
+    one.store.leave()
+    until(lambda: one.store.is_idle, "it is over")
+    one.store.check_ahead()
     assert len(digested) == 2, "nobody comes any more"
 
 
 def test_a_snapshot_that_changed_is_no_last_gasp(one):
-    one.shelf.layout(LayoutFiles("L", {}, persist_to("/nowhere")))
+    one.store.add_layout(LayoutFiles("L", {}, persist_to("/nowhere")))
     one.save(1, layout="L")
-    until(lambda: one.shelf._digests._known, "its digest")
-    slot = one.shelf._books.slots_of(one.shelf._digests.newest)[0]
+    until(lambda: one.store._digests._known, "its digest")
+    slot = one.store._table.slots_of(one.store._digests.newest)[0]
     one.slots[slot][1] = 77
-    one.shelf.gone(WORKER)
-    one.shelf.leave()
-    until(lambda: one.shelf.is_idle, "it is over")
+    one.store.gone(WORKER)
+    one.store.leave()
+    until(lambda: one.store.is_idle, "it is over")
     assert not one.storage.orders
-    assert one.shelf.progress().failed.slug == "snapshot-changed"
+    assert one.store.progress().failed.slug == "snapshot-changed"
 
 
 def test_the_last_gasp_is_what_the_layout_says_and_once(one):
     wish = persist_to("/nowhere", reason="none of its own", wait_s=500.0)
-    one.shelf.layout(LayoutFiles("L", {"layout.json": b"{}"}, wish))
+    one.store.add_layout(LayoutFiles("L", {"layout.json": b"{}"}, wish))
     one.save(1, layout="L", streams=b"s")
-    one.shelf.gone(WORKER)
-    one.shelf.leave()
+    one.store.gone(WORKER)
+    one.store.leave()
     one.let_go()
     (order,) = one.storage.gasps
     assert order.persist.reason == "last gasp"
     assert order.persist.wait_s < 500
     assert dict(order.files) == {"layout.json": b"{}", "state.msgpack": b"1"}
-    one.shelf.leave()
-    assert one.shelf.is_idle
+    one.store.leave()
+    assert one.store.is_idle
     assert len(one.storage.gasps) == 1
 
 
 def test_without_a_place_there_is_no_last_gasp(one):
     one.save(1)
-    one.shelf.gone(WORKER)
-    one.shelf.leave()
-    assert one.shelf.is_idle
-    assert one.shelf.progress().failures == ()
+    one.store.gone(WORKER)
+    one.store.leave()
+    assert one.store.is_idle
+    assert one.store.progress().failures == ()
 
 
 def test_what_was_asked_for_of_one_writer_is_a_last_gasp_as_well(one):
@@ -248,22 +248,22 @@ def test_what_was_asked_for_of_one_writer_is_a_last_gasp_as_well(one):
     one.save(1, persist=True)
     one.let_go()
     one.storage.failure = None
-    one.shelf.gone(WORKER)
-    one.shelf.leave()
+    one.store.gone(WORKER)
+    one.store.leave()
     one.let_go()
-    assert one.shelf.progress().published.step == 1
+    assert one.store.progress().published.step == 1
 
 
 def test_where_others_lack_the_newest_the_one_before_is_tried(one):
     error = CheckpointError("1 of 2 writers", slug="checkpoint-incomplete")
     one.storage.failure = WriteFailure(error.what, error.slug)
-    one.shelf.layout(LayoutFiles("L", {}, persist_to("/nowhere", parts=2)))
+    one.store.add_layout(LayoutFiles("L", {}, persist_to("/nowhere", parts=2)))
     for step in (1, 2, 3):
         one.save(step, layout="L")
-    one.shelf.gone(WORKER)
-    one.shelf.leave()
+    one.store.gone(WORKER)
+    one.store.leave()
     one.storage.go.release(2)
-    until(lambda: one.shelf.is_idle, "it is over")
+    until(lambda: one.store.is_idle, "it is over")
     assert [order.name.key.step for order in one.storage.gasps] == [3, 2]
 
 
@@ -278,7 +278,7 @@ def test_other_writers_are_waited_for_no_longer_once_a_later_round_saves(one, mo
     one.save(3, key=Key(0, 2, 0, 3))
     assert order.hurry()
     assert not order.stop()
-    one.shelf.stop()
+    one.store.stop()
     assert order.stop()
 
 
@@ -287,23 +287,23 @@ def test_nor_once_a_worker_of_a_later_round_asks_how_the_writing_stands(one, mon
     one.save(1, persist=True)
     until(lambda: one.storage.orders, "it is being written")
     (order,) = one.storage.orders
-    one.shelf.progress((1, 0))
+    one.store.progress((1, 0))
     assert not order.hurry(), "the same round"
-    one.shelf.progress((1, 1))
-    one.shelf.progress((1, 0))
+    one.store.progress((1, 1))
+    one.store.progress((1, 0))
     assert order.hurry()
 
 
 def test_groups_of_slots_of_another_size_go_when_nothing_needs_them(one):
     one.save(1)
-    numbers, fds = one.shelf.slots(WORKER, Slots(2, 2 * SLOT_BYTES))
+    numbers, fds = one.store.slots(WORKER, Slots(2, 2 * SLOT_BYTES))
     assert len(numbers) == 2
     assert [step for step, _ in one.held()] == [1], "it stays until there is a newer one"
     one.slots = {n: mmap.mmap(fd, 2 * SLOT_BYTES) for n, fd in zip(numbers, fds, strict=True)}
     for fd in fds:
         os.close(fd)
     for step in (2, 3):
-        slot = one.shelf.grant(WORKER, overdue=False)
+        slot = one.store.grant(WORKER, overdue=False)
         more = {"end": 2 * SLOT_BYTES, "image_bytes": 2 * SLOT_BYTES}
-        one.shelf.keep(WORKER, slot, snapshot(step, SLOT_BYTES, None, **more))
-    assert {*one.shelf._memory} == {*numbers}
+        one.store.keep(WORKER, slot, snapshot(step, SLOT_BYTES, None, **more))
+    assert {*one.store._memory} == {*numbers}

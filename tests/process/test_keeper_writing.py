@@ -10,7 +10,7 @@ from elastane.protocol.checkpoints import Key, part_name
 from elastane.snapshots.messages import STREAMS_FILE
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.shared_memory import close_all, make_slot
-from elastane.snapshots.writing import Source, WriteFailure, WriteOrder, Writer, Written
+from elastane.snapshots.writing import CheckpointWriter, Source, WriteFailure, WriteOrder, Written
 
 
 @pytest.fixture
@@ -43,21 +43,21 @@ def parts_in(folder):
 
 def test_who_has_a_copy_writes_the_part_that_has_not_come(order, tmp_path):
     size = 2 * SLOT_BYTES + len(b"7")
-    assert Writer().gasp(order(0, order(1))) == Written(size, (0, 1))
+    assert CheckpointWriter().flush(order(0, order(1))) == Written(size, (0, 1))
     assert published(tmp_path) == [(7, "step")]
 
 
 def test_nobody_stands_in_where_workers_have_gone_on_from_it(order, tmp_path):
     with pytest.raises(WriteFailure) as failed:
-        Writer().gasp(order(0, order(1), past=True))
+        CheckpointWriter().flush(order(0, order(1), past=True))
     assert failed.value.slug == "checkpoint-incomplete"
     assert parts_in(tmp_path) == ["__0_0.distcp"]
 
 
 def test_nobody_stands_in_for_one_that_has_come(order, tmp_path):
     with pytest.raises(WriteFailure):
-        Writer().gasp(order(1))
-    written = Writer().gasp(order(0, order(1)))
+        CheckpointWriter().flush(order(1))
+    written = CheckpointWriter().flush(order(0, order(1)))
     assert written.parts == (0,) and published(tmp_path) == [(7, "step")]
 
 
@@ -84,7 +84,7 @@ def test_what_a_later_round_removes_before_it_is_published_is_fenced_off(
     if during == "mkdir":
         monkeypatch.setattr(os, "mkdir", remove)
     with pytest.raises(WriteFailure) as failed:
-        Writer().write(order(0, **({} if during == "mkdir" else {during: remove})))
+        CheckpointWriter().write(order(0, **({} if during == "mkdir" else {during: remove})))
     assert failed.value.slug == "checkpoint-fenced"
     all_of_it = ["__0_0.distcp", part_name(0, 2), "state.msgpack", STREAMS_FILE.format(0)]
     written = {"mkdir": [], "stop": all_of_it[:1], "hurry": all_of_it}

@@ -17,7 +17,7 @@ from process_harness import worker_environment
 from elastane.agent.offers import OfferedPort
 from elastane.process.endpoint import bound, is_loopback, listen, local_addresses, meets_here, reach
 from elastane.snapshots.listener import SnapshotListener
-from elastane.snapshots.peers import Neighbours
+from elastane.snapshots.peers import ReplicationSettings
 
 SCRIPT = """
 import json, os, sys, time
@@ -117,7 +117,9 @@ OWN = sorted(a for a in local_addresses() if "." in a and not a.startswith("127.
 def test_what_a_node_serves_is_bound_to_the_address_that_is_named(address):
     port = OfferedPort(listening=True, host=address)
     port.open()
-    door = SnapshotListener(Neighbours("job", (b"x" * 32,), host=address), lambda offer, line: None)
+    door = SnapshotListener(
+        ReplicationSettings("job", (b"x" * 32,), host=address), lambda offer, line: None
+    )
     where = door.open()
     with listen(address, 0) as listener:
         assert listener.getsockname()[0] == address

@@ -17,8 +17,8 @@ from elastane.snapshots.rules.snapshots import (
     Drop,
     Forget,
     Name,
+    SlotTable,
     SnapshotPiece,
-    Snapshots,
     Superseded,
     Whole,
     Write,
@@ -31,7 +31,7 @@ SLOTS = 3
 class Books(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.books = Snapshots()
+        self.table = SlotTable()
         self.memory = {}  # slot -> (name, local), "garbage" or None
         self.slots = {}  # worker -> its slots
         self.local = {}  # worker -> its local
@@ -56,7 +56,7 @@ class Books(RuleBasedStateMachine):
             self.end(worker)
         for worker in range(self.numbered + 1, self.numbered + 1 + locals_ - len(self.local)):
             self.numbered = worker
-            self.books.came(worker)
+            self.table.joined(worker)
             self.local[worker] = 0
         self.local = {worker: local for local, worker in enumerate(self.local)}
         self.at = dict.fromkeys(self.local, 0)
@@ -65,14 +65,14 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data(), size=st.sampled_from(SIZES), count=st.integers(1, SLOTS))
     def slots_are_asked_for(self, data, size, count):
         worker = data.draw(st.sampled_from([*self.local]))
-        mine, effects = self.books.own(worker, size)
+        mine, effects = self.table.own(worker, size)
         self.seen(effects)
         if self.granted.get(worker) not in mine:
             self.granted.pop(worker, None)
         start = max(self.memory, default=0) + 1
         new = [*range(start, start + max(0, count - len(mine)))]
         self.memory |= dict.fromkeys(new)
-        self.books.add(worker, size, new)
+        self.table.add(worker, size, new)
         self.slots[worker] = [*mine, *new]
 
     @precondition(lambda self: self.slots)
@@ -80,7 +80,7 @@ class Books(RuleBasedStateMachine):
     def a_slot_is_granted(self, data, overdue):
         worker = data.draw(st.sampled_from([*self.slots]))
         before = self.granted.get(worker)
-        slot, effects = self.books.grant(worker, overdue=overdue)
+        slot, effects = self.table.grant(worker, overdue=overdue)
         self.seen(effects)
         if overdue and len(self.slots[worker]) >= SLOTS and not self.read:
             assert slot is not None, "three slots are enough for that a grant never waits for long"
@@ -98,7 +98,7 @@ class Books(RuleBasedStateMachine):
         name = Name(Key(0, self.round, 0, self.at[worker]), nonce)
         slot, local = self.granted.pop(worker), self.local[worker]
         self.memory[slot] = (name, local)
-        effects = self.books.keep(worker, slot, SnapshotPiece(name, local, self.locals, persist))
+        effects = self.table.keep(worker, slot, SnapshotPiece(name, local, self.locals, persist))
         self.seen(effects)
 
     @precondition(lambda self: self.local)
@@ -110,8 +110,8 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.sampled_from([None, 1]))
     def a_worker_reads(self, data, count):
         worker = data.draw(st.sampled_from([*self.local]))
-        names = self.books.read(worker, count)
-        assert names == self.books.whole()[:count]
+        names = self.table.read(worker, count)
+        assert names == self.table.whole()[:count]
         self.read += [(worker, name) for name in names]
 
     @precondition(lambda self: self.read)
@@ -119,34 +119,34 @@ class Books(RuleBasedStateMachine):
     def a_worker_has_read(self, data):
         one = data.draw(st.sampled_from(self.read))
         self.read.remove(one)
-        self.seen(self.books.release(*one))
+        self.seen(self.table.release(*one))
 
     @precondition(lambda self: self.writing)
     @rule(durable=st.booleans())
     def a_writing_ends(self, durable):
         name, self.writing = self.writing, None
         if durable:
-            self.books.durable(name.key)
+            self.table.durable(name.key)
         self.settled.add(name)
-        self.seen(self.books.written(name))
+        self.seen(self.table.written(name))
 
     @rule(leaving=st.sampled_from([False, False, True]))
     def the_workers_are_missed(self, leaving):
-        self.seen(self.books.gasp(leaving=leaving))
+        self.seen(self.table.flush(leaving=leaving))
 
-    @precondition(lambda self: self.books.whole())
+    @precondition(lambda self: self.table.whole())
     @rule(data=st.data())
     def memory_decays(self, data):
-        name = data.draw(st.sampled_from(self.books.whole()))
+        name = data.draw(st.sampled_from(self.table.whole()))
         self.spoiled.add(name)
         self.newest = None
-        self.seen(self.books.spoil(name))
+        self.seen(self.table.spoil(name))
 
     # What follows.
 
     def end(self, worker):
         self.read = [(reader, name) for reader, name in self.read if reader != worker]
-        self.seen(self.books.gone(worker))
+        self.seen(self.table.gone(worker))
         for known in (self.local, self.slots, self.granted, self.at):
             known.pop(worker, None)
 
@@ -154,7 +154,7 @@ class Books(RuleBasedStateMachine):
         for effect in effects:
             match effect:
                 case Whole(name):
-                    assert name in self.books.whole() or name.key < self.books.whole()[-1].key
+                    assert name in self.table.whole() or name.key < self.table.whole()[-1].key
                 case Write(name, gasp):
                     assert self.writing is None
                     assert name not in self.spoiled
@@ -175,15 +175,15 @@ class Books(RuleBasedStateMachine):
 
     @invariant()
     def what_is_whole_is_in_its_slots(self):
-        used = [*self.books.whole(), *(name for _, name in self.read)]
+        used = [*self.table.whole(), *(name for _, name in self.read)]
         used += [self.writing] if self.writing else []
         for name in used:
-            for local, slot in self.books.slots_of(name).items():
+            for local, slot in self.table.slots_of(name).items():
                 assert self.memory[slot] == (name, local)
 
     @invariant()
     def the_newest_stays_until_there_is_a_newer_one(self):
-        newest = next(iter(self.books.whole()), None)
+        newest = next(iter(self.table.whole()), None)
         if self.newest is not None:
             assert newest is not None
             assert newest >= self.newest
@@ -191,14 +191,14 @@ class Books(RuleBasedStateMachine):
 
     @invariant()
     def no_more_is_held_than_is_needed(self):
-        extra = {name for _, name in self.read} | {self.books.writing, self.books.waiting}
-        assert len([n for n in self.books.whole() if n not in extra]) <= WHOLE_MAX
-        assert not self.spoiled & {*self.books.whole()}
+        extra = {name for _, name in self.read} | {self.table.writing, self.table.waiting}
+        assert len([n for n in self.table.whole() if n not in extra]) <= WHOLE_MAX
+        assert not self.spoiled & {*self.table.whole()}
 
     @invariant()
     def one_is_written_at_a_time(self):
-        assert self.books.writing == self.writing
-        assert self.books.is_idle or self.books.writing is not None
+        assert self.table.writing == self.writing
+        assert self.table.is_idle or self.table.writing is not None
 
     def teardown(self):
         """When all readers and writers are done, the next snapshot of a worker is all there is."""
@@ -209,22 +209,22 @@ class Books(RuleBasedStateMachine):
         while self.writing:
             self.a_writing_ends(durable=False)
         assert self.asked <= self.settled
-        self.books.came(worker := self.numbered + 1)
+        self.table.joined(worker := self.numbered + 1)
         self.local, self.at, self.locals = {worker: 0}, {worker: 0}, 1
         self.round += 1
         for number in range(WHOLE_MAX + 1):
             size = 9
-            mine, effects = self.books.own(worker, size)
+            mine, effects = self.table.own(worker, size)
             self.seen(effects)
             if not mine:
                 slots = [10**6, 10**6 + 1, 10**6 + 2]
                 self.memory |= dict.fromkeys(slots)
-                self.books.add(worker, size, slots)
-            slot, effects = self.books.grant(worker)
+                self.table.add(worker, size, slots)
+            slot, effects = self.table.grant(worker)
             self.seen(effects)
             name = Name(Key(0, self.round, 0, number), "z")
             self.memory[slot] = (name, 0)
-            self.seen(self.books.keep(worker, slot, SnapshotPiece(name, 0, 1, persist=False)))
+            self.seen(self.table.keep(worker, slot, SnapshotPiece(name, 0, 1, persist=False)))
             while self.writing:  # A gasp, where nobody is to come any more.
                 self.a_writing_ends(durable=False)
         assert {*self.memory} == {10**6, 10**6 + 1, 10**6 + 2}, "nothing of the others is left"

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from elastane.protocol.checkpoints import Key
-from elastane.snapshots.rules.snapshots import Name, SnapshotPiece, Snapshots
+from elastane.snapshots.rules.snapshots import Name, SlotTable, SnapshotPiece
 
 SLOTS = 3
 # A worker that asked so often in vain, while all others did too, waits for ever.
@@ -27,7 +27,7 @@ class Worker:
 class History:
     def __init__(self, seed, locals_):
         self.chance = random.Random(seed)
-        self.books = Snapshots()
+        self.table = SlotTable()
         self.locals = locals_
         self.life = self.workers = self.slots = 0
         self.unseen = []  # dead, and the books do not know it yet
@@ -55,24 +55,24 @@ class History:
     def happen(self, crew):
         """Something happens: an end is seen, or a worker does what it does next."""
         if self.unseen and self.chance.random() < 0.3:
-            self.books.gone(self.unseen.pop(self.chance.randrange(len(self.unseen))).number)
+            self.table.gone(self.unseen.pop(self.chance.randrange(len(self.unseen))).number)
             return
         worker = self.chance.choice(crew)
         if not worker.has_slots:
-            self.books.came(worker.number)
-            mine, _ = self.books.own(worker.number, 1)
+            self.table.joined(worker.number)
+            mine, _ = self.table.own(worker.number, 1)
             new = range(self.slots, self.slots + max(0, SLOTS - len(mine)))
             self.slots = new.stop
-            self.books.add(worker.number, 1, new)
+            self.table.add(worker.number, 1, new)
             worker.has_slots = True
         elif worker.slot is None:
-            worker.slot, _ = self.books.grant(worker.number)
+            worker.slot, _ = self.table.grant(worker.number)
             worker.waited = worker.waited + 1 if worker.slot is None else 0
         else:
             worker.step += 1
             name = Name(Key(0, self.life, 0, worker.step), "n")
             piece = SnapshotPiece(name, worker.local, self.locals, persist=False)
-            self.books.keep(worker.number, worker.slot, piece)
+            self.table.keep(worker.number, worker.slot, piece)
             worker.slot = None
 
 
@@ -80,7 +80,7 @@ def check(seed, locals_):
     history, start = History(seed, locals_), 0
     for _ in range(6):
         kept = history.live(start)
-        newest = history.books.whole()[0].key.step
+        newest = history.table.whole()[0].key.step
         assert newest >= kept, f"seed {seed}, {locals_} workers: {newest} is left of {kept}"
         start = newest
 

@@ -17,8 +17,13 @@ from hypothesis.stateful import (
 )
 
 from elastane.protocol.checkpoints import Key
-from elastane.snapshots.rules.replicas import COPIES_MAX, Copy, Incoming, Outgoing
-from elastane.snapshots.rules.snapshots import Name, SnapshotPiece, Snapshots, Whole, Write
+from elastane.snapshots.rules.replicas import (
+    COPIES_MAX,
+    IncomingReplicas,
+    OutgoingReplicas,
+    ReplicaName,
+)
+from elastane.snapshots.rules.snapshots import Name, SlotTable, SnapshotPiece, Whole, Write
 
 NODES = range(3)
 
@@ -27,15 +32,15 @@ class Node:
     def __init__(self, number, slots, life=1):
         self.number, self.life = number, life
         self.origin = f"keeper{number}.{life}"
-        self.books, self.out, self.incoming = Snapshots(), Outgoing(), Incoming()
+        self.table, self.out, self.incoming = SlotTable(), OutgoingReplicas(), IncomingReplicas()
         self.writing = None
         self.begin(1)
-        self.books.own(1, 1)
-        self.books.add(1, 1, range(slots))
+        self.table.own(1, 1)
+        self.table.add(1, 1, range(slots))
 
     def begin(self, worker):
         self.worker = worker
-        self.books.came(worker)
+        self.table.joined(worker)
 
     def seen(self, effects):
         whole = []
@@ -80,41 +85,41 @@ class Cluster(RuleBasedStateMachine):
         if len({*self.kept}) == 1 and self.kept[0]:
             self.together = self.kept[0]
         is_copied = self.copies and not any(node.out.copying for node in self.nodes)
-        durable = persist and not any(node.writing or node.books.waiting for node in self.nodes)
+        durable = persist and not any(node.writing or node.table.waiting for node in self.nodes)
         name = Name(Key(0, self.round, 0, self.step), f"{self.step:08x}")
         for number in order:
             self.keep(self.nodes[number], name, durable, is_copied)
         self.has_been_saved |= len(order) == len(self.nodes)
 
     def keep(self, node, name, durable, is_copied):
-        slot, effects = node.books.grant(node.worker, together=self.together)
+        slot, effects = node.table.grant(node.worker, together=self.together)
         node.seen(effects)
         assert slot is not None, "these slots are enough for that a grant never waits"
         self.kept[node.number] = name.nonce
-        effects = node.books.keep(
+        effects = node.table.keep(
             node.worker, slot, SnapshotPiece(name, 0, 1, durable, self.together)
         )
         whole = node.seen(effects)
         assert whole == [name]
         door = self.peer(node).origin
-        node.out.hear(self.safe)
-        if is_copied and node.out.whole(name, node.books.whole(), door):
-            copy = Copy(node.origin, name)
+        node.out.set_safe(self.safe)
+        if is_copied and node.out.begin(name, node.table.whole(), door):
+            copy = ReplicaName(node.origin, name)
             assert self.peer(node).incoming.offered(copy, node.out.safe) == ""
-        node.seen(node.books.pin(node.out.pinned))
+        node.seen(node.table.pin(node.out.pinned))
 
     @precondition(lambda self: any(node.out.copying for node in self.nodes))
     @rule(data=st.data(), arrives=st.sampled_from([True, True, True, False]))
     def a_copying_ends(self, data, arrives):
         node = data.draw(st.sampled_from([n for n in self.nodes if n.out.copying]))
         name = node.out.copying
-        copy = Copy(node.origin, name)
+        copy = ReplicaName(node.origin, name)
         if arrives:
             assert self.peer(node).incoming.arrived(copy)
         else:
             self.peer(node).incoming.failed(copy)
         node.out.ended(name, arrived=arrives)
-        node.seen(node.books.pin(node.out.pinned))
+        node.seen(node.table.pin(node.out.pinned))
         if all(name in n.out.there for n in self.nodes):
             self.has_been_safe, self.replaced = True, None
 
@@ -124,8 +129,8 @@ class Cluster(RuleBasedStateMachine):
         node = data.draw(st.sampled_from([n for n in self.nodes if n.writing]))
         name, node.writing = node.writing, None
         if durable:
-            node.books.durable(name.key)
-        node.seen(node.books.written(name))
+            node.table.durable(name.key)
+        node.seen(node.table.written(name))
 
     @rule()
     def all_workers_are_started_anew(self):
@@ -138,7 +143,7 @@ class Cluster(RuleBasedStateMachine):
         number = data.draw(st.sampled_from([*NODES] if self.replaced is None else [self.replaced]))
         lost, before = self.nodes[number], self.nodes[number - 1]
         if lost.out.copying:
-            self.peer(lost).incoming.failed(Copy(lost.origin, lost.out.copying))
+            self.peer(lost).incoming.failed(ReplicaName(lost.origin, lost.out.copying))
         if before.out.copying:
             before.out.ended(before.out.copying, arrived=False)
         self.nodes[number] = Node(number, self.slots, lost.life + 1)
@@ -151,7 +156,7 @@ class Cluster(RuleBasedStateMachine):
 
     def restorable(self):
         """What is there of all nodes, on them or on their neighbours."""
-        return set.intersection(*({*n.books.whole()} | self.copies_of(n) for n in self.nodes))
+        return set.intersection(*({*n.table.whole()} | self.copies_of(n) for n in self.nodes))
 
     def begin_from(self, common):
         """All go on from the newest that is there; it is safe where somebody does not have it."""
@@ -159,20 +164,20 @@ class Cluster(RuleBasedStateMachine):
         self.safe = self.together = ""
         if common:
             self.together = max(common).nonce
-            missed = any(max(common) not in node.books.whole() for node in self.nodes)
+            missed = any(max(common) not in node.table.whole() for node in self.nodes)
             self.safe = self.together if missed else ""
         self.kept = [""] * len(self.nodes)
         for node in self.nodes:
-            node.seen(node.books.gone(node.worker))
+            node.seen(node.table.gone(node.worker))
             node.begin(node.worker + 1)
-            node.books.own(node.worker, 1)
+            node.table.own(node.worker, 1)
 
     @invariant()
     def whichever_node_is_lost_there_is_a_save_that_the_others_have(self):
         if not self.has_been_safe:
             return
         for lost in self.nodes if self.replaced is None else [self.nodes[self.replaced]]:
-            others = [{*node.books.whole()} for node in self.nodes if node is not lost]
+            others = [{*node.table.whole()} for node in self.nodes if node is not lost]
             assert self.copies_of(lost) & set.intersection(*others)
 
     @invariant()
@@ -210,11 +215,11 @@ def test_any_one_node_or_all_workers_may_be_lost_at_any_moment_of_long_histories
 
 
 def copy(step, origin="k", round_=1):
-    return Copy(origin, Name(Key(0, round_, 0, step), f"{step:08x}"))
+    return ReplicaName(origin, Name(Key(0, round_, 0, step), f"{step:08x}"))
 
 
 def test_a_copy_of_a_round_that_is_over_is_not_taken():
-    held = Incoming()
+    held = IncomingReplicas()
     held.offered(copy(5, round_=2), "")
     assert "later round" in held.offered(copy(9, origin="old"), "")
     held.arrived(copy(5, round_=2))
@@ -222,9 +227,9 @@ def test_a_copy_of_a_round_that_is_over_is_not_taken():
 
 
 def test_two_neighbours_take_turns_and_one_that_begins_anew_does_not_wait_for_itself():
-    held = Incoming()
+    held = IncomingReplicas()
     assert held.offered(copy(1), "") == ""
-    assert "another copy" in held.offered(copy(1, origin="other"), "")
+    assert "another replica" in held.offered(copy(1, origin="other"), "")
     assert held.offered(copy(2), "") == ""
     assert not held.arrived(copy(1)), "what came by the first connection is not wanted any more"
     assert held.arrived(copy(2))
@@ -232,7 +237,7 @@ def test_two_neighbours_take_turns_and_one_that_begins_anew_does_not_wait_for_it
 
 
 def test_what_the_safe_save_has_of_a_lost_node_stays_while_its_successor_copies():
-    held = Incoming()
+    held = IncomingReplicas()
     held.offered(copy(1, origin="lost"), "")
     held.arrived(copy(1, origin="lost"))
     safe = copy(1).name.nonce
@@ -243,14 +248,14 @@ def test_what_the_safe_save_has_of_a_lost_node_stays_while_its_successor_copies(
 
 
 def test_nothing_is_held_once_no_copies_are_wanted():
-    held, out = Incoming(), Outgoing()
+    held, out = IncomingReplicas(), OutgoingReplicas()
     held.offered(copy(1), "")
     held.arrived(copy(1))
-    held.over()
+    held.clear()
     assert (held.held, held.arriving) == ([], None)
     name = copy(1).name
-    assert out.whole(name, [name], "peer")
-    out.over()
+    assert out.begin(name, [name], "peer")
+    out.stop()
     assert out.pinned == {name}, "it is being copied"
     out.ended(name, arrived=True)
     assert out.pinned == frozenset()

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import elastane
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.errors import JobError
 from elastane.worker.undo import Undo
 
@@ -137,7 +137,7 @@ def test_a_lost_step_leaves_nothing_behind(stepped):
     halves = [torch.optim.AdamW(net[0].parameters()), torch.optim.AdamW(net[2].parameters())]
     scheduler = torch.optim.lr_scheduler.StepLR(halves[0], 1)
     generator = torch.Generator().manual_seed(5)
-    tracked = Tracked()
+    tracked = RegisteredObjects()
     tracked.add({"net": net, "a": halves[0], "b": halves[1], "s": scheduler, "g": generator})
     undo = Undo(tracked)
 
@@ -180,7 +180,7 @@ def test_a_lost_step_leaves_nothing_behind(stepped):
 def test_a_buffer_that_the_lost_step_replaced_is_put_back():
     net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))
     net[0].register_buffer("average", torch.zeros(2))
-    tracked = Tracked()
+    tracked = RegisteredObjects()
     tracked.add({"net": net, "half": net[1]})
     undo = Undo(tracked)
     for step in range(3):
@@ -197,7 +197,7 @@ def test_a_buffer_that_the_lost_step_replaced_is_put_back():
 def test_a_scaler_that_has_unscaled_may_do_it_again_in_the_step_that_is_dealt_again():
     net = torch.nn.Linear(4, 1)
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
-    tracked = Tracked()
+    tracked = RegisteredObjects()
     tracked.add({"net": net, "optimizer": optimizer, "scaler": scaler})
     undo = Undo(tracked)
     for _ in range(2):

@@ -12,7 +12,7 @@ import functools
 import pytest
 import torch
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.state_plan import MemberStatus, decide
 from elastane.errors import JobError, PeerLostError
 from elastane.worker.healing import Health
@@ -80,7 +80,7 @@ class Member:
         made = make(self.net)
         self.optimizers = made if isinstance(made, tuple) else (made,)
         self.optimizer = self.optimizers[-1]
-        self.group, tracked = Group(), Tracked()
+        self.group, tracked = Group(), RegisteredObjects()
         named = {f"o{number}": each for number, each in enumerate(self.optimizers)}
         tracked.add({**named, "net": self.net})
         self.undo = Undo(tracked)
@@ -347,7 +347,7 @@ def test_a_partitioned_optimizer_is_refused_as_it_is_tracked():
     class ZeroRedundancyOptimizer(torch.optim.SGD):
         """Named as torch's, which needs a process group to be made."""
 
-    tracked = Tracked()
+    tracked = RegisteredObjects()
     tracked.add({"o": ZeroRedundancyOptimizer(torch.nn.Linear(1, 1).parameters(), lr=0.1)})
     with pytest.raises(JobError, match="ZeroRedundancyOptimizer cannot recover in place"):
         refuse_partitioned(tracked)
@@ -361,7 +361,7 @@ def test_an_optimizer_without_step_hooks_is_refused_as_it_is_tracked():
             super().__init__(parameters, lr=0.1)
             del self._optimizer_step_pre_hooks
 
-    tracked = Tracked()
+    tracked = RegisteredObjects()
     tracked.add({"o": Hookless(torch.nn.Linear(1, 1).parameters())})
     with pytest.raises(JobError, match="it has no step hooks") as caught:
         refuse_partitioned(tracked)

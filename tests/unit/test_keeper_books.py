@@ -9,8 +9,8 @@ from elastane.snapshots.rules.snapshots import (
     Drop,
     Forget,
     Name,
+    SlotTable,
     SnapshotPiece,
-    Snapshots,
     Superseded,
     Whole,
     Write,
@@ -25,37 +25,37 @@ class Desk:
     """Books with workers, each with three slots: 10, 11, 12 are worker 1's, and so on."""
 
     def __init__(self, *workers):
-        self.books = Snapshots()
+        self.table = SlotTable()
         for worker in workers:
             self.begin(worker)
 
     def begin(self, worker):
-        self.books.came(worker)
-        mine, _ = self.books.own(worker, 1)
+        self.table.joined(worker)
+        mine, _ = self.table.own(worker, 1)
         if not mine:
-            self.books.add(worker, 1, [10 * worker + n for n in range(3)])
+            self.table.add(worker, 1, [10 * worker + n for n in range(3)])
         return mine
 
     def keep(self, worker, what, local=0, locals_=1, persist=False, together=""):
-        slot, effects = self.books.grant(worker)
+        slot, effects = self.table.grant(worker)
         assert slot is not None
         piece = SnapshotPiece(what, local, locals_, persist, together)
-        return effects + self.books.keep(worker, slot, piece)
+        return effects + self.table.keep(worker, slot, piece)
 
 
 def test_a_snapshot_is_whole_once_all_workers_have_kept_their_pieces():
     desk = Desk(1, 2)
     assert desk.keep(1, name(1), 0, 2) == []
-    assert desk.books.whole() == []
+    assert desk.table.whole() == []
     assert desk.keep(2, name(1), 1, 2) == [Whole(name(1))]
-    assert desk.books.slots_of(name(1)) == {0: 10, 1: 20}
+    assert desk.table.slots_of(name(1)) == {0: 10, 1: 20}
 
 
 def test_the_newest_is_by_key_and_not_by_arrival():
     desk = Desk(1)
     desk.keep(1, name(5, round=2))
     desk.keep(1, name(9, round=1))
-    assert desk.books.whole() == [name(5, round=2), name(9, round=1)]
+    assert desk.table.whole() == [name(5, round=2), name(9, round=1)]
 
 
 @pytest.mark.parametrize(
@@ -70,32 +70,32 @@ def test_the_newest_is_by_key_and_not_by_arrival():
 def test_a_piece_that_cannot_be_of_a_snapshot_is_refused_and_changes_nothing(piece, words):
     desk = Desk(1, 2)
     desk.keep(1, name(1), 0, 2)
-    slot, _ = desk.books.grant(2)
+    slot, _ = desk.table.grant(2)
     with pytest.raises(ValueError, match=words):
-        desk.books.keep(2, slot, piece)
-    assert desk.books.grant(2) == (slot, []), "the slot is granted still"
-    assert desk.books.keep(2, slot, SnapshotPiece(name(1), 1, 2, persist=False)) == [Whole(name(1))]
+        desk.table.keep(2, slot, piece)
+    assert desk.table.grant(2) == (slot, []), "the slot is granted still"
+    assert desk.table.keep(2, slot, SnapshotPiece(name(1), 1, 2, persist=False)) == [Whole(name(1))]
 
 
 @pytest.mark.parametrize("slot", [11, 20, 99])
 def test_a_slot_that_was_not_granted_is_not_kept(slot):
     desk = Desk(1, 2)
-    assert desk.books.grant(1) == (10, [])
+    assert desk.table.grant(1) == (10, [])
     with pytest.raises(ValueError, match="not granted"):
-        desk.books.keep(1, slot, SnapshotPiece(name(1), 0, 1, persist=False))
+        desk.table.keep(1, slot, SnapshotPiece(name(1), 0, 1, persist=False))
 
 
 def test_one_is_written_at_a_time_and_one_waits():
     desk = Desk(1)
     assert desk.keep(1, name(1), persist=True) == [Whole(name(1)), Write(name(1), gasp=False)]
     assert desk.keep(1, name(2), persist=True) == [Whole(name(2))]
-    assert desk.books.waiting == name(2)
+    assert desk.table.waiting == name(2)
     assert Superseded(name(2)) in desk.keep(1, name(3), persist=True)
-    assert not desk.books.is_idle
-    assert desk.books.written(name(1)) == [Write(name(3), gasp=False), Forget(name(1))]
-    desk.books.durable(name(3).key)
-    assert desk.books.written(name(3)) == []
-    assert desk.books.is_idle
+    assert not desk.table.is_idle
+    assert desk.table.written(name(1)) == [Write(name(3), gasp=False), Forget(name(1))]
+    desk.table.durable(name(3).key)
+    assert desk.table.written(name(3)) == []
+    assert desk.table.is_idle
 
 
 def test_a_late_older_snapshot_does_not_push_out_the_newer_one_that_waits():
@@ -103,7 +103,7 @@ def test_a_late_older_snapshot_does_not_push_out_the_newer_one_that_waits():
     desk.keep(1, name(1), persist=True)
     desk.keep(1, name(9, round=2), persist=True)
     assert Superseded(name(5)) in desk.keep(1, name(5), persist=True)
-    assert desk.books.waiting == name(9, round=2)
+    assert desk.table.waiting == name(9, round=2)
 
 
 def test_only_what_all_workers_wish_for_is_written():
@@ -115,35 +115,35 @@ def test_only_what_all_workers_wish_for_is_written():
 def test_the_dead_workers_slots_are_taken_over_and_those_of_another_size_go():
     desk = Desk(1)
     desk.keep(1, name(1))
-    desk.books.grant(1)
-    assert desk.books.gone(1) == []
+    desk.table.grant(1)
+    assert desk.table.gone(1) == []
     assert desk.begin(2) == [10, 11, 12]
-    assert desk.books.own(2, 7) == ([], [Drop(11), Drop(12)])
-    desk.books.add(2, 7, [20, 21])
+    assert desk.table.own(2, 7) == ([], [Drop(11), Drop(12)])
+    desk.table.add(2, 7, [20, 21])
     assert Drop(10) not in desk.keep(2, name(2))
-    assert desk.books.whole() == [name(2), name(1)]
+    assert desk.table.whole() == [name(2), name(1)]
     assert desk.keep(2, name(3)) == [Whole(name(3)), Forget(name(1)), Drop(10)]
 
 
 def test_what_is_read_stays_and_goes_when_it_was_read():
     desk = Desk(1)
     desk.keep(1, name(1))
-    assert desk.books.read(1) == [name(1)]
-    assert desk.books.read(1) == [name(1)]
+    assert desk.table.read(1) == [name(1)]
+    assert desk.table.read(1) == [name(1)]
     for step in (2, 3):
         desk.keep(1, name(step))
-    assert name(1) in desk.books.whole()
-    assert desk.books.release(1, name(1)) == []
-    assert desk.books.release(1, name(1)) == [Forget(name(1))]
-    assert desk.books.release(1, name(77)) == []
+    assert name(1) in desk.table.whole()
+    assert desk.table.release(1, name(1)) == []
+    assert desk.table.release(1, name(1)) == [Forget(name(1))]
+    assert desk.table.release(1, name(77)) == []
 
 
 def test_a_worker_that_waits_long_enough_gives_up_what_is_not_whole():
     desk = Desk(1, 2)
     for step in (1, 2, 3):
         desk.keep(1, name(step), 0, 2)
-    assert desk.books.grant(1) == (None, [])
-    assert desk.books.grant(1, overdue=True) == (10, [Forget(name(1))])
+    assert desk.table.grant(1) == (None, [])
+    assert desk.table.grant(1, overdue=True) == (10, [Forget(name(1))])
 
 
 def test_a_worker_that_has_kept_a_later_one_is_not_waited_for():
@@ -157,55 +157,55 @@ def test_an_end_that_is_seen_late_does_not_touch_what_the_successors_keep():
     desk = Desk(1, 2)
     desk.keep(1, name(1), 0, 2)
     desk.keep(2, name(1), 1, 2)
-    desk.books.gone(2)
+    desk.table.gone(2)
     desk.begin(3)
     desk.begin(4)
     desk.keep(3, name(2, attempt=1), 1, 2)
-    assert desk.books.gone(1) == [], "its local was 0, which the new snapshot lacks"
+    assert desk.table.gone(1) == [], "its local was 0, which the new snapshot lacks"
     assert desk.keep(4, name(2, attempt=1), 0, 2)[0] == Whole(name(2, attempt=1))
 
 
 def test_workers_that_are_gone_leave_one_last_gasp():
     desk = Desk(1)
-    assert desk.books.gasp() == []
-    desk.books.came(2)
+    assert desk.table.flush() == []
+    desk.table.joined(2)
     desk.keep(1, name(1))
-    desk.books.gone(1)
-    assert desk.books.workers == 1
-    assert desk.books.gasp() == [Write(name(1), gasp=True)]
-    assert desk.books.gasp() == []
-    assert desk.books.written(name(1)) == [], "it failed, and is not tried again and again ..."
-    assert desk.books.gasp() == []
-    assert desk.books.gasp(leaving=True) == [Write(name(1), gasp=True)], "... but once at the end"
-    desk.books.durable(name(1).key)
-    assert desk.books.written(name(1)) == []
-    assert desk.books.gasp(leaving=True) == []
+    desk.table.gone(1)
+    assert desk.table.workers == 1
+    assert desk.table.flush() == [Write(name(1), gasp=True)]
+    assert desk.table.flush() == []
+    assert desk.table.written(name(1)) == [], "it failed, and is not tried again and again ..."
+    assert desk.table.flush() == []
+    assert desk.table.flush(leaving=True) == [Write(name(1), gasp=True)], "... but once at the end"
+    desk.table.durable(name(1).key)
+    assert desk.table.written(name(1)) == []
+    assert desk.table.flush(leaving=True) == []
 
 
 def test_a_worker_that_comes_back_ends_the_last_gasps_of_the_others():
     desk = Desk(1)
     desk.keep(1, name(1), persist=True)
     desk.keep(1, name(2))
-    desk.books.gone(1)
-    assert desk.books.gasp() == []
-    desk.books.came(2)
-    assert desk.books.written(name(1)) == []
+    desk.table.gone(1)
+    assert desk.table.flush() == []
+    desk.table.joined(2)
+    assert desk.table.written(name(1)) == []
 
 
 def test_a_spoiled_snapshot_is_given_to_nobody_and_goes_when_it_was_written():
     desk = Desk(1)
     for step in (1, 2):
         desk.keep(1, name(step), persist=True)
-    assert desk.books.spoil(name(2)) == [Superseded(name(2)), Forget(name(2))]
-    assert desk.books.spoil(name(1)) == []
-    assert desk.books.whole() == []
-    assert desk.books.written(name(1)) == [Forget(name(1))]
-    assert desk.books.spoil(name(1)) == []
+    assert desk.table.spoil(name(2)) == [Superseded(name(2)), Forget(name(2))]
+    assert desk.table.spoil(name(1)) == []
+    assert desk.table.whole() == []
+    assert desk.table.written(name(1)) == [Forget(name(1))]
+    assert desk.table.spoil(name(1)) == []
 
 
 def test_an_order_that_has_ended_twice_is_our_bug():
     with pytest.raises(AssertionError):
-        Desk(1).books.written(name(1))
+        Desk(1).table.written(name(1))
 
 
 def test_a_step_that_is_saved_twice_is_two_snapshots():
@@ -218,17 +218,17 @@ def test_a_step_that_is_saved_twice_is_two_snapshots():
 
 def test_a_slot_of_another_size_goes_also_while_it_is_filled():
     desk = Desk(1)
-    slot, _ = desk.books.grant(1)
-    _, effects = desk.books.own(1, 2)
+    slot, _ = desk.table.grant(1)
+    _, effects = desk.table.own(1, 2)
     assert effects == [Drop(10), Drop(11), Drop(12)]
     with pytest.raises(ValueError, match="not granted"):
-        desk.books.keep(1, slot, SnapshotPiece(name(1), 0, 1, persist=False))
+        desk.table.keep(1, slot, SnapshotPiece(name(1), 0, 1, persist=False))
 
 
 def test_slots_that_nobody_took_over_go_with_the_next_snapshot():
     desk = Desk(1, 2)
     desk.keep(1, name(1), 0, 1)
-    desk.books.gone(1)
+    desk.table.gone(1)
     effects = desk.keep(2, name(2), 0, 1)
     assert effects == [Whole(name(2)), Drop(11), Drop(12)]
     assert Drop(10) in desk.keep(2, name(3), 0, 1)
@@ -239,21 +239,21 @@ def test_what_waits_to_be_written_gives_way_before_a_worker_has_to_wait():
     desk.keep(1, name(1), persist=True)
     desk.keep(1, name(2), persist=True)
     desk.keep(1, name(3))
-    slot, effects = desk.books.grant(1)
+    slot, effects = desk.table.grant(1)
     assert slot == 11
     assert effects == [Superseded(name(2)), Forget(name(2))]
-    assert desk.books.whole() == [name(3), name(1)]
+    assert desk.table.whole() == [name(3), name(1)]
 
 
 def test_a_spare_slot_is_one_for_which_nothing_has_to_go():
     desk = Desk(1)
     for step in (1, 2):
         desk.keep(1, name(step), persist=step == 1)
-    assert desk.books.grant(1, spare=True) == (12, [])
-    desk.books.keep(1, 12, SnapshotPiece(name(3), 0, 1, persist=False))
-    assert desk.books.grant(1, spare=True) == (None, [])
-    assert desk.books.whole() == [name(3), name(2), name(1)]
-    assert desk.books.grant(1) == (11, [Forget(name(2))])
+    assert desk.table.grant(1, spare=True) == (12, [])
+    desk.table.keep(1, 12, SnapshotPiece(name(3), 0, 1, persist=False))
+    assert desk.table.grant(1, spare=True) == (None, [])
+    assert desk.table.whole() == [name(3), name(2), name(1)]
+    assert desk.table.grant(1) == (11, [Forget(name(2))])
 
 
 def test_the_last_save_that_all_nodes_have_stays_however_many_were_cut_short():
@@ -261,10 +261,10 @@ def test_the_last_save_that_all_nodes_have_stays_however_many_were_cut_short():
     desk.keep(1, name(1))
     for attempt in (1, 2, 3):  # Each of them is whole here, and not where another worker died.
         desk.keep(1, name(2, f"torn{attempt}", attempt=attempt), together=name(1).nonce)
-        assert desk.books.whole()[-1] == name(1)
+        assert desk.table.whole()[-1] == name(1)
     desk.keep(1, name(2, "kept by all", attempt=4))
     desk.keep(1, name(3, attempt=4), together="kept by all")
-    assert name(1) not in desk.books.whole()
+    assert name(1) not in desk.table.whole()
 
 
 def test_the_last_save_that_all_have_goes_last_where_a_slot_is_needed():
@@ -274,9 +274,9 @@ def test_the_last_save_that_all_have_goes_last_where_a_slot_is_needed():
     writes = desk.keep(1, name(2, "w"), persist=True, together=first)
     assert Write(name(2, "w"), gasp=False) in writes
     desk.keep(1, name(3, "x"))
-    slot, effects = desk.books.grant(1, together=first)
+    slot, effects = desk.table.grant(1, together=first)
     assert slot is not None and effects == [Forget(name(3, "x"))], "storage has the one before"
-    desk.books.keep(1, slot, SnapshotPiece(name(4, "y"), 0, 1, False))
-    desk.books.read(1, 1)
-    slot, effects = desk.books.grant(1)
+    desk.table.keep(1, slot, SnapshotPiece(name(4, "y"), 0, 1, False))
+    desk.table.read(1, 1)
+    slot, effects = desk.table.grant(1)
     assert slot is not None and effects == [Forget(name(1))], "the newest is being read"

@@ -43,9 +43,9 @@ def contents(*pieces):
         ({"end": 21}, "of an image of 20"),
         ({"layout": "unknown"}, "was not given before"),
         ({"persist": persist(where="here")}, "no absolute path"),
-        ({"image_bytes": 30}, "different things"),
-        ({"locals": 3}, "different things"),
-        ({"replicated": False}, "different things"),
+        ({"image_bytes": 30}, "disagree"),
+        ({"locals": 3}, "disagree"),
+        ({"replicated": False}, "disagree"),
     ],
 )
 def test_a_piece_that_cannot_be_one_is_refused(wrong, words):

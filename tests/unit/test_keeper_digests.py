@@ -34,7 +34,7 @@ def test_what_has_no_digest_cannot_be_in_doubt():
 def test_after_a_worker_has_ended_what_had_passed_is_in_doubt_again():
     digests = known(ONE)
     digests.passed(digests.doubt())
-    digests.ended()
+    digests.worker_ended()
     assert not digests.is_checked(ONE)
     assert digests.doubt() is not None
 
@@ -42,7 +42,7 @@ def test_after_a_worker_has_ended_what_had_passed_is_in_doubt_again():
 def test_what_passes_while_a_worker_ends_may_have_been_changed_after_it_was_read():
     digests = known(ONE)
     doubt = digests.doubt()
-    digests.ended()
+    digests.worker_ended()
     digests.passed(doubt)
     assert not digests.is_checked(ONE)
     assert digests.doubt() is not None

@@ -10,7 +10,13 @@ from elastane.agent.snapshot_events import snapshot_event
 from elastane.protocol.checkpoints import Key
 from elastane.protocol.log_events import EventKind
 from elastane.snapshots import events
-from elastane.snapshots.events import NEWS, PersistFailed, Reporter, RestoredEvent, Saved
+from elastane.snapshots.events import (
+    SNAPSHOT_EVENTS,
+    EventReporter,
+    PersistFailed,
+    RestoredEvent,
+    Saved,
+)
 
 
 def saved(step):
@@ -29,7 +35,7 @@ def heard(mine):
     found = []
     while True:
         try:
-            found.append(NEWS.decode(mine.recv(65536)))
+            found.append(SNAPSHOT_EVENTS.decode(mine.recv(65536)))
         except BlockingIOError:
             return found
 
@@ -38,16 +44,16 @@ def test_of_checkpoints_that_follow_closely_the_first_and_the_last_are_told(line
     now_s = [1000.0]
     monkeypatch.setattr(events.time, "monotonic", lambda: now_s[0])
     mine, its = line
-    reporter = Reporter(its)
+    reporter = EventReporter(its)
     assert reporter.left_s() is None
     for step in range(1, 6):
-        reporter.tell(saved(step))
+        reporter.report(saved(step))
     assert [(each.key.step, each.saves) for each in heard(mine)] == [(1, 1)]
     assert reporter.left_s() == events.KEEPER_NEWS_S
     now_s[0] += events.KEEPER_NEWS_S
     reporter.flush()
     assert [(each.key.step, each.saves) for each in heard(mine)] == [(5, 4)]
-    reporter.tell(saved(6))
+    reporter.report(saved(6))
     reporter.flush()
     assert heard(mine) == []
     reporter.flush(last=True)
@@ -56,25 +62,25 @@ def test_of_checkpoints_that_follow_closely_the_first_and_the_last_are_told(line
 
 def test_failures_and_restores_are_told_at_once(line):
     mine, its = line
-    reporter = Reporter(its)
+    reporter = EventReporter(its)
     failed, restored = (
         PersistFailed(Key(0, 1, 0, 3), "/ck", "full", "s"),
         RestoredEvent(Key(0, 1, 0, 3), "x"),
     )
-    reporter.tell(failed)
-    reporter.tell(restored)
+    reporter.report(failed)
+    reporter.report(restored)
     assert heard(mine) == [failed, restored]
 
 
 def test_an_agent_that_does_not_read_or_is_gone_holds_up_nobody(line):
     mine, its = line
-    reporter = Reporter(its)
+    reporter = EventReporter(its)
     for _ in range(10_000):
-        reporter.tell(RestoredEvent(Key(0, 1, 0, 3), "x" * 4000))
+        reporter.report(RestoredEvent(Key(0, 1, 0, 3), "x" * 4000))
     assert heard(mine)
     mine.close()
-    reporter.tell(RestoredEvent(Key(0, 1, 0, 3), "x"))
-    Reporter(None).tell(saved(1))
+    reporter.report(RestoredEvent(Key(0, 1, 0, 3), "x"))
+    EventReporter(None).report(saved(1))
 
 
 def test_each_becomes_an_event_with_step_and_place():

@@ -148,7 +148,7 @@ def test_who_publishes_writes_the_same_bytes_so_it_does_not_matter_how_often(rep
     for _ in range(2):
         publication = Publication(storage, FOLDER, 2)
         publication._look(2, past_gaps=True)
-        contents.append(encode(publication._whole()))
+        contents.append(encode(publication._manifest()))
     assert contents[0] == contents[1]
     repository.publish_when_whole(FOLDER, 2, wait_s=0)
     assert storage.read(f"{FOLDER}/{MANIFEST}") == contents[0]
@@ -257,7 +257,7 @@ def test_a_late_checkpoint_of_the_past_is_never_the_newest(repository, tmp_path)
     publication = Publication(repository.storage, late, 1)
     publication._look(1, past_gaps=True)
     save(repository, 3, round=2)
-    content = encode(publication._whole())
+    content = encode(publication._manifest())
     assert repository.storage.create(f"{late}/{MANIFEST}", content)
     assert steps(repository) == [3, 900]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from elastane.checkpoint.registered import RandomStreams, Tracked
+from elastane.checkpoint.registered import RandomStreams, RegisteredObjects
 from elastane.comms.digest import state_digest
 
 
@@ -22,7 +22,7 @@ class Wide(torch.optim.Optimizer):
 
 def tracked(lr):
     net = torch.nn.Linear(3, 3).to(torch.bfloat16)
-    found, optimizer = Tracked(), Wide(net.parameters())
+    found, optimizer = RegisteredObjects(), Wide(net.parameters())
     optimizer.param_groups[0]["lr"] = lr
     found.add({"net": net, "optimizer": optimizer})
     optimizer.step()

@@ -10,15 +10,15 @@ import hmac
 
 from elastane.options.config import AgentConfig
 from elastane.options.keyring import Keyring
-from elastane.snapshots.peers import Neighbours
+from elastane.snapshots.peers import ReplicationSettings
 
 _PURPOSE = b"elastane keepers"
 
 
-def replica_peers(config: AgentConfig, keyring: Keyring) -> Neighbours:
+def replica_peers(config: AgentConfig, keyring: Keyring) -> ReplicationSettings:
     """Return the current secrets, address and TLS files for the snapshot server."""
     tls = config.rendezvous.tls
-    return Neighbours(
+    return ReplicationSettings(
         job=config.spec.job,
         secrets=tuple(hmac.digest(each, _PURPOSE, "sha256") for each in keyring.secrets()),
         host=config.reach,

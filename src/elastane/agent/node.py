@@ -39,7 +39,7 @@ from elastane.protocol.diagnosis import exit_text
 from elastane.protocol.log_events import EventKind, Note
 
 if TYPE_CHECKING:
-    from elastane.snapshots.events import News
+    from elastane.snapshots.events import SnapshotEvent
 
 _log = logging.getLogger("elastane.options")
 # Pause between two starts of the orphan reaper, so that one that always dies costs little.
@@ -65,7 +65,7 @@ class NodeServices:
         """Log an event of this agent."""
         self._log_from(note, "agent")
 
-    def log_snapshot_event(self, event: News) -> None:
+    def log_snapshot_event(self, event: SnapshotEvent) -> None:
         """Log what the snapshot server reports."""
         from elastane.agent.snapshot_events import snapshot_event
 

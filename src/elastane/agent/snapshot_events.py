@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from elastane.protocol.log_events import EventKind, Note
-from elastane.snapshots.events import News, PersistFailed, RestoredEvent, Saved
+from elastane.snapshots.events import PersistFailed, RestoredEvent, Saved, SnapshotEvent
 
 
-def snapshot_event(event: News, node_id: str) -> Note:
+def snapshot_event(event: SnapshotEvent, node_id: str) -> Note:
     """Return the event for the log."""
     data: dict[str, str | int | float | bool] = {"step": event.key.step, "place": event.place}
     match event:

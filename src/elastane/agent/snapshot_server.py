@@ -40,11 +40,11 @@ from elastane.protocol.limits import (
     KEEPER_STOPPED_S,
 )
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.snapshots.startup import start_node_keeper
+from elastane.snapshots.startup import start_node_server
 
 if TYPE_CHECKING:
-    from elastane.snapshots.events import News
-    from elastane.snapshots.peers import FromAgent, Neighbours
+    from elastane.snapshots.events import SnapshotEvent
+    from elastane.snapshots.peers import FromAgent, ReplicationSettings
 
 _log = logging.getLogger("elastane.agent")
 SLUG = "keeper-lost"
@@ -65,8 +65,8 @@ class SnapshotServerHandle:
         self._process: WorkerProcess | None = None
         self._control: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._peers: Callable[[], Neighbours] | None = None
-        self._log_event: Callable[[News], None] | None = None
+        self._peers: Callable[[], ReplicationSettings] | None = None
+        self._log_event: Callable[[SnapshotEvent], None] | None = None
         self._lost: Callable[[str], None] | None = None
 
     @property
@@ -97,11 +97,13 @@ class SnapshotServerHandle:
         if self._listener is not None:
             self._serving = asyncio.create_task(self._serve(self._listener))
 
-    def replicate_with(self, peers: Callable[[], Neighbours]) -> None:
+    def replicate_with(self, peers: Callable[[], ReplicationSettings]) -> None:
         """Let servers exchange copies with those of other nodes; `peers` returns how."""
         self._peers = peers
 
-    def report(self, log_event: Callable[[News], None], lost: Callable[[str], None]) -> None:
+    def report(
+        self, log_event: Callable[[SnapshotEvent], None], lost: Callable[[str], None]
+    ) -> None:
         """Pass the server's events to `log_event`, and the reason of its end to `lost`."""
         self._log_event, self._lost = log_event, lost
 
@@ -186,7 +188,7 @@ class SnapshotServerHandle:
         # Sent before the server accepts its first worker.
         self.send_peers()
         with its, spawning():
-            return adopt(start_node_keeper(its, listener, without_secrets(self._environment)))
+            return adopt(start_node_server(its, listener, without_secrets(self._environment)))
 
     def _send(self, message: FromAgent) -> None:
         if self._control is not None:
@@ -196,10 +198,12 @@ class SnapshotServerHandle:
                 self._control.send(encode(message), socket.MSG_DONTWAIT)
 
     def _read(self, control: socket.socket) -> None:
-        from elastane.snapshots.events import NEWS
+        from elastane.snapshots.events import SNAPSHOT_EVENTS
 
         try:
-            event = NEWS.decode(control.recv(KEEPER_HELLO_BYTES_MAX, socket.MSG_DONTWAIT))
+            event = SNAPSHOT_EVENTS.decode(
+                control.recv(KEEPER_HELLO_BYTES_MAX, socket.MSG_DONTWAIT)
+            )
         except BlockingIOError:
             return
         except (OSError, *UNREADABLE) as error:  # The server has ended, or is of another version.

@@ -1,9 +1,9 @@
-"""What torch.save makes of a tensor, without the tensor: the bytes before its data and after it.
+"""The bytes that torch.save writes around a tensor's data, made without the tensor.
 
-A blob is a zip file that `torch.load(weights_only=True)` reads, and so does
-torch.distributed.checkpoint. It depends on kind and shape alone, so it is laid around the memory
-into which the data is copied, once. The checksum of the data is left out: torch does not look at
-it (2.4 to 2.13), and our digests do.
+A blob is a zip file that `torch.load(weights_only=True)` and torch.distributed.checkpoint read. It
+depends only on dtype and shape. Hence it is written once around the memory into which each save
+copies the data. The checksum of the data is zero: torch does not check it (2.4 to 2.13), and
+elastane's digests cover the data.
 
 Format: torch/csrc/jit/serialization and caffe2/serialize/inline_container (archive of the records
 data.pkl, byteorder, data/0, version; data aligned to 64 bytes).
@@ -27,12 +27,12 @@ ALIGN_BYTES = 64
 _LOCAL = struct.Struct("<I5H3I2H")
 _CENTRAL = struct.Struct("<I6H3I5H2I")
 _END = struct.Struct("<I4H2IH")
-# An extra field without meaning, as torch itself pads with.
+# An extra field without meaning, the same padding that torch uses.
 _PADDING_ID = b"FB"
 
 
 class Frame(NamedTuple):
-    """The bytes around `data_bytes` of data; the data begins aligned where the blob does."""
+    """The bytes around `data_bytes` of data, which is aligned if the blob is."""
 
     head: bytes
     data_bytes: int
@@ -40,13 +40,13 @@ class Frame(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The whole blob's, a multiple of ALIGN_BYTES."""
+        """The size of the whole blob, a multiple of ALIGN_BYTES."""
         return len(self.head) + self.data_bytes + len(self.tail)
 
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
-    """Return what surrounds the data of a contiguous tensor on the CPU."""
+    """Return the frame of a contiguous CPU tensor."""
     count = 1
     for length in shape:
         count *= length
@@ -75,7 +75,7 @@ class _Record:
         self._crc = zlib.crc32(data) if data_bytes is None else 0
 
     def local(self, padding: int) -> bytes:
-        """Return the header in front of the data, about `padding` bytes longer than need be."""
+        """Return the header before the data, extended by about `padding` bytes."""
         if 0 < padding < 4:
             padding += ALIGN_BYTES
         extra = b""
@@ -85,13 +85,13 @@ class _Record:
         return _LOCAL.pack(*fields, len(self.name), len(extra)) + self.name + extra
 
     def central(self) -> bytes:
-        """Return the entry of the directory."""
+        """Return the entry in the directory."""
         fields = (0x02014B50, 20, 20, 0, 0, 0, 0, self._crc, self.size, self.size)
         return _CENTRAL.pack(*fields, len(self.name), 0, 0, 0, 0, 0, self.at) + self.name
 
 
 def _directory(records: Sequence[_Record], at: int) -> bytes:
-    """Return what ends the file; a comment fills it up, so that the next blob is aligned."""
+    """Return the end of the file; its comment pads it so that the next blob is aligned."""
     entries = b"".join(record.central() for record in records)
     comment = bytes(-(at + len(entries) + _END.size) % ALIGN_BYTES)
     count = len(records)
@@ -103,7 +103,7 @@ def _directory(records: Sequence[_Record], at: int) -> bytes:
 
 
 class _Stored:
-    """Stands for the memory of the tensor, which is a record of its own."""
+    """A placeholder for the memory of the tensor, which is a record of its own."""
 
 
 class _Described:
@@ -139,7 +139,7 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> byte
     return file.getvalue()
 
 
-# As torch.save has it: kinds that came after the classes of storages had ended.
+# dtypes added after torch stopped adding storage classes; torch.save treats them the same way.
 _WITHOUT_STORAGE_CLASS = frozenset(
     kind
     for kind in vars(torch).values()

@@ -1,8 +1,8 @@
-"""A state taken apart for a checkpoint: its tree, its tensors as they live, its other leaves.
+"""Takes a state apart for a checkpoint: its tree, its live tensors, its other leaves.
 
-Nothing is copied here. Tensors that are sharded over ranks (DTensor) are taken as what this rank
-holds of them; everything that is no training state is refused with its place. Names are what
-torch.distributed.checkpoint gives the same state: keys and indices, with dots between.
+Nothing is copied here. A sharded tensor (DTensor) is represented by this rank's shard. Tensors that
+cannot be saved are refused, with their path. Names are those of torch.distributed.checkpoint for
+the same state: keys and indices, joined by dots.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class Captured:
-    """What a state is made of; `tensors` are those of the state, by their numbers in its tree.
+    """The parts of a state. `tensors` are its live tensors, numbered as in its tree.
 
-    Of one that is sharded, `tensors` has this rank's part, and `originals` the whole as it lives.
+    For a sharded tensor, `tensors` has this rank's shard and `originals` the whole DTensor.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._localizer = local = _Localizer()
-        self._flattening = Flattening(local.taken(state, ()))
+        self._flattening = Flattening(local.replace(state, ()))
         self.tensors = self._flattening.tensors
         self.paths = [_dotted(path) for path in self._flattening.paths]
         self.names = _unique([".".join(path) for path in self.paths])
@@ -44,21 +44,21 @@ class Captured:
         self._identity = b""
         self._named: _Named | None = None
 
-    def again(self, state: Mapping[str, Any], doubtful: Sequence[int] | None = None) -> bool:
-        """Take `state` in place of the one before; False, and nothing is of use, if it differs.
+    def update(self, state: Mapping[str, Any], doubtful: Sequence[int] | None = None) -> bool:
+        """Replace the captured state by one of the same structure; returns False if it differs.
 
-        In more than its values: in what it is made of. Where all tensors are the same objects as
-        before, the `doubtful` ones alone, by their numbers, are looked at: whether all `are_alike`
-        is to be asked before they are copied.
+        Then this object is of no use. If all tensors are the same objects as before, only the
+        `doubtful` ones, by number, are checked now. The caller must check `are_alike` for all
+        before it copies them.
         """
-        local = self._localizer.again(state)
+        local = self._localizer.update(state)
         if local is None or not self._flattening.again(local):
             return False
         self.tensors, self._state = self._flattening.tensors, state
         return self.are_alike(None if self._flattening.has_new else doubtful)
 
     def are_alike(self, numbers: Sequence[int] | None = None) -> bool:
-        """Whether tensors, all unless it is said which, have the types and shapes that they had."""
+        """Whether tensors, all or these numbers, have their captured dtypes and shapes."""
         if numbers is None:
             return _kinds(self.tensors) == self._kinds
         dtypes, shapes = self._kinds
@@ -67,7 +67,7 @@ class Captured:
 
     @property
     def originals(self) -> list[torch.Tensor]:
-        """The tensors as they live, by their numbers."""
+        """The live tensors by number, sharded ones as DTensor."""
         found = self._localizer.originals
         pairs = zip(self._flattening.paths, self.tensors, strict=True)
         return [found.get(path, tensor) for path, tensor in pairs]
@@ -87,25 +87,25 @@ class Captured:
             self.chunks.append(Chunk(number, offsets, shape))
 
     def identity(self) -> bytes:
-        """Return what a layout depends on, as bytes."""
+        """Return everything that a layout depends on, as bytes."""
         self._identity = self._identity or msgspec.msgpack.encode([self.specs, self.chunks])
         return self._identity
 
     def leaves(self) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-        """Return what is no tensor, by torch's names for it, and torch's path of every name."""
+        """Return the leaves that are no tensors by torch's names, and torch's path of each name."""
         if self._named is None:
             self._named = _named(self._state)
         leaves = {name: _at(self._state, keys) for name, keys in self._named.leaves.items()}
         return leaves, self._named.paths
 
     def tree(self) -> bytes:
-        """Pack what is around the tensors, as it was when the state was taken."""
+        """Return the packed tree around the tensors, as captured."""
         return self._flattening.parts.tree
 
-    def small(self) -> Small:
-        """Return what is no tensor, which may change from now on."""
+    def small(self) -> SmallState:
+        """Return everything but the tensors as it is now; the state may change afterwards."""
         leaves, paths = self.leaves()
-        return Small(self.tree, {name: frozen(leaf) for name, leaf in leaves.items()}, paths)
+        return SmallState(self.tree, {name: frozen(leaf) for name, leaf in leaves.items()}, paths)
 
 
 def _refused(path: Path, what: str, next_step: str) -> CheckpointError:
@@ -121,11 +121,11 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[tor
     return [*map(_DTYPE, tensors)], [*map(_SHAPE, tensors)]
 
 
-class Small(msgspec.Struct, frozen=True):
-    """What a save writes beside the tensors, as it was then; until the state is taken again."""
+class SmallState(msgspec.Struct, frozen=True):
+    """Everything that a save writes besides the tensors; `tree` is valid until the next update."""
 
     tree: Callable[[], bytes]
-    leaves: dict[str, Any]  # frozen
+    leaves: dict[str, Any]  # Frozen.
     paths: dict[str, tuple[Any, ...]]
 
 
@@ -135,7 +135,7 @@ class _Shard(msgspec.Struct, frozen=True):
 
 
 class _Spread(NamedTuple):
-    """What the part of a tensor that a rank holds follows from."""
+    """The properties that determine a rank's shard of a tensor."""
 
     mesh: Any
     placements: Any
@@ -145,9 +145,9 @@ class _Spread(NamedTuple):
 
 
 class _Localizer:
-    """Puts what this rank holds in the place of each sharded tensor.
+    """Replaces each sharded tensor of a state by this rank's shard.
 
-    Which part that is takes torch a tenth of a millisecond to tell for each, so it is kept.
+    Computing a shard's offsets takes torch a tenth of a millisecond, so they are cached.
     """
 
     def __init__(self) -> None:
@@ -156,21 +156,22 @@ class _Localizer:
         self._spread: dict[Path, _Spread] = {}
         self._differs = False
 
-    def again(self, state: Mapping[str, Any]) -> Any:
-        """Take the next state; None where other parts of it are sharded, or in another way."""
+    def update(self, state: Mapping[str, Any]) -> Any:
+        """Replace in the next state; returns None if other tensors, or others' shards, differ."""
         self.originals, self._differs = {}, False
-        taken = self.taken(state, ()) if self.shards else state
-        return None if self._differs or len(self.originals) != len(self.shards) else taken
+        replaced = self.replace(state, ()) if self.shards else state
+        is_same = not self._differs and len(self.originals) == len(self.shards)
+        return replaced if is_same else None
 
-    def taken(self, value: Any, path: Path) -> Any:
+    def replace(self, value: Any, path: Path) -> Any:
         if isinstance(value, torch.Tensor):
             return self._local(value, path) if hasattr(value, "to_local") else value
         if len(path) > DEPTH_MAX:
-            return value  # What takes it apart refuses it, with its place.
+            return value  # Flattening refuses it, with its path.
         if type(value) in (list, tuple):
-            return type(value)(self.taken(each, (*path, n)) for n, each in enumerate(value))
+            return type(value)(self.replace(each, (*path, n)) for n, each in enumerate(value))
         if isinstance(value, dict):
-            pairs = [(key, self.taken(each, (*path, key))) for key, each in value.items()]
+            pairs = [(key, self.replace(each, (*path, key))) for key, each in value.items()]
             same = all(new is value[key] for key, new in pairs)
             return value if same else dict(pairs)
         return value
@@ -201,17 +202,17 @@ class _Localizer:
 
 
 def held_of(tensor: Any) -> torch.Tensor:
-    """Return what this rank holds of a tensor that may be sharded."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     if not hasattr(tensor, "to_local"):
         whole: torch.Tensor = tensor
         return whole
     held = getattr(tensor, "_local_tensor", None)
-    # Of another type it may be on its way yet. Else to_local() gives the same, 20 us later.
+    # Another type may be an asynchronous result. Else to_local() returns the same, 20 us later.
     return held if type(held) is torch.Tensor else tensor.to_local()
 
 
 class _Named(NamedTuple):
-    """Where each leaf that is no tensor stands, by torch's names; and torch's path of every name.
+    """The position of each leaf that is no tensor by torch's names, and torch's path of each name.
 
     In torch's paths all keys are text.
     """
@@ -225,7 +226,7 @@ def _named(state: Mapping[str, Any]) -> _Named:
 
     try:
         flat, paths = flatten_state_dict(dict(state))
-    except ValueError:  # Two keys that make one name: torch alone cannot read those.
+    except ValueError:  # Two keys with one name, which torch alone cannot read.
         return _Named({}, {})
     wanted = {
         paths[name]: (name, value)
@@ -238,7 +239,7 @@ def _named(state: Mapping[str, Any]) -> _Named:
 def _found(
     value: Any, path: tuple[Any, ...], keys: Path, wanted: Mapping[tuple[Any, ...], tuple[str, Any]]
 ) -> Iterator[tuple[str, Path]]:
-    """Yield the keys themselves of what is wanted by paths of torch's; 1 and "1" are one there."""
+    """Yield the real keys of the leaves wanted by torch's paths, where 1 and "1" are the same."""
     name, leaf = wanted.get(path, ("", None))
     if name and leaf is value:
         yield name, keys
@@ -261,7 +262,7 @@ def _dotted(path: Path) -> list[str]:
 
 
 def _unique(names: list[str]) -> list[str]:
-    """Two keys may make one name, as in {"a.b": x, "a": {"b": y}}: the later one gets a number."""
+    """Number names that occur twice, as in {"a.b": x, "a": {"b": y}}."""
     seen: dict[str, int] = {}
     found = []
     for name in names:

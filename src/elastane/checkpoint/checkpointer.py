@@ -1,8 +1,8 @@
-"""Saves a script's state now and then, and gives it back: what a user holds.
+"""The user's Checkpointer: saves a script's state regularly, and restores it.
 
-Owns when a save is due and what becomes of a save that failed; how one is made is `saving`, how one
-comes back `restoring`. All ranks call the same methods at the same steps. A fault of the storage
-never ends the training: the last checkpoint stays, and the user is told, once for each reason.
+Owns when a save is due, and the handling of failed saves; `saving` makes a save, `restoring` reads
+one. All ranks call the same methods at the same steps. A fault of the storage never ends the
+training: the last checkpoint stays, and a warning is logged once for each reason.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from elastane.checkpoint.capture import Captured
-from elastane.checkpoint.copy_on_write import Loan
-from elastane.checkpoint.folder_identity import StoragePath, absolute
+from elastane.checkpoint.copy_on_write import CopyOnWriteRestore
+from elastane.checkpoint.folder_identity import FolderIdentity, absolute_place
 from elastane.checkpoint.plan import SaveOrder
 from elastane.checkpoint.restoring import Restored, Restorer
-from elastane.checkpoint.save_schedule import Cadence, at_least_one, not_a_step, steps_done
-from elastane.checkpoint.saving import WAIT_S, Agreed, Saver, insist_durable, not_saved
-from elastane.checkpoint.state_source import Objects, Subject
+from elastane.checkpoint.save_schedule import SaveSchedule, at_least_one, not_a_step, steps_done
+from elastane.checkpoint.saving import WAIT_S, SaveProposal, Saver, not_saved, require_durable
+from elastane.checkpoint.state_source import ScriptObjects, StateSource
 from elastane.errors import CheckpointError, ElastaneError
 from elastane.process import environment
 from elastane.process.status_page import before_park
 from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_PATIENCE_S
-from elastane.snapshots.client import Keeper
+from elastane.snapshots.client import SnapshotClient
 from elastane.snapshots.messages import SaveFailed
 from elastane.storage import open_storage
 from elastane.storage.repository import Repository
 
 _log = logging.getLogger("elastane.checkpoint")
-# Between two looks whether storage has taken the save before one that was asked for.
+# The pause between two checks whether storage has finished the save before a requested one.
 _PAUSE_S = 0.02
 
 
 class Checkpointer:
-    """Checkpoints of one script under `where`: a folder, or a URL that fsspec takes.
+    """Checkpoints of one script under `where`: a folder, or a URL that fsspec accepts.
 
-    A checkpoint is written behind the training, by a process of the node; the training stands for
-    one copy of this rank's share. `every_steps`, `every_s` or both say when `maybe_save` saves;
-    with neither, as with `every_s="auto"`, it is as often as a save's cost and the failures so far
-    make it pay. `keep` checkpoints are left, never fewer than one that is valid. `strict`: a
-    damaged newest checkpoint is an error, where else it is named and passed over.
+    A process of the node writes checkpoints in the background; the training is blocked only while
+    this rank's share is copied. `every_steps`, `every_s` or both say when `maybe_save` saves. With
+    neither, as with `every_s="auto"`, the interval is computed from a save's cost and the failures
+    so far. `keep` is how many checkpoints are retained; at least one valid one always is. With
+    `strict` a damaged newest checkpoint is an error; otherwise it is logged and skipped.
     """
 
     def __init__(
@@ -57,67 +57,68 @@ class Checkpointer:
         keep: int = 3,
         strict: bool = False,
     ) -> None:
-        self.where = absolute(where)
+        self.where = absolute_place(where)
         if every_steps is None and every_s is None:
             every_s = "auto"
-        self._cadence = Cadence(every_steps, every_s)
+        self._schedule = SaveSchedule(every_steps, every_s)
         self._keep, self._strict = at_least_one(keep), strict
-        self._subject: Subject | None = None
+        self._source: StateSource | None = None
         self._saver: Saver | None = None
         self._captured: Captured | None = None
-        self._loan: Loan | None = None
-        self._cancel_settling: Callable[[], None] = _nothing
+        self._borrowed: CopyOnWriteRestore | None = None
+        self._cancel_before_park: Callable[[], None] = _nothing
         self._era, self._job = 0, environment.get("TORCHELASTIC_RUN_ID", "")
         self._last: Key | None = None
-        self._missed = ""  # why what was asked for was not saved
-        self._told: set[str] = set()
+        self._missed = ""  # Why a requested save was not made.
+        self._logged: set[str] = set()
 
     def restore(self, what: Any) -> Restored | None:
-        """Bring back the newest valid state, in memory or in storage; None where there is none yet.
+        """Restore the newest valid state from memory or storage; None if there is none yet.
 
-        `what` is a Job, or a mapping of names to models, optimizers and whatever else has
-        `state_dict` and `load_state_dict`. It says what is saved from now on as well. On all ranks.
+        `what` is a Job, or a mapping of names to models, optimizers and other objects with
+        `state_dict` and `load_state_dict`. It also defines what is saved from now on. All ranks
+        call it.
         """
         bind = getattr(what, "checkpointed_by", None)
-        subject: Subject = bind(self) if bind is not None else Objects(what, self)
+        source: StateSource = bind(self) if bind is not None else ScriptObjects(what, self)
         repository = Repository(open_storage(self.where))
         self.close()
-        keeper, place = _keeper(self.where), StoragePath(repository.storage)
+        keeper, place = _connect(self.where), FolderIdentity(repository.storage)
         if keeper.survives:
             place.wait()
         else:
-            place.insist()  # There is no memory to go on from.
-        self._subject, self._saver = subject, Saver(subject, keeper, self.where, place)
-        subject.before_change(self._settle)
-        self._cancel_settling = before_park(self._settle)
-        if not subject.is_new:
-            return None  # The others give it their state, and with it ours.
-        restorer = Restorer(subject, keeper, repository)
+            place.require()  # Without surviving memory, storage is the only source.
+        self._source, self._saver = source, Saver(source, keeper, self.where, place)
+        source.before_change(self._finish_copies)
+        self._cancel_before_park = before_park(self._finish_copies)
+        if not source.is_new:
+            return None  # The other members send their state, which includes this object's.
+        restorer = Restorer(source, keeper, repository)
         try:
             restored, self._era = restorer.newest(place, strict=self._strict)
         finally:
-            self._loan = restorer.loan
+            self._borrowed = restorer.borrowed
         if restored is None:
-            Captured(subject.state())  # What cannot be saved is refused now, not at the first save.
-        self._cadence.failures += restored is not None  # A run that goes on was cut short.
+            Captured(source.state())  # Refuse what cannot be saved now, not at the first save.
+        self._schedule.failures += restored is not None  # A run that is restored was interrupted.
         if restored is not None:
-            self._saver.go_on_from(restored.nonce, missed=restored.missed)
+            self._saver.continue_from(restored.nonce, missed=restored.missed)
         if restored is not None and environment.get("LOCAL_RANK", "0") == "0":
             with contextlib.suppress(ConnectionError):
-                keeper.went_on(restored.key, restored.where, subject.why)
+                keeper.report_restored(restored.key, restored.where, source.why)
         return restored
 
     def maybe_save(self, step: Any) -> bool:
-        """Save if it is due, and the one before is written; returns whether it began.
+        """Save if a save is due and the last one is written; returns whether a save began.
 
-        `step` is what `job.steps` yields, or how many steps are done. On all ranks.
+        `step` is an item of `job.steps`, or the number of finished steps. All ranks call it.
         """
         number = _number_of(step)
-        reason = self._cadence.is_due(number) if number else ""
+        reason = self._schedule.is_due(number) if number else ""
         return bool(reason) and self._save(number, reason)
 
     def save(self, step: Any) -> None:
-        """Save now; waits for the one before to be written. On all ranks."""
+        """Save now, after the last save is written. All ranks call it."""
         number = _number_of(step)
         if not number:
             raise not_a_step(step)
@@ -125,45 +126,45 @@ class Checkpointer:
         self._save(number, "asked")
 
     def save_before_stop(self, steps: int) -> None:
-        """Save after so many steps, if that was not done; then all workers are going to be stopped.
+        """Save after `steps` steps unless that was done, before all workers are stopped.
 
-        What is saved is whole when this returns; that it is written out is the keeper's. So storage
-        that is behind is not waited for, where each node holds all of the state.
+        On return the snapshot is complete, and the snapshot server will write it. If each node
+        holds the whole state, a busy storage is not waited for.
         """
-        if self._subject is not None and steps and not (self._last and self._last.step == steps):
+        if self._source is not None and steps and not (self._last and self._last.step == steps):
             self._save(steps, "leave")
-        self._settle()
+        self._finish_copies()
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until the last save is durable; CheckpointError with the reason where it is not."""
-        self._settle()
+        """Wait until the last save is durable; raises CheckpointError if it is not."""
+        self._finish_copies()
         if self._missed:
             raise not_saved(self.where, f"the last save: {self._missed}", "keeper-lost")
         if self._last is not None and self._saver is not None:
-            insist_durable(self._saver.keeper, self._last, self.where, timeout_s)
+            require_durable(self._saver.keeper, self._last, self.where, timeout_s)
 
     def close(self) -> None:
-        """Let go of the keeper, which ends what it is writing. Idempotent."""
-        self._cancel_settling()
-        self._end_loan()
+        """Disconnect from the snapshot server, which completes its writes. Idempotent."""
+        self._cancel_before_park()
+        self._end_borrowing()
         if self._saver is not None:
             self._saver.close()
         self._saver = self._captured = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return what is to go on after a restart, and in members that come later."""
-        cadence = self._cadence
+        """Return the values that a restart, or a joining member, continues from."""
+        schedule = self._schedule
         return {
             "era": self._era,
-            "stride": cadence.stride,
-            "lived_s": int(cadence.lived_s),
-            "failures": cadence.failures,
+            "stride": schedule.stride,
+            "lived_s": int(schedule.lived_s),
+            "failures": schedule.failures,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a `state_dict()`."""
         self._era = int(state["era"])
-        self._cadence.go_on(state["lived_s"], state["failures"], state["stride"])
+        self._schedule.resume(state["lived_s"], state["failures"], state["stride"])
 
     def __enter__(self) -> Self:
         return self
@@ -179,83 +180,83 @@ class Checkpointer:
         self.close()
 
     def _save(self, step: int, reason: str) -> bool:
-        if self._subject is None or self._saver is None:
+        if self._source is None or self._saver is None:
             raise CheckpointError(
-                "nothing was named that is to be saved",
+                "save() was called before restore(): the Checkpointer does not know what to save",
                 expected="restore() before the first save, also of a new run",
                 next_step='checkpointer.restore(job), or restore({"model": model, ...})',
                 slug="checkpoint-restore-first",
             )
-        self._settle()
-        state = self._subject.state()
-        # What somebody waits for is not to be dropped.
+        self._finish_copies()
+        state = self._source.state()
+        # A save that a caller waits for must not be dropped, so it is checked completely.
         doubtful = None if reason in ("asked", "leave") else self._saver.doubtful
-        if self._captured is None or not self._captured.again(state, doubtful):
+        if self._captured is None or not self._captured.update(state, doubtful):
             self._captured = Captured(state)
         captured = self._captured
         order = SaveOrder(step, reason, self._keep, self._job)
         try:
-            heard = self._agreed(self._saver, captured, order)
-            self._tell_failures(self._saver.progress.failures)
-            if not self._cadence.hear(heard[0].word, step):
+            agreed = self._agree(self._saver, captured, order)
+            self._log_failures(self._saver.progress.failures)
+            if not self._schedule.accept(agreed[0].word, step):
                 return False
-            key, began = self._saver.save(captured, order, self._era, heard)
+            key, began = self._saver.save(captured, order, self._era, agreed)
         except (ElastaneError, RuntimeError) as error:
-            if not self._subject.is_lost(error):
+            if not self._source.is_lost(error):
                 raise
             self._missed = str(error) if reason == "asked" else ""
             _log.info("step %d is not saved: %s", step, error)
-            return False  # The job's next step meets the loss as well, and recovers.
-        except OSError as error:  # The keeper's: gone, held up, or without memory.
+            return False  # The job's next step meets the same loss, and recovers.
+        except OSError as error:  # The snapshot server is gone, silent or without memory.
             what = f"step {step} could not be saved: {error}; training goes on [keeper-lost]"
-            self._tell(what, str(error))
+            self._log_once(what, str(error))
             self._missed = str(error) if reason == "asked" else ""
             return False
         is_missed = reason == "asked" and not began
         self._missed = f"storage was not ready within {WAIT_S:g} s" if is_missed else ""
         if began:
             self._last = key
-            self._cadence.cost(self._saver.blocked_s, self._saver.write_s)
+            self._schedule.add_cost(self._saver.blocked_s, self._saver.write_s)
         return began
 
-    def _agreed(self, saver: Saver, captured: Captured, order: SaveOrder) -> list[Agreed]:
-        """Hear all ranks; where a save must not be left out, once no keeper is writing any more."""
-        word = self._cadence.word(order.step, order.reason)
-        # What one node holds of a sharded state goes with it, from its memory.
-        insists = order.reason == "asked" or (order.reason == "leave" and captured.is_sharded)
+    def _agree(self, saver: Saver, captured: Captured, order: SaveOrder) -> list[SaveProposal]:
+        """Exchange proposals; for a required save, repeat until no snapshot server is writing."""
+        word = self._schedule.word(order.step, order.reason)
+        # When a node leaves, the memory of its part of a sharded state is lost.
+        is_required = order.reason == "asked" or (order.reason == "leave" and captured.is_sharded)
         for _ in range(int(WAIT_S / _PAUSE_S)):
-            heard = saver.agree(captured, order, word)
-            if not insists or not any(each.busy for each in heard):
+            agreed = saver.agree(captured, order, word)
+            if not is_required or not any(each.busy for each in agreed):
                 break
             time.sleep(_PAUSE_S)
-        return heard
+        return agreed
 
-    def _settle(self) -> None:
-        """Wait until what is being copied may change, and what was restored is here alone."""
-        self._end_loan()
+    def _finish_copies(self) -> None:
+        """Wait until the state may change: no copy is running and no tensor shares a snapshot."""
+        self._end_borrowing()
         if self._saver is not None:
-            self._saver.settle()
+            self._saver.finish_copy()
 
-    def _end_loan(self) -> None:
-        """Have each page copied by who does that: read before, it costs the training ten times."""
-        if self._loan is not None:
-            self._loan.wait()
-            self._loan = None
+    def _end_borrowing(self) -> None:
+        """Copy all shared pages now: page faults during training would cost ten times as much."""
+        if self._borrowed is not None:
+            self._borrowed.wait()
+            self._borrowed = None
 
-    def _tell_failures(self, failures: Sequence[SaveFailed]) -> None:
+    def _log_failures(self, failures: Sequence[SaveFailed]) -> None:
         if not failures or environment.get("LOCAL_RANK", "0") != "0":
-            return  # One worker of a node tells it.
+            return  # One worker of each node logs it.
         for failure in failures:
-            self._tell(
+            self._log_once(
                 f"step {failure.key.step} could not be saved: {failure.reason}; training goes on,"
                 f" the checkpoint before it stays [{failure.slug}]",
                 failure.reason,
             )
 
-    def _tell(self, text: str, reason: str = "") -> None:
-        """Say it, once for each reason."""
-        if (reason or text) not in self._told:
-            self._told.add(reason or text)
+    def _log_once(self, text: str, reason: str = "") -> None:
+        """Log a warning, once for each reason."""
+        if (reason or text) not in self._logged:
+            self._logged.add(reason or text)
             _log.warning("%s", text)
 
 
@@ -263,12 +264,12 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _keeper(where: str) -> Keeper:
+def _connect(where: str) -> SnapshotClient:
     try:
-        return Keeper.connect(where, patience_s=KEEPER_PATIENCE_S)
+        return SnapshotClient.connect(where, patience_s=KEEPER_PATIENCE_S)
     except OSError as error:
         raise CheckpointError(
-            f"no keeper of snapshots: {error}",
+            f"no snapshot server: {error}",
             where=where,
             expected="the process that saves, which the agent starts, or this one",
             next_step="look at the agent's output, and at the memory and processes of the host",
@@ -277,7 +278,7 @@ def _keeper(where: str) -> Keeper:
 
 
 def _number_of(step: Any) -> int:
-    """Return how many steps are done after this one; 0 where it did not happen."""
+    """Return the number of finished steps after this one; 0 if it was not committed."""
     if hasattr(step, "committed"):
         return int(step.number) + 1 if step.committed else 0
     return steps_done(step)

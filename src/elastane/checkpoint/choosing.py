@@ -1,8 +1,8 @@
-"""Which state all ranks restore: the newest that is valid, wherever it is held.
+"""Chooses the state that all ranks restore: the newest valid one, in memory or in storage.
 
-Pure: from what each rank says that it has, all ranks come to the same choice. What a keeper holds
-in memory counts where it is whole there, and of sharded state where the keepers have it together;
-what a place holds counts for all ranks of that place.
+Pure: all ranks make the same choice from the inventories of all. A snapshot counts if it is whole
+on one node, or, for sharded state, on all nodes together. A checkpoint counts for every rank that
+shares the place.
 """
 
 from __future__ import annotations
@@ -14,53 +14,52 @@ import msgspec
 from elastane.protocol.checkpoints import Fence, Key, folder_name
 
 
-class Save(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """One save, newest last in their order."""
+class SaveId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Identifies one save; ordered oldest first."""
 
     key: Key
     nonce: str
 
     @property
     def folder(self) -> str:
-        """Where it is, or would be, in storage."""
+        """Its folder in storage, whether it was written or not."""
         return folder_name(self.key, self.nonce)
 
 
 class StatePart(msgspec.Struct, frozen=True, array_like=True):
-    """What one keeper has of a sharded state: spans of its image, [first, end)."""
+    """One node's part of a sharded state: ranges [first, end) of its serialized layout."""
 
-    save: Save
+    save: SaveId
     image_bytes: int
     spans: tuple[tuple[int, int], ...]
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank can reach. `place` is that of its folder, `keeper` that of its node.
+    """The states that one rank can reach. `place` and `keeper` identify its folder and its server.
 
-    `held` are whole in memory; `parts` is what there is of sharded states.
-    One rank of each place says what is `stored` there, as far as its records say, newest first,
-    what newer ones were `skipped`, with reasons, and the greatest `fence` of all that is published.
-    `fault`: the place could not be read.
+    `held` are whole snapshots in memory, `parts` those of sharded states. One rank of each place
+    lists what is `stored` there according to the records, newest first; newer ones that were
+    `skipped`, with reasons; and the greatest published `fence`. `fault`: the place is unreadable.
     """
 
     keeper: str
     place: str
-    held: tuple[Save, ...] = ()
+    held: tuple[SaveId, ...] = ()
     parts: tuple[StatePart, ...] = ()
-    stored: tuple[Save, ...] = ()
+    stored: tuple[SaveId, ...] = ()
     skipped: tuple[str, ...] = ()
     fault: str = ""
     fence: Fence | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """`memory`: it is in keepers' memory. `givers` have it, the first of them gives it to others.
+    """A state to restore. `memory`: from snapshots, else from storage.
 
-    `lacking` ranks cannot reach it themselves. `spans`: of sharded state in memory, what each rank
-    can reach of its image.
+    `givers` are the ranks that have it; the first sends it to the `lacking` ranks. `spans` are the
+    ranges of a sharded state in memory that each rank can read.
     """
 
-    save: Save
+    save: SaveId
     memory: bool
     givers: tuple[int, ...]
     lacking: tuple[int, ...]
@@ -68,16 +67,16 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def choose(
-    inventories: Sequence[Inventory], failed: Collection[tuple[Save, bool]] = ()
+    inventories: Sequence[Inventory], failed: Collection[tuple[SaveId, bool]] = ()
 ) -> Choice | None:
-    """Return what to restore, and from whom; None where nobody has anything."""
+    """Return the state to restore and its sources, or None if no rank has any."""
     candidates = {(save, True) for each in inventories for save in each.held}
     candidates |= {(save, False) for each in inventories for save in each.stored}
     candidates |= {(save, True) for save in _together(inventories)}
     candidates -= set(failed)
     if not candidates:
         return None
-    # Of one step memory comes first: a last gasp has a nonce of its own.
+    # Of one step prefer memory; a final flush of the same step has another nonce.
     save, memory = max(candidates, key=lambda each: (each[0].key, each[1], each[0].nonce))
     spans: list[tuple[tuple[int, int], ...]] = []
     if memory:
@@ -93,8 +92,8 @@ def choose(
     return Choice(save, memory, givers, lacking, tuple(spans) if any(spans) else ())
 
 
-def _together(inventories: Sequence[Inventory]) -> set[Save]:
-    """Return the sharded states of which all keepers together have the whole."""
+def _together(inventories: Sequence[Inventory]) -> set[SaveId]:
+    """Return the sharded states that the servers hold completely together."""
     parts = [part for each in inventories for part in each.parts]
     found = set()
     for save in {part.save for part in parts}:
@@ -109,10 +108,10 @@ def _together(inventories: Sequence[Inventory]) -> set[Save]:
     return found
 
 
-def _spans_of(save: Save, inventory: Inventory) -> tuple[tuple[int, int], ...]:
+def _spans_of(save: SaveId, inventory: Inventory) -> tuple[tuple[int, int], ...]:
     return tuple(span for part in inventory.parts if part.save == save for span in part.spans)
 
 
 def first_of_each_place(places: Sequence[str]) -> list[int]:
-    """Return the rank that speaks for each place."""
+    """Return the first rank of each place, which acts for it."""
     return [places.index(place) for place in dict.fromkeys(places)]

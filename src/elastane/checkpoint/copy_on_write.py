@@ -1,11 +1,10 @@
-"""New tensors of a restore, which lie in the memory of the snapshot until they have their own.
+"""Copy-on-write restore: new tensors share the snapshot's memory until their pages are copied.
 
-What is read into new memory costs the clearing of each page and a copy into it. Here the pages of
-the snapshot are mapped instead, for this process alone: the tensors are there at once, and a page
-is copied when it is first written to. That is done for all of them before the training does it:
-by whoever waits for it, and by a thread that begins by itself after a while.
-Until then the snapshot has to stay as it is: the keeper holds it until it is released, or until the
-process that reads it has ended, also where the line to it broke.
+Reading into new memory costs clearing each page and copying into it. Instead the snapshot's pages
+are mapped privately, so that the tensors exist at once, and a page is copied at its first write. A
+thread copies all pages before the training would, after a short delay or when a caller waits. Until
+then the snapshot must not change: the server holds it until it is released, or until the process
+that reads it has ended. Why: docs/decisions/copy-on-write-restore.md.
 """
 
 from __future__ import annotations
@@ -27,74 +26,73 @@ from elastane.checkpoint.layout import PAGE_BYTES, Layout, TensorPiece, dtype_of
 from elastane.process import environment, kernel
 
 if TYPE_CHECKING:
-    from elastane.checkpoint.reading import Pieces
-    from elastane.snapshots.client import HeldSnapshot, Keeper
+    from elastane.checkpoint.reading import MemoryPieces
+    from elastane.snapshots.client import HeldSnapshot, SnapshotClient
 
 _log = logging.getLogger("elastane.checkpoint")
-# Given pages at a time: others that change this process's maps wait so long, a tenth of a
-# millisecond.
+# The unit of copying: other changes of this process's maps wait for one unit, 0.1 ms.
 _STRIDE_BYTES = 1 << 18
-# Until it is begun with, unless somebody waits: what a script does first would be held up by it.
+# The delay before copying starts unless a caller waits; earlier it would slow the script's start.
 _REST_S = 1.0
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-class _Lent(NamedTuple):
-    """Some of the memory of a tensor: there for as long as that is."""
+class _SharedRange(NamedTuple):
+    """A range of a tensor's memory; the weak reference is dead once the tensor is."""
 
     memory: weakref.ref[memoryview]
     address: int
     size: int
 
 
-class Lender:
-    """Makes tensors of what lies in the pieces of an image."""
+class CopyOnWriteTensors:
+    """Makes tensors that share the memory of a snapshot."""
 
-    def __init__(self, layout: Layout, image: Pieces) -> None:
+    def __init__(self, layout: Layout, image: MemoryPieces) -> None:
         self._layout, self._image = layout, image
         self._pieces: dict[int, list[TensorPiece]] = {}
         for piece in layout.pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
-        self._left: deque[_Lent] = deque()
+        self._left: deque[_SharedRange] = deque()
 
     def tensor(self, number: int) -> torch.Tensor | None:
-        """Return the tensor of this number; None where it does not lie so, and has to be read."""
-        parts = self._parts(number)
-        if not parts or not can_lend():
+        """Return the tensor of this number, or None if its memory cannot be shared."""
+        parts = self._mappings(number)
+        if not parts or not is_supported():
             return None
         spec = self._layout.tensors[number]
         try:
             address, size = kernel.map_privately(parts)
-        except OSError as error:  # More maps than a process may have.
+        except OSError as error:  # The process has too many maps.
             _log.debug("%s is read: %s", spec.name, error)
             return None
         memory = memoryview((ctypes.c_ubyte * size).from_address(address))
-        # Not at exit: threads may be in these tensors until the process ends.
+        # Not at exit, since threads may use these tensors until the process ends.
         weakref.finalize(memory, kernel.unmap, address, size).atexit = False
         held = weakref.ref(memory)
         for at in range(0, size, _STRIDE_BYTES):
-            self._left.append(_Lent(held, address + at, min(_STRIDE_BYTES, size - at)))
+            self._left.append(_SharedRange(held, address + at, min(_STRIDE_BYTES, size - at)))
         return torch.frombuffer(memory, dtype=dtype_of(spec.dtype)).view(spec.shape)
 
     @property
     def has_lent(self) -> bool:
-        """Whether there are tensors that lie in the snapshot."""
+        """Whether some memory is still shared."""
         return bool(self._left)
 
-    def settle(self) -> None:
-        """Give all that still live memory of their own; OSError where there is none.
+    def copy_all(self) -> None:
+        """Copy all pages of live tensors; raises OSError without memory.
 
-        Several threads may do so together: this returns when there is nothing left to begin with.
+        Several threads may call it together. It returns when no range is left to begin with.
         """
         with contextlib.suppress(IndexError):
             while True:
                 lent = self._left.popleft()
-                memory = lent.memory()  # Held, so that it is not unmapped meanwhile.
+                memory = lent.memory()  # Prevents the unmapping meanwhile.
                 if memory is not None:
                     kernel.take_pages(lent.address, lent.size)
 
-    def _parts(self, number: int) -> Sequence[tuple[int, int, int]]:
-        """Return where the data of a tensor lies, if that is one page behind the other."""
+    def _mappings(self, number: int) -> Sequence[tuple[int, int, int]]:
+        """Return where the data of a tensor lies, if it can be mapped page by page."""
         parts, before = [], 0
         spec = self._layout.tensors[number]
         strides = torch.empty(spec.shape, device="meta").stride()
@@ -108,42 +106,44 @@ class Lender:
             if found is None or first != before or not (is_in_pages and not found[1] % PAGE_BYTES):
                 return ()
             if not self._layout.is_paged(piece) and place == 1:
-                return ()  # A page holds several; each would be mapped for each.
+                return ()  # The page holds several tensors, and would be mapped for each.
             parts.append((*found, size))
             before += size
         return parts
 
 
-class Loan:
-    """A snapshot that tensors lie in, until they do not."""
+class CopyOnWriteRestore:
+    """A snapshot whose memory tensors share until a thread has copied all pages."""
 
-    def __init__(self, keeper: Keeper, lender: Lender, held: HeldSnapshot) -> None:
+    def __init__(
+        self, keeper: SnapshotClient, lender: CopyOnWriteTensors, held: HeldSnapshot
+    ) -> None:
         self._lender, self._keeper, self._held = lender, keeper, held
         self._awaited, self._helping, self._fault = threading.Event(), threading.Lock(), ""
-        # It holds the keeper: were that closed, the snapshot would be let go of.
+        # The thread keeps the client open: closing it would release the snapshot.
         self._thread = threading.Thread(target=self._end, name="elastane-loan", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Help, until each tensor has memory of its own."""
+        """Help to copy until each tensor has its own memory."""
         with self._helping:
             self._awaited.set()
-            self._settle()
+            self._copy_all()
         self._thread.join()
 
-    def _settle(self) -> None:
+    def _copy_all(self) -> None:
         try:
-            self._lender.settle()
+            self._lender.copy_all()
         except OSError as error:
             self._fault = str(error)
 
     def _end(self) -> None:
         self._awaited.wait(_REST_S)
-        self._settle()
-        with self._helping:  # Who helps has its last part in hand.
+        self._copy_all()
+        with self._helping:  # A helper may still copy its last range.
             pass
         if self._fault:
-            # Training goes on, and saves: into the other slots.
+            # Training and saving continue, with the other slots.
             _log.warning("what was restored stays in the memory of its snapshot: %s", self._fault)
             return
         try:
@@ -153,16 +153,16 @@ class Loan:
 
 
 @functools.cache
-def can_lend() -> bool:
-    """Whether this kernel gives a process its own pages without a change of what is in them.
+def is_supported() -> bool:
+    """Whether this kernel can populate private pages without changing their content.
 
-    And new memory would not be in huge pages, which are there sooner, and quicker ever after.
+    Returns False if new memory would be in huge pages, which are allocated and used faster.
     """
     try:
         is_huge = "[always]" in _HUGE_PAGES.read_text()
     except OSError:
         is_huge = False
-    if is_huge or environment.get("THP_MEM_ALLOC_ENABLE") == "1":  # torch's own switch
+    if is_huge or environment.get("THP_MEM_ALLOC_ENABLE") == "1":  # torch's own switch.
         return False
     memory = ctypes.create_string_buffer(PAGE_BYTES)
     try:

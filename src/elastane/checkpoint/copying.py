@@ -1,10 +1,9 @@
-"""The copy of a state into its slot: what a step may change at once, the rest behind the next step.
+"""Copies a state into its slot: partly at once, the rest during the next step.
 
-Parameters and the state of optimizers are changed by an optimizer's step alone, so they may be
-copied while the next forward and backward run; `settle` waits for that, and is to be called before
-anything changes them. Where something did change them unseen, by their version counters, what was
-copied is thrown away, and from then on everything is copied at once. Whether tensors still have
-the shapes and types that they had is looked at behind the next step as well.
+Only an optimizer's step changes parameters and optimizer state. Hence they may be copied during the
+next forward and backward, and `finish` waits for that before any change. Version counters reveal
+other changes: the copy is then dropped, and all later copies happen at once. Shapes and dtypes are
+also checked during the next step.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from operator import attrgetter, not_
 import torch
 
 SLUG = "checkpoint-overlap"
-# Less is copied sooner than another thread is awake.
+# Less is copied sooner than another thread wakes up.
 _SHARE_BYTES_MIN = 8 << 20
 _VERSION = attrgetter("_version")
 _log = logging.getLogger("elastane.checkpoint")
 
 
-class Copier:
-    """One rank's; its threads are there from the first copy that wants them."""
+class StateCopier:
+    """The copier of one rank; its threads start with the first copy that needs them."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -41,12 +40,12 @@ class Copier:
         done: Callable[[bool], None],
         is_alike: Callable[[], bool],
     ) -> None:
-        """Copy each source into its place; those that are `late` after this has returned.
+        """Copy each source into its place; the `late` ones after this has returned.
 
-        `done` is called when all is copied, and told whether that is behind the training, in
-        another thread; then `is_alike` is asked before, and nothing is copied where it is not.
+        `done` is called when all is copied, with True if that is in the background thread. In that
+        thread `is_alike` is called first, and nothing is copied if it returns False.
         """
-        self.settle()
+        self.finish()
         if not (self.may_overlap and any(late)):
             self._copy_now(places, sources)
             done(False)
@@ -59,15 +58,15 @@ class Copier:
         versions = [*map(_VERSION, rest[1])]
         self._running = self._threads().submit(self._copy_rest, *rest, versions, done, is_alike)
 
-    def settle(self) -> None:
-        """Wait until the sources may change again."""
+    def finish(self) -> None:
+        """Wait until the sources may change."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def close(self) -> None:
-        """Wait, and end the thread."""
-        self.settle()
+        """Wait, and end the threads."""
+        self.finish()
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -78,9 +77,9 @@ class Copier:
         return self._pool
 
     def _copy_now(self, places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy in as many threads as torch has for one operation.
+        """Copy in as many threads as torch uses for one operation.
 
-        torch would share out each tensor by itself, which gains nothing for tensors of some MB.
+        torch would split each tensor, which gains nothing for tensors of some MB.
         """
         first, *others = _shares_of(sources, torch.get_num_threads())
         jobs = [self._threads().submit(_copy, places[each], sources[each]) for each in others]
@@ -102,8 +101,8 @@ class Copier:
         if not is_alike():
             self.may_look_late = False
             _log.warning(
-                "tensors have got another shape or type, in place: that save is dropped, the next"
-                " is of what they are now [%s]",
+                "the shape or dtype of tensors changed in place: that save is dropped, the next"
+                " saves their new form [%s]",
                 SLUG,
             )
             return
@@ -123,7 +122,7 @@ class Copier:
 
 
 def _shares_of(tensors: list[torch.Tensor], count: int) -> list[slice]:
-    """Cut tensors into so many neighbouring runs of some equal size, fewer where they are small."""
+    """Cut tensors into `count` runs of similar size, or fewer if they are small."""
     sizes = [tensor.nbytes if tensor.device.type == "cpu" else 0 for tensor in tensors]
     share_bytes = max(_SHARE_BYTES_MIN, sum(sizes) / count)
     cuts, filled = [0], 0

@@ -1,8 +1,8 @@
-"""What makes a checkpoint readable by torch alone: torch.distributed.checkpoint's own index.
+"""The files that let torch alone read a checkpoint: torch.distributed.checkpoint's own index.
 
-`.metadata` is torch's pickle of which tensor lies where; `plain.distcp` holds the leaves that are
-no tensors. Both are written for torch's readers and never read here. They change seldom: the index
-with the layout, and with the length of a leaf.
+`.metadata` is torch's pickle of where each tensor lies; `plain.distcp` holds the leaves that are no
+tensors. Both are written for torch's readers, and elastane never reads them. They change seldom:
+the index with the layout and with the length of a leaf.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _SCALARS = (int, float, str, bytes, bool, type(None))
 
 
 class ByteRange(NamedTuple):
-    """One file of a checkpoint, and the part of the image that it holds."""
+    """One file of a checkpoint, and the range of the serialized layout in it."""
 
     file: FileName
     first: Bytes
     end: Bytes
 
 
-class Plain:
-    """The leaves, as torch.save writes them; a leaf that has not changed is not written anew."""
+class PlainLeaves:
+    """The leaves as torch.save writes them; unchanged leaves are not written again."""
 
     def __init__(self) -> None:
         self._written: dict[str, tuple[Any, bytes]] = {}
 
     def written(self, leaves: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return the bytes of each of the leaves, which are `frozen`, but of what has none."""
+        """Return the bytes of each frozen leaf, without those that cannot be pickled."""
         found = {}
         for name, value in leaves.items():
             before = self._written.get(name)
             if before is None or not _equal(before[0], value):
-                data = value.data if isinstance(value, _Saved) else _saved(value)
+                data = value.data if isinstance(value, _Pickled) else _saved(value)
                 if data is None:
                     continue
                 before = self._written[name] = (value, data)
@@ -49,19 +49,19 @@ class Plain:
         return found
 
 
-class _Saved(NamedTuple):
-    """The bytes of what is no plain data; None where it cannot be pickled."""
+class _Pickled(NamedTuple):
+    """The bytes of a leaf that is no plain data; None if it cannot be pickled."""
 
     data: bytes | None
 
 
 def frozen(leaf: Any) -> Any:
-    """Return a leaf as it is now, whatever becomes of it: plain data, or its bytes."""
+    """Return an immutable copy of a leaf: plain data, or its pickled bytes."""
     if type(leaf) in _SCALARS:
         return leaf
     if (type(leaf) is list or type(leaf) is tuple) and _is_plain(leaf):
         return type(leaf)(map(frozen, leaf))
-    return _Saved(_saved(leaf))
+    return _Pickled(_saved(leaf))
 
 
 def _is_plain(value: Any) -> bool:
@@ -93,7 +93,7 @@ def metadata(
     leaves: Mapping[str, bytes],
     paths: Mapping[str, tuple[Any, ...]],
 ) -> bytes:
-    """Return `.metadata` of a checkpoint whose image lies in these files."""
+    """Return `.metadata` of a checkpoint whose serialized layout lies in these files."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,

@@ -1,7 +1,7 @@
-"""Where the keepers of other nodes find this node's, and what is told where copies cannot go there.
+"""The address at which other nodes reach this node's snapshot server, and warnings about replicas.
 
-A node's own address is the one by which it reaches node rank 0, which all nodes reach; that one's
-is MASTER_ADDR itself. `--local-addr` overrides both.
+A node's own address is the one by which it reaches node rank 0, which all nodes reach. That of node
+rank 0 is MASTER_ADDR. `--local-addr` overrides both.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from functools import lru_cache
 
 from elastane.checkpoint.shares import RankStatus
 from elastane.process import environment
-from elastane.snapshots.client import Keeper
+from elastane.snapshots.client import SnapshotClient
 
 
-def door_of(keeper: Keeper) -> str:
-    """Return where a keeper takes copies, as HOST:PORT; "" where it does not."""
+def door_of(keeper: SnapshotClient) -> str:
+    """Return where a snapshot server accepts replicas, as HOST:PORT; "" if it does not."""
     host, _, port = keeper.door.rpartition(":")
     if not port:
         return ""
@@ -33,7 +33,7 @@ def _own_host(master: str, node_rank: str) -> str:
         for family, kind, protocol, _, address in socket.getaddrinfo(
             master, 9, type=socket.SOCK_DGRAM
         ):
-            # Nothing is sent: it is the kernel that is asked for its way there.
+            # Nothing is sent: connecting a UDP socket asks the kernel for its route.
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 return _bracketed(str(probe.getsockname()[0]))
@@ -45,10 +45,10 @@ def _bracketed(host: str) -> str:
 
 
 def without_copies(members: Sequence[RankStatus]) -> str:
-    """Return what the user is to know of nodes whose part of the state is on no other; or ""."""
+    """Return a warning about nodes whose part of the state is on no other node, or ""."""
     doors = {member.keeper: bool(member.door) for member in members}
     if not any(doors.values()):
-        return ""  # Nobody asked for it.
+        return ""  # Replication is off.
     slug = "snapshot-replicas"
     if len(doors) == 1:
         return (

@@ -1,8 +1,8 @@
-"""A checkpoint as one file: `.pt` for torch.load, `.safetensors` for what reads those.
+"""Exports a checkpoint as one file: `.pt` for torch.load, `.safetensors` for its readers.
 
-Holds the whole state in memory once. A `.pt` has the state as it was saved, by names; safetensors
-knows tensors alone, so it gets those under their dotted names, and of the rest what is said is what
-is left out. The file appears whole or not at all.
+The whole state is in memory once. A `.pt` holds the state as it was saved, by names. Safetensors
+holds only tensors, under their dotted names, and the result lists what was left out. The file
+appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """What was written. `left_out` is what the format has no place for."""
+    """The written file. `left_out` names what its format cannot hold."""
 
     path: str
     size_bytes: int
     left_out: tuple[str, ...] = ()
 
 
-def insist_on_file(to: Path) -> None:
-    """Refuse a file that cannot be written, before a long way is gone to it.
+def require_writable(to: Path) -> None:
+    """Refuse a file that cannot be written, before the work of reading a checkpoint.
 
-    UsageError for a suffix that says nothing, CheckpointError for a folder that takes no file and
-    for safetensors where that is not installed.
+    Raises UsageError for an unknown suffix, and CheckpointError for a folder that is not writable
+    or for safetensors if that is not installed.
     """
     if to.suffix not in SUFFIXES:
         raise UsageError(
@@ -60,9 +60,9 @@ def insist_on_file(to: Path) -> None:
 
 
 def export(repository: Repository, found: FoundCheckpoint, to: Path, only: str = "") -> Exported:
-    """Write a checkpoint to one file, by its suffix; `only`: what was saved under this name.
+    """Write a checkpoint to one file by its suffix; `only` selects what was saved by that name.
 
-    CheckpointError where it cannot be written; what was there before stays.
+    Raises CheckpointError if it cannot be written; an earlier file then stays.
     """
     state = _chosen(load_found(repository, found), only)
     with _partial(to) as partial:
@@ -73,10 +73,10 @@ def export(repository: Repository, found: FoundCheckpoint, to: Path, only: str =
 
 @contextlib.contextmanager
 def _partial(to: Path) -> Iterator[Path]:
-    """Give the file that is written in place of `to`, empty; none is left.
+    """Yield an empty temporary file that will replace `to`; nothing is left of it.
 
-    It lies in a new folder of this user's alone, of a name that nobody can guess: the folder of
-    `to` may be /tmp, where others would lay a link at the name that is written to.
+    It lies in a new private folder with a random name. The folder of `to` may be /tmp, where other
+    users could place a link at a predictable name.
     """
     try:
         if to.is_dir():
@@ -132,4 +132,4 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         save_file({name: each.contiguous().clone() for name, each in tensors.items()}, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    path.chmod(mode)  # safetensors makes a file of its own, for its owner alone.
+    path.chmod(mode)  # safetensors creates its own file, readable only by its owner.

@@ -1,7 +1,7 @@
-"""Which folder it is that a node saves to: nodes with the same id share it.
+"""The identity of the folder that a node saves to: nodes with the same id share it.
 
-Storage may be away for a while, or hang: then the id is not known, nothing is written out, and
-the place is looked for again at each save, by a thread that may wait as long as it likes.
+Storage may be away for a while, or hang. Then the id is unknown, nothing is written, and each save
+asks again in a thread that may block as long as it takes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import threading
 from pathlib import Path
 
 from elastane.errors import ConfigurationError
-from elastane.storage.errors import told_of, trouble
+from elastane.storage.errors import storage_error, storage_errors
 from elastane.storage.protocol import Storage
 
-# A folder answers at once; a job that could go on from memory waits no longer for one that hangs.
+# A folder answers at once; a job that can restore from memory waits no longer for one that hangs.
 _ANSWER_S = 20.0
 
 
-def named(where: str | os.PathLike[str]) -> str:
-    """Return the text of a place; ConfigurationError where it is none."""
+def place_text(where: str | os.PathLike[str]) -> str:
+    """Return the text of a place; raises ConfigurationError if it is not one."""
     text = os.fspath(where) if isinstance(where, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise ConfigurationError(
@@ -31,9 +31,9 @@ def named(where: str | os.PathLike[str]) -> str:
     return text
 
 
-def absolute(where: str | os.PathLike[str]) -> str:
-    """Return a place as every process of this node finds it; refuses one process's memory."""
-    text = named(where)
+def absolute_place(where: str | os.PathLike[str]) -> str:
+    """Return a place as every process of this node finds it; refuses memory: URLs."""
+    text = place_text(where)
     if text.startswith("memory:"):
         raise ConfigurationError(
             f"{text} is the memory of one process, and checkpoints are written by another",
@@ -44,8 +44,8 @@ def absolute(where: str | os.PathLike[str]) -> str:
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
-class StoragePath:
-    """One node's; `known` is "" until its storage has answered."""
+class FolderIdentity:
+    """The folder of one node; `known` is its id, "" until the storage has answered."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -53,13 +53,13 @@ class StoragePath:
         self.known = ""
         self.fault = ""
 
-    def insist(self) -> None:
-        """Wait for the storage; StorageError where it cannot be read."""
-        with told_of(self._storage.where):
+    def require(self) -> None:
+        """Wait for the storage; raises StorageError if it cannot be read."""
+        with storage_errors(self._storage.where):
             self.known = self._storage.place()
 
-    def look(self, timeout_s: float = 0.0) -> bool:
-        """Return whether it is known; asks the storage where it is not."""
+    def ask(self, timeout_s: float = 0.0) -> bool:
+        """Return whether the id is known; otherwise ask the storage in the background."""
         if not self.known and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._ask, name="elastane-place", daemon=True)
             self._thread.start()
@@ -68,12 +68,12 @@ class StoragePath:
         return bool(self.known)
 
     def wait(self) -> None:
-        """Wait for the storage as long as it may take where a job could do without."""
-        if not self.look(_ANSWER_S):
+        """Wait for the storage for a bounded time, since the job may restore from memory."""
+        if not self.ask(_ANSWER_S):
             self.fault = self.fault or f"{self._storage.where}: no answer within {_ANSWER_S:g} s"
 
     def _ask(self) -> None:
         try:
             self.known = self._storage.place()
         except OSError as error:
-            self.fault = str(trouble(self._storage.where, error))
+            self.fault = str(storage_error(self._storage.where, error))

@@ -1,9 +1,8 @@
-"""A sharded state from the memory of several nodes: what a rank lacks comes from who has it.
+"""Restores a sharded state from the memory of several nodes: each rank gets the pieces it lacks.
 
-All ranks say which pieces they lack; each of these is given once, by the first rank whose keeper
-has it, and goes straight into the tensors of those who want it. A rank that reads nothing has its
-part in this all the same. How it fails: with the collective; CheckpointError, on all ranks alike or
-on the one that could not read, where the image is not what was said of it.
+All ranks say which pieces they lack. The first rank whose server holds a piece broadcasts it once,
+straight into the tensors of the ranks that want it. A rank that needs nothing takes part too. How
+it fails: as the collective does; CheckpointError on all ranks, or on the rank that could not read.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from elastane.checkpoint.layout import Layout, TensorPiece
 from elastane.checkpoint.members import Members
 from elastane.checkpoint.reading import (
     PARCEL_BYTES,
-    Arrived,
+    ByteSource,
     Destination,
-    Image,
-    Wanted,
-    fill_wanted,
+    ReadRequest,
+    ReceivedBytes,
+    fill_requests,
     memory_of,
     read_parts,
-    wanted_of,
+    requests_of,
 )
 from elastane.errors import CheckpointError
 
@@ -33,7 +32,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Parcel:
-    """Pieces that lie next to each other, and the rank that gives them."""
+    """Adjacent pieces, and the rank that sends them."""
 
     source: int
     pieces: list[TensorPiece]
@@ -43,67 +42,67 @@ class Parcel:
 
 def gather(
     layout: Layout,
-    own: Image | None,
+    own: ByteSource | None,
     spans: Sequence[Spans],
     destinations: Sequence[Destination],
     members: Members,
 ) -> None:
-    """Fill the destinations. `own` is what this rank can read; `spans` say it of all, by rank."""
-    wanted, why = list[Wanted](), ""
+    """Fill the destinations. `own` is readable by this rank; `spans` are those of all ranks."""
+    wanted, why = list[ReadRequest](), ""
     try:
-        wanted = wanted_of(layout, destinations)
+        wanted = requests_of(layout, destinations)
     except CheckpointError as error:
         why = str(error)
     mine = spans[members.rank]
     near = [each for each in wanted if _has(mine, layout, each.piece)]
-    far: dict[int, list[Wanted]] = {}
+    far: dict[int, list[ReadRequest]] = {}
     for each in wanted:
         if not _has(mine, layout, each.piece):
             far.setdefault(each.piece.at, []).append(each)
-    lacked = _agreed(members, [*far], why)
+    lacked = _exchange(members, [*far], why)
     if own is not None:
-        fill_wanted(layout, own, near)
+        fill_requests(layout, own, near)
     _receive(layout, own, [*parcels(layout, lacked, spans)], far, members)
 
 
-def _agreed(members: Members, lacked: list[int], why: str) -> set[int]:
-    """Return where the pieces begin that some rank lacks; CheckpointError where one cannot."""
-    said = members.texts(msgspec.msgpack.encode((why, lacked)))
-    heard = [msgspec.msgpack.decode(each, type=tuple[str, list[int]]) for each in said]
-    reason = next((reason for reason, _ in heard if reason), "")
+def _exchange(members: Members, lacked: list[int], why: str) -> set[int]:
+    """Return the offsets of pieces that some rank lacks; CheckpointError if one has failed."""
+    received = members.texts(msgspec.msgpack.encode((why, lacked)))
+    decoded = [msgspec.msgpack.decode(each, type=tuple[str, list[int]]) for each in received]
+    reason = next((reason for reason, _ in decoded if reason), "")
     if reason:
         raise CheckpointError(
             reason,
-            expected="what the ranks want to be in the state",
+            expected="a checkpoint that has the values that the ranks need",
             next_step="restore it with the model that it was saved of",
             slug="checkpoint-layout",
         )
-    return {at for _, some in heard for at in some}
+    return {at for _, some in decoded for at in some}
 
 
 def _receive(
     layout: Layout,
-    own: Image | None,
+    own: ByteSource | None,
     coming: Sequence[Parcel],
-    far: dict[int, list[Wanted]],
+    far: dict[int, list[ReadRequest]],
     members: Members,
 ) -> None:
-    trouble: Exception | None = None
+    failure: Exception | None = None
     for parcel in coming:
-        arrived = Arrived(parcel.end - parcel.first, parcel.first)
+        arrived = ReceivedBytes(parcel.end - parcel.first, parcel.first)
         if parcel.source == members.rank and own is not None:
             try:
                 read_parts(own, parcel.first, memory_of(arrived.data))
             except (OSError, CheckpointError) as error:
-                trouble = error  # The others are in the collective already.
+                failure = error  # The other ranks are in the collective already.
         members.spread(arrived.data, parcel.source)
-        fill_wanted(layout, arrived, [w for p in parcel.pieces for w in far.get(p.at, ())])
-    if trouble is not None:
-        raise trouble
+        fill_requests(layout, arrived, [w for p in parcel.pieces for w in far.get(p.at, ())])
+    if failure is not None:
+        raise failure
 
 
 def parcels(layout: Layout, lacked: set[int], spans: Sequence[Spans]) -> Iterator[Parcel]:
-    """Cut what is lacked into parcels, the same on all ranks."""
+    """Group the lacking pieces into parcels, the same on all ranks."""
     parcel: Parcel | None = None
     for piece in layout.pieces:
         if piece.at not in lacked:
@@ -111,7 +110,7 @@ def parcels(layout: Layout, lacked: set[int], spans: Sequence[Spans]) -> Iterato
         source = next((n for n, some in enumerate(spans) if _has(some, layout, piece)), None)
         if source is None:
             raise CheckpointError(
-                f"bytes from {piece.at} on are in no keeper's memory",
+                f"bytes from {piece.at} on are in no node's memory",
                 expected="a snapshot that is whole on all nodes together",
                 next_step="none: an older one is restored",
                 slug="checkpoint-layout",

@@ -1,4 +1,4 @@
-"""How often a checkpoint pays: Young's and Daly's interval, from what was measured.
+"""The best interval between checkpoints: Young's and Daly's formula, from measured costs.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval" (CACM 1974);
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval" (FGCS 2006), equation 37.
@@ -20,30 +20,30 @@ from elastane.protocol.limits import (
 
 
 class Interval(NamedTuple):
-    """Seconds from one checkpoint to the next, and why so many, in words."""
+    """Seconds from one checkpoint to the next, and the reason in words."""
 
     seconds: float
     why: str
 
 
 def mtbf_s(lived_s: float, failures: int) -> float:
-    """Return the mean time between failures that so much experience speaks for.
+    """Estimate the mean time between failures from this experience.
 
-    Before the first failure it is what jobs in general have: that counts as one failure within
-    `CHECKPOINT_MTBF_S`, which experience outweighs the longer it lasts.
+    A prior of one failure in `CHECKPOINT_MTBF_S`, the rate of jobs in general, is included. It
+    matters less the longer the job lives.
     """
     return (lived_s + CHECKPOINT_MTBF_S) / (failures + 1)
 
 
 def interval(cost_s: float, failures: int, lived_s: float, write_s: float = 0.0) -> Interval:
-    """Return the interval at which saving and redoing together cost least.
+    """Return the interval with the least cost of saving and repeating work together.
 
     Args:
-        cost_s: what one checkpoint costs the training, in seconds.
-        failures: how often something has failed, ...
-        lived_s: ... in so many seconds.
-        write_s: how long a checkpoint takes to be written out behind the training; half of the
-            time at most is spent on that.
+        cost_s: how long one checkpoint blocks the training, in seconds.
+        failures: the number of failures so far.
+        lived_s: the time in which they happened, in seconds.
+        write_s: how long one checkpoint is written in the background, in seconds. Writing takes at
+            most half of the time.
 
     """
     mtbf = mtbf_s(lived_s, failures)
@@ -61,9 +61,9 @@ def interval(cost_s: float, failures: int, lived_s: float, write_s: float = 0.0)
 
 
 def rest_s(write_s: float) -> float:
-    """Return how long storage rests that has written for so many seconds, before it gets a save.
+    """Return how long storage rests after a write that took `write_s`, in seconds.
 
-    That is where saves are due more often than it takes them; they stay in memory meanwhile.
+    See docs/decisions/write-throttle.md.
     """
     return min(write_s * (1 / CHECKPOINT_WRITING_SHARE - 1), CHECKPOINT_REST_MAX_S)
 

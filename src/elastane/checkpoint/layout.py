@@ -1,10 +1,10 @@
-"""Where each piece of each tensor lies in the image of a state: pure arithmetic, the same for all.
+"""Where each piece of each tensor lies in the bytes of a state: pure, equal on all ranks.
 
-The image is a chain of blobs (`blobs`), one for each piece; a piece is what is contiguous in one
-tensor, and small enough that the image can be cut into even shares between blobs. State that all
-ranks hold makes one image, that each of them could write. Of sharded state each rank writes what
-only it holds, and what several hold is written by one of them. A layout that is read is not
-believed: `misfit` says why its parts contradict each other.
+The serialized layout is a chain of blobs (`blobs`), one for each piece. A piece is contiguous in
+one tensor, and small enough to cut the layout into even shares between blobs. A replicated state
+makes one layout that each rank could write. Of a sharded state each rank writes what only it holds,
+and one of several holders writes the rest. A layout read from storage is not trusted: `misfit` says
+how its parts contradict each other.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from elastane.protocol.limits import (
     CHECKPOINT_TENSORS_MAX,
 )
 
-# Small enough for even shares, large enough that a thousand bytes around each do not count.
+# Small enough for even shares, large enough that a frame of a thousand bytes does not matter.
 PIECE_BYTES = 4 << 20
-# Data of at least the latter begins at a page of the image, and its blob in the page before that,
-# where the image can be cut: a disk that is written past its cache takes the pages of memory as
-# they lie, and a process that maps them has the tensors as they lie.
+# Data of at least PAGED_BYTES begins at a page, and its blob in the page before. Hence a disk can
+# write pages of memory directly (O_DIRECT), and a process can map the tensors.
 PAGE_BYTES = 4096
 PAGED_BYTES = 1 << 18
-# A Mersenne prime, much greater than the number of values in any tensor: see `_is_tiled`.
+# A Mersenne prime, much greater than the number of values of any tensor: see `_is_tiled`.
 _PRIME = (1 << 127) - 1
 
 Dimensions = Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=CHECKPOINT_DIMENSIONS_MAX)]
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of the state, as a whole."""
+    """One whole tensor of the state."""
 
     name: str
     dtype: str
@@ -51,7 +50,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank holds of the tensor of this number."""
+    """The part of a tensor, by its number, that one rank holds."""
 
     tensor: int
     offsets: tuple[int, ...]
@@ -59,7 +58,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a tensor, and where its blob begins in the image."""
+    """A part of a tensor, and the offset of its blob."""
 
     tensor: int
     offsets: Dimensions
@@ -68,7 +67,7 @@ class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """`bounds`: of sharded state, where each rank's own part of the image begins, and the end."""
+    """The layout. `bounds` are the start of each rank's part of a sharded state, and the end."""
 
     tensors: Annotated[tuple[Tensor, ...], msgspec.Meta(max_length=CHECKPOINT_TENSORS_MAX)]
     pieces: Annotated[tuple[TensorPiece, ...], msgspec.Meta(max_length=CHECKPOINT_PIECES_MAX)]
@@ -77,26 +76,26 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def replicated(self) -> bool:
-        """Whether each rank holds the whole image."""
+        """Whether every rank holds the whole state."""
         return not self.bounds
 
     def frame(self, piece: TensorPiece) -> Frame:
-        """Return what lies around the data of a piece."""
+        """Return the bytes around the data of a piece."""
         return frame_of(dtype_of(self.tensors[piece.tensor].dtype), piece.shape)
 
     def data_at(self, piece: TensorPiece) -> int:
-        """Return where the data of a piece begins in the image."""
+        """Return the offset of the data of a piece."""
         return piece.at + len(self.frame(piece).head)
 
     def within(self, first: int, end: int) -> Sequence[TensorPiece]:
-        """Return the pieces whose blobs begin in a range of the image."""
+        """Return the pieces whose blobs begin in a range."""
         low = bisect_left(self.pieces, first, key=lambda piece: piece.at)
         return self.pieces[low : bisect_left(self.pieces, end, key=lambda piece: piece.at)]
 
     def cut(self, parts: int, first: int, end: int) -> list[int]:
-        """Return where even parts of a part of the image begin, and its end: between blobs.
+        """Cut a range into even parts between blobs, near pages if possible.
 
-        At a page, where one is near.
+        Returns the start of each part, and the end.
         """
         pieces = self.within(first, end)
         edges = [first, *(piece.at for piece in pieces), end]
@@ -114,17 +113,17 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def lay_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> Layout:
-    """Return the layout of a state, of which each rank holds these chunks.
+    """Return the layout of a state of which each rank holds these chunks.
 
-    CheckpointError where chunks of different ranks overlap, or leave a part out.
+    Raises CheckpointError if chunks of different ranks overlap or leave a part out.
     """
-    maker = _Maker(tensors)
+    maker = _LayoutBuilder(tensors)
     if all(list(chunks) == list(held[0]) for chunks in held):
         for chunk in held[0]:
             maker.add(chunk)
         return maker.layout(())
     bounds = [0]
-    for chunks in _shared_out(tensors, held):
+    for chunks in _assign(tensors, held):
         for chunk in chunks:
             maker.add(chunk)
         maker.end_page()
@@ -141,10 +140,10 @@ def lay_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> Layou
 
 
 def misfit(layout: Layout) -> str:
-    """Return why the parts of a layout contradict each other or a bound; "" where they do not.
+    """Return how the parts of a layout contradict each other or exceed a bound; "" if they do not.
 
-    Nothing is allocated before this has said "". Each value of each tensor lies in the image once,
-    so memory that is read into is filled, and is no larger than the image.
+    Callers allocate nothing before that. Each value of each tensor lies in the layout once, so the
+    memory that is allocated is filled, and is no larger than the layout.
     """
     if len({tensor.name for tensor in layout.tensors}) != len(layout.tensors):
         return "two tensors have the same name"
@@ -168,7 +167,7 @@ def misfit(layout: Layout) -> str:
 
 def _misfit_of_tensor(tensor: Tensor) -> str:
     item_bytes = dtype_of(tensor.dtype).itemsize
-    # A length of 0 hides the others from the size, and torch multiplies them all the same.
+    # A length of 0 hides the others in the size, but torch multiplies them all.
     if (
         math.prod(max(1, length) for length in tensor.shape) * item_bytes
         > CHECKPOINT_FILE_BYTES_MAX
@@ -201,12 +200,10 @@ def _misfit_of_bounds(layout: Layout) -> str:
 
 
 def _is_tiled(whole: Sequence[int], pieces: Sequence[TensorPiece]) -> bool:
-    """Whether each value of a tensor lies in one of its pieces, and in one only.
+    """Whether each value of a tensor lies in exactly one of its pieces.
 
-    Comparing pieces in pairs is quadratic. As a polynomial, the value at (i, j) is x**i * y**j, and
-    a box of them is (x**end - x**first) * (y**end - y**first) / ((x - 1) * (y - 1)). The sum of the
-    pieces equals the whole exactly if each value is counted once. Both are compared at a random
-    point modulo a prime, which takes unequal ones for equal with a probability below 2**-70.
+    A randomized polynomial identity test in linear time, wrong with probability below 2**-70: see
+    docs/decisions/polynomial-coverage-check.md.
     """
     if len(pieces) == 1:
         return tuple(pieces[0].shape) == tuple(whole)
@@ -226,7 +223,7 @@ def _is_tiled(whole: Sequence[int], pieces: Sequence[TensorPiece]) -> bool:
     return total % _PRIME == area((0,) * len(whole), whole)
 
 
-class _Maker:
+class _LayoutBuilder:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tuple(tensors)
         self._pieces: list[TensorPiece] = []
@@ -243,7 +240,7 @@ class _Maker:
             self.at += frame.size_bytes
 
     def end_page(self) -> None:
-        """Go on at the next page; what lies between is zero."""
+        """Continue at the next page; the gap is zero."""
         self.at += -self.at % PAGE_BYTES
 
     def layout(self, bounds: tuple[int, ...]) -> Layout:
@@ -256,14 +253,14 @@ def _nearest(edges: Sequence[int], at: int) -> int:
 
 
 class Box(NamedTuple):
-    """A part of a tensor."""
+    """A part of a tensor: its offsets and shape."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def _pieces(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
-    """Cut a chunk along its first dimension that is not 1, so that each piece is contiguous."""
+    """Cut a chunk along its first dimension longer than 1, so that each piece is contiguous."""
     whole = math.prod(chunk.shape) * item_bytes
     along = next((d for d, length in enumerate(chunk.shape) if length > 1), None)
     if whole <= PIECE_BYTES or along is None:
@@ -271,7 +268,7 @@ def _pieces(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
         return
     length = chunk.shape[along]
     step = max(1, length * PIECE_BYTES // whole)
-    # As many as fill whole pages: then the pieces can be mapped one behind the other.
+    # Whole pages if possible, so that the pieces can be mapped one after the other.
     in_pages = PAGE_BYTES // math.gcd(whole // length, PAGE_BYTES)
     step -= step % in_pages if step > in_pages else 0
     for first in range(0, length, step):
@@ -285,14 +282,14 @@ def _pieces(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
             yield Box(part.offsets, part.shape)
 
 
-def _shared_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
-    """Give each chunk to one of the ranks that hold it: to the one that has the least so far."""
+def _assign(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
+    """Assign each chunk to the one of its holders that has the fewest bytes so far."""
     holders: dict[Chunk, list[int]] = {}
     for rank, chunks in enumerate(held):
         for chunk in chunks:
             holders.setdefault(chunk, []).append(rank)
     load, given = [0] * len(held), [list[Chunk]() for _ in held]
-    # Those that only one rank holds come first: the others fill up what is uneven.
+    # Chunks with one holder first: the others even the load out.
     for chunk, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
         rank = min(ranks, key=lambda each: (load[each], each))
         given[rank].append(chunk)
@@ -301,7 +298,7 @@ def _shared_out(tensors: Sequence[Tensor], held: Sequence[Sequence[Chunk]]) -> l
 
 
 def overlap(one: Box | TensorPiece | Chunk, other: Box | TensorPiece | Chunk) -> Box | None:
-    """Return what two parts of one tensor have in common."""
+    """Return the intersection of two parts of one tensor, or None."""
     offsets, shape = [], []
     places = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
     for at, length, other_at, other_length in places:
@@ -314,7 +311,7 @@ def overlap(one: Box | TensorPiece | Chunk, other: Box | TensorPiece | Chunk) ->
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name such as float32; CheckpointError for any other."""
+    """Return the dtype of a name such as float32; raises CheckpointError for any other."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
@@ -327,5 +324,5 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name that `dtype_of` takes."""
+    """Return the name of a dtype, for `dtype_of`."""
     return str(dtype).removeprefix("torch.")

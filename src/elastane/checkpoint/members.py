@@ -1,8 +1,8 @@
-"""The ranks that save and restore together, and what they tell each other.
+"""The ranks that save and restore together, and the collectives between them.
 
-Over the process group that the script has: of a job that recovers in place its own, else the
-default one; where that moves data on GPUs only, a group of gloo's beside it. A process without a
-group is alone. Fails as collectives fail: what was to be agreed is not agreed then.
+They use the script's process group: the job's own if it recovers in place, else the default one. If
+that moves only GPU data, a gloo group is created besides. A process without a group is alone. How
+it fails: as collectives fail, and then nothing was agreed.
 """
 
 from __future__ import annotations
@@ -15,69 +15,69 @@ import torch.distributed as dist
 
 from elastane.checkpoint.patience import PeerTimeout
 
-_PATIENCE = PeerTimeout()
+_TIMEOUT = PeerTimeout()
 
 
 class Members(Protocol):
-    """All ranks call the same in the same order."""
+    """The collectives; all ranks call the same ones in the same order."""
 
     @property
     def rank(self) -> int:
-        """This one's."""
+        """The rank of this process."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     def numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return what each rank says, by rank: as many numbers of 64 bits as this one.
+        """Exchange equally many 64-bit integers; returns those of each rank.
 
-        Here ranks meet that come when the script lets them: one that waits for long is told.
+        Ranks arrive here as their scripts let them: one that waits for long logs a warning.
         """
 
     def texts(self, said: bytes) -> list[bytes]:
-        """Return what each rank says, by rank."""
+        """Exchange bytes of any length; returns those of each rank."""
 
     def spread(self, data: torch.Tensor, source: int) -> None:
-        """Give `source`'s bytes to all."""
+        """Broadcast the bytes of `source` to all ranks, in place."""
 
 
-class Alone:
-    """One process."""
+class SingleProcess:
+    """A single process."""
 
     rank, size = 0, 1
 
     def numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return what this one says."""
+        """Return its own numbers."""
         return [list(numbers)]
 
     def texts(self, said: bytes) -> list[bytes]:
-        """Return what this one says."""
+        """Return its own bytes."""
         return [said]
 
     def spread(self, data: torch.Tensor, source: int) -> None:
-        """Nobody else is there."""
+        """Do nothing."""
 
 
-class OfGroup:
-    """The ranks of a process group that takes tensors of the CPU."""
+class GroupMembers:
+    """The ranks of a process group that accepts CPU tensors."""
 
-    def __init__(self, group: Any, patience: PeerTimeout = _PATIENCE) -> None:
-        self._group, self._patience = group, patience
+    def __init__(self, group: Any, timeout: PeerTimeout = _TIMEOUT) -> None:
+        self._group, self._timeout = group, timeout
 
     @property
     def rank(self) -> int:
-        """This one's; of a job it may change between two calls."""
+        """The rank of this process, which may change with the world of a job."""
         return dist.get_rank(self._group)
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return dist.get_world_size(self._group)
 
     def numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return what each rank says."""
-        with self._patience:
+        """Return each rank's numbers."""
+        with self._timeout:
             return self._numbers(numbers)
 
     def _numbers(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -87,7 +87,7 @@ class OfGroup:
         return [each.tolist() for each in heard]
 
     def texts(self, said: bytes) -> list[bytes]:
-        """Return what each rank says; two collectives."""
+        """Return each rank's bytes, by two collectives."""
         lengths = [length for (length,) in self._numbers([len(said)])]
         own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         if said:
@@ -98,15 +98,15 @@ class OfGroup:
         return [bytes(each[:length].numpy()) for each, length in pairs]
 
     def spread(self, data: torch.Tensor, source: int) -> None:
-        """Give `source`'s bytes to all."""
+        """Broadcast the bytes of `source` to all ranks, in place."""
         dist.broadcast(data, group=self._group, group_src=source)
 
 
-def of_process() -> Members:
-    """Return the ranks of the default process group; collective where gloo has to be made."""
+def members_of_process() -> Members:
+    """Return the ranks of the default process group; collective if a gloo group must be created."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return Alone()
+        return SingleProcess()
     if "gloo" in str(dist.get_backend()):
-        return OfGroup(dist.group.WORLD)
-    with _PATIENCE:
-        return OfGroup(dist.new_group(backend="gloo"))
+        return GroupMembers(dist.group.WORLD)
+    with _TIMEOUT:
+        return GroupMembers(dist.new_group(backend="gloo"))

@@ -1,7 +1,7 @@
-"""A layout, this rank's share of it, and what a keeper is told with each save.
+"""The plan of saves: a layout, this rank's share of it, and the messages of each save.
 
-Made once, and anew when the state's tensors or the ranks change: slots are mapped and laid out
-then. The small files of a save are made here: those that seldom change are sent to the keeper once.
+It is made once, and again when the tensors or the ranks change; slots are mapped and laid out then.
+It makes the small files of a save. Those that change seldom are sent to the snapshot server once.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import torch
 import xxhash
 
 import elastane
-from elastane.checkpoint.capture import Captured, Small
-from elastane.checkpoint.dcp import METADATA, PLAIN, Plain, metadata
+from elastane.checkpoint.capture import Captured, SmallState
+from elastane.checkpoint.dcp import METADATA, PLAIN, PlainLeaves, metadata
 from elastane.checkpoint.layout import Layout
 from elastane.checkpoint.shares import SaveShare
-from elastane.checkpoint.slots import Slot, Sources
+from elastane.checkpoint.slots import CopySources, Slot
 from elastane.checkpoint.state_source import SavingWorld
 from elastane.checkpoint.stored import LAYOUT, STATE, StoredFiles, encoded
 from elastane.protocol.checkpoints import Key
-from elastane.snapshots.client import Keeper
+from elastane.snapshots.client import SnapshotClient
 from elastane.snapshots.messages import PersistRequest, Replica, Snapshot
 
 SLOTS = 3
-# Copies have two snapshots stay where they are for a while: see snapshots/rules/snapshots.py.
+# Replication pins two snapshots for a while: see `snapshots.rules`.
 SLOTS_WITH_COPIES = 4
 # How long the writers of one checkpoint wait for each other.
 TOGETHER_S = 600.0
 
 
 class SaveOrder(msgspec.Struct, frozen=True):
-    """What one save is to be: `reason` is step, time, asked or leave."""
+    """A requested save: `reason` is step, time, asked or leave."""
 
     step: int
     reason: str
@@ -39,10 +39,10 @@ class SaveOrder(msgspec.Struct, frozen=True):
 
 
 class SaveDetails(msgspec.Struct, frozen=True):
-    """What else is said of one save; `durable`: it is to be written out.
+    """The agreed details of one save. `durable`: it is to be written to storage.
 
-    `copied`: other nodes are to hold copies of it. `safe` is the last save of which all do,
-    `together` the last that all ranks have kept; "" where there is none yet.
+    `copied`: other nodes are to hold replicas of it. `safe` is the last save that all nodes have
+    replicated, `together` the last that all ranks have kept; "" if there is none yet.
     """
 
     nonce: str
@@ -53,11 +53,11 @@ class SaveDetails(msgspec.Struct, frozen=True):
 
 
 class SavePlan:
-    """One rank's, for one layout and one set of ranks. `captured` is the first state of it."""
+    """One rank's plan for a layout and a set of ranks. `captured` is the first state of it."""
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: SnapshotClient,
         where: str,
         layout: Layout,
         share: SaveShare,
@@ -66,28 +66,33 @@ class SavePlan:
     ) -> None:
         self._keeper, self._where = keeper, where
         self.layout, self.share = layout, share
-        self.sources = Sources(layout, share, captured, world.optimizers())
+        self.sources = CopySources(layout, share, captured, world.optimizers())
         self._world = world.members().size
         slots = SLOTS_WITH_COPIES if share.door else SLOTS
         fds = keeper.slots(slots, max(1, share.end - share.first))
         self._slots = [Slot(fd, layout, share) for fd in fds]
-        self._plain = Plain()
+        self._plain = PlainLeaves()
         self._index: tuple[tuple[int, ...], str] | None = None
         self._layout = encoded(layout)
 
     def slot(self, number: int) -> Slot:
-        """Return the slot that the keeper has granted."""
+        """Return the slot that the snapshot server has granted."""
         return self._slots[number]
 
     def snapshot(
-        self, small: Small | None, streams: bytes, key: Key, order: SaveOrder, more: SaveDetails
+        self,
+        small: SmallState | None,
+        streams: bytes,
+        key: Key,
+        order: SaveOrder,
+        details: SaveDetails,
     ) -> Snapshot:
-        """Return what the keeper is told of a save; `small` is for the first rank of each node."""
+        """Return the message of a save; `small` is given on the first rank of each node."""
         share = self.share
         files, digest = self._small_files(small, key.step, order) if small else ({}, "")
         return Snapshot(
             key=key,
-            nonce=more.nonce,
+            nonce=details.nonce,
             local=share.local,
             locals=share.locals,
             first=share.first,
@@ -97,21 +102,21 @@ class SavePlan:
             layout=digest,
             streams=streams,
             replicated=self.layout.replicated,
-            together=more.together,
-            persist=self._persist(order) if more.durable else None,
-            replica=self._replica(more),
+            together=details.together,
+            persist=self._persist(order) if details.durable else None,
+            replica=self._replica(details),
         )
 
-    def _replica(self, more: SaveDetails) -> Replica | None:
+    def _replica(self, details: SaveDetails) -> Replica | None:
         share = self.share
         if not share.door:
             return None
-        return Replica(share.door if more.copied else "", share.group, more.safe)
+        return Replica(share.door if details.copied else "", share.group, details.safe)
 
     def _small_files(
-        self, small: Small, step: int, order: SaveOrder
+        self, small: SmallState, step: int, order: SaveOrder
     ) -> tuple[dict[str, bytes], str]:
-        """Return the files that change with each save, and the digest of those that seldom do."""
+        """Return the files that change with each save, and the digest of the others."""
         written = self._plain.written(small.leaves)
         stored = StoredFiles(small.tree(), self.share.all_ranges, step, self._world)
         files = {STATE: encoded(stored), PLAIN: b"".join(written.values())}
@@ -120,12 +125,12 @@ class SavePlan:
             index = metadata(self.layout, [*self.share.all_ranges], written, small.paths)
             seldom = {LAYOUT: self._layout, METADATA: index}
             digest = xxhash.xxh3_128_hexdigest(b"".join(seldom.values()))
-            self._keeper.layout(digest, seldom, self._gasp(order))
+            self._keeper.layout(digest, seldom, self._final_flush(order))
             self._index = sizes, digest
         return files, self._index[1]
 
-    def _gasp(self, order: SaveOrder) -> PersistRequest:
-        """Return what the keeper is to write when nobody is left to ask: all that it holds."""
+    def _final_flush(self, order: SaveOrder) -> PersistRequest:
+        """Return what the server writes after its workers are gone: everything it holds."""
         persist = self._persist(order)
         if not self.layout.replicated:
             return persist

@@ -1,8 +1,8 @@
-"""The way of an image back into tensors: from the keeper's memory, from storage, from another rank.
+"""Reads a serialized layout into tensors: from a snapshot, from storage, or from another rank.
 
-Bytes go straight into the tensors that live where a piece lies whole in one of them, several pieces
-at a time. A source is not believed blindly: storage was verified before, the keeper checks its
-digests, and what comes over the network is checked where it is written.
+Bytes go straight into a live tensor if a piece lies contiguously in it; several pieces are read at
+a time. Sources are verified elsewhere: storage before, snapshots by the server's digests, and
+network data where it is written. How it fails: OSError, or CheckpointError for missing bytes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from elastane.comms.digest import raw_bytes
 from elastane.errors import CheckpointError
 
 THREADS = 4
-# What is given to others at a time.
+# The size of one broadcast.
 PARCEL_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A tensor of this rank that begins at `offsets` of the tensor of this number."""
+    """A tensor of this rank, the tensor's number in the layout, and its offsets in that tensor."""
 
     number: int
     offsets: tuple[int, ...]
@@ -36,47 +36,47 @@ class Destination:
 
     @property
     def box(self) -> Box:
-        """Which part of the whole tensor it is."""
+        """The part of the whole tensor that it is."""
         return Box(self.offsets, tuple(self.tensor.shape))
 
 
-class Image(Protocol):
-    """Where an image can be read; from any thread."""
+class ByteSource(Protocol):
+    """A readable serialized layout; any thread may call."""
 
     def read_into(self, at: int, memory: memoryview) -> None:
-        """Fill `memory` with what begins at `at`; OSError or CheckpointError."""
+        """Fill `memory` with the bytes from `at` on; raises OSError or CheckpointError."""
 
     def run(self, at: int, size: int) -> int:
-        """Return how much from `at` on lies in one piece, `size` at most."""
+        """Return how many bytes from `at` on are contiguous in the source, `size` at most."""
 
 
-class Pieces:
-    """An image in descriptors, each of which holds [first, end) from its beginning on."""
+class MemoryPieces:
+    """A serialized layout in descriptors, each of which begins with the bytes [first, end)."""
 
     def __init__(self, pieces: Sequence[tuple[int, int, int]]) -> None:
         self._pieces = sorted(pieces)
 
     def run(self, at: int, size: int) -> int:
-        """Return how much from `at` on lies in one descriptor."""
+        """See ByteSource.run."""
         return _run([(first, end) for first, end, _fd in self._pieces], at, size)
 
     def read_into(self, at: int, memory: memoryview) -> None:
-        """Read what one of the descriptors has."""
+        """See ByteSource.read_into."""
         place = self.place(at, len(memory))
         if place is None:
             raise _missing(at, len(memory))
         read_whole(*place, memory)
 
     def place(self, at: int, size: int) -> tuple[int, int] | None:
-        """Return the descriptor that has all of this, and where in it."""
+        """Return the descriptor that has this whole range, and the offset in it, or None."""
         for first, end, fd in self._pieces:
             if first <= at and at + size <= end:
                 return fd, at - first
         return None
 
 
-class Files:
-    """An image in the files of a checkpoint."""
+class CheckpointFiles:
+    """A serialized layout in the files of a checkpoint."""
 
     def __init__(self, storage: Any, folder: str, ranges: Sequence[tuple[str, int, int]]) -> None:
         self._storage, self._folder = storage, folder
@@ -90,7 +90,7 @@ class Files:
             raise
 
     def read_into(self, at: int, memory: memoryview) -> None:
-        """Read what one of the files has."""
+        """See ByteSource.read_into."""
         for file, first, end in self._ranges:
             if first <= at and at + len(memory) <= end:
                 fd = self._fds[file]
@@ -106,11 +106,11 @@ class Files:
         raise _missing(at, len(memory))
 
     def run(self, at: int, size: int) -> int:
-        """Return how much from `at` on lies in one file."""
+        """See ByteSource.run."""
         return _run([(first, end) for _file, first, end in self._ranges], at, size)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all files."""
         for fd in self._fds.values():
             if fd is not None:
                 os.close(fd)
@@ -118,7 +118,7 @@ class Files:
 
 
 def read_whole(fd: int, at: int, memory: memoryview) -> None:
-    """Fill `memory` from a descriptor; OSError, also where there is less."""
+    """Fill `memory` from a descriptor; raises OSError if there is less."""
     done = 0
     while done < len(memory):
         count = os.preadv(fd, [memory[done:]], at + done)
@@ -127,33 +127,33 @@ def read_whole(fd: int, at: int, memory: memoryview) -> None:
         done += count
 
 
-class Wanted(NamedTuple):
-    """A destination wants of a piece what they have in common."""
+class ReadRequest(NamedTuple):
+    """A piece, a destination, and the part that they have in common."""
 
     piece: TensorPiece
     destination: Destination
     common: Box
 
 
-def fill(layout: Layout, image: Image, destinations: Sequence[Destination]) -> None:
-    """Read all that the destinations want."""
-    fill_wanted(layout, image, wanted_of(layout, destinations))
+def fill(layout: Layout, image: ByteSource, destinations: Sequence[Destination]) -> None:
+    """Fill all destinations."""
+    fill_requests(layout, image, requests_of(layout, destinations))
 
 
-def fill_wanted(layout: Layout, image: Image, wanted: Sequence[Wanted]) -> None:
-    """Read what is wanted."""
+def fill_requests(layout: Layout, image: ByteSource, wanted: Sequence[ReadRequest]) -> None:
+    """Read these requests with several threads."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="restore") as pool:
         jobs = [pool.submit(_fill_one, layout, image, each) for each in _shares_of(wanted)]
         for job in jobs:
             job.result()
 
 
-def give(
-    image_bytes: int, image: Image | None, members: Members, source: int
+def broadcast(
+    image_bytes: int, image: ByteSource | None, members: Members, source: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Give an image to all ranks, parcel by parcel: (where it begins, the bytes).
+    """Broadcast a serialized layout in parcels; yields each offset and its bytes on all ranks.
 
-    `image` is the source's; the others have none.
+    `image` is the source's; it is None on other ranks.
     """
     for at in range(0, image_bytes, PARCEL_BYTES):
         data = torch.empty(min(PARCEL_BYTES, image_bytes - at), dtype=torch.uint8)
@@ -163,8 +163,8 @@ def give(
         yield at, data
 
 
-def read_parts(image: Image, at: int, memory: memoryview) -> None:
-    """Fill `memory` from what may lie in several pieces of an image."""
+def read_parts(image: ByteSource, at: int, memory: memoryview) -> None:
+    """Fill `memory` from a range that may lie in several pieces of a source."""
     done = 0
     while done < len(memory):
         size = image.run(at + done, len(memory) - done)
@@ -172,20 +172,20 @@ def read_parts(image: Image, at: int, memory: memoryview) -> None:
         done += size
 
 
-class Arrived:
-    """An image, or what begins at `first` of one, that came into this process's memory."""
+class ReceivedBytes:
+    """Received bytes of a serialized layout, from offset `first` on, in this process's memory."""
 
     def __init__(self, image_bytes: int, first: int = 0) -> None:
         self.data = torch.empty(image_bytes, dtype=torch.uint8)
         self._first = first
 
     def read_into(self, at: int, memory: memoryview) -> None:
-        """Copy a part."""
+        """See ByteSource.read_into."""
         at -= self._first
         memory[:] = memory_of(self.data)[at : at + len(memory)]
 
     def run(self, at: int, size: int) -> int:
-        """Return `size`: it is all in one piece."""
+        """Return `size`: everything is contiguous."""
         return size
 
 
@@ -196,8 +196,8 @@ def _run(spans: Sequence[tuple[int, int]], at: int, size: int) -> int:
     raise _missing(at, size)
 
 
-def wanted_of(layout: Layout, destinations: Sequence[Destination]) -> list[Wanted]:
-    """Return what the destinations want; CheckpointError where the layout has not all of it."""
+def requests_of(layout: Layout, destinations: Sequence[Destination]) -> list[ReadRequest]:
+    """Return the read requests; raises CheckpointError if the layout lacks some of the values."""
     found = []
     by_number: dict[int, list[Destination]] = {}
     for destination in destinations:
@@ -209,7 +209,7 @@ def wanted_of(layout: Layout, destinations: Sequence[Destination]) -> list[Wante
             if common is not None or not destination.tensor.numel():
                 covered[id(destination)] += torch.Size(common.shape).numel() if common else 0
             if common is not None:
-                found.append(Wanted(piece, destination, common))
+                found.append(ReadRequest(piece, destination, common))
     for destination in destinations:
         if covered[id(destination)] != destination.tensor.numel():
             name = layout.tensors[destination.number].name
@@ -223,14 +223,14 @@ def wanted_of(layout: Layout, destinations: Sequence[Destination]) -> list[Wante
     return found
 
 
-def _shares_of(wanted: Sequence[Wanted]) -> list[Sequence[Wanted]]:
-    """Cut the work into neighbouring runs, a few for each thread."""
+def _shares_of(wanted: Sequence[ReadRequest]) -> list[Sequence[ReadRequest]]:
+    """Cut the requests into runs, a few for each thread."""
     step = max(1, len(wanted) // (THREADS * 4))
     return [wanted[n : n + step] for n in range(0, len(wanted), step)]
 
 
-def _fill_one(layout: Layout, image: Image, wanted: Sequence[Wanted]) -> None:
-    spare = torch.empty(0, dtype=torch.uint8)  # Memory that is new for each piece costs more.
+def _fill_one(layout: Layout, image: ByteSource, wanted: Sequence[ReadRequest]) -> None:
+    spare = torch.empty(0, dtype=torch.uint8)  # Reused: new memory for each piece costs more.
     for piece, destination, common in wanted:
         at = layout.data_at(piece)
         target = part_of(
@@ -251,13 +251,13 @@ def _fill_one(layout: Layout, image: Image, wanted: Sequence[Wanted]) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous CPU tensor."""
     return memoryview(raw_bytes(tensor).numpy().data)
 
 
 def _missing(at: int, size: int) -> CheckpointError:
     return CheckpointError(
-        f"bytes {at} to {at + size} of the image of a state are in no file",
+        f"bytes {at} to {at + size} of a state are in no file of the checkpoint",
         expected="a checkpoint that is whole",
         next_step="elastane checkpoint verify FOLDER",
         slug="checkpoint-layout",

@@ -1,7 +1,8 @@
-"""What a job's state is made of: the objects that its user named, and the random streams.
+"""The state of a job: the objects that the user registered, and the random streams.
 
-Owns how each kind is captured and given back. Modules, optimizers, schedulers, scalers, samplers:
-whatever has `state_dict` and `load_state_dict`; and torch's generators. It knows nothing of worlds.
+Owns how each kind of object is captured and restored: modules, optimizers, schedulers, scalers,
+samplers and all else with `state_dict` and `load_state_dict`, and torch's generators. It knows
+nothing of worlds. How it fails: JobError for a wrong registration.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _NAME_IT = "name what heals a peer: job.track(model=model, optimizer=optimizer)"
 
 
-class Tracked:
-    """The named objects of a job, in the order in which they were named."""
+class RegisteredObjects:
+    """The objects of a job by name, in the order of registration."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
@@ -30,7 +31,7 @@ class Tracked:
         self._prepared: list[torch.optim.Optimizer] = []
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """Take in more; JobError for a name that is taken, or an object without a state."""
+        """Register objects; raises JobError for a used name or an object without a state."""
         for name, thing in objects.items():
             if name in self._objects:
                 raise _refused(f"track({name}=...): there is one of this name", "each name once")
@@ -45,7 +46,7 @@ class Tracked:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The modules, `bare`."""
+        """The modules, unwrapped by `bare`."""
         return [thing for thing in self._objects.values() if isinstance(thing, torch.nn.Module)]
 
     @property
@@ -60,27 +61,27 @@ class Tracked:
 
     @property
     def others(self) -> list[Any]:
-        """Schedulers, scalers and the like: small states that a step may change."""
+        """Schedulers, scalers and the like, whose small states a step may change."""
         big = (torch.nn.Module, torch.optim.Optimizer, torch.Generator)
         return [thing for thing in self._objects.values() if not isinstance(thing, big)]
 
     @property
     def sharded(self) -> list[Any]:
-        """The parameters of modules that are sharded over workers (DTensor)."""
+        """The sharded parameters (DTensor) of modules."""
         found = [parameter for module in self.modules for parameter in module.parameters()]
         return [parameter for parameter in found if _is_dtensor(parameter)]
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Yield each parameter of the optimizers once, else of the modules."""
+        """Yield each parameter once: those of the optimizers, then those of the modules."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         found = [parameter for group in groups for parameter in group["params"]]
         found += [parameter for module in self.modules for parameter in module.parameters()]
         yield from {id(parameter): parameter for parameter in found}.values()
 
     def prepare(self) -> None:
-        """Have sharded optimizers make their state, into which alone a shard can be read.
+        """Create the state of sharded optimizers, since a shard can only be read into existing one.
 
-        It is that of a step which was not made: `unprepare` where nothing is read into it.
+        It is the state after a step that was not made: call `unprepare` if nothing is read into it.
         """
         for optimizer in self.optimizers:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -91,16 +92,16 @@ class Tracked:
                 self._prepared.append(optimizer)
 
     def unprepare(self) -> None:
-        """Have those optimizers as they were."""
+        """Remove the state that `prepare` created."""
         while self._prepared:
             self._prepared.pop().state.clear()
 
     def state(self) -> dict[str, Any]:
-        """Return all states, by name; tensors are those of the objects, not copies."""
+        """Return all states by name, with the objects' own tensors."""
         return {name: state() for name, state in self._states.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Give all objects the states of another worker's; JobError where names differ."""
+        """Load the states of another worker; raises JobError if names differ."""
         if set(state) != set(self._objects):
             odd = sorted(set(state) ^ set(self._objects))
             raise _refused(
@@ -108,10 +109,10 @@ class Tracked:
                 "the same names on all workers, before the first step",
             )
         for name, thing in self._objects.items():
-            give(name, thing, state[name])
+            load_into(name, thing, state[name])
 
     def replicas(self) -> dict[str, Any]:
-        """Return what is the same on all members: parameters, and the state of optimizers."""
+        """Return what is equal on all members: parameters, and optimizer states."""
         return {
             name: dict(thing.named_parameters())
             if isinstance(thing, torch.nn.Module)
@@ -121,7 +122,7 @@ class Tracked:
         }
 
     def load_replicas(self, state: Mapping[str, Any]) -> None:
-        """Take over another member's `replicas()`."""
+        """Load another member's `replicas()`."""
         for name, held in state.items():
             thing = self._objects[name]
             if isinstance(thing, torch.nn.Module):
@@ -132,8 +133,8 @@ class Tracked:
                 load_exactly(thing, held)
 
 
-def give(name: str, thing: Any, state: Any) -> None:
-    """Have a bare object take over a state; what it raises then says of which name."""
+def load_into(name: str, thing: Any, state: Any) -> None:
+    """Load a state into a bare object; its exception gets a note with the name."""
     try:
         if isinstance(thing, torch.Generator):
             thing.set_state(state["state"])
@@ -150,10 +151,10 @@ def give(name: str, thing: Any, state: Any) -> None:
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state to the last bit; its tensors become the optimizer's own.
+    """Load an optimizer's state bit for bit; the tensors become the optimizer's own.
 
-    torch turns the state of a parameter into the parameter's dtype (2.13): moments in float32 of
-    weights in bfloat16 would lose half of their bits.
+    torch casts the state of a parameter to the parameter's dtype (2.13): float32 moments of
+    bfloat16 weights would lose half of their bits.
     """
     optimizer.load_state_dict(state)
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -165,19 +166,19 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
 
 
 class RandomStreams:
-    """The random streams of this process, as they were when this was made."""
+    """The random streams of this process, as they were at construction."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
         self._torch = torch.get_rng_state()
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state() if numpy is not None else None
-        # Asked for its state, it would begin to use the GPU.
+        # Reading its state would initialize the GPU.
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state() if used else None
 
     def packed(self) -> bytes:
-        """Return them as bytes, for `restore_streams`."""
+        """Serialize the streams, for `restore_streams`."""
         version, words, gauss = self._python
         numpy = None
         if self._numpy is not None:
@@ -188,7 +189,7 @@ class RandomStreams:
         return msgspec.msgpack.encode([python, self._torch.numpy().tobytes(), numpy, cuda])
 
     def restore(self) -> None:
-        """Let them go on from there."""
+        """Reset this process's streams to this point."""
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
         if self._numpy is not None:
@@ -198,7 +199,7 @@ class RandomStreams:
 
 
 def restore_streams(packed: bytes) -> None:
-    """Let this process's random streams go on from `packed()`; ValueError for anything else."""
+    """Reset this process's streams to `packed()`; raises ValueError for anything else."""
     python, torch_state, numpy_state, cuda = msgspec.msgpack.decode(packed, type=_Streams)
     random.setstate((python[0], tuple(python[1]), python[2]))
     torch.set_rng_state(_bytes(torch_state))
@@ -229,13 +230,13 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def has_state(thing: Any) -> bool:
-    """Whether it is an object whose state is saved; else it is a value."""
+    """Whether an object's state is saved; otherwise it is a plain value."""
     methods = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
     return isinstance(thing, torch.Generator) or all(map(callable, methods))
 
 
 def states_of(thing: Any) -> Callable[[], Any]:
-    """Return what gives the state of a bare object."""
+    """Return a function that returns the state of a bare object."""
     if isinstance(thing, torch.Generator):
         return lambda: {"state": thing.get_state()}
     own = getattr(type(thing), "state_dict", None)
@@ -248,8 +249,8 @@ def states_of(thing: Any) -> Callable[[], Any]:
 
 
 def bare(thing: Any) -> Any:
-    """Return what is inside of DDP, torch.compile and Accelerate's optimizer; of the same state."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # where something was compiled
+    """Unwrap DDP, torch.compile and Accelerate's optimizer, whose state is the same."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # Loaded if something was compiled.
     while True:
         if isinstance(thing, _WRAPPERS):
             thing = thing.module
@@ -262,7 +263,7 @@ def bare(thing: Any) -> Any:
 
 
 def _is_delegate(thing: Any) -> bool:
-    """Whether it is an optimizer only in name, that has all done by another (Accelerate's)."""
+    """Whether an optimizer only delegates to another one, as Accelerate's does."""
     is_one = isinstance(thing, torch.optim.Optimizer)
     inner = vars(thing).get("optimizer") if is_one else None
     has_hooks = is_one and "_optimizer_step_pre_hooks" in vars(thing)

@@ -1,9 +1,9 @@
-"""The way back: all ranks find the newest valid state, read it, and begin from it.
+"""Restores the newest valid state on all ranks.
 
-Owns the order of things: what is in memory comes before the same in storage, what cannot be read
-is named and the next is tried, on all ranks alike. Nobody begins anew because something could not
-be read: that is an error, also since what was read so far lies in the tensors that live already.
-The rest of a state is loaded only when every rank has read the whole of it.
+Owns the order of attempts: of one step, memory before storage; a state that cannot be read is
+reported and the next is tried, on all ranks alike. If states exist and none can be read it raises
+CheckpointError, and no job starts from zero; live tensors may then hold partial data. All other
+state is loaded only after every rank has read all of it.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.choosing import (
     Choice,
     Inventory,
-    Save,
+    SaveId,
     StatePart,
     choose,
     first_of_each_place,
 )
-from elastane.checkpoint.copy_on_write import Lender, Loan
-from elastane.checkpoint.folder_identity import StoragePath
+from elastane.checkpoint.copy_on_write import CopyOnWriteRestore, CopyOnWriteTensors
+from elastane.checkpoint.folder_identity import FolderIdentity
 from elastane.checkpoint.gathering import gather
-from elastane.checkpoint.inventory import Looking, without
+from elastane.checkpoint.inventory import InventoryExchange, without
 from elastane.checkpoint.layout import Layout, Tensor, dtype_of
 from elastane.checkpoint.members import Members
 from elastane.checkpoint.reading import (
-    Arrived,
+    ByteSource,
+    CheckpointFiles,
     Destination,
-    Files,
-    Image,
-    Pieces,
+    MemoryPieces,
+    ReceivedBytes,
+    broadcast,
     fill,
-    give,
 )
 from elastane.checkpoint.registered import restore_streams
-from elastane.checkpoint.sending import Sending
-from elastane.checkpoint.state_source import Subject
+from elastane.checkpoint.sending import CheckpointTransfer
+from elastane.checkpoint.state_source import StateSource
 from elastane.checkpoint.stored import (
     LAYOUT,
     STATE,
     StoredFiles,
-    insist_on_ranges,
     layout_from,
+    require_ranges,
     small_file,
     stored_from,
     streams_of,
@@ -56,7 +56,7 @@ from elastane.checkpoint.stored import (
 from elastane.comms.state import build
 from elastane.errors import CheckpointError, StateError
 from elastane.protocol.checkpoints import Key, era_beyond
-from elastane.snapshots.client import HeldSnapshot, Keeper
+from elastane.snapshots.client import HeldSnapshot, SnapshotClient
 from elastane.storage import Storage
 from elastane.storage.repository import Repository
 
@@ -65,10 +65,10 @@ _STREAMS = "streams-"
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """What was restored: `where` says from what; `skipped` are newer ones, each with its reason.
+    """A restored state: `where` is its source; `skipped` are newer ones, each with a reason.
 
-    `nonce` tells a save in memory from others of its step; "" where it was in storage. `missed`:
-    there is a node that had nothing of it.
+    `nonce` identifies a snapshot among those of its step; "" for a state from storage. `missed`: at
+    least one node had nothing of it.
     """
 
     key: Key
@@ -79,12 +79,12 @@ class Restored(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> int:
-        """The step that it was saved under."""
+        """The number of finished steps that it was saved with."""
         return self.key.step
 
 
 class _Opened(msgspec.Struct, frozen=True):
-    """One state, and how this rank reads it; `image` is None where it only hears it."""
+    """An opened state; `image` is None on a rank that only receives it."""
 
     layout: Layout
     stored: StoredFiles
@@ -93,136 +93,139 @@ class _Opened(msgspec.Struct, frozen=True):
 
 
 class Restorer:
-    """One restore, by all ranks together."""
+    """One restore, which all ranks make together."""
 
-    def __init__(self, subject: Subject, keeper: Keeper, repository: Repository) -> None:
-        self._subject, self._keeper, self._repository = subject, keeper, repository
-        self._members: Members = subject.members()
-        self._held: dict[Save, HeldSnapshot] = {}
-        self._lent: tuple[Lender, HeldSnapshot] | None = None
-        self.loan: Loan | None = None  # what was restored may lie in a snapshot for a while
+    def __init__(self, source: StateSource, keeper: SnapshotClient, repository: Repository) -> None:
+        self._source, self._keeper, self._repository = source, keeper, repository
+        self._members: Members = source.members()
+        self._held: dict[SaveId, HeldSnapshot] = {}
+        self._lent: tuple[CopyOnWriteTensors, HeldSnapshot] | None = None
+        # A snapshot whose memory restored tensors still share.
+        self.borrowed: CopyOnWriteRestore | None = None
 
-    def newest(self, place: StoragePath, *, strict: bool) -> tuple[Restored | None, int]:
-        """Restore the newest valid state, if any; returns with it the era that it begins.
+    def newest(self, place: FolderIdentity, *, strict: bool) -> tuple[Restored | None, int]:
+        """Restore the newest valid state, if any; returns it with the era of this run.
 
-        CheckpointError where there is something and nothing of it can be restored.
+        Raises CheckpointError if states exist and none can be restored.
         """
-        self._members.numbers([0])  # They meet: a rank that waits alone is told.
-        self._subject.prepare()
+        self._members.numbers([0])  # A meeting point: a rank that waits alone logs a warning.
+        self._source.prepare()
         held = self._keeper.held()
-        # One that was not digested yet is as whole; one that does not pass is not among them.
-        self._held = {Save(h.key, h.words.nonce): h for h in held}
-        looking = Looking(self._members, self._keeper.id, self._repository, place)
+        # A snapshot without a digest yet counts as whole; one that failed its digest is left out.
+        self._held = {SaveId(h.key, h.words.nonce): h for h in held}
+        exchange = InventoryExchange(self._members, self._keeper.id, self._repository, place)
         try:
             whole = [save for save, each in self._held.items() if _is_whole(each)]
             parts = [_part(save, each) for save, each in self._held.items() if save not in whole]
-            heard = looking.inventories(whole, parts)
-            self._insist_on_storage(heard)
-            restored = self._newest_of(looking, heard, strict=strict)
+            found = exchange.inventories(whole, parts)
+            self._require_storage(found)
+            restored = self._newest_of(exchange, found, strict=strict)
             if restored is None:
-                self._subject.unprepare()
+                self._source.unprepare()
         finally:
             if self._lent is not None and self._lent[0].has_lent:
-                # Also of what could not be loaded: some of it may have been.
+                # Also after a failed load, which may have loaded some of these tensors.
                 held.remove(self._lent[1])
-                self.loan = Loan(self._keeper, *self._lent)
+                self.borrowed = CopyOnWriteRestore(self._keeper, *self._lent)
             for each in held:
                 self._keeper.release(each)
-        fences = [each.fence for each in heard if each.fence is not None]
-        fences += [save.key.fence for each in heard for save in each.held]
-        return restored, era_beyond(max(fences, default=None), *self._subject.fence)
+        fences = [each.fence for each in found if each.fence is not None]
+        fences += [save.key.fence for each in found for save in each.held]
+        return restored, era_beyond(max(fences, default=None), *self._source.fence)
 
     def _newest_of(
-        self, looking: Looking, heard: list[Inventory], *, strict: bool
+        self, exchange: InventoryExchange, found: list[Inventory], *, strict: bool
     ) -> Restored | None:
-        failed, read = set[tuple[Save, bool]](), set[Save]()
-        skipped = [why for each in heard for why in each.skipped]
-        while (choice := choose(heard, failed)) is not None and not (strict and skipped):
+        failed, read = set[tuple[SaveId, bool]](), set[SaveId]()
+        skipped = [why for each in found for why in each.skipped]
+        while (choice := choose(found, failed)) is not None and not (strict and skipped):
             if not choice.memory and choice.save not in read:
-                bad = self._bad(looking, choice, heard)
-                heard = without(heard, choice.save, bad)
+                bad = self._invalid_on(exchange, choice, found)
+                found = without(found, choice.save, bad)
                 skipped += [f"{choice.save.folder}: {why}" for why in bad.values()]
                 read.add(choice.save)
                 continue
-            why = self._tried(choice, heard)
+            why = self._try(choice, found)
             if not why:
                 where = "memory" if choice.memory else self._repository.storage.where
-                self._tell(f"passed over: {'; '.join(skipped)}" if skipped else "")
+                self._warn(f"skipped: {'; '.join(skipped)}" if skipped else "")
                 nonce = choice.save.nonce if choice.memory else ""
                 missed = bool(choice.lacking)
                 return Restored(choice.save.key, where, tuple(skipped), nonce, missed)
             skipped.append(f"{choice.save.folder}: {why}")
             failed.add((choice.save, choice.memory))
         if skipped:
-            raise _nothing(self._repository.storage.where, skipped, strict=strict)
+            raise _none_restorable(self._repository.storage.where, skipped, strict=strict)
         return None
 
-    def _bad(self, looking: Looking, choice: Choice, heard: Sequence[Inventory]) -> dict[int, str]:
-        """Have a checkpoint read byte by byte where it is; returns why it is not valid, by rank."""
-        speaks = choice.save in heard[self._members.rank].stored
-        why = looking.verify(choice.save) if speaks else ""
+    def _invalid_on(
+        self, exchange: InventoryExchange, choice: Choice, found: Sequence[Inventory]
+    ) -> dict[int, str]:
+        """Verify a checkpoint byte by byte in each place; returns why it is invalid, by rank."""
+        is_first = choice.save in found[self._members.rank].stored
+        why = exchange.verify(choice.save) if is_first else ""
         reasons = [said.decode() for said in self._members.texts(why.encode())]
         return {rank: reason for rank, reason in enumerate(reasons) if reason}
 
-    def _insist_on_storage(self, heard: Sequence[Inventory]) -> None:
-        """Storage that cannot be read is an error, but where memory has what the job was at."""
-        faults = [each.fault for each in heard if each.fault]
+    def _require_storage(self, found: Sequence[Inventory]) -> None:
+        """Raise if storage is unreadable, unless memory has the newest state."""
+        faults = [each.fault for each in found if each.fault]
         if not faults:
             return
-        choice = choose(heard)
+        choice = choose(found)
         if choice is None or not choice.memory:
             raise CheckpointError(
                 f"checkpoints cannot be looked for: {faults[0]}",
-                expected="storage that can be read: who cannot read must not begin anew",
+                expected="readable storage, since a job must not start over because it cannot read",
                 next_step="mend the storage, and start again",
                 slug="checkpoint-storage",
             )
-        self._tell(f"going on from memory: {faults[0]} [checkpoint-storage]")
+        self._warn(f"going on from memory: {faults[0]} [checkpoint-storage]")
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         if text and self._members.rank == 0:
             _log.warning("%s", text)
 
-    def _tried(self, choice: Choice, heard: Sequence[Inventory]) -> str:
-        """Restore a choice; returns why some rank could not."""
+    def _try(self, choice: Choice, found: Sequence[Inventory]) -> str:
+        """Restore a choice; returns why a rank could not, or ""."""
         opened, state, why = None, None, ""
         try:
             if choice.lacking and not choice.memory:
                 folder = choice.save.folder
-                Sending(self._members, self._repository.storage, folder).bring(
-                    choice.givers[0], _writers(choice, heard)
+                CheckpointTransfer(self._members, self._repository.storage, folder).run(
+                    choice.givers[0], _writers(choice, found)
                 )
-            opened = self._opened(choice)
+            opened = self._open(choice)
             state = self._read(opened, choice)
         except (CheckpointError, OSError) as error:
             why = str(error)
         reasons = [said.decode() for said in self._members.texts(why.encode())]
         first = next((reason for reason in reasons if reason), "")
         if not first and opened is not None and state is not None:
-            self._subject.load(state)
+            self._source.load(state)
             if opened.streams:
                 restore_streams(opened.streams)
         return first
 
-    def _opened(self, choice: Choice) -> _Opened:
+    def _open(self, choice: Choice) -> _Opened:
         if choice.memory:
-            return self._opened_memory(choice)
+            return self._open_memory(choice)
         storage = self._repository.storage
         folder = choice.save.folder
-        layout, stored, image = opened_files(storage, folder)
+        layout, stored, image = open_files(storage, folder)
         names = sorted(name for name in storage.names(folder) if name.startswith(_STREAMS))
         streams = [small_file(storage, folder, name) for name in names]
         return _Opened(layout, stored, image, streams_of(streams, self._members.rank))
 
-    def _opened_memory(self, choice: Choice) -> _Opened:
-        """Open what the keeper holds; who lacks it hears from another rank what it is."""
+    def _open_memory(self, choice: Choice) -> _Opened:
+        """Open a snapshot; ranks that lack it receive its small files from another rank."""
         held = self._held.get(choice.save)
         small, image = [b"", b"", b""], None
         if held is not None:
             words = held.words
             packed = msgspec.msgpack.encode([*words.streams.values()])
             small = [words.layout_files[LAYOUT], words.files[STATE], packed]
-            image = Pieces(held.pieces)
+            image = MemoryPieces(held.pieces)
         if choice.lacking:
             said = self._members.texts(msgspec.msgpack.encode(small))[choice.givers[0]]
             small = small if held is not None else msgspec.msgpack.decode(said, type=list[bytes])
@@ -230,46 +233,46 @@ class Restorer:
         return _Opened(layout_from(small[0]), stored_from(small[1]), image, streams)
 
     def _read(self, opened: _Opened, choice: Choice) -> dict[str, Any]:
-        image: Image = opened.image
-        # Of a sharded state a rank has a part; what it hears is in its own memory.
+        image: ByteSource = opened.image
+        # A rank has only a part of a sharded state; what it receives is in its own memory.
         lender, self._lent = None, None
-        if isinstance(image, Pieces) and not choice.spans:
-            lender = Lender(opened.layout, image)
+        if isinstance(image, MemoryPieces) and not choice.spans:
+            lender = CopyOnWriteTensors(opened.layout, image)
             self._lent = lender, self._held[choice.save]
-        tensors, destinations = places_for(opened.layout, self._subject.state(), lender)
+        tensors, destinations = places_for(opened.layout, self._source.state(), lender)
         try:
             if choice.spans:
                 gather(opened.layout, image, choice.spans, destinations, self._members)
             else:
                 if choice.memory and choice.lacking:
-                    image = self._hear(opened, choice)
+                    image = self._receive(opened, choice)
                 fill(opened.layout, image, destinations)
         finally:
-            if isinstance(opened.image, Files):
+            if isinstance(opened.image, CheckpointFiles):
                 opened.image.close()
         return state_of(opened.stored, tensors)
 
-    def _hear(self, opened: _Opened, choice: Choice) -> Image:
-        """Take from a rank that has it what some lack; all ranks take part."""
+    def _receive(self, opened: _Opened, choice: Choice) -> ByteSource:
+        """Receive a state from a rank that has it; all ranks take part."""
         source, rank = choice.givers[0], self._members.rank
-        arrived = Arrived(opened.layout.image_bytes) if rank in choice.lacking else None
+        arrived = ReceivedBytes(opened.layout.image_bytes) if rank in choice.lacking else None
         own = opened.image if rank == source else None
-        for at, data in give(opened.layout.image_bytes, own, self._members, source):
+        for at, data in broadcast(opened.layout.image_bytes, own, self._members, source):
             if arrived is not None:
                 arrived.data[at : at + len(data)] = data
         return arrived if arrived is not None else opened.image
 
 
-def opened_files(storage: Storage, folder: str) -> tuple[Layout, StoredFiles, Files]:
-    """Open a checkpoint in storage, which is valid; the files are the caller's to close."""
+def open_files(storage: Storage, folder: str) -> tuple[Layout, StoredFiles, CheckpointFiles]:
+    """Open a valid checkpoint in storage; the caller closes the files."""
     stored = stored_from(small_file(storage, folder, STATE))
     layout = layout_from(small_file(storage, folder, LAYOUT))
-    insist_on_ranges(storage, folder, stored, layout)
-    return layout, stored, Files(storage, folder, stored.ranges)
+    require_ranges(storage, folder, stored, layout)
+    return layout, stored, CheckpointFiles(storage, folder, stored.ranges)
 
 
 def state_of(stored: StoredFiles, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return the state around its tensors; CheckpointError where there is none by names."""
+    """Build the state around its tensors; raises CheckpointError if it has no names."""
     try:
         state = build(stored.tree, tensors)
     except StateError as error:
@@ -280,12 +283,11 @@ def state_of(stored: StoredFiles, tensors: Sequence[torch.Tensor]) -> dict[str, 
 
 
 def places_for(
-    layout: Layout, live: Mapping[str, Any], lender: Lender | None = None
+    layout: Layout, live: Mapping[str, Any], lender: CopyOnWriteTensors | None = None
 ) -> tuple[list[Any], list[Destination]]:
-    """Return a tensor for each of the layout's, and what is to be read into which.
+    """Return a tensor for each of the layout's, and the destinations to read.
 
-    Tensors that live and fit are used as they are; others are lent, or there is new memory for
-    them.
+    A live tensor that fits is used in place; others share a snapshot's memory, or are new.
     """
     captured = Captured(live)
     originals = captured.originals
@@ -322,7 +324,7 @@ def _new(spec: Tensor) -> torch.Tensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several elements are one, as in what was expanded: nothing can be read into that."""
+    """Whether several elements share memory, as after expand(): such a tensor cannot be filled."""
     return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -331,18 +333,18 @@ def _is_whole(held: HeldSnapshot) -> bool:
     return held.words.replicated and size >= held.words.image_bytes
 
 
-def _part(save: Save, held: HeldSnapshot) -> StatePart:
+def _part(save: SaveId, held: HeldSnapshot) -> StatePart:
     spans = sorted((first, end) for first, end, _fd in held.pieces)
     return StatePart(save, held.words.image_bytes, tuple(spans))
 
 
 def _writers(choice: Choice, heard: Sequence[Inventory]) -> Collection[int]:
-    """Return the ranks that write what their place lacks."""
+    """Return the ranks that write the checkpoint to places that lack it."""
     firsts = first_of_each_place([each.place for each in heard])
     return [rank for rank in firsts if rank in choice.lacking]
 
 
-def _nothing(where: str, skipped: Sequence[str], *, strict: bool) -> CheckpointError:
+def _none_restorable(where: str, skipped: Sequence[str], *, strict: bool) -> CheckpointError:
     if strict:
         return CheckpointError(
             skipped[0],
@@ -355,6 +357,6 @@ def _nothing(where: str, skipped: Sequence[str], *, strict: bool) -> CheckpointE
         f"nothing can be restored: {'; '.join(skipped[:3])}",
         where=where,
         expected="a checkpoint that is valid, and storage that can be read",
-        next_step="elastane checkpoint verify; to begin anew, name another folder",
+        next_step="elastane checkpoint verify; to start over, name another folder",
         slug="checkpoint-none-valid",
     )

@@ -1,9 +1,9 @@
-"""When to save: each so many steps, each so many seconds, or as often as pays.
+"""When to save: every so many steps, every so many seconds, or as often as it pays.
 
-Steps are counted alike on all ranks; of time rank 0's clock is believed, and asked for it only at
-steps whose number all ranks know (`stride`), so that between them nothing is exchanged. "auto" is
-Young's and Daly's interval, from what a save has cost and how often the job has failed. Of saves
-that come more often than storage takes them, `SaveInterval` says which it is given.
+All ranks count steps alike. Of time only rank 0's clock counts. It is asked only at steps whose
+number all ranks know (`stride`), so that other steps exchange nothing. "auto" is Young's and Daly's
+interval, from the measured cost of a save and the job's failures. `WriteThrottle` decides which
+saves storage gets if they come faster than it can write.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from elastane.checkpoint.interval import interval, rest_s
 from elastane.errors import CheckpointError, ConfigurationError
 
 _log = logging.getLogger("elastane.checkpoint")
-# Rank 0 looks at its clock so many times in an interval.
+# The number of times that rank 0 reads its clock in one interval.
 _LOOKS = 16
 _STRIDE_MAX = 1 << 20
 
 
-class Cadence:
-    """One rank's; `stride` is the same on all ranks that made the same steps."""
+class SaveSchedule:
+    """The save interval of one rank; `stride` is equal on all ranks after the same steps."""
 
     def __init__(
         self,
@@ -39,20 +39,20 @@ class Cadence:
         self._clock = clock
         self.stride = 1
         self.failures = 0
-        self._lived_s = 0.0  # before this process
+        self._lived_s = 0.0  # Before this process.
         self._began_s = self._saved_s = clock()
         self._looked: tuple[int, float] | None = None
         self._cost_s = self._write_s = 0.0
         self._why = ""
 
     def is_due(self, step: int) -> str:
-        """Return why a save may be due at this step, the same on all ranks; "" where it is not."""
+        """Return why a save may be due at this step, equal on all ranks, or ""."""
         if self._every_steps and step and step % self._every_steps == 0:
             return "step"
         return "time" if self._every_s is not None and step % self.stride == 0 else ""
 
     def word(self, step: int, reason: str) -> int:
-        """Return rank 0's word on it: the next stride, negative where nothing is to be saved."""
+        """Return rank 0's decision: the next stride, negative if nothing is to be saved."""
         now_s = self._clock()
         stride = self.stride
         if self._every_s is not None:
@@ -60,30 +60,30 @@ class Cadence:
         due = reason != "time" or now_s - self._saved_s >= self.interval_s()
         return stride if due else -stride
 
-    def hear(self, word: int, step: int) -> bool:
-        """Take in rank 0's word; returns whether to save."""
+    def accept(self, word: int, step: int) -> bool:
+        """Apply rank 0's decision; returns whether to save."""
         self.stride = max(1, abs(word))
         if word > 0:
             self._saved_s = self._clock()
         return word > 0
 
-    def cost(self, blocked_s: float, write_s: float) -> None:
-        """Take in for how long a save held up the training, and how long one was written."""
+    def add_cost(self, blocked_s: float, write_s: float) -> None:
+        """Record how long a save blocked the training, and how long one was written, in seconds."""
         self._cost_s = blocked_s if not self._cost_s else 0.7 * self._cost_s + 0.3 * blocked_s
         self._write_s = max(write_s, 0.7 * self._write_s)
 
     @property
     def lived_s(self) -> float:
-        """For how long the job has trained, in this process and before."""
+        """The training time of the job in seconds, in this process and before."""
         return self._lived_s + self._clock() - self._began_s
 
-    def go_on(self, lived_s: float, failures: int, stride: int) -> None:
-        """Take over what was so far: of the run that was restored, or of another member."""
+    def resume(self, lived_s: float, failures: int, stride: int) -> None:
+        """Continue from the restored run's, or another member's, values."""
         self._lived_s, self._began_s = lived_s, self._clock()
         self.failures, self.stride = failures, max(1, stride)
 
     def interval_s(self) -> float:
-        """Return how far apart saves by time are to be."""
+        """Return the time between saves in seconds; infinite without a time interval."""
         if self._every_s != "auto":
             return self._every_s or math.inf
         return self._auto_s()
@@ -97,7 +97,7 @@ class Cadence:
         return seconds
 
     def _next_stride(self, step: int, now_s: float) -> int:
-        """Return a power of two of steps that take a small part of the interval."""
+        """Return a power of two of steps that takes a small part of the interval."""
         before, self._looked = self._looked, (step, now_s)
         if before is None or step <= before[0]:
             return self.stride
@@ -106,8 +106,11 @@ class Cadence:
         return int(min(_STRIDE_MAX, 2 ** max(0, math.floor(math.log2(max(1.0, wanted))))))
 
 
-class SaveInterval:
-    """One rank's: for how long storage rests that saves outpace."""
+class WriteThrottle:
+    """Lets storage rest if saves come faster than it writes; one for each rank.
+
+    Why: docs/decisions/write-throttle.md.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -116,17 +119,17 @@ class SaveInterval:
         self._fence: tuple[int, int] | None = None
 
     def rests(self, fence: tuple[int, int], *, busy: bool) -> bool:
-        """Tell whether a save that is due now stays in memory; `busy`: storage is at work.
+        """Return whether a due save stays in memory; `busy`: storage is writing.
 
-        Not the first of a world: of folders that are a node's own, an arrival's holds nothing.
+        The first save of a world never does: the node-local folder of an arrival holds nothing.
         """
         now_s = self._clock()
-        if busy:  # From when it was seen so last: saves may be rare.
+        if busy:  # Extended at each sighting, since saves may be rare.
             self._until_s = now_s + rest_s(now_s - self._began_s)
         return now_s < self._until_s and fence == self._fence
 
     def begun(self, fence: tuple[int, int]) -> None:
-        """A save of this round and attempt goes to storage now."""
+        """Record that a save of this round and attempt goes to storage now."""
         self._began_s, self._until_s, self._fence = self._clock(), 0.0, fence
 
 
@@ -145,9 +148,9 @@ def _positive(name: str, value: Any, kind: type[Real] | type[Integral] = Real) -
 
 
 def steps_done(step: Any) -> int:
-    """Return how many steps a user says are done; CheckpointError for what is no such number."""
+    """Return the user's number of finished steps; raises CheckpointError for anything else."""
     try:
-        number = operator.index(step)  # also NumPy's, and those in tensors
+        number = operator.index(step)  # Accepts NumPy's integers and integer tensors.
     except TypeError:
         number = -1
     if number < 0:
@@ -156,7 +159,7 @@ def steps_done(step: Any) -> int:
 
 
 def not_a_step(step: Any) -> CheckpointError:
-    """Return the error for a step after which nothing can be saved."""
+    """Return the error for a step that cannot be saved."""
     return CheckpointError(
         f"step {step!r} has not happened",
         expected="a step that was committed, or how many steps are done, from 1",
@@ -166,7 +169,7 @@ def not_a_step(step: Any) -> CheckpointError:
 
 
 def at_least_one(keep: int) -> int:
-    """Return how many checkpoints are kept; ConfigurationError where that is none."""
+    """Check `keep`; raises ConfigurationError below 1."""
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ConfigurationError(
             f"keep is {keep!r}",

@@ -1,9 +1,9 @@
-"""One save: what all ranks agree on first, the copy into the keeper's memory, the keeper's orders.
+"""Makes one save: the agreement of the ranks, the copy to shared memory, the server's orders.
 
-A save costs one exchange of a few numbers among the ranks, and one copy of this rank's share. What
-a layout needs is exchanged once, and again when the state's tensors or the ranks change. Fails
-with the collective where a rank is lost, and then nothing was saved; a fault of the storage comes
-later, from the keeper.
+A save costs one exchange of a few numbers among the ranks, and one copy of this rank's share. The
+inputs of a layout are exchanged once, and again when the tensors or the ranks change. How it fails:
+as the collective if a rank is lost, and then nothing was saved; a fault of the storage is reported
+later, by the snapshot server.
 """
 
 from __future__ import annotations
@@ -20,86 +20,89 @@ import torch
 import xxhash
 
 from elastane.checkpoint.capture import Captured
-from elastane.checkpoint.copying import Copier
+from elastane.checkpoint.copying import StateCopier
 from elastane.checkpoint.doors import door_of, without_copies
-from elastane.checkpoint.folder_identity import StoragePath
+from elastane.checkpoint.folder_identity import FolderIdentity
 from elastane.checkpoint.layout import Chunk, Layout, lay_out
 from elastane.checkpoint.plan import SaveDetails, SaveOrder, SavePlan
 from elastane.checkpoint.registered import RandomStreams
-from elastane.checkpoint.save_schedule import SaveInterval
+from elastane.checkpoint.save_schedule import WriteThrottle
 from elastane.checkpoint.shares import RankStatus, SaveShare, shares
 from elastane.checkpoint.state_source import SavingWorld
 from elastane.comms.digest import raw_bytes
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_PATIENCE_S
-from elastane.snapshots.client import Keeper, KeeperSilentError
+from elastane.snapshots.client import SnapshotClient, SnapshotServerSilentError
 from elastane.snapshots.messages import WriteProgress
 
 _log = logging.getLogger("elastane.checkpoint")
-# How long a save waits for its slot: the keeper answers at once unless it is held up itself.
+# The longest wait for a slot: the server answers at once unless its host holds it up.
 GRANT_S = 10.0
-# Each node keeps the random streams of all ranks, 11 KB each, in worlds of so many at most; in
-# greater ones those of a lost node's ranks begin anew when its state is taken from memory.
+# Each node keeps the random streams of all ranks, 11 KB each, in worlds of at most this size. In
+# larger worlds a lost node's ranks restart their streams if the state is restored from memory.
 STREAMS_RANKS_MAX = 64
-# How long a script that insists on a save waits for the storage.
+# The longest wait for storage in a script that requires a save.
 WAIT_S = 3600.0
 
 
-class Agreed(msgspec.Struct, frozen=True, array_like=True):
-    """What the ranks tell each other before a save, as numbers.
+class SaveProposal(msgspec.Struct, frozen=True, array_like=True):
+    """The proposal of one rank before a save, exchanged as numbers.
 
-    Of `nonce` and `word`, which is the cadence's, rank 0's counts.
+    Rank 0's `nonce` and `word` (of the save schedule) count for all.
     """
 
     step: int
     identity: int
     standing: int
-    planned: int  # for which of these the rank has a plan
+    planned: int  # The combination that the rank has a plan for.
     busy: int
     copying: int
-    copies: int  # whether this node has copies of its part made
-    copied: int  # the nonces of the saves whose part another node has: the later, the earlier one
+    copies: int  # Whether this node replicates its part.
+    copied: int  # The nonces of saves whose part another node has: the later one, the earlier one.
     copied_before: int
-    kept: int  # the nonce of the last save that this rank has kept
-    safe: int  # what it takes for the last that all nodes have copied
-    together: int  # and for the last that all ranks have kept
+    kept: int  # The nonce of the last save that this rank has kept.
+    safe: int  # The last save that all nodes have replicated, as far as this rank knows.
+    together: int  # The last save that all ranks have kept, likewise.
     nonce: int
     word: int
 
 
 class Saver:
-    """One rank's; all ranks call the same in the same order."""
+    """The saver of one rank; all ranks call the same methods in the same order."""
 
-    def __init__(self, world: SavingWorld, keeper: Keeper, where: str, place: StoragePath) -> None:
+    def __init__(
+        self, world: SavingWorld, keeper: SnapshotClient, where: str, place: FolderIdentity
+    ) -> None:
         self._world, self.keeper, self._where = world, keeper, where
         self._place = place
         self._planned_for = 0
         self._shared: tuple[Layout, SaveShare] | None = None
         self._plan: SavePlan | None = None
-        self.copier, self._pace = Copier(), SaveInterval()
+        self.copier, self._throttle = StateCopier(), WriteThrottle()
         self.blocked_s = self.write_s = 0.0
         self._kept = self._safe = self._together = 0
-        self.progress = WriteProgress()  # the keeper's, as of the last save
-        self._told: set[str] = set()
-        self._coming: Future[Keeper] | None = None  # the connection to the next keeper
+        self.progress = WriteProgress()  # The server's status as of the last save.
+        self._logged: set[str] = set()
+        self._coming: Future[SnapshotClient] | None = None  # The connection to the next server.
 
-    def go_on_from(self, nonce: str, *, missed: bool) -> None:
-        """All ranks go on from this save in memory, or from none in memory ("").
+    def continue_from(self, nonce: str, *, missed: bool) -> None:
+        """Continue from this save in memory on all ranks, or from none ("").
 
-        `missed`: a node that has nothing of it may go again. Else the keepers know what is safe.
+        `missed`: some node has nothing of it, so that it is safe to lose again. Otherwise the
+        servers know which save is safe.
         """
         self._together = int(nonce or "0", 16)
         self._safe = self._together if missed else 0
 
-    def agree(self, captured: Captured, order: SaveOrder, word: int) -> list[Agreed]:
-        """Return what all ranks say; CheckpointError where they save different steps."""
+    def agree(self, captured: Captured, order: SaveOrder, word: int) -> list[SaveProposal]:
+        """Exchange proposals; raises CheckpointError if the ranks save different steps."""
         members = self._world.members()
-        busy = self._is_busy() or not self._place.look()
-        busy = self._rests(order, busy=busy) or busy
+        busy = self._is_busy() or not self._place.ask()
+        busy = self._throttles(order, busy=busy) or busy
         standing = msgspec.msgpack.encode(self._standing)
         copied = [int(nonce, 16) for nonce in reversed(self.progress.copied)] + [0, 0]
-        own = Agreed(
+        own = SaveProposal(
             step=order.step,
             identity=_hash(captured.identity()),
             standing=_hash(standing),
@@ -115,8 +118,8 @@ class Saver:
             nonce=secrets.randbits(32) or 1,
             word=word,
         )
-        heard = [Agreed(*said) for said in members.numbers(msgspec.structs.astuple(own))]
-        steps = [each.step for each in heard]
+        agreed = [SaveProposal(*each) for each in members.numbers(msgspec.structs.astuple(own))]
+        steps = [each.step for each in agreed]
         if len(set(steps)) > 1:
             raise CheckpointError(
                 f"the ranks save different steps: {', '.join(map(str, steps))}, by rank",
@@ -124,31 +127,31 @@ class Saver:
                 next_step="call it on each rank; only one of them writes what all hold",
                 slug="checkpoint-ranks",
             )
-        return heard
+        return agreed
 
-    def settle(self) -> None:
-        """Wait until what is being copied may change."""
-        self.copier.settle()
+    def finish_copy(self) -> None:
+        """Wait until the state that is being copied may change."""
+        self.copier.finish()
 
     @property
     def doubtful(self) -> Sequence[int] | None:
-        """Which tensors must be known to be as they were before the next save; None: all."""
+        """The tensors that must be checked before the next save; None for all."""
         looks_late = self.copier.may_overlap and self.copier.may_look_late
         return self._plan.sources.doubtful if self._plan is not None and looks_late else None
 
-    def _rests(self, order: SaveOrder, *, busy: bool) -> bool:
-        """Whether storage is spared this save, which memory has."""
+    def _throttles(self, order: SaveOrder, *, busy: bool) -> bool:
+        """Whether this save stays in memory to spare storage."""
         if order.reason not in ("step", "time") or not self.keeper.survives:
             return False
-        return self._pace.rests(self._world.fence, busy=busy)
+        return self._throttle.rests(self._world.fence, busy=busy)
 
     def _is_busy(self) -> bool:
-        """Whether the keeper takes nothing to write; one that is lost is followed by another."""
-        patience_s = KEEPER_PATIENCE_S
-        while self._coming is None or self._has_come(self._coming):
+        """Whether the snapshot server cannot take a write; reconnects if it is lost."""
+        timeout_s = KEEPER_PATIENCE_S
+        while self._coming is None or self._adopt(self._coming):
             try:
                 progress = self.keeper.progress(self._world.fence)
-            except KeeperSilentError:
+            except SnapshotServerSilentError:
                 return True
             except ConnectionError as error:
                 _log.warning("%s; what it held in memory is lost [keeper-lost]", error)
@@ -156,20 +159,20 @@ class Saver:
                 self.write_s, self.progress = progress.last_write_s, progress
                 return progress.busy
             self._plan, self._kept = None, 0
-            self._coming = connect_behind(self._where)
-            wait({self._coming}, patience_s)
-            patience_s = 0.0  # A step waits once, though the next keeper may be lost as well.
+            self._coming = connect_in_background(self._where)
+            wait({self._coming}, timeout_s)
+            timeout_s = 0.0  # A step waits once, even if the next server is lost as well.
         return True
 
-    def _has_come(self, coming: Future[Keeper]) -> bool:
-        """Go on with the next keeper, where its connection stands by now."""
+    def _adopt(self, coming: Future[SnapshotClient]) -> bool:
+        """Use the next server if its connection is ready."""
         if not coming.done():
             return False
         try:
             self.keeper = coming.result()
         except OSError as error:
-            self._tell_once(f"no keeper of snapshots can be reached: {error} [keeper-lost]")
-            self._coming = connect_behind(self._where)
+            self._log_once(f"no snapshot server can be reached: {error} [keeper-lost]")
+            self._coming = connect_in_background(self._where)
             return False
         self._coming = None
         return True
@@ -182,42 +185,43 @@ class Saver:
         )
 
     def save(
-        self, captured: Captured, order: SaveOrder, era: int, heard: list[Agreed]
+        self, captured: Captured, order: SaveOrder, era: int, agreed: list[SaveProposal]
     ) -> tuple[Key, bool]:
-        """Copy this rank's share, and give the keeper its orders.
+        """Copy this rank's share, and send the server its orders.
 
-        Returns under which key, and whether it is written out: where storage is behind, it stays
-        in memory, which is of use only where the keeper outlives the workers.
+        Returns the key, and whether the save is written to storage. If storage is busy it stays in
+        memory, which only helps if the server outlives the workers.
         """
         began_s = time.monotonic()
-        durable = not any(each.busy for each in heard)
+        durable = not any(each.busy for each in agreed)
         if durable:
-            self._pace.begun(self._world.fence)
+            self._throttle.begun(self._world.fence)
         key = Key(era, *self._world.fence, order.step)
         if not durable and not self.keeper.survives:
             return key, False
-        layout, share = self._share_out(captured, heard)
-        self._look_back(heard)
-        nonce = heard[0].nonce
+        layout, share = self._share_out(captured, agreed)
+        self._update_safe(agreed)
+        nonce = agreed[0].nonce
         streams = self._streams(share)
-        told = SaveDetails(
+        details = SaveDetails(
             nonce=_word(nonce),
             durable=durable,
-            copied=not any(each.copying for each in heard),
+            copied=not any(each.copying for each in agreed),
             safe=_word(self._safe),
             together="" if layout.replicated else _word(self._together),
         )
         buffers = self._buffers(captured) if layout.replicated else {}
-        # From here on nothing is exchanged: what fails, fails on this rank alone.
+        # No collective follows: a failure from here on concerns this rank alone.
         keeper = self.keeper
         if self._plan is None:
             self._plan = SavePlan(keeper, self._where, layout, share, captured, self._world)
         plan, sources = self._plan, self._plan.sources
         small = captured.small() if share.local == 0 else None
-        slot = keeper.grant(GRANT_S, told.together)
+        slot = keeper.grant(GRANT_S, details.together)
 
         def keep(behind: bool) -> None:
-            keeper.keep(slot, plan.snapshot(small, streams(), key, order, told), heard=behind)
+            snapshot = plan.snapshot(small, streams(), key, order, details)
+            keeper.keep(slot, snapshot, heard=behind)
             self._kept = nonce
 
         views = sources.views(captured.tensors, buffers)
@@ -226,32 +230,32 @@ class Saver:
         self.blocked_s = time.monotonic() - began_s
         return key, durable
 
-    def _look_back(self, heard: list[Agreed]) -> None:
-        """Find the last save of which all nodes have copies, and the last that all have kept.
+    def _update_safe(self, agreed: list[SaveProposal]) -> None:
+        """Find the last save that all nodes have replicated, and the last that all ranks have kept.
 
-        Both are to stay. Where there is none, who has just come takes over what the others know.
+        Both must stay. A rank that has just joined adopts what the others know.
         """
-        kept = {each.kept for each in heard}
-        known = self._together or max(each.together for each in heard)
+        kept = {each.kept for each in agreed}
+        known = self._together or max(each.together for each in agreed)
         self._together = max(kept) if len(kept) == 1 and 0 not in kept else known
-        # Also of who has none: a save that not all have kept must not be taken for a safe one.
-        several = [(each.copied, each.copied_before) for each in heard if each.copies]
+        # Nodes without any count too: a save that not all have replicated is not safe.
+        several = [(each.copied, each.copied_before) for each in agreed if each.copies]
         common = set.intersection(*map(set, several)) - {0} if several else set()
-        # The earlier one is no later on any node.
+        # All nodes have the earlier and the later save in the same order.
         newest = next((nonce for nonce in several[0] if nonce in common), 0) if several else 0
-        self._safe = newest or self._safe or max(each.safe for each in heard)
+        self._safe = newest or self._safe or max(each.safe for each in agreed)
 
     def close(self) -> None:
-        """Let go of the keeper, which ends what it is writing."""
+        """Disconnect from the server, which completes its writes."""
         self.copier.close()
         self.keeper.close()
         if self._coming is not None:
-            self._coming.add_done_callback(_let_go)
+            self._coming.add_done_callback(_close_client)
 
     def _buffers(self, captured: Captured) -> dict[int, torch.Tensor]:
-        """Return rank 0's buffers by their numbers; each rank's own statistics are none of a job's.
+        """Return rank 0's buffers by number; those of other ranks differ and are not saved.
 
-        DDP goes on with rank 0's too, in its next forward.
+        DDP likewise continues with rank 0's in its next forward.
         """
         members = self._world.members()
         if members.size == 1:
@@ -271,49 +275,51 @@ class Saver:
         return found
 
     def _streams(self, share: SaveShare) -> Callable[[], bytes]:
-        """Take this rank's random streams; all ranks' where another node may have to give.
+        """Capture this rank's random streams; those of all ranks if another node may need them.
 
-        Returns what packs them as they are now.
+        Returns a function that serializes them as they are now.
         """
         members, own = self._world.members(), RandomStreams()
         several = share.parts > 1 and members.size <= STREAMS_RANKS_MAX
         if share.places == 1 and not several:
             rank = members.rank
             return lambda: msgspec.msgpack.encode([(rank, own.packed())])
-        heard = members.texts(own.packed())
-        return lambda: msgspec.msgpack.encode([*enumerate(heard)] if share.local == 0 else [])
+        received = members.texts(own.packed())
+        return lambda: msgspec.msgpack.encode([*enumerate(received)] if share.local == 0 else [])
 
-    def _share_out(self, captured: Captured, heard: list[Agreed]) -> tuple[Layout, SaveShare]:
-        """Return the layout and this rank's share; exchanged anew where something has changed."""
-        known = [(each.identity, each.standing) for each in heard]
+    def _share_out(
+        self, captured: Captured, agreed: list[SaveProposal]
+    ) -> tuple[Layout, SaveShare]:
+        """Return the layout and this rank's share; exchanged again after a change."""
+        known = [(each.identity, each.standing) for each in agreed]
         wanted = _hash(msgspec.msgpack.encode(known))
-        # One that has just come has no share yet, and all take part in giving it one.
-        if self._shared is None or any(each.planned != wanted for each in heard):
+        # A rank that has just joined has no share, so all ranks take part in computing it.
+        if self._shared is None or any(each.planned != wanted for each in agreed):
             self._shared, self._plan, self._planned_for = None, None, 0
-            self._shared = self._exchanged(captured, known)
+            self._shared = self._exchange(captured, known)
             self._planned_for = wanted
         return self._shared
 
-    def _exchanged(
+    def _exchange(
         self, captured: Captured, known: list[tuple[int, int]]
     ) -> tuple[Layout, SaveShare]:
         members = self._world.members()
         alike = len({identity for identity, _ in known}) == 1
         own = [self._standing, [] if alike else captured.chunks, [] if alike else captured.names]
-        heard = [
-            msgspec.msgpack.decode(said, type=tuple[RankStatus, list[Chunk], list[str]])
-            for said in members.texts(msgspec.msgpack.encode(own))
+        received = [
+            msgspec.msgpack.decode(each, type=tuple[RankStatus, list[Chunk], list[str]])
+            for each in members.texts(msgspec.msgpack.encode(own))
         ]
-        if any(names != heard[0][2] for _, _, names in heard):
+        if any(names != received[0][2] for _, _, names in received):
             raise CheckpointError(
                 "the ranks hold states of different parts",
                 expected="the same names on all ranks, whole or sharded (DTensor)",
                 next_step="save parts that differ by rank with a Checkpointer of their own each",
                 slug="checkpoint-ranks",
             )
-        held = [captured.chunks] if alike else [chunks for _, chunks, _ in heard]
+        held = [captured.chunks] if alike else [chunks for _, chunks, _ in received]
         layout = lay_out(captured.specs, held)
-        places = {standing.place for standing, _, _ in heard}
+        places = {standing.place for standing, _, _ in received}
         if not layout.replicated and len(places) > 1:
             raise CheckpointError(
                 f"{self._where}: {len(places)} different folders on the nodes, and the state is"
@@ -322,24 +328,24 @@ class Saver:
                 next_step="Checkpointer(where) with such a place",
                 slug="checkpoint-place",
             )
-        standings = [standing for standing, _, _ in heard]
+        standings = [standing for standing, _, _ in received]
         if members.rank == 0 and not layout.replicated:
-            self._tell_once(without_copies(standings))
+            self._log_once(without_copies(standings))
         return layout, shares(layout, standings)[members.rank]
 
-    def _tell_once(self, text: str) -> None:
-        if text and text not in self._told:
-            self._told.add(text)
+    def _log_once(self, text: str) -> None:
+        if text and text not in self._logged:
+            self._logged.add(text)
             _log.warning("%s", text)
 
 
-def connect_behind(where: str) -> Future[Keeper]:
-    """Connect to the next keeper in another thread: it is not there before its agent starts it."""
-    coming: Future[Keeper] = Future()
+def connect_in_background(where: str) -> Future[SnapshotClient]:
+    """Connect to the next server in a thread: it exists only once its agent has started it."""
+    coming: Future[SnapshotClient] = Future()
 
     def connect() -> None:
         try:
-            coming.set_result(Keeper.connect(where, patience_s=KEEPER_PATIENCE_S))
+            coming.set_result(SnapshotClient.connect(where, patience_s=KEEPER_PATIENCE_S))
         except BaseException as error:
             coming.set_exception(error)
 
@@ -347,13 +353,15 @@ def connect_behind(where: str) -> Future[Keeper]:
     return coming
 
 
-def _let_go(coming: Future[Keeper]) -> None:
+def _close_client(coming: Future[SnapshotClient]) -> None:
     if coming.exception() is None:
         coming.result().close()
 
 
-def insist_durable(keeper: Keeper, key: Key, where: str, timeout_s: float = WAIT_S) -> None:
-    """Wait until a save is durable; CheckpointError with the reason where it is not."""
+def require_durable(
+    keeper: SnapshotClient, key: Key, where: str, timeout_s: float = WAIT_S
+) -> None:
+    """Wait until a save is durable; raises CheckpointError with the reason if it is not."""
     try:
         failure = keeper.wait(key, timeout_s).failure_of(key)
         reason, slug = (failure.reason, failure.slug) if failure is not None else ("", "")
@@ -369,7 +377,7 @@ def not_saved(where: str, reason: str, slug: str) -> CheckpointError:
         f"not saved: {reason}",
         where=where,
         expected="storage that takes it; the checkpoints before it stay",
-        next_step="mend what is named; the next save tries anew",
+        next_step="mend what is named; the next save tries again",
         slug=slug,
     )
 

@@ -1,8 +1,8 @@
-"""A checkpoint on its way to folders that lack it: node-local ones, of nodes that came later.
+"""Copies a checkpoint to folders that lack it: the local folders of nodes that joined later.
 
-One rank reads the files, all ranks hear them in parcels, and one rank of each folder that lacks
-them writes them, under the same names. The digests that were made when the files were written
-first are compared on arrival; the manifest comes last, as always.
+One rank reads the files and broadcasts them in parts. One rank of each folder that lacks them
+writes them under the same names. The original digests are compared on arrival, and the manifest is
+written last. How it fails: CheckpointError on all ranks.
 """
 
 from __future__ import annotations
@@ -26,57 +26,57 @@ from elastane.storage.aligned import pages
 from elastane.storage.protocol import Storage
 from elastane.storage.records import RecordError, read_record
 
-# Parts that are read while one is on its way, and that wait to be written while one is written.
+# Parts that are read ahead, and parts that wait to be written.
 _AHEAD = 2
-# One that comes, those that wait, and one that is written.
+# One arriving part, the waiting ones, and one that is being written.
 _BUFFERS = _AHEAD + 2
 
 
 def _spans(record: FileRecord) -> list[tuple[int, int]]:
-    """Return where each part of a file begins, and how long it is.
+    """Return the offset and size of each part of a file.
 
-    A part is a chunk: who writes it asks for the next when it needs this one no more.
+    A part is one chunk, since a writer asks for the next part when it no longer needs this one.
     """
     size = record.size_bytes
     return [(at, min(CHUNK_BYTES, size - at)) for at in range(0, size, CHUNK_BYTES)]
 
 
 class _Announced(msgspec.Struct, frozen=True, array_like=True):
-    """The manifest as it is in its file, and the files that it names."""
+    """The manifest's bytes, and the files that it names."""
 
     content: bytes
     files: tuple[FileRecord, ...]
 
 
-class Sending:
-    """Of one checkpoint, by its folder."""
+class CheckpointTransfer:
+    """The transfer of one checkpoint folder."""
 
     def __init__(self, members: Members, storage: Storage, folder: str) -> None:
         self._members, self._storage, self._folder = members, storage, folder
         self._source = 0
 
-    def bring(self, source: int, writers: Collection[int]) -> None:
-        """Give it to the writers; all ranks take part. CheckpointError where one did not get it."""
+    def run(self, source: int, writers: Collection[int]) -> None:
+        """Copy it to the writers; all ranks take part. Raises CheckpointError if one failed."""
         self._source, mine = source, self._members.rank == source
-        content, trouble = self._manifest() if mine else (b"", "")
+        content, failure = self._manifest() if mine else (b"", "")
         content = self._members.texts(content)[source]
         if content:
             writes = self._members.rank in writers
-            trouble = self._begin() if writes else ""
+            failure = self._prepare() if writes else ""
             manifest = msgspec.msgpack.decode(content, type=_Announced)
             with ThreadPoolExecutor(1, thread_name_prefix="elastane-bring") as helper:
                 for record in manifest.files:
-                    parcels = self._given(record, helper) if mine else self._heard(record)
-                    if writes and not trouble:
-                        trouble = self._taken(record, parcels, helper)
+                    parcels = self._send(record, helper) if mine else self._receive(record)
+                    if writes and not failure:
+                        failure = self._write_while(record, parcels, helper)
                     for _ in parcels:
-                        pass  # What is left of it belongs to the others' collectives.
-            if writes and not trouble:
-                trouble = self._published(manifest.content)
-        self._insist(trouble)
+                        pass  # The rest must still take part in the collectives.
+            if writes and not failure:
+                failure = self._publish(manifest.content)
+        self._check(failure)
 
     def _manifest(self) -> tuple[bytes, str]:
-        """Return what is announced to all, or why nothing can be."""
+        """Return what is announced to all ranks, or why nothing can be sent."""
         try:
             manifest = read_record(self._storage, self._folder, MANIFEST, Manifest)
             content = self._storage.read(f"{self._folder}/{MANIFEST}")
@@ -84,7 +84,7 @@ class Sending:
             return b"", f"{self._folder}/{MANIFEST}: {error}"
         return msgspec.msgpack.encode(_Announced(content, manifest.files)), ""
 
-    def _published(self, content: bytes) -> str:
+    def _publish(self, content: bytes) -> str:
         path = f"{self._folder}/{MANIFEST}"
         try:
             self._storage.create(path, content)
@@ -92,8 +92,8 @@ class Sending:
             return f"{path}: {error}"
         return ""
 
-    def _begin(self) -> str:
-        """Remove what an earlier attempt has left."""
+    def _prepare(self) -> str:
+        """Remove what an earlier attempt left."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 self._storage.remove(self._folder)
@@ -101,10 +101,12 @@ class Sending:
             return str(error)
         return ""
 
-    def _taken(self, record: FileRecord, parcels: Iterator[torch.Tensor], helper: Executor) -> str:
-        """Have what comes written while more comes; returns why it could not be."""
+    def _write_while(
+        self, record: FileRecord, parcels: Iterator[torch.Tensor], helper: Executor
+    ) -> str:
+        """Write parts while further ones arrive; returns why it failed, or ""."""
         coming: Queue[torch.Tensor | None] = Queue(_AHEAD)
-        writing = helper.submit(self._written, record, coming)
+        writing = helper.submit(self._write, record, coming)
         try:
             for parcel in parcels:
                 coming.put(parcel)
@@ -112,7 +114,7 @@ class Sending:
             coming.put(None)
         return writing.result()
 
-    def _written(self, record: FileRecord, coming: Queue[torch.Tensor | None]) -> str:
+    def _write(self, record: FileRecord, coming: Queue[torch.Tensor | None]) -> str:
         path = f"{self._folder}/{record.name}"
         parcels = iter(coming.get, None)
         try:
@@ -121,18 +123,18 @@ class Sending:
             return f"{path}: {error}"
         finally:
             for _ in parcels:
-                pass  # Who puts them there waits for room.
+                pass  # The receiving thread waits for room in the queue.
         return "" if found == record else f"{path} did not arrive as it was sent"
 
-    def _heard(self, record: FileRecord) -> Iterator[torch.Tensor]:
-        """Yield a file part by part, each in memory that is used again after some others."""
+    def _receive(self, record: FileRecord) -> Iterator[torch.Tensor]:
+        """Yield a file part by part, in buffers that are used again after some others."""
         for number, (_, size) in enumerate(_spans(record)):
             data = self._buffers[number % _BUFFERS][:size]
             self._members.spread(data, self._source)
             yield data
 
-    def _given(self, record: FileRecord, helper: Executor) -> Iterator[torch.Tensor]:
-        """Yield a file part by part, as the others hear it; the next ones are read meanwhile."""
+    def _send(self, record: FileRecord, helper: Executor) -> Iterator[torch.Tensor]:
+        """Broadcast and yield a file part by part; the next parts are read meanwhile."""
         path = f"{self._folder}/{record.name}"
         fd = self._storage.open_local(path)
         spans, coming = _spans(record), deque[Future[torch.Tensor]]()
@@ -152,13 +154,13 @@ class Sending:
 
     @functools.cached_property
     def _buffers(self) -> list[torch.Tensor]:
-        """Memory that lies as a disk takes it."""
+        """Page-aligned buffers, as O_DIRECT requires."""
         return [torch.frombuffer(pages(CHUNK_BYTES), dtype=torch.uint8) for _ in range(_BUFFERS)]
 
     def _read(
         self, path: str, fd: int | None, memory: torch.Tensor, at: int, size: int
     ) -> torch.Tensor:
-        """Read a part; what cannot be read is zeros, which its digest shows on arrival."""
+        """Read a part; an unreadable part becomes zeros, which its digest reveals on arrival."""
         data = memory[:size]
         try:
             if fd is not None:
@@ -170,11 +172,11 @@ class Sending:
             data.zero_()
         return data
 
-    def _insist(self, trouble: str) -> None:
-        for said in self._members.texts(trouble.encode()):
-            if said:
+    def _check(self, failure: str) -> None:
+        for text in self._members.texts(failure.encode()):
+            if text:
                 raise CheckpointError(
-                    f"a checkpoint could not be brought to a node: {said.decode()}",
+                    f"a checkpoint could not be copied to a node: {text.decode()}",
                     expected="room for it in each node's folder",
                     next_step="mend the folder there, or use one that all nodes share",
                     slug="checkpoint-place",

@@ -1,7 +1,7 @@
-"""Who keeps and who writes which part of a state: pure, and the same on all ranks.
+"""Which rank keeps, and which server writes, which part of a state: pure, equal on all ranks.
 
-Ranks whose keeper is the same share a node; keepers whose place is the same share a folder. All
-keepers of one place write one checkpoint together; each place has one of its own.
+Ranks with the same snapshot server share a node; servers with the same place share a folder. All
+servers of one place write one checkpoint together; each place has its own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from elastane.checkpoint.layout import Layout
 
 
 class RankStatus(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank says of itself. `survives`: its keeper outlives it.
+    """The situation of one rank. `survives`: its snapshot server outlives it.
 
-    `door` is where that takes copies from others, for the workers of `group`; "" where it does not.
+    `door` is where that server accepts replicas for the workers of `group`; "" if it does not.
     """
 
     keeper: str
@@ -29,11 +29,11 @@ class RankStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveShare(msgspec.Struct, frozen=True):
-    """One rank's: it puts [first, end) into its slot, its keeper writes `ranges`.
+    """One rank's share: it copies [first, end) into its slot, and its server writes `ranges`.
 
-    `local` of `locals` ranks fill the slots of their node. `part` of `parts` keepers write the
-    checkpoint, which is in the files of `all_ranges`; there are `places` checkpoints of one save.
-    What only this node holds is copied to the keeper at `door`; "" where nothing is.
+    `local` of `locals` ranks fill the slots of their node. `part` of `parts` servers write the
+    checkpoint, which consists of `all_ranges`; `places` is the number of checkpoints of one save.
+    A sharded part is replicated to the server at `door`; "" without replication.
     """
 
     local: int
@@ -71,7 +71,7 @@ def shares(layout: Layout, members: Sequence[RankStatus]) -> list[SaveShare]:
 
 
 def ring(members: Sequence[RankStatus]) -> dict[str, RankStatus]:
-    """Return by keeper whose keeper gets its copies: the next one that takes any, in a ring."""
+    """Return the peer of each server: the next one that accepts replicas, in a ring."""
     doors = list({member.keeper: member for member in members if member.door}.values())
     if len(doors) < 2:
         return {}
@@ -106,22 +106,22 @@ def _kept(
     written: list[tuple[int, int]],
     members: Sequence[RankStatus],
 ) -> list[tuple[int, int]]:
-    """Return what each rank of a node puts into its slot."""
+    """Return the range that each rank of a node copies into its slot."""
     if not layout.replicated:
         return [(layout.bounds[rank], layout.bounds[rank + 1]) for rank in node]
-    # A keeper that dies with its workers needs no more than it writes.
+    # A server that dies with its workers only needs what it writes.
     first, end = (0, layout.image_bytes) if members[node[0]].survives else written[0]
     return [*pairwise(layout.cut(len(node), first, end))]
 
 
 def _named(node: int, spans: Sequence[tuple[int, int]]) -> tuple[ByteRange, ...]:
-    """Return the files of one keeper, as torch.distributed.checkpoint names them."""
+    """Return the files of one server, named as by torch.distributed.checkpoint."""
     full = [span for span in spans if span[0] < span[1]]
     return tuple(ByteRange(f"__{node}_{n}.distcp", *span) for n, span in enumerate(full))
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans with neighbours made one."""
+    """Return the ranges with adjacent ones merged."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(spans):
         if found and found[-1][1] == first:

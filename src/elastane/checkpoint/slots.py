@@ -1,7 +1,7 @@
-"""The memory that a worker's part of the image is copied into: the keeper's, mapped here.
+"""The memory that a worker's share is copied into: a slot of the snapshot server, mapped here.
 
-What lies around the data of each piece is written once into each slot; a save copies the data
-alone, at the pace of memory. Pages are touched when a slot is mapped, or the first copy would take
+The bytes around each piece are written once into each slot; a save copies only the data, at the
+speed of memory. Pages are touched when a slot is mapped: otherwise the first copy would take
 sixteen times as long.
 """
 
@@ -19,7 +19,7 @@ from elastane.checkpoint.shares import SaveShare
 
 
 class Slot:
-    """One slot, laid out for one share of one layout."""
+    """One slot, prepared for one share of one layout."""
 
     def __init__(self, fd: int, layout: Layout, share: SaveShare) -> None:
         self._memory = mmap.mmap(
@@ -38,8 +38,8 @@ class Slot:
             self.places.append(image[data:behind].view(dtype).view(piece.shape))
 
 
-class Sources:
-    """The parts of a state's tensors that one share wants, in the order of a slot's places."""
+class CopySources:
+    """The parts of a state's tensors in one share, in the order of a slot's places."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class Sources:
         stepped = _stepped(optimizers)
         on_cpu = all(tensor.device.type == "cpu" for tensor in captured.tensors)
         is_stepped = [tensor.data_ptr() in stepped for tensor in captured.tensors]
-        # What changes in an optimizer's step alone.
+        # Changed only by an optimizer's step.
         self.late = [on_cpu and is_stepped[number] for number in self._numbers]
-        # Of which it has to be known before they are copied, or cut, that they are as they were.
+        # Must be known to have their shapes and dtypes before they are copied or cut.
         at_once = [n for n, late in zip(self._numbers, self.late, strict=True) if not late]
         self.doubtful = sorted({*at_once, *(piece.tensor for _, piece, _ in self._parts)})
 
     def views(
         self, tensors: Sequence[torch.Tensor], others: Mapping[int, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return them, of these `tensors`; `others`, by number, are taken in place of those."""
+        """Return the parts of `tensors`; `others`, by number, replace some of those."""
         if others:
             tensors = [others.get(number, own) for number, own in enumerate(tensors)]
         found = [tensors[number] for number in self._numbers]
@@ -78,7 +78,7 @@ class Sources:
 
 
 def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    """Return where the tensors lie that optimizers change in their steps."""
+    """Return the addresses of the tensors that optimizers change in their steps."""
     found = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -90,7 +90,7 @@ def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 
 
 def part_of(tensor: torch.Tensor, piece: TensorPiece, offsets: Sequence[int]) -> torch.Tensor:
-    """Return a piece of a tensor that itself begins at `offsets` of a greater one."""
+    """Return a piece of a tensor that itself begins at `offsets` of a larger one."""
     for dim, (at, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, at - offsets[dim], length)

@@ -1,6 +1,6 @@
-"""What a Checkpointer saves: the named objects of a script, or those of a job.
+"""The source of the state that a Checkpointer saves: a script's named objects, or a job.
 
-`Objects` is for scripts that hold their own loop; a job brings a subject of its own.
+`ScriptObjects` is for scripts with their own loop; a job brings its own StateSource.
 """
 
 from __future__ import annotations
@@ -11,130 +11,130 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from elastane.checkpoint.members import Members, of_process
-from elastane.checkpoint.registered import Tracked, has_state
+from elastane.checkpoint.members import Members, members_of_process
+from elastane.checkpoint.registered import RegisteredObjects, has_state
 from elastane.errors import CheckpointError
 from elastane.process import environment
 
-# What a Checkpointer itself goes on from, beside the user's names.
+# The name of a Checkpointer's own state, besides the user's names.
 CHECKPOINTER = "elastane.checkpointer"
 
 
 class SavingWorld(Protocol):
-    """The ranks that save together, and when they are."""
+    """The ranks that save together, and their fence."""
 
     def members(self) -> Members:
-        """Return the ranks; all call the same in the same order."""
+        """Return the ranks; all call the same methods in the same order."""
 
     @property
     def fence(self) -> tuple[int, int]:
         """Round and attempt."""
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return those in whose steps alone parameters change."""
+        """Return the optimizers whose steps alone change parameters."""
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return the modules' buffers: each rank's differ, and rank 0's are right, as in DDP."""
+        """Return the modules' buffers, which differ by rank; rank 0's are saved, as in DDP."""
 
 
-class Subject(SavingWorld, Protocol):
-    """A state, and the world that it is saved and restored in."""
+class StateSource(SavingWorld, Protocol):
+    """A state, and the ranks that save and restore it."""
 
     def state(self) -> dict[str, Any]:
-        """Return what is to be saved; tensors are those that live."""
+        """Return the state to save, with live tensors."""
 
     def prepare(self) -> None:
-        """Make what a state can be read into, where it has to be there before."""
+        """Create state that must exist before it can be read into."""
 
     def unprepare(self) -> None:
-        """Undo that: nothing was read."""
+        """Undo `prepare`, since nothing was read."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that was saved."""
+        """Load a saved state."""
 
     @property
     def is_new(self) -> bool:
-        """Whether it is to restore by itself; else others give it their state."""
+        """Whether it restores by itself; otherwise other members send it their state."""
 
     @property
     def why(self) -> str:
-        """Why it is restored at all, for those who read the event log; "" where nobody asks."""
+        """Why it is restored, for the event log; "" if unknown."""
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether an error is the loss of a rank, that the script itself recovers from."""
+        """Whether an error is the loss of a rank from which the script itself recovers."""
 
-    def before_change(self, settle: Callable[[], None]) -> None:
-        """Have this called before anything of the state changes but in a step's body."""
+    def before_change(self, finish: Callable[[], None]) -> None:
+        """Call `finish` before the state changes outside of a step's body."""
 
 
-class Objects:
-    """The objects of a script that restores as it starts."""
+class ScriptObjects:
+    """The objects of a script that restores when it starts."""
 
     is_new = True
     why = ""
 
     def __init__(self, objects: Mapping[str, Any], checkpointer: Any) -> None:
-        insist_on_mapping(objects)
+        require_mapping(objects)
         if CHECKPOINTER in objects:
-            raise _unnamed(f"{CHECKPOINTER!r} is what the Checkpointer itself is saved as")
+            raise _unnamed(f"{CHECKPOINTER!r} is the name of the Checkpointer's own state")
         for name, thing in objects.items():
             if not has_state(thing):
                 raise _unnamed(
                     f"{name!r} is a {type(thing).__name__}, without state_dict() and"
                     " load_state_dict()"
                 )
-        self._tracked = Tracked()
-        self._tracked.add({**objects, CHECKPOINTER: checkpointer})
+        self._registered = RegisteredObjects()
+        self._registered.add({**objects, CHECKPOINTER: checkpointer})
         self._members = _of_world()
-        self.fence = fence_of_process()  # what the launcher says
+        self.fence = fence_of_process()  # Given by the launcher.
 
     def state(self) -> dict[str, Any]:
         """Return the objects' states by name."""
-        return self._tracked.state()
+        return self._registered.state()
 
     def prepare(self) -> None:
-        """Make the state of sharded optimizers."""
-        self._tracked.prepare()
+        """Create the state of sharded optimizers."""
+        self._registered.prepare()
 
     def unprepare(self) -> None:
-        """Have them without a state again."""
-        self._tracked.unprepare()
+        """Remove it again."""
+        self._registered.unprepare()
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load each object's state."""
-        insist_on_names(state, self._tracked.state())
-        self._tracked.load(state)
+        require_names(state, self._registered.state())
+        self._registered.load(state)
 
     def members(self) -> Members:
         """Return all ranks of the default process group."""
         return self._members
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return those that were named."""
-        return self._tracked.optimizers
+        """Return the named optimizers."""
+        return self._registered.optimizers
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return those of the modules that were named."""
-        return [buffer for module in self._tracked.modules for buffer in module.buffers()]
+        """Return the buffers of the named modules."""
+        return [buffer for module in self._registered.modules for buffer in module.buffers()]
 
-    def before_change(self, settle: Callable[[], None]) -> None:
-        """Call it before each optimizer's step; what else changes state shows by its version."""
-        for optimizer in self._tracked.optimizers:
-            optimizer.register_step_pre_hook(lambda *_: settle())
+    def before_change(self, finish: Callable[[], None]) -> None:
+        """Call it before each optimizer's step; version counters reveal other changes."""
+        for optimizer in self._registered.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: finish())
 
     def is_lost(self, error: Exception) -> bool:
-        """Never: such a script ends, and is started anew."""
+        """Return False: such a script ends, and is started again."""
         return False
 
 
 def fence_of_process() -> tuple[int, int]:
-    """Return round and attempt as the launcher says them; of torchrun the restarts."""
+    """Return round and attempt from the launcher; under torchrun the attempt counts restarts."""
     attempt = environment.get("ELASTANE_ATTEMPT") or environment.get("TORCHELASTIC_RESTART_COUNT")
     return _number(environment.get("ELASTANE_ROUND")), _number(attempt)
 
 
-def insist_on_mapping(objects: object) -> None:
-    """CheckpointError where this is no mapping of names to what is saved under them."""
+def require_mapping(objects: object) -> None:
+    """Raise CheckpointError unless this is a mapping of names to objects."""
     if not isinstance(objects, Mapping):
         raise _unnamed(f"a {type(objects).__name__} has no names for what is saved")
     for name in objects:
@@ -152,7 +152,7 @@ def _unnamed(what: str) -> CheckpointError:
 
 
 def _of_world() -> Members:
-    members = of_process()
+    members = members_of_process()
     ranks = _number(environment.get("WORLD_SIZE"))
     if ranks > 1 and not (dist.is_available() and dist.is_initialized()):
         raise CheckpointError(
@@ -164,8 +164,8 @@ def _of_world() -> Members:
     return members
 
 
-def insist_on_names(stored: Mapping[str, Any], named: Mapping[str, Any]) -> None:
-    """CheckpointError where a checkpoint holds other objects than the script names."""
+def require_names(stored: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a checkpoint holds other objects than the script names."""
     if set(stored) == set(named):
         return
     missing, odd = sorted(set(named) - set(stored)), sorted(set(stored) - set(named))

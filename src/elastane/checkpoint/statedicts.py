@@ -1,10 +1,9 @@
-"""The state dicts of modules and optimizers, made anew only where something in them is another.
+"""State dicts of modules and optimizers that are rebuilt only if their contents were replaced.
 
-torch makes each from scratch, which for a save after each step is most of what the loop stands for:
-a millisecond for some hundred tensors. What a state dict would hold is looked through here instead,
-at the pace of C: the very objects that it was made of are there, under the same names. Whether it
-was made of nothing else is seen when it is made; where it was, of hooks or of what a class adds, it
-is made anew each time.
+torch builds each from scratch. For a save after every step that is most of the time that the loop
+is blocked: a millisecond for some hundred tensors. This module instead checks, at the speed of C,
+that the same objects are there under the same names. When it builds a state dict it checks that
+nothing else went into it. If hooks or a subclass add something, it is built each time.
 """
 
 from __future__ import annotations
@@ -27,34 +26,34 @@ _OPTIMIZER_HOOKS = attrgetter("_optimizer_state_dict_pre_hooks", "_optimizer_sta
 
 
 class ModuleState:
-    """A module's, with its parameters themselves: a new tensor of each takes four times as long."""
+    """The state dict of a module, with its parameters: new tensors would take 4 times as long."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
         self._state: dict[str, Any] | None = None
         self._modules: list[Module] = []
-        # What these are made of: mappings, by six for each of them.
+        # The mappings of all modules: six of each module.
         self._own: list[Any] = []
         self._dicts: list[dict[str, Any]] = []
         self._hooks: list[Any] = []
         self._sets: list[set[str]] = []
-        # What was in there.
+        # Their contents.
         self._keys: list[str] = []
         self._values: list[Any] = []
         self._unsaved: list[set[str]] = []
 
     def __call__(self) -> dict[str, Any]:
-        """Return it."""
+        """Return the state dict."""
         if self._state is None or not self._is_same():
             self._state = None
             state = self._module.state_dict(keep_vars=True)
-            self._look_through()
+            self._record()
             if _are_same(self._saved(), state.values()):
                 self._state = state
             return state
         return self._state
 
-    def _look_through(self) -> None:
+    def _record(self) -> None:
         self._modules = [*self._module.modules()]
         self._own = [*chain.from_iterable(map(_OWN, self._modules))]
         self._dicts = [each for n in range(3) for each in self._own[n::6]]
@@ -74,7 +73,7 @@ class ModuleState:
         )
 
     def _saved(self) -> Iterable[Any]:
-        """Yield what the state dict holds, if it is of torch's own making; else what it cannot."""
+        """Yield a standard state dict's contents; for other modules something that cannot match."""
         for module in self._modules:
             kind = type(module)
             if _METHODS(kind) != _METHODS(Module) or any(_OWN(module)[4:]):
@@ -86,7 +85,7 @@ class ModuleState:
 
 
 class OptimizerState:
-    """An optimizer's, with the states of its parameters themselves, as torch has it."""
+    """The state dict of an optimizer, with the states of its parameters, as torch returns it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -96,7 +95,7 @@ class OptimizerState:
         self._numbers: list[list[int]] = []
 
     def __call__(self) -> dict[str, Any]:
-        """Return it."""
+        """Return the state dict."""
         if self._packed is not None and self._is_same():
             return {"state": self._packed, "param_groups": self._groups()}
         state = self._optimizer.state_dict()
@@ -127,7 +126,7 @@ class OptimizerState:
         )
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the groups with what they say now, and their parameters by number."""
+        """Return the groups with their current options, and their parameters by number."""
         return [
             {**{key: each for key, each in group.items() if key != "params"}, "params": numbers}
             for group, numbers in zip(self._optimizer.param_groups, self._numbers, strict=True)
@@ -135,13 +134,13 @@ class OptimizerState:
 
 
 def _are_same(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Whether both are the same objects, and as many."""
+    """Whether both are the same objects in the same order."""
     found, known = [*one], [*other]
     return len(found) == len(known) and all(map(is_, found, known))
 
 
 def _are_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    """Whether mappings have the same keys in the same order, with the same objects."""
+    """Whether the mappings have the same keys in the same order, with the same objects."""
     return len(one) == len(other) and all(
         [*own] == [*his] and _are_same(own.values(), his.values())
         for own, his in zip(one, other, strict=True)

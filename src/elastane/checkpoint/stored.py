@@ -1,7 +1,7 @@
-"""The small files of a checkpoint that are ours: its layout, the tree of its state, the streams.
+"""The small files of a checkpoint that elastane reads: layout, state tree, random streams.
 
-JSON and msgpack, typed and checked: nothing here is ever unpickled, and what is no such file is
-told with its name.
+They are JSON and msgpack, typed and checked; nothing is ever unpickled. How it fails:
+CheckpointError, which names the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _decode_streams = msgspec.msgpack.Decoder(list[tuple[int, bytes]]).decode
 
 
 class StoredFiles(msgspec.Struct, frozen=True):
-    """The state without its tensors. `ranges`: which file holds which part of the image."""
+    """The state without its tensors. `ranges` says which file holds which range of the layout."""
 
     tree: bytes
     ranges: Annotated[tuple[ByteRange, ...], msgspec.Meta(max_length=CHECKPOINT_FILES_MAX)]
@@ -39,14 +39,14 @@ _decode_stored = msgspec.msgpack.Decoder(StoredFiles).decode
 
 
 def encoded(value: Any) -> bytes:
-    """Return a small file's content."""
+    """Return the content of a small file."""
     if isinstance(value, Layout):
         return msgspec.json.encode(value)
     return msgspec.msgpack.encode(value)
 
 
 def layout_from(data: bytes) -> Layout:
-    """Read a layout; CheckpointError where it is none, or its parts do not fit together."""
+    """Decode a layout; raises CheckpointError if its parts do not fit together."""
     layout = _decoded(_decode_layout, data, LAYOUT)
     if why := misfit(layout):
         raise unreadable(LAYOUT, why)
@@ -54,12 +54,12 @@ def layout_from(data: bytes) -> Layout:
 
 
 def stored_from(data: bytes) -> StoredFiles:
-    """Read what is stored beside the tensors; CheckpointError where it is not that."""
+    """Decode the state tree; raises CheckpointError if it is not one."""
     return _decoded(_decode_stored, data, STATE)
 
 
 def streams_of(files: Sequence[bytes], rank: int) -> bytes:
-    """Return the random streams of a rank from what workers have said; b"" where it said none."""
+    """Return the random streams of a rank from the files of all writers; b"" if it has none."""
     found: dict[int, bytes] = {}
     for data in files:
         for packed in _decoded(_decode_list, data, "streams"):
@@ -75,15 +75,15 @@ def _decoded(decode: Callable[[bytes], T], data: bytes, name: str) -> T:
 
 
 def small_file(storage: Storage, folder: str, name: str) -> bytes:
-    """Read a small file whole; CheckpointError, and nothing is read, where it is too large."""
+    """Read a small file; raises CheckpointError, without reading, if it is too large."""
     size_bytes = storage.size(f"{folder}/{name}")
     if size_bytes > CHECKPOINT_SMALL_BYTES_MAX:
         raise unreadable(name, f"{size_bytes} bytes, more than {CHECKPOINT_SMALL_BYTES_MAX}")
     return storage.read(f"{folder}/{name}", 0, size_bytes)
 
 
-def insist_on_ranges(storage: Storage, folder: str, stored: StoredFiles, layout: Layout) -> None:
-    """CheckpointError where the files do not hold each byte of the image once."""
+def require_ranges(storage: Storage, folder: str, stored: StoredFiles, layout: Layout) -> None:
+    """Raise CheckpointError unless the files hold each byte of the layout once."""
     sizes = storage.sizes(folder, [each.file for each in stored.ranges])
     at = 0
     for file, first, end in sorted(stored.ranges, key=lambda each: (each.first, each.end)):
@@ -99,7 +99,7 @@ def insist_on_ranges(storage: Storage, folder: str, stored: StoredFiles, layout:
 
 
 def unreadable(name: str, why: str) -> CheckpointError:
-    """Return the error for a small file that is not what it should be."""
+    """Return the error for a small file with wrong content."""
     return CheckpointError(
         f"{name} cannot be read: {why}",
         expected="what a checkpoint of this version holds",

@@ -47,11 +47,11 @@ def _repository(args: argparse.Namespace) -> Repository:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from elastane.storage.errors import told_of
+    from elastane.storage.errors import storage_errors
 
     repository = _repository(args)
     where = repository.storage.where
-    with told_of(where):
+    with storage_errors(where):
         published, unfinished = repository.published(), repository.unfinished()
     if args.json:
         entries = [view.entry(found) for found in published]
@@ -72,16 +72,16 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from elastane.storage.errors import told_of
+    from elastane.storage.errors import storage_errors
 
     repository = _repository(args)
     where = repository.storage.where
     entries = []
-    with told_of(where):
+    with storage_errors(where):
         chosen = _chosen(repository, args.which)
     for found in chosen:
         begun_s = time.monotonic()
-        with told_of(where), view.progress(found) as progress:
+        with storage_errors(where), view.progress(found) as progress:
             reason = repository.verify(found, progress, fresh=True)
         entries.append(view.judged(found, reason, time.monotonic() - begun_s))
         if not args.json:
@@ -99,10 +99,10 @@ def _configure_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from elastane.storage.errors import told_of
+    from elastane.storage.errors import storage_errors
 
     repository = _repository(args)
-    with told_of(repository.storage.where):
+    with storage_errors(repository.storage.where):
         found = _chosen(repository, [args.which] if args.which else [])[0]
     if args.json:
         _print_json(view.entry(found) | {"files": view.files(found)})
@@ -119,7 +119,7 @@ def _configure_prune(parser: argparse.ArgumentParser) -> None:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from elastane.storage.errors import told_of
+    from elastane.storage.errors import storage_errors
 
     if args.keep < 1:
         raise UsageError(
@@ -130,7 +130,7 @@ def _prune(args: argparse.Namespace) -> int:
         )
     repository = _repository(args)
     where = repository.storage.where
-    with told_of(where):
+    with storage_errors(where):
         removed = repository.prune(args.keep, dry_run=args.dry_run)
     if args.json:
         gone = [{"folder": one.folder, "why": one.why} for one in removed]
@@ -150,13 +150,13 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from elastane.checkpoint.export import export, insist_on_file
-    from elastane.storage.errors import told_of
+    from elastane.checkpoint.export import export, require_writable
+    from elastane.storage.errors import storage_errors
 
-    insist_on_file(Path(args.to))
+    require_writable(Path(args.to))
     repository = _repository(args)
     where = repository.storage.where
-    with told_of(where):
+    with storage_errors(where):
         found = _chosen(repository, [args.step] if args.step else [])[0]
         with view.progress(found) as progress:
             reason = repository.verify(found, progress)

@@ -1,4 +1,4 @@
-"""NumPy, or a refusal by name: it is an extra, for only workers that read data need it."""
+"""NumPy, an optional extra that only workers with elastic samplers need; fails by its name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Batches of indices of a fixed global size, dealt to whatever world there is.
 
-Owns the way from shares of positions to lists of indices. Usable as
-`DataLoader(batch_sampler=...)`; `elastane.data.feed` pairs what such a loader yields with its
-shares. Knows nothing of torch. Fails as `elastane.data.cursor` does.
+Turns shares of positions into lists of indices, for `DataLoader(batch_sampler=...)`;
+`elastane.data.feed` pairs the loader's batches with their shares. It does not use torch. How it
+fails: as `elastane.data.cursor` does.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from elastane.data.permutation import Permutation
 
 __all__ = ["ElasticBatchSampler"]
 
-# Evaluated together: enough to be quick (a call takes 40 us however few they are), and little
-# enough that the first batch of an epoch comes at once. Measured by bench/permutation.py.
+# Evaluated together: enough to be fast (a call takes 40 us for any number), and few enough that the
+# first batch of an epoch comes at once. Measured by bench/permutation.py.
 _AHEAD_SAMPLES = 8_192
 _AHEAD_SHARES = 64
 
 
 class ElasticBatchSampler(DataPosition):
-    """Yields the indices of this rank's share of each step, from the committed place on.
+    """Yields the indices of this rank's share of each step, from the committed position on.
 
-    An iterator ends with the epoch; the place moves by `commit` alone. With `micro_batches` k a
-    step is k lists. A share that is empty, where a step has fewer samples than the world has
-    ranks (or a share fewer than k), is a stand-in of one index with weight 0: see Share.reads.
+    An iterator ends with the epoch; only `commit` moves the position. With `micro_batches` k a step
+    is k lists. An empty share (a step with fewer samples than ranks, or a share with fewer than k)
+    is a stand-in of one index with weight 0: see LedgerShare.reads.
 
-    `n`: length of the dataset. `global_batch_size`: samples of a step over all ranks, whatever
-    the world. ConfigurationError for sizes that are no sizes, or an epoch without a step.
+    `n` is the length of the dataset, `global_batch_size` the samples of a step over all ranks,
+    whatever the world. Raises ConfigurationError for invalid sizes, or an epoch without a step.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ElasticBatchSampler(DataPosition):
 
     @staticmethod
     def _ahead(shares: Iterator[LedgerShare]) -> list[LedgerShare]:
-        """Take as many shares as are evaluated together; none at the end."""
+        """Return the shares to evaluate together; none at the end."""
         ahead = list(islice(shares, 1))
         if ahead:
             more = _AHEAD_SAMPLES // max(ahead[0].samples, 1)

@@ -1,6 +1,6 @@
-"""What comes in at the door of this room: whole numbers in their range, or a refusal by name.
+"""Checks of arguments: whole numbers in a range, datasets with a length.
 
-Knows nothing of what the numbers are for. Fails by ConfigurationError.
+How it fails: ConfigurationError, which names the argument.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import operator
 from elastane.errors import ConfigurationError
 
 SEED_END = 2**64
-# Of one epoch: two halves of at most 31 bits (data.permutation), and far within a 64-bit position.
+# The longest epoch: two halves of at most 31 bits (data.permutation), within a 64-bit position.
 N_MAX = 2**62
 
 
 def whole(name: str, value: object, least: int = 0, most: int | None = None) -> int:
-    """Return `value` as an int; ConfigurationError unless it is a whole number in its range.
+    """Return `value` as an int; raises ConfigurationError unless it is a whole number in range.
 
-    NumPy's integers are whole numbers; True and 3.0 are not: both are more often a mistake.
+    NumPy's integers are accepted. True and 3.0 are not, since both are mostly mistakes.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def ceil_div(amount: int, by: int) -> int:
 
 
 def length_of(dataset: object) -> int:
-    """Return the length of a dataset; ConfigurationError where it has none."""
+    """Return the length of a dataset; raises ConfigurationError if it has none."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError:

@@ -1,12 +1,12 @@
-"""A rank's own copy of the job's place in its data, and its place in the world.
+"""A rank's copy of the job's position in its data, and its rank and world.
 
-Owns what the elastic batch sampler and the elastic shards have in common: `bind` tells the world,
-`commit` moves the place, `state_dict` and `load_state_dict` carry it. What is handed out is not
-counted; what is committed is. Reading ahead therefore never matters.
+Owns what the elastic batch sampler and the elastic shards share: `bind` sets the world, `commit`
+moves the position, `state_dict` and `load_state_dict` carry it. Only committed steps count, not
+steps that were handed out, so that reading ahead does not matter.
 
-Knows nothing of samples or loaders. Asks torch.distributed for the world only where nobody told
-it, and only if the program has imported it. Fails by ConfigurationError: sizes at the door, a
-commit of a step that is not the next, a state of other data.
+It knows nothing of samples or loaders. It asks torch.distributed for the world if none was bound,
+and only if the program has imported it. How it fails: ConfigurationError for invalid sizes, for a
+commit of a step that is not the next, and for a state of other data.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from elastane.errors import ConfigurationError
 
 __all__ = ["DataPosition", "matching", "world_of_process"]
 
-# Of the layout of state_dict(), and of the order that a seed means.
+# The format of state_dict(), and of the order that a seed means.
 _FORMAT = 1
 
 
 def world_of_process() -> tuple[int, int]:
-    """Return (rank, world size) of the default process group; (0, 1) where there is none."""
+    """Return (rank, world size) of the default process group; (0, 1) without one."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return 0, 1
@@ -37,7 +37,7 @@ def world_of_process() -> tuple[int, int]:
 
 
 def matching(mine: Mapping[str, object], state: Mapping[str, Any], of: str) -> None:
-    """Refuse a state whose description of the data is not `mine`, and say in what it differs."""
+    """Raise ConfigurationError if a state describes other data than `mine`, and name the field."""
     if not isinstance(state, Mapping):
         raise _refused(f"the state for {of} is a {type(state).__name__}", "a mapping")
     for key, value in {"format": _FORMAT, **mine}.items():
@@ -51,37 +51,37 @@ def _refused(what: str, expected: str) -> ConfigurationError:
     return ConfigurationError(
         what,
         expected=expected,
-        next_step="make it as the saved run made it, or begin the data anew without this state",
+        next_step="make it as the saved run made it, or read the data from its start, without this",
         slug="data-state",
     )
 
 
 class DataPosition:
-    """The place of one rank's copy; all copies are equal where all commit the same steps."""
+    """The position of one rank's copy; copies are equal if all ranks commit the same steps."""
 
     def __init__(self, ledger: Ledger, seed: int, shuffle: bool) -> None:
         self.ledger = ledger
         self.seed = whole("seed", seed, 0, SEED_END - 1)
         self.shuffle = bool(shuffle)
         self.micro_batches = 1
-        # Where not 0, each step is dealt in so many, and the seed that their samples draw from.
+        # If not 0, each step is dealt in this many virtual shards, with streams from this seed.
         self.virtual_shards = 0
         self.stream_seed = 0
-        # Of the feed that deals from here, if one does.
+        # Set by the feed that deals from here.
         self.recall: Recall | None = None
         self._next = 0
         self._world: tuple[int, int] | None = None
 
     def accumulate(self, micro_batches: int) -> Self:
-        """Deal each step in so many micro-batches from now on; iterators that exist keep theirs."""
+        """Deal each step in this many micro-batches; existing iterators keep theirs."""
         self.micro_batches = whole("micro_batches", micro_batches, 1)
         return self
 
     def cut_into(self, shards: int, stream_seed: int = 0) -> Self:
-        """Deal each step in so many virtual shards from now on, whatever the world is.
+        """Deal each step in this many virtual shards, in every world.
 
-        What a loader draws at random for a shard's samples comes from `stream_seed`, step and
-        shard alone. Iterators that exist keep theirs. Micro-batches do not count then.
+        The random draws of a loader for a shard's samples depend only on `stream_seed`, step and
+        shard. Existing iterators keep theirs. Micro-batches are ignored then.
         """
         self.virtual_shards = whole("shards", shards, 1, self.ledger.global_batch_size)
         self.stream_seed = whole("stream_seed", stream_seed, 0, SEED_END - 1)
@@ -89,31 +89,31 @@ class DataPosition:
 
     @property
     def portions_per_step(self) -> int:
-        """How many shares of each step this rank has."""
+        """The number of shares that this rank has of each step."""
         if not self.virtual_shards:
             return self.micro_batches
         first, end = cut(0, self.virtual_shards, *self.world)
         return end - first
 
     def bind(self, rank: int, world_size: int) -> Self:
-        """Deal from now on for this rank of this world; iterators that exist keep theirs."""
+        """Deal for this rank of this world from now on; existing iterators keep theirs."""
         world_size = whole("world_size", world_size, 1)
         self._world = whole("rank", rank, 0, world_size - 1), world_size
         return self
 
     @property
     def world(self) -> tuple[int, int]:
-        """Rank and world size: as bound, else as torch.distributed has them, else (0, 1)."""
+        """Rank and world size: as bound, else from torch.distributed, else (0, 1)."""
         return self._world or world_of_process()
 
     @property
     def place(self) -> CommittedPosition:
-        """The epoch, and how many samples of it are committed."""
+        """The epoch, and the number of its samples that are committed."""
         return self.ledger.place_before(self._next)
 
     @property
     def next_step(self) -> int:
-        """The number of the step that is dealt next, from the beginning of epoch 0."""
+        """The number of the step that is dealt next, counted from the start of epoch 0."""
         return self._next
 
     @property
@@ -122,59 +122,59 @@ class DataPosition:
         return self._next // self.ledger.steps_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; in the middle of that very epoch, stay.
+        """Go to the start of an epoch, unless the position is in that epoch already.
 
-        So a script that calls it at the head of its loop resumes where its state was.
+        A script that calls this at the head of its loop therefore resumes where its state was.
         """
         epoch = whole("epoch", epoch)
         if epoch != self.epoch:
             self._next = epoch * self.ledger.steps_per_epoch
 
     def commit(self, step: int | None = None) -> None:
-        """Count a step as done, by its number; None is the next one.
+        """Commit a step by its number; None is the next one.
 
-        To commit a step again does nothing: a rank that learns late that a step is done may say
-        so. ConfigurationError for a step beyond the next, for then one would never be dealt.
+        Committing a step again does nothing, for a rank that learns late that a step is committed.
+        Raises ConfigurationError for a step beyond the next, which would skip one.
         """
         step = self._next if step is None else whole("step", step)
         if step > self._next:
             raise ConfigurationError(
                 f"step is {step}, and step {self._next} is not committed",
                 expected=f"step {self._next}, or an earlier one",
-                next_step="commit each step, or take the place of another rank by load_state_dict",
+                next_step="commit each step, or load another rank's position by load_state_dict",
                 slug="data-step",
             )
         self._next = max(self._next, step + 1)
 
     def shares(self) -> Iterator[LedgerShare]:
-        """Give this rank's shares from the place to the end of its epoch.
+        """Yield this rank's shares from the position to the end of its epoch.
 
-        Place and world are those of the call, whatever happens while the iterator lives.
+        Position and world are those at the call, and do not change with later calls.
         """
         return self.ledger.deal_epoch(
             self._next, *self.world, self.micro_batches, self.virtual_shards
         )
 
     def share(self, step: int | None = None, micro: int = 0) -> LedgerShare:
-        """Return this rank's share of a step (None: the next), as its world is now."""
+        """Return this rank's share of a step (None: the next) in its current world."""
         step = self._next if step is None else whole("step", step)
         micro = whole("micro", micro, 0, self.portions_per_step - 1)
         dealt = self.ledger.deal_epoch(step, *self.world, self.micro_batches, self.virtual_shards)
         return next(islice(dealt, micro, None))
 
     def words(self, share: LedgerShare) -> tuple[int, ...]:
-        """Return where the random streams begin of a share's samples; nowhere for most."""
+        """Return the seed words of the random streams of a share's samples; often none."""
         if not self.virtual_shards:
             return ()
         return FOR_LOADER, self.stream_seed, share.step, share.shard
 
     def portions_left(self) -> int:
-        """Return how many shares, micro-batches counted, are left of the epoch."""
+        """Return the number of shares, micro-batches included, that are left of the epoch."""
         per_epoch = self.ledger.steps_per_epoch
         return (per_epoch - self._next % per_epoch) * self.portions_per_step
 
     def described(self) -> dict[str, object]:
-        """What makes the order and its steps: a state must agree in all of it."""
+        """Return the properties that define the order and its steps; a state must agree."""
         ledger = self.ledger
         return {
             "n": ledger.n,
@@ -185,14 +185,14 @@ class DataPosition:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place, and what data it is a place in: the same on all ranks."""
+        """Return the position and the data that it belongs to, equal on all ranks."""
         epoch, samples = self.place
         return {"format": _FORMAT, **self.described(), "epoch": epoch, "samples": samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the place of a state; ConfigurationError, and no change, for one of other data.
+        """Go to the position of a state; raises ConfigurationError, unchanged, for other data.
 
-        The world and the micro-batches are no part of a state: they may differ.
+        The world and the micro-batches are not part of a state: they may differ.
         """
         matching(self.described(), state, type(self).__name__)
         epoch, samples = (whole(key, state.get(key)) for key in ("epoch", "samples"))

@@ -1,13 +1,13 @@
-"""What a loader yields, each batch with the share it is, from the committed place on.
+"""Pairs each batch of a loader with its share, from the committed position on.
 
-Owns the loader's iterator: a rewind abandons what it read ahead and begins a new one at the
-committed place, for another rank and world if need be. Workers of a loader with
-`persistent_workers` are kept over that; those of any other end with their iterator, as torch ends
-them. Nothing that was read and not committed counts.
+Owns the loader's iterator. A rewind abandons what was read ahead, and starts a new iterator at the
+committed position, for another rank and world if necessary. Workers of a loader with
+`persistent_workers` survive that; others end with their iterator, as torch ends them. Nothing that
+was read and not committed counts.
 
-Must not know who decides on membership. Fails by ConfigurationError for a loader whose batches it
-could not tell; what the loader raises (a sample that cannot be read, a worker that was killed)
-goes to the caller as it is, and a later rewind begins with sound workers.
+It does not know how membership is decided. How it fails: ConfigurationError for a loader whose
+batches it cannot identify. The loader's own errors (an unreadable sample, a killed worker) pass
+through unchanged, and a later rewind begins with new workers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["Feed", "Portion"]
 
 
 class Portion(NamedTuple):
-    """A batch as the loader made it, and which share of which step it is.
+    """A batch of the loader, and the share of a step that it is.
 
-    Where `share.samples` is 0 the batch is a stand-in: compute it as any other, with
-    `share.weight`, which is 0 then.
+    If `share.samples` is 0 the batch is a stand-in: compute it as any other, with `share.weight`,
+    which is 0.
     """
 
     share: LedgerShare
@@ -38,26 +38,26 @@ class Portion(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The number of the step, from the beginning of epoch 0; `Feed.commit` takes it."""
+        """The number of the step, counted from the start of epoch 0; `Feed.commit` takes it."""
         return self.share.step
 
     @property
     def samples(self) -> int:
-        """How many samples of the step are in this batch."""
+        """The number of the step's samples in this batch."""
         return self.share.samples
 
     @property
     def weight(self) -> float:
-        """What the batch's mean loss is multiplied by; see Share.weight."""
+        """The factor of the batch's mean loss; see LedgerShare.weight."""
         return self.share.weight
 
 
 class Feed(Iterator[Portion]):
-    """Iterates over the rest of an epoch; `for portion in feed` begins at the committed place.
+    """Iterates over the rest of an epoch; `for portion in feed` begins at the committed position.
 
-    `loader`: a DataLoader over `batch_sampler=ElasticBatchSampler(...)`, or over ElasticShards
-    with `batch_size=None`. One feed for each; do not iterate over the loader beside it. Not for
-    several threads. As a context manager it leaves no worker process behind.
+    `loader` is a DataLoader over `batch_sampler=ElasticBatchSampler(...)`, or over ElasticShards
+    with `batch_size=None`. Use one feed for each loader, and do not iterate over the loader itself.
+    Not thread-safe. As a context manager it leaves no worker process behind.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -66,8 +66,8 @@ class Feed(Iterator[Portion]):
         self._handle = LoaderHandle(loader)
         self._batches: Iterator[Any] | None = None
         self._shares: Iterator[LedgerShare] = iter(())
-        # Whether the loader's iterator was begun and has not failed since: else its workers, if
-        # they outlive it, may be dead, or have answers on the way that belong to nothing.
+        # False while the iterator is being started, or after it failed: workers that outlive it may
+        # be dead, or have stale answers on the way.
         self._sound = True
 
     def __iter__(self) -> Self:
@@ -95,7 +95,7 @@ class Feed(Iterator[Portion]):
         return Portion(share, batch)
 
     def commit(self, step: int) -> None:
-        """Count a step as done; see Cursor.commit."""
+        """Commit a step; see DataPosition.commit."""
         self.cursor.commit(step)
 
     def rewind(
@@ -104,11 +104,11 @@ class Feed(Iterator[Portion]):
         world_size: int | None = None,
         restart_workers: bool = False,
     ) -> None:
-        """Deal again from the committed place; for this rank of this world, where they are given.
+        """Deal again from the committed position, for this rank of this world if given.
 
-        Returns at once: the loader begins anew when the next portion is asked for. Workers that
-        outlive an iterator first end the sample they are at; `restart_workers` replaces them
-        instead, for one that hangs.
+        Returns at once: the loader starts again when the next portion is requested. Persistent
+        workers first finish their current sample; `restart_workers` replaces them instead, for one
+        that hangs.
         """
         if rank is not None or world_size is not None:
             self.cursor.bind(whole("rank", rank), whole("world_size", world_size, 1))

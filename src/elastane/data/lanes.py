@@ -1,12 +1,12 @@
-"""Where the positions of an epoch lie in files that are read from front to back. Pure.
+"""Where the positions of an epoch lie in files that are read from start to end. Pure.
 
-An epoch's stream is all its shards, one after the other in the epoch's order. It is cut into L
-lanes, equal runs (to one sample) that are read side by side: position p is sample p // L of lane
-p % L. A step's positions, ordered by lane, are dealt to the ranks; so a rank reads the same lanes
-in each step, front to back, as long as the world is the same. How far each lane has been read is
-a function of the samples committed: the place stays one integer.
+An epoch's stream is all its shards, in the epoch's order. It is cut into L lanes, equal runs (to
+one sample) that are read side by side: position p is sample p // L of lane p % L. A step's
+positions, ordered by lane, are dealt to the ranks. Hence a rank reads the same lanes in every step,
+from start to end, while the world is the same. The committed samples determine how far each lane
+has been read, so the position stays one integer.
 
-Knows nothing of files, ranks or torch.
+It knows nothing of files, ranks or torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["LaneRun", "Lanes"]
 
 
 class LaneRun(NamedTuple):
-    """Samples of one shard, in a row: [start, stop) of shard number `shard`, read for a lane."""
+    """Consecutive samples of one shard: [start, stop) of shard number `shard`, for one lane."""
 
     lane: int
     shard: int
@@ -29,7 +29,7 @@ class LaneRun(NamedTuple):
 
 
 class Lanes:
-    """The map of one epoch. `order`: numbers of the shards as they follow; `lengths`: of each."""
+    """The map of one epoch. `order` are the shards' numbers in order, `lengths` their lengths."""
 
     def __init__(self, order: Sequence[int], lengths: Sequence[int], lanes: int) -> None:
         self.lanes = lanes
@@ -40,14 +40,14 @@ class Lanes:
         ]  # fmt: skip
 
     def _before(self, lane: int, position: int) -> int:
-        """How many positions below this one are the lane's."""
+        """Return how many positions below this one belong to the lane."""
         return (position - lane + self.lanes - 1) // self.lanes
 
     def runs(self, batch: tuple[int, int], share: tuple[int, int]) -> Iterator[LaneRun]:
-        """Give the runs that a share of a batch (both as positions) reads, in order.
+        """Yield the runs that a share of a batch (both as positions) reads, in order.
 
-        The share's positions count along the batch ordered by lane, so shares that partition
-        the batch read each of its samples once.
+        A share's positions count along the batch ordered by lane, so that shares that partition the
+        batch read each of its samples once.
         """
         low, high = batch
         slot = low

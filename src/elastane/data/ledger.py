@@ -1,12 +1,12 @@
-"""The place of a job in its data, and what each rank of a world has of a step. Pure.
+"""The position of a job in its data, and each rank's share of a step. Pure.
 
-A place is (epoch, samples committed): one integer for each epoch, the same on all ranks, whatever
-the world is. Step `s` of an epoch is the positions [s * B, min(n, (s + 1) * B)) of the epoch's
-order; it is dealt to a world when the world computes it, and dealt again, whole, when it did not
-commit. So every position is in exactly one committed step of its epoch.
+A position is (epoch, samples committed): one integer for each epoch, equal on all ranks in every
+world. Step `s` of an epoch is the positions [s * B, min(n, (s + 1) * B)) of the epoch's order. It
+is dealt to a world when the world computes it, and is retried as a whole if it was not committed.
+Hence each position is in exactly one committed step of its epoch.
 
-Knows nothing of NumPy, torch, processes or samples: positions only. Fails by ConfigurationError
-for sizes out of range.
+It knows nothing of NumPy, torch, processes or samples. How it fails: ConfigurationError for sizes
+out of range.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ __all__ = ["CommittedPosition", "Ledger", "LedgerShare", "cut"]
 
 
 class CommittedPosition(NamedTuple):
-    """Where a job is: so many samples of this epoch are committed, and all epochs before it."""
+    """A job's position: all epochs before `epoch`, and `samples` of it, are committed."""
 
     epoch: int
     samples: int
 
 
 class LedgerShare(NamedTuple):
-    """What one rank has of one step, or of one micro-batch of it: positions [start, stop)."""
+    """One rank's share of a step, or of one micro-batch of it: positions [start, stop)."""
 
-    step: int  # counted from the beginning of epoch 0, so it names the epoch too
+    step: int  # Counted from the start of epoch 0, so it determines the epoch.
     epoch: int
-    micro: int  # of `micro_batches` in this step, each with its own share
+    micro: int  # Of the `micro_batches` of this step, each with its own share.
     micro_batches: int
     start: int
     stop: int
-    batch_start: int  # the whole step's positions, over all ranks
+    batch_start: int  # The whole step's positions, over all ranks.
     batch_stop: int
-    world_size: int  # or into how many virtual shards the step was cut
-    shard: int = 0  # which of them this is; 0 where there are none
+    world_size: int  # Or the number of virtual shards of the step.
+    shard: int = 0  # The number of the virtual shard; 0 without any.
 
     @property
     def samples(self) -> int:
-        """How many positions are this rank's; 0 where the step has fewer than the world."""
+        """The number of this rank's positions; 0 if the step has fewer than the world has ranks."""
         return self.stop - self.start
 
     @property
     def weight(self) -> float:
-        """What the local mean loss is multiplied by before backward().
+        """The factor of the local mean loss before backward().
 
-        DDP averages gradients over ranks. The sum over all micro-batches and ranks of local mean
-        times weight, divided by the world, is the mean over the step's samples. The same holds of
-        virtual shards, where their gradients are averaged.
+        DDP averages gradients over ranks. The sum of local mean times weight over all micro-batches
+        and ranks, divided by the world size, is the mean over the step's samples. The same holds
+        for virtual shards if their gradients are averaged.
         """
         return self.samples * self.world_size / (self.batch_stop - self.batch_start)
 
@@ -64,11 +64,11 @@ class LedgerShare(NamedTuple):
 
     @property
     def reads(self) -> tuple[int, int]:
-        """The positions to read: the share, or for an empty one a stand-in, the step's first.
+        """The positions to read: the share, or for an empty share the step's first position.
 
-        A rank without samples must take part in the reduction all the same, with forward and
-        backward as written. With weight 0 the stand-in adds nothing to the gradient. Its loss can
-        only be NaN or infinite where that of the rank that owns the sample is so too.
+        A rank without samples must still take part in the reduction, with forward and backward.
+        With weight 0 the stand-in adds nothing to the gradient. Its loss is NaN or infinite only if
+        that of the sample's owner is too.
         """
         if self.samples:
             return self.start, self.stop
@@ -76,21 +76,21 @@ class LedgerShare(NamedTuple):
 
 
 def cut(start: int, stop: int, part: int, parts: int) -> tuple[int, int]:
-    """Return contiguous part `part` of `parts` of [start, stop); parts differ by one at most."""
+    """Return contiguous part `part` of `parts` of [start, stop); sizes differ by at most one."""
     length = stop - start
     return start + length * part // parts, start + length * (part + 1) // parts
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """How the epochs of a dataset fall into steps, whoever computes them."""
+    """How the epochs of a dataset are divided into steps, in every world."""
 
     n: int
     global_batch_size: int
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        # As plain ints: they go into states, and those into JSON.
+        # As plain ints, since they become part of states and of JSON.
         object.__setattr__(self, "n", whole("n", self.n, 0, N_MAX))
         size = whole("global_batch_size", self.global_batch_size, 1)
         object.__setattr__(self, "global_batch_size", size)
@@ -106,13 +106,13 @@ class Ledger:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps of an epoch; the partial one counts unless `drop_last`."""
+        """The number of steps of an epoch; a partial one counts unless `drop_last`."""
         size = self.global_batch_size
         return self.n // size if self.drop_last else ceil_div(self.n, size)
 
     @property
     def samples_per_epoch(self) -> int:
-        """The number of samples that the steps of an epoch hold."""
+        """The number of samples in the steps of an epoch."""
         return min(self.n, self.steps_per_epoch * self.global_batch_size)
 
     def span(self, step: int) -> tuple[int, int]:
@@ -121,12 +121,12 @@ class Ledger:
         return start, min(self.n, start + self.global_batch_size)
 
     def place_before(self, step: int) -> CommittedPosition:
-        """Return the place of a job that has committed all steps before this one."""
+        """Return the position of a job that has committed all steps before this one."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return CommittedPosition(epoch, within * self.global_batch_size)
 
     def step_at(self, place: CommittedPosition) -> int:
-        """Return the step that comes next at a place; ConfigurationError for no place of ours."""
+        """Return the next step at a position; raises ConfigurationError for an impossible one."""
         within, rest = divmod(place.samples, self.global_batch_size)
         if rest or within >= self.steps_per_epoch:
             raise ConfigurationError(
@@ -140,9 +140,9 @@ class Ledger:
     def deal_epoch(
         self, step: int, rank: int, world_size: int, micro_batches: int = 1, shards: int = 0
     ) -> Iterator[LedgerShare]:
-        """Give this rank's shares from a step to the end of its epoch.
+        """Yield this rank's shares from a step to the end of its epoch.
 
-        With `shards`, those that `deal_shards` gives, and micro-batches do not count.
+        With `shards` they are those of `deal_shards`, and micro-batches are ignored.
         """
         for s in range(step, (step // self.steps_per_epoch + 1) * self.steps_per_epoch):
             if shards:
@@ -153,10 +153,10 @@ class Ledger:
     def deal(
         self, step: int, rank: int, world_size: int, micro_batches: int = 1
     ) -> Iterator[LedgerShare]:
-        """Give this rank's share of a step, cut into its micro-batches.
+        """Yield this rank's share of a step, cut into its micro-batches.
 
-        A contiguous part of the step, as even as it goes; of each part the same again for the
-        micro-batches. Every rank has all micro-batches, so that all call the same collectives.
+        A share is a contiguous part of the step, as even as possible; so is each micro-batch of the
+        share. Every rank has all micro-batches, so that all call the same collectives.
         """
         epoch, (low, high) = step // self.steps_per_epoch, self.span(step)
         first, end = cut(low, high, rank, world_size)
@@ -167,10 +167,10 @@ class Ledger:
     def deal_shards(
         self, step: int, rank: int, world_size: int, shards: int
     ) -> Iterator[LedgerShare]:
-        """Give this rank's virtual shards of a step, each as its own micro-batch.
+        """Yield this rank's virtual shards of a step, each as one micro-batch.
 
-        The step is cut into `shards`, whatever the world is; a rank has as many of them, one after
-        the other, as it goes evenly. In a world of more ranks than shards some have none.
+        The step is cut into `shards` parts in every world; each rank has consecutive ones, as
+        evenly as possible. In a world of more ranks than shards some ranks have none.
         """
         epoch, (low, high) = step // self.steps_per_epoch, self.span(step)
         first, end = cut(0, shards, rank, world_size)

@@ -1,12 +1,11 @@
-"""One torch DataLoader under a feed: its iterator, and the worker processes behind that.
+"""The iterator of a torch DataLoader under a feed, and its worker processes.
 
-Owns all that is known here of the inside of torch's DataLoader: which loaders keep the order of
-their batches, how an iterator is begun without a draw from the program's random stream, how it is
-given up in the middle, and whether its workers can be used again. Names with an underscore are
-torch's own (all of 2.4 to 2.13 have them); where one is missing, the workers end as torch's
-garbage collection ends them.
+Owns all knowledge of DataLoader's internals: which loaders keep the order of batches, how to start
+an iterator without a draw from the program's random stream, how to abandon it midway, and whether
+its workers can be used again. Names with an underscore are torch's own (2.4 to 2.13 have all of
+them). If one is missing, workers end as torch's garbage collection ends them.
 
-Must not know of steps and ranks beyond the cursor it is given. Fails by ConfigurationError.
+It knows of steps and ranks only by the cursor. How it fails: ConfigurationError.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from elastane.errors import ConfigurationError
 __all__ = ["END", "LoaderHandle", "cursor_of"]
 
 END = object()
-# torch waits 5 s for a worker that is in the middle of a sample before it kills it, one by one.
+# torch waits 5 s for each worker in the middle of a sample before it kills it.
 _WORKER_END_S = 6.0
 
 
 def cursor_of(loader: Any) -> DataPosition:
-    """Return the sampler or the shards of a loader; ConfigurationError for a loader of others."""
+    """Return a loader's sampler or shards; raises ConfigurationError for other loaders."""
     sampler = getattr(loader, "batch_sampler", None)
     dataset = getattr(loader, "dataset", None)
     if not getattr(loader, "in_order", True):
@@ -54,7 +53,7 @@ def _refused(what: str, expected: str) -> ConfigurationError:
 
 
 class LoaderHandle:
-    """Begins and gives up iterators of one loader, one at a time."""
+    """Starts and abandons iterators of one loader, one at a time."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -62,11 +61,11 @@ class LoaderHandle:
         self._ending: list[tuple[threading.Thread, Any]] = []
 
     def begin(self, words: tuple[int, ...]) -> Iterator[Any]:
-        """Make a new iterator; its workers' random streams come from `words`.
+        """Start a new iterator; its workers' random streams are seeded by `words`.
 
-        torch draws the workers' seed from the program's own stream. Here that stream stays as it
-        was: how often a loader was begun anew must leave no trace in the training. Where the
-        loader has a generator of its own, the seed is drawn from that, as the user asked.
+        torch draws the workers' seed from the program's own stream. That stream is restored here:
+        the number of restarts must leave no trace in the training. If the loader has its own
+        generator, the seed is drawn from that, as the user asked.
         """
         import torch
 
@@ -91,18 +90,18 @@ class LoaderHandle:
         except RuntimeError:
             if kept is None:
                 raise
-            # A worker died after we looked: torch notices within 5 s, while it waits for an answer.
+            # A worker died after the check: torch notices within 5 s, while it waits for an answer.
             self._end(kept)
             self._iterator = iter(self.loader)
         return self._iterator  # type: ignore[no-any-return]
 
     def abandon(self, keep_workers: bool) -> None:
-        """Give the iterator up; workers that outlive one stay, if so wished.
+        """Abandon the iterator; persistent workers stay if `keep_workers`.
 
-        Does not wait for the others: a worker in the middle of a slow sample ends after it, in
-        the background, or is killed after 5 s.
+        It does not wait for others: a worker in the middle of a slow sample ends after it in the
+        background, or is killed after 5 s.
         """
-        # A loader whose begin failed half-way may hold an iterator that was never given to us.
+        # A loader whose start failed midway may hold an iterator that it never returned.
         persistent = getattr(self.loader, "_iterator", None)
         iterator = persistent if self._iterator is None else self._iterator
         self._iterator = None
@@ -121,7 +120,7 @@ class LoaderHandle:
             self._ending.append((thread, iterator))
 
     def close(self) -> None:
-        """Give the iterator up, and wait until no worker process of this loader is left."""
+        """Abandon the iterator, and wait until this loader has no worker process left."""
         self.abandon(keep_workers=False)
         for thread, iterator in self._ending:
             workers = _workers(iterator)

@@ -1,16 +1,16 @@
-"""A pseudo-random order of [0, n) that can be asked at any position, in O(1) time and memory.
+"""A pseudo-random order of [0, n) that can be evaluated at any position, in O(1) time and memory.
 
-A Feistel network mixes the two halves of a position with keys from (seed, epoch, n); a result that
-falls outside [0, n) is sent through again until it is inside (cycle walking). Integer arithmetic
-that wraps at 32 bits, and nothing else: the same on every platform, with every version of NumPy.
-The order is part of what a checkpoint means, so it never changes (golden values in the tests).
-It is a shuffle, not a cipher.
+A Feistel network mixes the two halves of a position with keys from (seed, epoch, n). A result
+outside [0, n) is mapped again until it is inside (cycle walking). It uses only integer arithmetic
+that wraps at 32 bits, so the order is equal on every platform and with every version of NumPy. A
+checkpoint relies on the order, so it never changes (golden values in the tests). It is a shuffle,
+not a cipher.
 
 Sources: Luby and Rackoff 1988 (the network); Black and Rogaway 2002 (cycle walking, halves of
 unequal size); the multipliers are those of Wellons' lowbias32 hash.
 
-Knows nothing of ranks, batches or torch. Fails by ConfigurationError for an n, a seed or an epoch
-out of range, by IndexError for a position out of range.
+It knows nothing of ranks, batches or torch. How it fails: ConfigurationError for n, seed or epoch
+out of range, IndexError for a position out of range.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "Permutation"]
 
-# Positions evaluated at once: the work arrays of a block stay in a core's second-level cache.
+# Positions evaluated at once: the work arrays of a block fit in a core's second-level cache.
 BLOCK = 65_536
-# With 6 rounds and more no statistic of the tests tells the order from a random one, at any n;
-# with 4 the pairs of neighbours still do at n below 1,000.
+# From 6 rounds on, no statistic of the tests distinguishes the order from a random one, for any n.
+# With 4, the pairs of neighbours still do for n below 1,000.
 _ROUNDS = 8
-# A network over a few bits has few permutations; up to here the order is a table, drawn fairly.
+# A network over a few bits has few permutations, so up to here the order is a fair random table.
 _TABLE_MAX = 256
 _MASK64 = 2**64 - 1
 _MULTIPLIER_1 = np.uint32(0x7FEB352D)
@@ -54,16 +54,16 @@ def mixed(*words: int) -> int:
 class Permutation:
     """The order of one epoch: `order.at(position)` is the sample at that position.
 
-    For each (n, seed, epoch) a bijection of [0, n); holds some numbers, whatever n is. 0 <= n <=
-    2**62, 0 <= seed < 2**64, 0 <= epoch.
+    It is a bijection of [0, n) for each (n, seed, epoch), and holds a few numbers for any n.
+    0 <= n <= 2**62, 0 <= seed < 2**64, 0 <= epoch.
     """
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
         self.n = whole("n", n, 0, N_MAX)
         self.seed = whole("seed", seed, 0, SEED_END - 1)
         self.epoch = whole("epoch", epoch, 0, 2**63 - 1)
-        # Low half: whole bits. High half: as many values as it takes, so that the network covers
-        # hardly more than n, and a result almost never has to walk.
+        # Low half: whole bits. High half: only as many values as needed, so that the network covers
+        # hardly more than n, and few results have to walk.
         self._low_bits = max(self.n - 1, 1).bit_length() // 2
         self._highs = -(-self.n >> self._low_bits)
         keys = [mixed(self.seed, self.epoch, self.n, number) for number in range(_ROUNDS)]
@@ -82,14 +82,14 @@ class Permutation:
         return self.map(np.arange(start, stop, dtype=np.int64))
 
     def blocks(self, start: int, stop: int, size: int = BLOCK) -> Iterator[NDArray[np.int64]]:
-        """Go through the samples from `start` up to `stop`, `size` at a time."""
+        """Yield the samples from `start` up to `stop`, `size` at a time."""
         for begin in range(start, stop, size):
             yield self.block(begin, min(begin + size, stop))
 
     def map(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at these positions; memory is that of some blocks beside the result.
+        """Return the samples at these positions; needs memory for some blocks besides the result.
 
-        `positions`: one dimension, int64. IndexError for a position outside [0, n).
+        `positions`: one dimension, int64. Raises IndexError for a position outside [0, n).
         """
         samples = np.empty(len(positions), dtype=np.int64)
         if not len(positions):
@@ -105,7 +105,7 @@ class Permutation:
         if self._table is not None:
             return self._table[positions]
         samples = self._once(positions)
-        # Fewer than 1 in sqrt(n). The network is a bijection, so each walk comes home.
+        # Fewer than 1 in sqrt(n). The network is a bijection, so each walk ends inside.
         outside = np.flatnonzero(samples >= self.n)
         while len(outside):
             again = self._once(samples[outside])
@@ -114,7 +114,7 @@ class Permutation:
         return samples
 
     def _once(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Send positions through the network once: a bijection of [0, highs << low_bits)."""
+        """Map positions through the network once: a bijection of [0, highs << low_bits)."""
         bits = np.int64(self._low_bits)
         high = (positions >> bits).astype(np.uint32)
         low = (positions & np.int64((1 << self._low_bits) - 1)).astype(np.uint32)
@@ -130,13 +130,13 @@ class Permutation:
             np.multiply(word, highs_wide, out=wide)
             np.right_shift(wide, _REDUCE, out=wide)
             np.add(high, wide.astype(np.uint32), out=high)
-            # The sum modulo `highs`: below it the difference wraps and is the larger one.
+            # The sum modulo `highs`: below it the difference wraps, and is the larger one.
             np.subtract(high, highs, out=word)
             np.minimum(high, word, out=high)
         return (high.astype(np.int64) << bits) | low
 
     def _drawn(self) -> NDArray[np.int64]:
-        """Draw a table (Fisher and Yates); 64 bits for at most 256 choices have no bias to see."""
+        """Draw a table (Fisher and Yates); 64 bits for 256 choices have no measurable bias."""
         table = list(range(self.n))
         for last in range(self.n - 1, 0, -1):
             chosen = mixed(self.seed, self.epoch, self.n, last) % (last + 1)
@@ -145,7 +145,7 @@ class Permutation:
 
 
 def _hashed(half: Any, key: Any, word: Any, spare: Any) -> None:
-    """Leave a hash of each number of `half` in `word`; its upper bits are the good ones."""
+    """Leave a hash of each number of `half` in `word`, whose upper bits are the good ones."""
     np.bitwise_xor(half, key, out=word)
     np.multiply(word, _MULTIPLIER_1, out=word)
     np.right_shift(word, _SHIFT, out=spare)

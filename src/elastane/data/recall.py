@@ -1,11 +1,10 @@
-"""How a loader's process tells its workers that what it asked of them is void.
+"""Tells a loader's workers that the batches requested from them are void.
 
-Owns a number in memory that workers inherit with their fork: what was asked under an older one
-is void. A worker that lives on over a rewind
-would first read to the end all that was asked of it ahead; so it looks before each sample, and
-gives up where nobody waits for it. Where workers are no forks, they read to the end.
+Owns a number in memory that workers inherit by fork: requests under an older number are void. A
+worker that survives a rewind would otherwise first read everything requested ahead. So it checks
+before each sample, and gives up a void batch. Workers that are not forked read to the end.
 
-Must not know of samples, ranks or steps. Nothing here fails: to give up late is only slow.
+It knows nothing of samples, ranks or steps. It cannot fail: giving up late is only slow.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from elastane.data.streams import begin_streams
 
 __all__ = ["Recall", "RecalledError"]
 
-# Whose a list is, under which number it was asked for, and where its random streams begin.
+# The recall of a list, the number that it was requested under, and the seed words of its streams.
 _Mark: TypeAlias = tuple[tuple[int, int], int, tuple[int, ...]]
 _WIDTH = 8
 _numbers = count()
-# By process and number, so that no worker takes a recall of its own for its loader's.
+# By process and number, so that no worker takes its own recall for that of its loader.
 _known: WeakValueDictionary[tuple[int, int], Recall] = WeakValueDictionary()
 
 
 class RecalledError(Exception):
-    """Raised in a worker, for a batch that nobody waits for any more; nobody sees it."""
+    """Raised in a worker for a void batch; it never reaches the user."""
 
 
 class Recall:
-    """One for each feed. A copy of one, by pickle or otherwise, is another one."""
+    """The recall of one feed. A copy, by pickle or otherwise, is a different recall."""
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, _WIDTH)
@@ -46,25 +45,25 @@ class Recall:
 
     @property
     def number(self) -> int:
-        """How often was recalled."""
+        """The number of recalls so far."""
         return int.from_bytes(self._page[:_WIDTH], "little")
 
     def call(self) -> None:
-        """Make void all that was asked until now."""
+        """Make all requests until now void."""
         self._page[:_WIDTH] = (self.number + 1).to_bytes(_WIDTH, "little")
 
     def check(self, number: int) -> None:
-        """Raise RecalledError where what was asked under this number is void."""
+        """Raise RecalledError if requests under this number are void."""
         if self.number != number:
             raise RecalledError
 
     def marked(
         self, lists: Iterator[list[int]], words: Iterator[tuple[int, ...]]
     ) -> Iterator[list[int]]:
-        """Give these lists of indices, so that a worker knows when each is void.
+        """Yield these lists so that a worker detects when each is void.
 
-        Where a list's words say where random streams begin, they do so there before its samples
-        are made: in the worker that gets it, or here.
+        A list's words, if any, seed the random streams before its samples are made: in the worker
+        that gets it, or here.
         """
         return self._marked(self.number, lists, words)
 
@@ -79,12 +78,12 @@ class Recall:
 
 
 class MarkedBatch(list[int]):
-    """Indices of a batch. In a worker to go through them ends where they are void."""
+    """The indices of a batch; iterating over them in a worker ends if they are void."""
 
     def __init__(self, mark: _Mark, indices: list[int]) -> None:
         super().__init__(indices)
         self._mark = mark
-        # Only on the way through a queue: here, in the loader's process, nothing is void.
+        # Set only after a queue: in the loader's own process nothing is void.
         self._recall: Recall | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -92,9 +91,9 @@ class MarkedBatch(list[int]):
 
     def __iter__(self) -> Iterator[int]:
         indices = super().__iter__()
-        return indices if self._recall is None else self._while_asked(self._recall, indices)
+        return indices if self._recall is None else self._checked(self._recall, indices)
 
-    def _while_asked(self, recall: Recall, indices: Iterator[int]) -> Iterator[int]:
+    def _checked(self, recall: Recall, indices: Iterator[int]) -> Iterator[int]:
         for index in indices:
             recall.check(self._mark[1])
             yield index

@@ -1,11 +1,11 @@
-"""A sampler in the manner of torch's DistributedSampler that goes on in the middle of an epoch.
+"""A sampler like torch's DistributedSampler that continues in the middle of an epoch.
 
-For scripts whose batches are made by DataLoader(batch_size=..., sampler=...). The place is the
-number of samples that the job, all ranks together, has done of the epoch; the script says so
-(`commit`). Where each sample must be in exactly one step, or the global batch must not change with
-the world, use `elastane.data.batch_sampler`.
+For scripts whose batches are made by DataLoader(batch_size=..., sampler=...). The position is the
+number of the epoch's samples that all ranks together have finished, as the script reports by
+`commit`. `elastane.data.batch_sampler` puts each sample into exactly one step, and keeps the global
+batch in every world.
 
-Knows nothing of torch, beyond asking it for rank and world. Fails by ConfigurationError.
+It uses torch only to ask for rank and world. How it fails: ConfigurationError.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _AHEAD = 8_192
 class ElasticSampler:
     """Deals an epoch's order, from `start_index` on, to `num_replicas` in turn.
 
-    Rank r gets positions start_index + r, + num_replicas, ...; so after s batches of b samples on
-    every rank exactly the positions below start_index + s * b * num_replicas are done, and another
-    world goes on from there. As with torch's samplers all ranks get equally many, for a rank with
-    one batch less would leave the others waiting: where the rest does not divide, its first
-    samples come once more at its end, at most num_replicas - 1 of them.
+    Rank r gets positions start_index + r, + num_replicas, ... After s batches of b samples on every
+    rank, exactly the positions below start_index + s * b * num_replicas are done, and another world
+    continues there. As with torch's samplers all ranks get equally many, since a rank with one
+    batch less would leave the others waiting. If the rest is not divisible, its first samples are
+    repeated at its end, at most num_replicas - 1 of them.
 
-    `num_replicas` and `rank`: of the default process group where None, at each iteration anew.
-    `start_index`: place in the first epoch that is begun. ConfigurationError for a dataset without
-    a length and for numbers out of range.
+    `num_replicas` and `rank`, if None, are read from the default process group at each iteration.
+    `start_index` is the position in the first epoch. Raises ConfigurationError for a dataset
+    without a length, and for numbers out of range.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ElasticSampler:
         self.start_index = whole("start_index", start_index, 0, self.n)
         self.shuffle = bool(shuffle)
         self.seed = whole("seed", seed, 0, SEED_END - 1)
-        # None until an epoch is named or begun: `start_index` belongs to that one.
+        # None until an epoch is set or begun, which `start_index` then belongs to.
         self._epoch: int | None = None
 
     @property
@@ -63,7 +63,7 @@ class ElasticSampler:
 
     @property
     def rank(self) -> int:
-        """The rank this deals to."""
+        """The rank that this sampler deals to."""
         rank = world_of_process()[0] if self._rank is None else self._rank
         return whole("rank", rank, 0, self.num_replicas - 1)
 
@@ -73,16 +73,16 @@ class ElasticSampler:
         return world_of_process()[1] if self._replicas is None else self._replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; in the middle of that very epoch, as after load_state_dict, stay."""
+        """Begin an epoch, unless it is the current one, as after load_state_dict."""
         epoch = whole("epoch", epoch)
         if self._epoch not in (None, epoch):
             self.start_index = 0
         self._epoch = epoch
 
     def commit(self, samples: int) -> None:
-        """Count so many more samples, over all ranks, as done; those of padding do not count twice.
+        """Record that this many more samples are finished over all ranks; padding counts once.
 
-        Iterators that exist go on as they are; the next one begins here.
+        Existing iterators continue as they are; the next one begins here.
         """
         self._epoch = self.epoch
         self.start_index = min(self.n, self.start_index + whole("samples", samples))
@@ -101,18 +101,17 @@ class ElasticSampler:
         rest = self.n - start
         for begin in range(0, count, _AHEAD):
             turns = np.arange(begin, min(begin + _AHEAD, count), dtype=np.int64)
-            # Only in the last turn can this go round; where the rest is less than the world, more
-            # than once.
+            # Wraps only in the last turn; more than once if the rest is smaller than the world.
             positions = start + (turns * replicas + rank) % rest
             yield from (positions if order is None else order.map(positions)).tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and place; the same on all ranks that commit the same."""
+        """Return epoch and position, equal on all ranks that commit the same."""
         place = {"epoch": self.epoch, "start_index": self.start_index}
         return {"format": 1, **self._described(), **place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the place of a state; ConfigurationError, and no change, for one of other data."""
+        """Go to the position of a state; raises ConfigurationError, unchanged, for other data."""
         matching(self._described(), state, type(self).__name__)
         epoch = whole("epoch", state.get("epoch"))
         self.start_index = whole("start_index", state.get("start_index"), 0, self.n)

@@ -1,12 +1,11 @@
-"""An iterable dataset over files of known length, with the same place and the same deal.
+"""An iterable dataset over files of known length, with the same positions and dealing.
 
-Owns which samples of which shard a rank reads for each step, and the open shards. A sample is in
-exactly one committed step of each epoch, as with indices, if each shard has as many samples as was
-said and gives them in the same order each time it is opened; one that does not is refused by name
-when its end is reached. The state is the cursor's: one integer for each epoch, however many shards
-and readers there are.
+Owns which samples of which shard a rank reads for each step, and the open shards. Each sample is in
+exactly one committed step of each epoch, as with indices, if each shard has its stated number of
+samples in the same order each time it is opened. A shard that does not is reported by name when its
+end is reached. The state is the cursor's: one integer for each epoch, for any number of shards.
 
-Fails by ConfigurationError, and with whatever `open_shard` raises.
+How it fails: ConfigurationError, and the exceptions of `open_shard`.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from elastane.errors import ConfigurationError
 
 __all__ = ["ElasticShards"]
 Shard = TypeVar("Shard")
-# Of an iteration: step, rank, world size, micro-batches, virtual shards.
+# The parameters of an iteration: step, rank, world size, micro-batches, virtual shards.
 Begin: TypeAlias = tuple[int, int, int, int, int]
 _END = object()
-# Enough for 16 ranks to read each its own shards, and few enough to be open at once by one.
+# Enough for 16 ranks to read their own shards each, and few enough for one rank to keep open.
 LANES = 16
 
 
 class ElasticShards(DataPosition, IterableDataset[list[Any]]):
-    """Yields lists of samples: this rank's share of each step, from the committed place on.
+    """Yields lists of samples: this rank's share of each step, from the committed position on.
 
-    For `DataLoader(shards, batch_size=None, collate_fn=default_collate)`, with workers or without;
-    worker v of W makes every W-th batch, and skips in its lanes what the others read.
+    For `DataLoader(shards, batch_size=None, collate_fn=default_collate)`, with or without workers.
+    Worker v of W makes every W-th batch, and skips in its lanes what the others read.
 
-    `shards`: pairs of a shard (a path, anything) and its number of samples. `open_shard(shard,
-    start)`: an iterable of its samples from number `start` on; it should seek there. The order of
-    the shards changes with the epoch (`shuffle`), that within a shard does not. `lanes`: how many
-    places of the stream are read side by side, by all ranks together; it decides which samples
-    make a step, so it is fixed for the job.
+    `shards` are pairs of a shard (a path, or anything) and its number of samples.
+    `open_shard(shard, start)` returns an iterable of its samples from number `start` on; it should
+    seek there. `shuffle` changes the order of the shards with the epoch, but not the order within a
+    shard. `lanes` is how many parts of the stream all ranks together read side by side; it
+    determines which samples make a step, so it is fixed for the job.
     """
 
     def __init__(
@@ -76,37 +75,37 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
             return self._lists(self.ledger.deal_epoch(*begin))
         told = self._beginning.of_worker(begin)
         if told is None:
-            # An error here would end the worker unheard; one from next() is told.
+            # An error here would end the worker silently; one from next() is reported.
             return iter(_stale, None)
         return self._lists(islice(self.ledger.deal_epoch(*told), info.id, None, info.num_workers))
 
     def __getstate__(self) -> dict[str, Any]:
-        # On the way to a loader's worker that is no fork: there nobody can ask for the world.
+        # On the way to a loader's worker that is not forked, where the world cannot be asked for.
         return {**self.__dict__, "_world": self.world}
 
     def bind(self, rank: int, world_size: int) -> Self:
-        """Deal from now on for this rank of this world; iterators that exist keep theirs."""
+        """Deal for this rank of this world from now on; existing iterators keep theirs."""
         super().bind(rank, world_size)
         self._publish()
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; in the middle of that very epoch, stay."""
+        """Go to the start of an epoch, unless the position is in that epoch already."""
         super().set_epoch(epoch)
         self._publish()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the place of a state; ConfigurationError, and no change, for one of other data."""
+        """Go to the position of a state; raises ConfigurationError, unchanged, for other data."""
         super().load_state_dict(state)
         self._publish()
 
     def shares(self) -> Iterator[LedgerShare]:
-        """Give this rank's shares to the end of the epoch; an iteration begun now has the same."""
+        """Yield this rank's shares to the end of the epoch; a new iteration has the same."""
         self._publish()
         return super().shares()
 
     def described(self) -> dict[str, object]:
-        """What makes the order and its steps; the lengths of the shards by what they hash to."""
+        """Return the properties that define the order and its steps; shard lengths as a hash."""
         lengths = mixed(*self._lengths)
         return {**super().described(), "lanes": self.lanes, "lengths": lengths}
 
@@ -114,10 +113,10 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
         self._beginning.publish(self._here())
 
     def cut_into(self, shards: int, stream_seed: int = 0) -> Self:
-        """Deal each step in so many virtual shards from now on, whatever the world is.
+        """Deal each step in this many virtual shards, in every world.
 
-        Of what is drawn at random, that covers `collate_fn`, and not what `open_shard` gives: how
-        far a reader skips depends on the world.
+        The seeding covers random draws of `collate_fn`, but not those of `open_shard`: how far a
+        reader skips depends on the world.
         """
         super().cut_into(shards, stream_seed)
         self._publish()
@@ -147,30 +146,30 @@ class ElasticShards(DataPosition, IterableDataset[list[Any]]):
 
 
 class Beginning:
-    """With what an iteration begins, told to workers.
+    """The parameters of the next iteration, published to workers.
 
-    A worker that is new has it in its own copy of the dataset; one that lives on over epochs and
-    worlds reads it from memory that is shared with the loader's process. A commit does not touch
-    that, so a worker that begins late begins where the others do.
+    A new worker has them in its own copy of the dataset. A worker that survives epochs and worlds
+    reads them from memory shared with the loader's process. A commit does not change that memory,
+    so a worker that starts late begins where the others do.
     """
 
     def __init__(self) -> None:
         cells: Any = torch.zeros(6, dtype=torch.int64)
         self._cells = cells.share_memory_()
         self._number = 0
-        # Of a worker: which beginning it had last, and whether it came to the end since.
+        # In a worker: the last parameters it used, and whether it has reached the end since.
         self._last: int | None = None
         self.ended = False
 
     def publish(self, begin: Begin) -> None:
-        """Tell workers that live on with what their next iteration begins."""
+        """Publish the next iteration's parameters to surviving workers."""
         self._number += 1
         self._cells.copy_(torch.tensor([self._number, *begin]))
 
     def of_worker(self, own: Begin) -> Begin | None:
-        """Return with what this iteration of a worker begins; `own` is what its copy says.
+        """Return the parameters of this iteration of a worker; `own` is what its copy says.
 
-        None where it came to the end of its epoch, and was told of no other since.
+        None if it has reached the end of its epoch and no other was published since.
         """
         if self._last is None:
             self._last = self._number
@@ -203,11 +202,11 @@ class Readers:
     ) -> None:
         self._shards, self._lengths, self._open_shard = shards, lengths, open_shard
         self._recall, self._asked = recall, recall.number if recall else 0
-        # By lane: the shard's number, the number of the next sample, and the samples from there.
+        # By lane: the shard's number, the number of the next sample, and the samples from there on.
         self._open: dict[int, tuple[int, int, Iterator[Any]]] = {}
 
     def read(self, run: LaneRun) -> Iterator[Any]:
-        """Give the samples of a run; what lies between the lane's last run and this is skipped."""
+        """Yield the samples of a run, skipping those since the lane's last run."""
         shard, at, samples = self._open.pop(run.lane, (-1, 0, iter(())))
         if shard != run.shard or at > run.start:
             at, samples = run.start, iter(self._open_shard(self._shards[run.shard], run.start))
@@ -228,6 +227,6 @@ class Readers:
         return ConfigurationError(
             f"shard {self._shards[shard]!r} {found}",
             expected=f"{self._lengths[shard]} samples, as was said of it",
-            next_step="count its samples again, and begin the data anew: the deal counts on it",
+            next_step="count its samples again, and start the data over: dealing relies on it",
             slug="data-shard",
         )

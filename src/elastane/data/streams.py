@@ -1,8 +1,7 @@
-"""Where random streams begin for a piece of work, so that it is the same wherever it is done.
+"""Seeds all random streams for a piece of work, so that it is the same in every process.
 
-Python's, NumPy's and torch's (of the CPU, and of the current device where there is one): all begin
-at what some whole numbers say. Must not know of ranks or worlds. Torch and CUDA are touched only
-where the program has them.
+Covers Python's, NumPy's and torch's streams (of the CPU, and of the current device if there is
+one). It knows nothing of ranks or worlds. Torch and CUDA are used only if the program uses them.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from elastane.data.permutation import mixed
 
 __all__ = ["FOR_BUILD", "FOR_LOADER", "FOR_SHARD", "begin_streams"]
 
-# What a stream is for comes first among its words: no two purposes share one.
+# The purpose of a stream is the first of its words, so that two purposes never share one.
 FOR_BUILD, FOR_LOADER, FOR_SHARD = 0, 1, 2
 _MASK32 = 2**32 - 1
 
 
 def begin_streams(*words: int) -> None:
-    """Begin all streams of this process at `words`; each of them begins elsewhere."""
+    """Seed all streams of this process from `words`; each of them differently."""
     seed = mixed(*words) >> 1
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        # From the same words NumPy's generator would be Python's.
+        # Seeded with the same words, NumPy's generator would equal Python's.
         other = mixed(*words, 1)
         numpy.random.seed([other & _MASK32, other >> 32])
     torch = sys.modules.get("torch")

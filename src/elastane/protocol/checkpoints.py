@@ -1,8 +1,8 @@
-"""What a checkpoint is: its key and the order of keys, its name, its records and their bounds.
+"""Defines a checkpoint: its key and their order, its name, its records and their bounds.
 
-Owns the types that are written to storage and what makes one of them believable. Knows nothing
-of where they are kept, of digests' making, or of a state's content. How it fails: by `fault`,
-which says in words why a record cannot be meant; msgspec refuses what is not of its type.
+Owns the types that are written to storage, and the checks of their consistency. It knows nothing
+of where they are stored, how digests are computed, or what a state contains. How it fails: `fault`
+says in words why a record is not consistent; msgspec refuses other types.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from elastane.protocol.limits import (
     NAME_CHARS_MAX,
 )
 
-# What one digest covers: large enough for a disk's full pace, small enough to say where a fault is.
+# The span of one digest: large enough for the full speed of a disk, small enough to locate faults.
 CHUNK_BYTES = 16 << 20
-# Of the records. A reader refuses a greater one by name, and reads all smaller ones.
+# The format of the records. A reader refuses a greater one by name, and reads all smaller ones.
 FORMAT = 1
-# The commit record: made last, never replaced. Without it a folder is a save that did not end.
+# The commit record: created last, never replaced. A folder without it is an unfinished save.
 MANIFEST = "manifest.json"
 
 Fence = tuple[int, int, int]
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{8}\Z")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-# One component of a path, in any file system and object store: nothing that leads elsewhere.
+# One path component, valid in any file system and object store, that leads nowhere else.
 FileName = Annotated[
     str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[A-Za-z0-9._-]+\Z", max_length=NAME_CHARS_MAX)
 ]
@@ -47,10 +47,10 @@ _FOLDER = re.compile(
 
 
 class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
-    """When a state was: comparing keys gives the order of "newest", and nothing else does.
+    """The position of a state in training; comparing keys is the only order of "newest".
 
-    A clock would be wrong on some machine, and a step alone would let the abandoned side of a
-    partition win, which may well have come further.
+    A clock may be wrong on some machine. A step alone would prefer the abandoned side of a
+    partition, which may have made more steps.
     """
 
     era: Count
@@ -60,12 +60,12 @@ class Key(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
 
     @property
     def fence(self) -> Fence:
-        """Return the fencing token: who publishes must not be behind what is published."""
+        """Return the fencing token: a publisher must not be behind what is published."""
         return (self.era, self.round, self.attempt)
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file: its digests are of each `CHUNK_BYTES` of it, in their order."""
+    """One file. `digests` has one digest for each `CHUNK_BYTES` of it, in order."""
 
     name: FileName
     size_bytes: Bytes
@@ -73,7 +73,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a person asks of a checkpoint. `reason` is step, time, asked, leave or last gasp."""
+    """Facts of a save for people. `reason` is step, time, asked, leave or last gasp."""
 
     job: Text
     world: Count
@@ -83,10 +83,10 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one writer of a save vouches for: its files are durable.
+    """The record of one writer of a save: all its files are durable.
 
-    That of part 0 also says what the manifest says `about`, so that whoever publishes a save
-    writes the same bytes.
+    That of part 0 also holds the manifest's `about`, so that every publisher of a save writes the
+    same bytes.
     """
 
     part: Number
@@ -99,7 +99,7 @@ class CheckpointPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The commit record: all files of a checkpoint, the parts' records among them."""
+    """The commit record: it names all files of a checkpoint, including the parts' records."""
 
     format: int
     key: Key
@@ -114,13 +114,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def folder_name(key: Key, nonce: str) -> str:
-    """Return the name of the folder of one save; a nonce is of 8 hexadecimal digits."""
+    """Return the folder name of one save; `nonce` has 8 hexadecimal digits."""
     assert re.fullmatch(r"[0-9a-f]{8}", nonce), nonce
     return f"step-{key.step:012d}.e{key.era:04d}.r{key.round:06d}.a{key.attempt:02d}.{nonce}"
 
 
 def parse_folder(name: str) -> tuple[Key, str] | None:
-    """Return what the name of a save's folder says; None where it is not exactly such a name."""
+    """Return the key and nonce in the name of a save's folder, or None for any other name."""
     match = _FOLDER.fullmatch(name)
     if match is None:
         return None
@@ -132,22 +132,22 @@ def parse_folder(name: str) -> tuple[Key, str] | None:
 
 
 def part_name(part: int, parts: int) -> str:
-    """Return the name of the record of one writer."""
+    """Return the file name of one writer's record."""
     return f"part-{part:05d}-of-{parts:05d}.json"
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name may be that of a file of a checkpoint."""
+    """Return whether `name` may name a file of a checkpoint."""
     return len(name) <= NAME_CHARS_MAX and _FILE_NAME.fullmatch(name) is not None
 
 
 def chunks_of(size_bytes: int) -> int:
-    """Return of how many chunks a file consists."""
+    """Return the number of chunks of a file."""
     return -(-size_bytes // CHUNK_BYTES)
 
 
 def fault(record: Manifest | CheckpointPart, folder: str) -> str:
-    """Return why a record that is of its type cannot be meant for `folder`; "" where it can."""
+    """Return why a record of the right type is wrong for `folder`, or ""."""
     if parse_folder(folder) != (record.key, record.nonce):
         return f"it is of {folder_name(record.key, record.nonce)}, and lies in another folder"
     if isinstance(record, CheckpointPart) and record.part >= record.parts:
@@ -162,10 +162,10 @@ def fault(record: Manifest | CheckpointPart, folder: str) -> str:
 
 
 def era_beyond(newest: Fence | None, round_number: int, attempt: int) -> int:
-    """Return the era of a run that is at this round and attempt, after what is published.
+    """Return the era of a run at this round and attempt, after what is published.
 
-    A run that counts its rounds from the start again comes after the one before it by a greater
-    era; one that has come further keeps the era.
+    A run that counts its rounds from the start again gets a greater era, which orders it after the
+    run before. A run that is further than what is published keeps the era.
     """
     if newest is None:
         return 0

@@ -1,7 +1,7 @@
-"""What a keeper does when the host has nothing better to do: digests, and giving memory back.
+"""Low-priority work of a snapshot server: computing digests and freeing memory.
 
-Threads of low priority, so that they leave the training alone. A task that fails is our bug,
-and is logged.
+Its threads have a low priority, so that they do not slow the training down. A task that raises
+is our bug: the exception is logged and the next task runs.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from elastane.snapshots.shared_memory import viewed
 from elastane.snapshots.writing import Source
 
 _log = logging.getLogger("elastane.snapshots")
-# A tenth of a processor, where the training wants all of them.
+# Leaves this work a tenth of a processor when the training needs all of them.
 _NICE = 10
 
 
 class Background:
-    """Runs tasks one after the other, for at most this share of the time."""
+    """Runs tasks in turn, in one thread that is busy for at most `share` of the time."""
 
     def __init__(self, share: float = 1.0) -> None:
         self._share = share
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="keeper-idle", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="snapshot-background", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def do(self, task: Callable[[], None]) -> None:
-        """Have a task done by and by."""
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue a task; returns at once."""
         self._tasks.put(task)
 
-    def _work(self) -> None:
-        step_back()
+    def _run(self) -> None:
+        lower_priority()
         while True:
             task = self._tasks.get()
             began_s = time.monotonic()
@@ -48,15 +48,16 @@ class Background:
                 task()
             except Exception:
                 _log.exception("a task in the background failed")
-            del task  # It may hold descriptors' owners.
+            del task  # It may hold the owners of descriptors.
             time.sleep((time.monotonic() - began_s) * (1 / self._share - 1))
 
 
-def step_back() -> None:
-    """Give the calling thread, and those that it starts, a low priority.
+def lower_priority() -> None:
+    """Give the calling thread, and threads it starts, a low priority.
 
-    Not the process: workers wait for the threads that answer. Not SCHED_IDLE: on a busy host one
-    that was put off while it held the interpreter's lock would hold up those that answer, too.
+    The process keeps its priority, because workers wait for the threads that answer them.
+    SCHED_IDLE would be too low: on a busy host, a thread suspended while it holds the
+    interpreter's lock would block the threads that answer.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -65,9 +66,9 @@ def step_back() -> None:
 def digests_of(
     sources: Iterable[Source], wanted: Callable[[], bool], threads: int = 1
 ) -> tuple[str, ...] | None:
-    """Return the digest of each source's bytes; None where they are not wanted any more.
+    """Return the digest of each source's bytes, or None once `wanted()` is false.
 
-    0.10 s of processor time for a GB, of which mapping the pages is two thirds.
+    A GB takes 0.10 s of processor time; mapping the pages is two thirds of that.
     """
     found = []
     for source in sources:
@@ -80,7 +81,7 @@ def digests_of(
 
 
 class _Chunks:
-    """The chunks of one view, which threads take one by one."""
+    """The chunks of one view, which several threads digest."""
 
     def __init__(self, view: memoryview, wanted: Callable[[], bool]) -> None:
         self._view, self._wanted = view, wanted
@@ -89,21 +90,21 @@ class _Chunks:
         self._failure: BaseException | None = None
 
     def digests(self, threads: int) -> str | None:
-        """Return the digest of all chunks' digests."""
-        # Not before: a keeper that holds nothing does without what storage needs. And not from
-        # `elastane.storage.digest`: two threads that import a package and a part of it at the same
-        # time, one from above and one from below, may wait for each other.
+        """Return the digest of all chunks' digests, or None if it is no longer wanted."""
+        # Imported late: a server without snapshots needs nothing of storage. Imported from the
+        # package, since two threads that import a package and its submodule at the same time,
+        # in opposite orders, can deadlock.
         from elastane.storage import digest
 
         digest_of = digest.digest_of
 
         helpers = [
-            threading.Thread(target=self._take, args=(digest_of,), daemon=True)
+            threading.Thread(target=self._digest_chunks, args=(digest_of,), daemon=True)
             for _ in range(min(threads, chunks_of(len(self._view))) - 1)
         ]
         for helper in helpers:
             helper.start()
-        self._take(digest_of)
+        self._digest_chunks(digest_of)
         for helper in helpers:
             helper.join()
         if self._failure is not None:
@@ -112,12 +113,12 @@ class _Chunks:
             return None
         return digest_of([digest.encode() for _, digest in sorted(self._digests.items())])
 
-    def _take(self, digest_of: Callable[[Iterable[memoryview]], str]) -> None:
+    def _digest_chunks(self, digest_of: Callable[[Iterable[memoryview]], str]) -> None:
         try:
             while self._failure is None and self._wanted():
                 at = next(self._left, None)
                 if at is None:
                     return
                 self._digests[at] = digest_of([self._view[at : at + CHUNK_BYTES]])
-        except BaseException as error:  # told in the thread that asked
+        except BaseException as error:  # Raised again in the calling thread.
             self._failure = error

@@ -1,9 +1,9 @@
-"""One end of a stream of frames between a worker and its keeper, and of descriptors beside them.
+"""One end of the stream between a worker and its snapshot server: frames and file descriptors.
 
-A frame is its length in four bytes and its bytes. Descriptors follow the frame that announces how
-many there are, some at a time, each time with one byte. Blocking, with bounds in time and size.
-How it fails: EOFError where the other end has ended between two frames, ConnectionError or
-TimeoutError where it broke within one, ValueError for a frame that is too long.
+A frame is its length in four bytes, followed by its bytes. Descriptors follow the frame that
+announces their number, in batches of one byte each. Every call blocks, bounded in time and size.
+How it fails: EOFError if the peer ended between two frames, ConnectionError or TimeoutError if the
+connection broke within one, ValueError for a frame that is too long.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from collections.abc import Sequence
 from elastane.protocol.limits import KEEPER_STALL_S
 
 _LENGTH_BYTES = 4
-# The kernel takes no more than 253 at once (SCM_MAX_FD).
+# The kernel accepts at most 253 descriptors in one message (SCM_MAX_FD).
 _DESCRIPTORS_AT_ONCE = 200
 _PIECE_BYTES = 1 << 20
 _JOINED_BYTES_MAX = 64 << 10
 
 
 class SnapshotChannel:
-    """A connected stream socket. `ends` is a descriptor that becomes readable when the peer dies:
-    its socket may live on in a process that it forked. `say_s` bounds the sending of a message."""
+    """A connected stream socket.
+
+    `ends` is a descriptor that becomes readable when the peer dies: the peer's socket may stay open
+    in a process that it forked. `say_s` bounds the sending of one message.
+    """
 
     def __init__(
         self, end: socket.socket, ends: int = -1, *, say_s: float = KEEPER_STALL_S
@@ -38,11 +41,11 @@ class SnapshotChannel:
             self._poll.register(ends, select.POLLIN)
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a frame and what comes beside it."""
+        """Send a frame and its descriptors."""
         self._end.settimeout(self._say_s)
         head = len(frame).to_bytes(_LENGTH_BYTES, "little")
         if len(frame) <= _JOINED_BYTES_MAX:
-            self._end.sendall(head + frame)  # The other end is woken once.
+            self._end.sendall(head + frame)  # One send wakes the peer once.
         else:
             self._end.sendall(head)
             self._end.sendall(frame)
@@ -51,7 +54,7 @@ class SnapshotChannel:
             socket.send_fds(self._end, [b"\0"], list(some))
 
     def receive(self, bytes_max: int, timeout_s: float | None) -> bytes:
-        """Return the next frame; TimeoutError where none begins within `timeout_s`."""
+        """Return the next frame; raises TimeoutError if none begins within `timeout_s`."""
         head = self._exactly(_LENGTH_BYTES, timeout_s, first=True)
         length = int.from_bytes(head, "little")
         if length > bytes_max:
@@ -59,7 +62,7 @@ class SnapshotChannel:
         return self._exactly(length, KEEPER_STALL_S)
 
     def receive_descriptors(self, count: int) -> list[int]:
-        """Return as many descriptors as a frame has announced."""
+        """Return the descriptors that the last frame announced."""
         found: list[int] = []
         try:
             while len(found) < count:
@@ -67,7 +70,7 @@ class SnapshotChannel:
                 wanted = min(_DESCRIPTORS_AT_ONCE, count - len(found))
                 _, some, _, _ = socket.recv_fds(self._end, 1, wanted)
                 found += some
-                if len(some) != wanted:  # the end of the stream, or of this process's table
+                if len(some) != wanted:  # End of stream, or no free descriptor in this process.
                     raise ConnectionResetError(f"{len(some)} of {wanted} descriptors came")
         except BaseException:
             for descriptor in found:
@@ -77,11 +80,11 @@ class SnapshotChannel:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing has come, and the peer has not ended either."""
+        """Whether nothing has arrived and the peer is alive."""
         return not self.is_ready(0.0)
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Wait so long at most; return whether something has come, or the peer has ended."""
+        """Return whether data arrived or the peer ended, after at most `timeout_s`."""
         return bool(self._poll.poll(timeout_s * 1000))
 
     def close(self) -> None:
@@ -103,7 +106,7 @@ class SnapshotChannel:
         return b"".join(pieces)
 
     def _wait(self, until_s: float | None) -> None:
-        """Wait until something can be received; what the peer sent before its death still is."""
+        """Wait until data can be received, including data sent before the peer's death."""
         left_ms = None if until_s is None else max(0.0, until_s - time.monotonic()) * 1000
         ready = dict(self._poll.poll(left_ms))
         if not ready:

@@ -1,10 +1,9 @@
-"""A worker's side of its keeper: short questions over a socket, and memory by descriptors.
+"""A worker's side of the snapshot server: short requests over a socket, memory by descriptors.
 
-Blocking, and quick: nothing waits for storage. May be called from several threads. A child that
-was forked must not use its parent's. How it fails: ConnectionError where the keeper is no more
-(then `connect` again; what it held is lost), KeeperSilentError where it does not answer for now
-(ask again later), OSError ENOMEM for slots that the memory has no room for, TimeoutError for a
-grant that does not come, ValueError for what is asked wrongly.
+Calls block, but none waits for storage. Several threads may call. A forked child must connect for
+itself. How it fails: ConnectionError if the server is gone (`connect` again; its snapshots are
+lost), SnapshotServerSilentError if it does not answer for now (ask again later), OSError ENOMEM if
+there is no memory for slots, TimeoutError if no slot becomes free, ValueError for a bad request.
 """
 
 from __future__ import annotations
@@ -29,58 +28,58 @@ from elastane.protocol.limits import (
 )
 from elastane.snapshots import messages
 from elastane.snapshots.channel import SnapshotChannel
-from elastane.snapshots.messages import HeldWords, PersistRequest, Snapshot, WriteProgress
-from elastane.snapshots.startup import KEEPER_VARIABLE, start_own_keeper
+from elastane.snapshots.messages import PersistRequest, Snapshot, SnapshotDescription, WriteProgress
+from elastane.snapshots.startup import KEEPER_VARIABLE, start_own_server
 from elastane.snapshots.status_page import SnapshotStatusPage
 
-# Between two looks at what one waits for: the first, and the longest.
+# The first and the longest pause between two polls.
 _PAUSE_S = 0.001
 _PAUSE_MAX_S = 0.05
 A = TypeVar("A")
 
 
-class KeeperSilentError(TimeoutError):
-    """The keeper has not answered within a caller's patience; its answer may come yet."""
+class SnapshotServerSilentError(TimeoutError):
+    """The server did not answer within the caller's timeout; its answer may still arrive."""
 
 
 @dataclass(frozen=True)
 class HeldSnapshot:
-    """A whole snapshot, to be read from its pieces by preadv and then released.
+    """A whole snapshot, to be read from its pieces with preadv and then released.
 
-    `pieces` are (first, end, descriptor): the bytes from `first` to `end` of the image are the
-    first of that descriptor. For `verified` see `HeldWords`; `words` has all the rest.
+    `pieces` are (first, end, descriptor): bytes `first` to `end` of the serialized layout are the
+    first bytes of that descriptor. `words` describes the snapshot; see `SnapshotDescription`.
     """
 
-    words: HeldWords
+    words: SnapshotDescription
     pieces: tuple[tuple[int, int, int], ...]
 
     @property
     def key(self) -> Key:
-        """Return when it was."""
+        """Return the training position that the snapshot was made at."""
         return self.words.key
 
     @property
     def verified(self) -> bool:
-        """Whether it has the digest that was taken when it became whole."""
+        """Whether its digests were compared and match; see `SnapshotDescription`."""
         return self.words.verified
 
 
-class _Stands(NamedTuple):
-    """What the keeper said, which knows of this fence; the page had that number."""
+class _KnownStatus(NamedTuple):
+    """The last status of the server: the page's number, and the fence the server had seen."""
 
     number: int
     fence: tuple[int, int]
     progress: WriteProgress
 
 
-class Keeper:
-    """A connection to the keeper of this node, or to one of this process's own.
+class SnapshotClient:
+    """A connection to the snapshot server of this node, or to one that this process started.
 
-    `id` is the keeper's: who sees the same shares its memory. `survives`: it outlives this process
-    for as long as an agent does. `door` is where it takes copies from other nodes' keepers, as
-    `SnapshotWelcome` has it. A question waits `patience_s` for its answer, once for each silence:
-    then it raises KeeperSilentError, and so do further ones, at once, until the answer
-    has come. After KEEPER_ANSWER_S the connection is given up.
+    `id` names the server: workers with the same id share its memory. `survives` is true if the
+    server outlives this process for as long as an agent does. `door` is the address at which it
+    accepts replicas from other nodes, as in `SnapshotWelcome`. A request waits `patience_s` for its
+    answer and then raises SnapshotServerSilentError. Until that answer has arrived, further
+    requests raise it at once. After KEEPER_ANSWER_S of silence the connection is closed.
     """
 
     def __init__(self, channel: SnapshotChannel, patience_s: float = KEEPER_ANSWER_S) -> None:
@@ -89,27 +88,26 @@ class Keeper:
         self._pid = os.getpid()
         self._lost = ""
         self._slots: tuple[int, ...] = ()
-        self._owed = 0  # answers that were not waited for, or not for long enough
-        self._silent_s: float | None = None  # since when the first of them is waited for
-        self._spare: int | None = None  # the slot that came with the last `keep`'s
+        self._owed = 0  # Answers that were not waited for, or not for long enough.
+        self._silent_s: float | None = None  # When the wait for the first of them began.
+        self._spare: int | None = None  # The slot that came with the answer to the last `keep`.
         self._page: SnapshotStatusPage | None = None
-        self._stands: _Stands | None = None
+        self._status: _KnownStatus | None = None
         self.id = self.door = ""
         self.survives = False
 
     @classmethod
     def connect(
         cls, group: str = "", *, own: bool = False, patience_s: float = KEEPER_ANSWER_S
-    ) -> Keeper:
-        """Return a connection: to the agent's keeper where there is one, else to a new one.
+    ) -> SnapshotClient:
+        """Connect to the agent's snapshot server if there is one, else start a server.
 
-        Workers that name the same `group` keep the pieces of one state, and see nothing of the
-        snapshots of others: where checkpoints go is a good name. `own`: to a new keeper in any
-        case, for a state that has no place among the job's snapshots. Connecting itself may
-        take KEEPER_ANSWER_S.
+        Workers with the same `group` keep the pieces of one state, and see no snapshots of other
+        groups; the checkpoint folder is a good name. With `own`, always start a server: for a state
+        that must not mix with the job's snapshots. Connecting may take KEEPER_ANSWER_S.
         """
         path = "" if own else environment.get(KEEPER_VARIABLE)
-        end = connected(path) if path else start_own_keeper(environment.snapshot())
+        end = connected(path) if path else start_own_server(environment.snapshot())
         keeper = cls(SnapshotChannel(end, say_s=KEEPER_SAY_S), patience_s)
         try:
             hello = messages.Hello(messages.VERSION, group)
@@ -118,7 +116,7 @@ class Keeper:
             welcome = _as(answer, messages.SnapshotWelcome)
             if welcome.version != messages.VERSION:
                 raise ConnectionError(
-                    f"the keeper of snapshots speaks version {welcome.version}, this worker"
+                    f"the snapshot server speaks version {welcome.version}, this worker"
                     f" {messages.VERSION}: agent and worker are of two installations of elastane"
                 )
             keeper._page = SnapshotStatusPage(*pages)
@@ -130,7 +128,7 @@ class Keeper:
         return keeper
 
     def close(self) -> None:
-        """Let go; what was kept, and asked to be written, is seen to by the keeper."""
+        """Close the connection; the server still writes what it was asked to write."""
         with self._lock:
             self._lost = self._lost or "it was closed"
             self._channel.close()
@@ -138,26 +136,28 @@ class Keeper:
                 self._page.close()
 
     def slots(self, count: int, slot_bytes: int) -> list[int]:
-        """Return the descriptors of at least `count` slots of this size, which are the caller's.
+        """Return descriptors of at least `count` slots of this size; the caller owns them.
 
-        All of them, also those that were given before; more than `count` where a worker that is
-        gone had more. What has another size goes, once no snapshot needs it any more.
+        The list holds all of this worker's slots, including earlier ones. It is longer than `count`
+        if the worker inherits more from a dead one. Slots of another size are freed once no
+        snapshot needs them.
         """
         request = messages.Slots(count, slot_bytes)
         with self._lock:
-            # Memory may take long, so a keeper that does not answer at all is found before.
-            self._asked_now(messages.WriteStatusQuery())
+            # Allocating may take long, so first detect a server that does not answer at all.
+            self._request(messages.WriteStatusQuery())
             answer, descriptors = self._exchange(request, KEEPER_SLOTS_S)
-            self._slots, self._spare = _as(answer, messages.HasSlots).slots, None
+            self._slots, self._spare = _as(answer, messages.SlotNumbers).slots, None
         return descriptors
 
     def grant(self, timeout_s: float, together: str = "") -> int:
-        """Return which slot to fill now, by its place in what `slots` returned.
+        """Return the slot to fill now, as an index into the result of `slots`.
 
-        The same one again until it was kept. `together` names the last save that all nodes have
-        kept: it stays. TimeoutError where all others are being written, read, or hold the newest.
+        It returns the same slot until that was kept. `together` is the nonce of the last save that
+        all nodes kept; the server keeps that one. Raises TimeoutError if all other slots are being
+        written or read, or hold the newest snapshot.
         """
-        slot = self._granted_with_the_last()
+        slot = self._take_spare()
         if slot is not None:
             return self._slots.index(slot)
         until_s = time.monotonic() + timeout_s
@@ -175,56 +175,55 @@ class Keeper:
     def layout(
         self, digest: str, files: Mapping[str, bytes], gasp: PersistRequest | None = None
     ) -> None:
-        """Give what snapshots refer to by this digest, before the first that does.
+        """Give the server the files that snapshots name by this digest, before the first of them.
 
-        `gasp`: what is to be written of such a snapshot when nobody is left to ask for it; given
-        again, it replaces the one before.
+        `gasp` says what the final flush writes of such a snapshot; a later call replaces it.
         """
         self._ask(messages.LayoutFiles(digest, dict(files), gasp), messages.Done)
 
     def keep(self, slot: int, snapshot: Snapshot, *, heard: bool = False) -> None:
-        """Say what the granted slot now holds; returns once that is said, or `heard`.
+        """Tell the server what the granted slot holds; returns once that is sent, or acknowledged.
 
-        From then on the keeper has it, also if this process dies. What it answers is taken by the
-        next call, which raises ValueError where it was refused: a round trip to a process that
-        slept takes some tenths of a millisecond.
+        With `heard`, wait for the acknowledgement. From then on the server owns the piece, even if
+        this process dies. Otherwise the next call receives the answer, and raises ValueError if the
+        piece was refused: a round trip to a sleeping process takes some tenths of a millisecond.
         """
         with self._lock:
-            self._settle()
-            self._say(messages.Keep(self._slots[slot], snapshot))
+            self._receive_owed()
+            self._send(messages.Keep(self._slots[slot], snapshot))
             self._spare = None
             self._owed += 1
             if heard:
-                with contextlib.suppress(KeeperSilentError):
-                    self._settle()
+                with contextlib.suppress(SnapshotServerSilentError):
+                    self._receive_owed()
 
     def progress(self, fence: tuple[int, int] = (0, 0)) -> WriteProgress:
-        """Return how the writing stands: what the keeper says of it in memory, or answers.
+        """Return the status of writing, from the server's status page or by asking.
 
-        `fence` is the round and attempt of the worker: what an older one writes is then waited for
-        no longer than it has to be.
+        `fence` is the round and attempt of this worker. The server then waits no longer than it
+        must for writes of an older one.
         """
         with self._lock:
-            self._settle()
-            known = self._stands
-            # A channel that is not quiet has ended: then that is told, by asking.
-            is_told = known is not None and fence <= known.fence and self._channel.is_quiet
-            if known is None or not is_told:
-                known = self._asked(fence)
+            self._receive_owed()
+            known = self._status
+            # A channel that is not quiet has ended, and asking raises that error.
+            is_current = known is not None and fence <= known.fence and self._channel.is_quiet
+            if known is None or not is_current:
+                known = self._ask_status(fence)
             elif known.number != (number := self._number()):
-                known = self._read(number, known.fence) or self._asked(known.fence)
-            self._stands = known
+                known = self._read_page(number, known.fence) or self._ask_status(known.fence)
+            self._status = known
             return known.progress
 
     def wait(self, key: Key, timeout_s: float) -> WriteProgress:
-        """Return once `key`, or a newer one, is durable, or its writing has failed.
+        """Wait until `key` or a newer checkpoint is durable, or its write has failed.
 
-        `WriteProgress.failure_of(key)` tells which. TimeoutError after `timeout_s`.
+        `WriteProgress.failure_of(key)` says which. Raises TimeoutError after `timeout_s`.
         """
         until_s = time.monotonic() + timeout_s
         pause_s = _PAUSE_S
         while True:
-            with contextlib.suppress(KeeperSilentError):
+            with contextlib.suppress(SnapshotServerSilentError):
                 progress = self.progress()
                 durable = progress.published is not None and progress.published >= key
                 if durable or progress.failure_of(key) is not None:
@@ -235,98 +234,99 @@ class Keeper:
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def held(self) -> list[HeldSnapshot]:
-        """Return the whole snapshots, newest first; each stays as it is until it is released.
+        """Return the whole snapshots, newest first; each is unchanged until it is released.
 
-        The newest was checked against its digest, and is not there where it does not pass.
+        The newest was compared with its digest, and is left out if they differ.
         """
         with self._lock:
             answer, descriptors = self._exchange(messages.Read(), KEEPER_ANSWER_S)
         found, rest = [], iter(descriptors)
-        for words in _as(answer, messages.Given).held:
+        for words in _as(answer, messages.HeldSnapshots).held:
             pieces = [(piece.first, piece.end, next(rest)) for piece in words.pieces]
             found.append(HeldSnapshot(words, tuple(pieces)))
         return found
 
     def release(self, held: HeldSnapshot) -> None:
-        """Let go of a snapshot; its descriptors are closed here."""
+        """Release a snapshot and close its descriptors."""
         for _, _, descriptor in held.pieces:
             os.close(descriptor)
-        self._tell(messages.ReleaseSnapshot(held.key, held.words.nonce))
+        self._notify(messages.ReleaseSnapshot(held.key, held.words.nonce))
 
-    def went_on(self, key: Key, place: str, why: str = "") -> None:
-        """Say from where the workers of this node go on, and why, for the event log."""
-        self._tell(messages.WentOn(key, place[:4096], why[:1000]))
+    def report_restored(self, key: Key, place: str, why: str = "") -> None:
+        """Report to the event log from where this node's workers were restored, and why."""
+        self._notify(messages.RestoreReport(key, place[:4096], why[:1000]))
 
     def _ask(self, request: messages.Request, kind: type[A]) -> A:
         with self._lock:
-            return _as(self._asked_now(request), kind)
+            return _as(self._request(request), kind)
 
-    def _asked_now(self, request: messages.Request) -> messages.Answer:
-        """Ask, and return the answer; KeeperSilentError leaves it owed. The lock is held."""
-        self._settle()
-        self._say(request)
+    def _request(self, request: messages.Request) -> messages.Answer:
+        """Send a request and return its answer; the caller holds the lock.
+
+        After SnapshotServerSilentError the answer is still owed.
+        """
+        self._receive_owed()
+        self._send(request)
         self._owed += 1
         return self._owed_answer()
 
-    def _tell(self, request: messages.Request) -> None:
-        """Say what has no answer but that it is done; a keeper that is silent hears it later."""
+    def _notify(self, request: messages.Request) -> None:
+        """Send a request whose answer carries nothing; a silent server receives it later."""
         with self._lock:
-            with contextlib.suppress(KeeperSilentError):
-                self._settle()
-            self._say(request)
+            with contextlib.suppress(SnapshotServerSilentError):
+                self._receive_owed()
+            self._send(request)
             self._owed += 1
-            with contextlib.suppress(KeeperSilentError):
-                self._settle()
+            with contextlib.suppress(SnapshotServerSilentError):
+                self._receive_owed()
 
     def _exchange(
         self, request: messages.Request, timeout_s: float
     ) -> tuple[messages.Answer, list[int]]:
-        """Ask, and wait for the answer and what comes beside it; the lock is held."""
-        self._settle()
-        self._say(request)
-        return self._heard(timeout_s)
+        """Send a request, wait for its answer and descriptors; the caller holds the lock."""
+        self._receive_owed()
+        self._send(request)
+        return self._receive(timeout_s)
 
     def _number(self) -> int:
         assert self._page is not None, "it came with the welcome"
         return -1 if self._lost else self._page.number()
 
-    def _asked(self, fence: tuple[int, int]) -> _Stands:
-        """Ask how it stands; the lock is held."""
-        number = self._number()  # Before the answer, which may be newer.
-        answer = self._asked_now(messages.WriteStatusQuery(fence))
-        return _Stands(number, fence, _as(answer, messages.Stands).progress)
+    def _ask_status(self, fence: tuple[int, int]) -> _KnownStatus:
+        """Ask for the status; the caller holds the lock."""
+        number = self._number()  # Read first, since the answer may be newer.
+        answer = self._request(messages.WriteStatusQuery(fence))
+        return _KnownStatus(number, fence, _as(answer, messages.WriteStatus).progress)
 
-    def _read(self, number: int, fence: tuple[int, int]) -> _Stands | None:
-        """Return what the page says under this number; None where it has to be asked for."""
+    def _read_page(self, number: int, fence: tuple[int, int]) -> _KnownStatus | None:
+        """Return the status on the page under this number, or None if it must be asked for."""
         words = self._page.words(number) if self._page is not None and not self._lost else None
         with contextlib.suppress(ValueError):
             match messages.answer_of(words or b""):
-                case messages.Stands(progress):
-                    return _Stands(number, fence, progress)
+                case messages.WriteStatus(progress):
+                    return _KnownStatus(number, fence, progress)
         return None
 
-    def _granted_with_the_last(self) -> int | None:
-        """Return the slot that came with the answer to the last `keep`, once."""
+    def _take_spare(self) -> int | None:
+        """Return, once, the slot that came with the answer to the last `keep`."""
         with self._lock:
-            self._settle()
+            self._receive_owed()
             slot, self._spare = self._spare, None
             return slot
 
-    def _settle(self) -> None:
-        """Take the answers that were not waited for; the lock is held."""
+    def _receive_owed(self) -> None:
+        """Receive the answers that were not waited for; the caller holds the lock."""
         while self._owed:
             match self._owed_answer():
                 case messages.Granted(slot=slot):
                     self._spare = slot
-                case messages.Done() | messages.Stands():
+                case messages.Done() | messages.WriteStatus():
                     pass
                 case answer:
-                    raise ConnectionError(
-                        f"the keeper of snapshots answered {type(answer).__name__}"
-                    )
+                    raise ConnectionError(f"the snapshot server answered {type(answer).__name__}")
 
     def _owed_answer(self) -> messages.Answer:
-        """Return the next answer that is owed, where it comes in time; the lock is held."""
+        """Return the next owed answer, if it arrives in time; the caller holds the lock."""
         began_s = time.monotonic()
         with self._guarded():
             is_there = self._channel.is_ready(0.0 if self._silent_s else self._patience_s)
@@ -334,25 +334,25 @@ class Keeper:
             if self._silent_s and time.monotonic() - self._silent_s >= KEEPER_ANSWER_S:
                 raise ConnectionError(f"it did not answer within {KEEPER_ANSWER_S:g} s")
         if not is_there:
-            raise KeeperSilentError(
-                "the keeper of snapshots does not answer: it stands still, or its host swaps"
+            raise SnapshotServerSilentError(
+                "the snapshot server does not answer: it is stopped, or its host is swapping"
             )
-        self._owed -= 1  # also where it is refused
-        return self._heard(KEEPER_ANSWER_S)[0]
+        self._owed -= 1  # Also if the request is refused.
+        return self._receive(KEEPER_ANSWER_S)[0]
 
-    def _say(self, request: messages.Request) -> None:
-        assert os.getpid() == self._pid, "a forked process has no keeper: connect() in it"
+    def _send(self, request: messages.Request) -> None:
+        assert os.getpid() == self._pid, "connections are not inherited by fork: connect() again"
         if self._lost:
-            raise ConnectionError(f"the keeper of snapshots is not there any more: {self._lost}")
+            raise ConnectionError(f"the snapshot server is gone: {self._lost}")
         with self._guarded():
             self._channel.send(messages.encode(request))
 
-    def _heard(self, timeout_s: float) -> tuple[messages.Answer, list[int]]:
-        """Return the next answer and what came beside it; the lock is held."""
+    def _receive(self, timeout_s: float) -> tuple[messages.Answer, list[int]]:
+        """Return the next answer and its descriptors; the caller holds the lock."""
         with self._guarded():
             frame = self._channel.receive(KEEPER_ANSWER_BYTES_MAX, timeout_s)
             answer = messages.answer_of(frame)
-            descriptors = self._channel.receive_descriptors(_beside(answer))
+            descriptors = self._channel.receive_descriptors(_descriptor_count(answer))
         if isinstance(answer, messages.SnapshotRefused):
             raise (
                 OSError(answer.errno, answer.reason) if answer.errno else ValueError(answer.reason)
@@ -361,52 +361,54 @@ class Keeper:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """End the connection at whatever interrupts a question or its answer."""
+        """Close the connection if a request or its answer is interrupted."""
         try:
             yield
         except (OSError, EOFError, ValueError) as error:
             self._lost = str(error) or "it ended"
-            raise ConnectionError(f"the keeper of snapshots is lost: {self._lost}") from error
+            raise ConnectionError(
+                f"the connection to the snapshot server is lost: {self._lost}"
+            ) from error
         except BaseException:
             self._lost = "it was interrupted while it was asked"
             raise
         finally:
             if self._lost:
-                # The answer may come yet, and would be taken for that of the next request.
+                # A late answer would be taken for that of the next request.
                 self._channel.close()
                 self._owed = 0
 
 
-def _beside(answer: messages.Answer) -> int:
+def _descriptor_count(answer: messages.Answer) -> int:
     match answer:
         case messages.SnapshotWelcome(version=messages.VERSION):
             return 1
-        case messages.HasSlots(slots=slots):
+        case messages.SlotNumbers(slots=slots):
             return len(slots)
-        case messages.Given(held=held):
+        case messages.HeldSnapshots(held=held):
             return sum(len(words.pieces) for words in held)
     return 0
 
 
 def _as(answer: messages.Answer, kind: type[A]) -> A:
     if not isinstance(answer, kind):
-        raise ConnectionError(f"the keeper of snapshots answered {type(answer).__name__}")
+        raise ConnectionError(f"the snapshot server answered {type(answer).__name__}")
     return answer
 
 
 def connected(path: str) -> socket.socket:
-    """Connect to a socket's path, of whatever length, while its agent is there."""
+    """Connect to a Unix socket by its path, of any length."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     folder = -1
     try:
-        # A path of more than 107 bytes is none for a socket; one by way of a descriptor is short.
+        # sun_path holds 107 bytes. The path by way of a descriptor is short.
         folder = os.open(Path(path).parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         end.settimeout(KEEPER_ANSWER_S)
         end.connect(f"/proc/self/fd/{folder}/{Path(path).name}")
     except OSError as error:
         end.close()
         raise ConnectionError(
-            f"no keeper of snapshots at {path}: {error.strerror or error}; its agent is gone?"
+            f"no snapshot server at {path}: {error.strerror or error}; has its agent ended?"
         ) from error
     finally:
         if folder >= 0:

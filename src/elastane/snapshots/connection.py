@@ -1,9 +1,8 @@
-"""A connection between the keepers of two nodes: proven by the job's secret, then words and bytes.
+"""A connection between the snapshot servers of two nodes, authenticated by the job's secret.
 
-The handshake and the frames are those of agents and coordinators (`protocol.wire`), with TLS around
-them where the job has it; what lies between frames is memory as it is. Blocking, and bounded: each
-wait, and the whole. How it fails: OSError (ConnectionError, TimeoutError) with a reason in words,
-whatever the other side did.
+It uses the handshake and frames of agents and coordinators (`protocol.wire`), inside TLS if the job
+has it. Raw memory is sent between frames. Calls block; each wait and the whole connection are
+bounded. How it fails: OSError (ConnectionError, TimeoutError) with a reason in words.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from elastane.protocol.wire import (
     FrameCodec,
     ServerHandshake,
 )
-from elastane.snapshots.peers import Neighbours
+from elastane.snapshots.peers import ReplicationSettings
 from elastane.storage import digest
 
 T = TypeVar("T")
@@ -46,19 +45,19 @@ _WHY = {
 
 
 class PeerConnection(Generic[T]):
-    """A proven connection; what comes in frames is a `T`."""
+    """An authenticated connection; incoming frames decode to a `T`."""
 
     def __init__(self, end: socket.socket, codec: FrameCodec[T, object]) -> None:
         self._end, self._codec = end, codec
         self._until_s = time.monotonic() + KEEPER_COPY_S
         end.settimeout(KEEPER_COPY_STALL_S)
 
-    def say(self, message: object) -> None:
-        """Send a message."""
+    def send(self, message: object) -> None:
+        """Send one message."""
         self._end.sendall(self._codec.encode(message))
 
-    def hear(self) -> T:
-        """Wait for a message."""
+    def receive(self) -> T:
+        """Wait for one message."""
         head = self._exactly(HEAD_BYTES)
         length = int.from_bytes(head[:4], "little")
         if length > FRAME_BYTES_MAX:
@@ -72,22 +71,22 @@ class PeerConnection(Generic[T]):
         assert message is not None, "the whole frame was fed"
         return message
 
-    def put(self, view: memoryview) -> str:
+    def send_bytes(self, view: memoryview) -> str:
         """Send memory as it is; returns its digest."""
-        return self._passed(view, self._end.sendall)
+        return self._transfer(view, self._end.sendall)
 
-    def take_into(self, view: memoryview) -> str:
-        """Fill memory with what was put; returns the digest of that."""
-        return self._passed(view, self._fill)
+    def receive_into(self, view: memoryview) -> str:
+        """Fill memory with what the peer sends; returns its digest."""
+        return self._transfer(view, self._fill)
 
     def close(self) -> None:
         """Close it."""
         self._end.close()
 
-    def _passed(self, view: memoryview, move: Callable[[memoryview], None]) -> str:
-        """Move memory chunk by chunk, each of them digested while it is in the processor's cache.
+    def _transfer(self, view: memoryview, move: Callable[[memoryview], None]) -> str:
+        """Move memory chunk by chunk and digest each chunk while it is in the processor's cache.
 
-        The digest is that of the chunks' digests, as of snapshots elsewhere.
+        The result is the digest of the chunks' digests, as for snapshots elsewhere.
         """
         digests = []
         for at in range(0, len(view), CHUNK_BYTES):
@@ -106,7 +105,7 @@ class PeerConnection(Generic[T]):
                 raise TimeoutError(f"it sent {done} bytes in {KEEPER_COPY_STALL_S:g} s")
             count = self._end.recv_into(view[done:])
             if not count:
-                raise ConnectionResetError("it ended in the middle")
+                raise ConnectionResetError("the connection ended in the middle")
             done += count
 
     def _exactly(self, size: int) -> bytes:
@@ -115,8 +114,10 @@ class PeerConnection(Generic[T]):
         return bytes(data)
 
 
-def dial(door: str, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> PeerConnection[T]:
-    """Connect to the port of another snapshot server."""
+def dial(
+    door: str, about: ReplicationSettings, decoder: msgspec.msgpack.Decoder[T]
+) -> PeerConnection[T]:
+    """Connect to the snapshot server at `door`."""
     host, _, port = door.rpartition(":")
     end = socket.create_connection((host.strip("[]"), int(port)), KEEPER_DIAL_S)
     handshake = ClientHandshake(about.job, about.secrets[0], os.urandom(NONCE_BYTES))
@@ -133,9 +134,9 @@ def dial(door: str, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]) -> P
 
 
 def answer(
-    end: socket.socket, about: Neighbours, decoder: msgspec.msgpack.Decoder[T]
+    end: socket.socket, about: ReplicationSettings, decoder: msgspec.msgpack.Decoder[T]
 ) -> PeerConnection[T]:
-    """Have a caller prove that it knows the secret; `end` is closed where it does not."""
+    """Authenticate a caller; closes `end` if the caller does not know the secret."""
     first, *others = about.secrets
     handshake = ServerHandshake(about.job, first, os.urandom(NONCE_BYTES), tuple(others))
     try:
@@ -151,7 +152,7 @@ def answer(
 
 
 def _limited(end: socket.socket) -> float:
-    """Prepare a socket for its handshake; returns when that has to be over, TLS included."""
+    """Prepare a socket for its handshake; returns the deadline, TLS included."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.settimeout(HANDSHAKE_TIMEOUT_S)
     return time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -161,31 +162,31 @@ def _shake(
     end: socket.socket, handshake: ClientHandshake | ServerHandshake, until_s: float
 ) -> None:
     try:
-        said = handshake.start()
+        reply = handshake.start()
         while True:
             end.settimeout(max(0.001, until_s - time.monotonic()))
-            if said:
-                end.sendall(said)
+            if reply:
+                end.sendall(reply)
             if handshake.done:
                 return
             data = end.recv(HANDSHAKE_BYTES_MAX)
             if not data:
-                raise ConnectionResetError("it ended before it had proved itself")
-            said = handshake.feed(data)
+                raise ConnectionResetError("the connection ended before it was authenticated")
+            reply = handshake.feed(data)
     except WireError as error:
         if handshake.farewell:
             end.sendall(handshake.farewell)
-        why = _WHY.get(error.slug, "it does not speak as a keeper of this job")
+        why = _WHY.get(error.slug, "it does not speak as a snapshot server of this job")
         raise ConnectionError(why) from error
 
 
-def _tls(about: Neighbours) -> tls.TlsConfig | None:
+def _tls(about: ReplicationSettings) -> tls.TlsConfig | None:
     cert, key, ca = about.tls
     return tls.TlsConfig(cert=cert, key=key, ca=ca) if cert else None
 
 
-def told(error: Exception) -> str:
-    """Return in words what went wrong with a line."""
+def reason_of(error: Exception) -> str:
+    """Return in words why a connection failed."""
     if isinstance(error, ElastaneError):
         return error.what
     if isinstance(error, TimeoutError):

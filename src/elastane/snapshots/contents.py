@@ -1,7 +1,7 @@
-"""What a snapshot consists of beside its slots, as the workers of a node gave it piece by piece.
+"""The contents of a snapshot besides its slots, collected piece by piece from a node's workers.
 
-Pure values and the rules by which pieces are put together: whether they belong together, which
-small files they make, what is to be written of them. How it fails: ValueError, in words.
+Pure values, and the rules that combine pieces: which belong together, which small files they make,
+and what of them is written to storage. How it fails: ValueError, in words.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_LAYOUTS_MAX
 from elastane.snapshots.messages import (
     HeldPiece,
-    HeldWords,
     LayoutFiles,
     PersistRequest,
     Range,
     Snapshot,
+    SnapshotDescription,
 )
 
 
 class Layouts:
-    """What was given by digest: kept while a snapshot refers to it, and the last few anyway."""
+    """Layout files by digest: kept while a snapshot refers to them, and the last few anyway."""
 
     def __init__(self) -> None:
         self._by_digest: OrderedDict[str, LayoutFiles] = OrderedDict()
 
     def add(self, layout: LayoutFiles) -> None:
-        """Take one in; given again, it is as new."""
+        """Add files, or mark known ones as used last."""
         self._by_digest[layout.digest] = layout
         self._by_digest.move_to_end(layout.digest)
 
     def get(self, digest: str) -> LayoutFiles | None:
-        """Return one; None where none was given, or none is needed."""
+        """Return the files of a digest, or None."""
         return self._by_digest.get(digest)
 
     def trim(self, used: set[str]) -> None:
-        """Forget the oldest of those that nothing refers to."""
+        """Remove the oldest files that no snapshot uses."""
         unused = [digest for digest in self._by_digest if digest not in used]
         for digest in unused[: max(0, len(unused) - KEEPER_LAYOUTS_MAX)]:
             del self._by_digest[digest]
 
 
 class Contents:
-    """One snapshot's, by local worker."""
+    """The pieces of one snapshot, by local rank."""
 
     def __init__(self) -> None:
         self.pieces: dict[int, Snapshot] = {}
 
     @property
     def first(self) -> Snapshot:
-        """Return the piece of the lowest local worker, which speaks for all."""
+        """Return the piece of the lowest local rank, whose common fields hold for all."""
         return self.pieces[min(self.pieces)]
 
     @property
     def layouts(self) -> set[str]:
-        """Return the digests that it refers to."""
+        """Return the digests of the layouts that it uses."""
         return {piece.layout for piece in self.pieces.values() if piece.layout}
 
     def check(self, piece: Snapshot, layouts: Layouts) -> None:
-        """Raise ValueError for a piece that is not one of this snapshot."""
+        """Raise ValueError for a piece that does not belong to this snapshot."""
         if not piece.first <= piece.end <= piece.image_bytes:
             span = f"bytes {piece.first} to {piece.end}"
             raise ValueError(f"{span} of an image of {piece.image_bytes}")
@@ -71,19 +71,19 @@ class Contents:
         if piece.persist is not None:
             check_where(piece.persist)
         for other in self.pieces.values():
-            said = (piece.locals, piece.image_bytes, piece.replicated)
-            if said != (other.locals, other.image_bytes, other.replicated):
-                raise ValueError("workers say different things of one snapshot: locals, image size")
+            common = (piece.locals, piece.image_bytes, piece.replicated)
+            if common != (other.locals, other.image_bytes, other.replicated):
+                raise ValueError("workers disagree on a snapshot: number of workers, image size")
 
     def files(self, layouts: Layouts) -> dict[str, bytes]:
-        """Return all small files; where two gave one of a name, it is the lower worker's."""
+        """Return all small files; of two with one name, the lower local rank's."""
         found: dict[str, bytes] = {}
         for _, piece in sorted(self.pieces.items(), reverse=True):
             found |= {**_files_of(layouts.get(piece.layout)), **piece.files}
         return found
 
     def layout_files(self, layouts: Layouts) -> Mapping[str, bytes]:
-        """Return the files that were given by the digest of the lowest worker that has one."""
+        """Return the layout files of the lowest local rank that names some."""
         for _, piece in sorted(self.pieces.items()):
             if piece.layout:
                 return _files_of(layouts.get(piece.layout))
@@ -94,13 +94,13 @@ class Contents:
         return self.files(Layouts())
 
     def streams(self) -> bytes:
-        """Return what each worker has of its own, as the content of one file."""
+        """Return every worker's streams, as the content of one file."""
         return packed_streams({local: piece.streams for local, piece in self.pieces.items()})
 
-    def words(self, layouts: Layouts, *, verified: bool) -> HeldWords:
-        """Return what a reader is told of it."""
+    def words(self, layouts: Layouts, *, verified: bool) -> SnapshotDescription:
+        """Return the description of it for a reader."""
         pieces, first = sorted(self.pieces.items()), self.first
-        return HeldWords(
+        return SnapshotDescription(
             key=first.key,
             nonce=first.nonce,
             locals=first.locals,
@@ -116,12 +116,12 @@ class Contents:
         )
 
     def persist(self) -> PersistRequest:
-        """Return what all workers wish together: the ranges of each of them."""
-        wishes = [piece.persist for _, piece in sorted(self.pieces.items())]
-        return joined([wish for wish in wishes if wish is not None])
+        """Return the request of all workers together, with the ranges of each of them."""
+        requests = [piece.persist for _, piece in sorted(self.pieces.items())]
+        return joined([request for request in requests if request is not None])
 
     def _covers(self, ranges: Iterable[Range]) -> bool:
-        """Whether the pieces hold all bytes of these ranges of the image."""
+        """Whether the pieces hold every byte of these ranges."""
         spans = sorted((piece.first, piece.end) for piece in self.pieces.values())
         for _, at, end in ranges:
             reached = at
@@ -132,31 +132,30 @@ class Contents:
         return True
 
     def gasp(self, layouts: Layouts) -> PersistRequest | None:
-        """Return what is to be written where nobody is left to ask; None: nobody has said so, or
-        these pieces are not enough for it.
+        """Return what the final flush writes; None if it is unknown or the pieces lack some.
 
-        Where no gasp was given, it is the wish of one keeper that wrote all of it.
+        If no final flush was given, it is the pieces' own request, if one server writes all of it.
         """
         known = [layouts.get(piece.layout) for _, piece in sorted(self.pieces.items())]
         given = [layout.gasp for layout in known if layout is not None and layout.gasp is not None]
         if given:
             return given[0] if self._covers(given[0].ranges) else None
         if all(piece.persist is not None for piece in self.pieces.values()):
-            wish = self.persist()
-            return wish if wish.parts == 1 else None
+            request = self.persist()
+            return request if request.parts == 1 else None
         return None
 
 
-Given = tuple[HeldWords, list[int]]
+OpenSnapshot = tuple[SnapshotDescription, list[int]]
 
 
-def merged(held: Iterable[Given]) -> tuple[list[HeldWords], list[int]]:
-    """Return snapshots, newest first, and all their descriptors; of each there is one.
+def merged(held: Iterable[OpenSnapshot]) -> tuple[list[SnapshotDescription], list[int]]:
+    """Return one description per snapshot, newest first, and all their descriptors.
 
-    A node's own part and its copies of others' make one, which is the first's but for the pieces
-    and the random streams.
+    A node's own part and the replicas of other nodes' parts are joined. The common fields are the
+    first part's; pieces and random streams are those of all.
     """
-    found: dict[tuple[Key, str], Given] = {}
+    found: dict[tuple[Key, str], OpenSnapshot] = {}
     for words, descriptors in held:
         name = words.key, words.nonce
         own, before = found.get(name, (words, None))
@@ -172,18 +171,18 @@ def merged(held: Iterable[Given]) -> tuple[list[HeldWords], list[int]]:
 
 
 def packed_streams(streams: Mapping[int, bytes]) -> bytes:
-    """Return what workers have of their own, by local worker, as the content of one file."""
+    """Return the workers' streams, in the order of local ranks, as the content of one file."""
     return msgspec.msgpack.encode([each for _, each in sorted(streams.items())])
 
 
-def joined(wishes: list[PersistRequest]) -> PersistRequest:
-    """Return one wish with the ranges of all; ValueError where they contradict each other."""
-    first = wishes[0]
+def joined(requests: list[PersistRequest]) -> PersistRequest:
+    """Return one request with all ranges; raises ValueError if they contradict each other."""
+    first = requests[0]
     ranges: dict[Range, None] = {}
-    for wish in wishes:
-        if msgspec.structs.replace(wish, ranges=first.ranges) != first:
-            raise ValueError("the workers of this node wish for different checkpoints")
-        ranges |= dict.fromkeys(wish.ranges)
+    for request in requests:
+        if msgspec.structs.replace(request, ranges=first.ranges) != first:
+            raise ValueError("the workers of this node ask for different checkpoints")
+        ranges |= dict.fromkeys(request.ranges)
     names = [name for name, _, _ in ranges]
     if len(set(names)) != len(names):
         raise ValueError("the workers of this node put different ranges into one file")
@@ -191,9 +190,11 @@ def joined(wishes: list[PersistRequest]) -> PersistRequest:
 
 
 def check_where(persist: PersistRequest) -> None:
-    """Raise ValueError for a place that only the worker could find."""
+    """Raise ValueError for a path that only the worker could resolve."""
     if "://" not in persist.where and not persist.where.startswith("/"):
-        raise ValueError(f"{persist.where!r} is no absolute path: a keeper has a folder of its own")
+        raise ValueError(
+            f"{persist.where!r} is no absolute path; the snapshot server has its own current folder"
+        )
 
 
 def _files_of(layout: LayoutFiles | None) -> Mapping[str, bytes]:

@@ -1,9 +1,8 @@
-"""What is known of the bytes of a group's snapshots, so that none is given out that has changed.
+"""Digests of a group's snapshots, which detect a snapshot that changed after it was kept.
 
-The digest of the newest is taken when the host has nothing better to do, and compared before a
-snapshot is given out: a worker may write anywhere in its last moments. Owns no memory. All but
-`taken` are called under the lock of the shelf. How it fails: not at all; where digests cannot be
-taken, snapshots are given out unchecked.
+A dying worker may write anywhere. Therefore the newest snapshot is digested when the host is idle,
+and compared before it is given out. It owns no memory. All but `digest_and_close` run under the
+lock of the snapshot store. If digests cannot be computed, snapshots are given out unverified.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from elastane.snapshots.shared_memory import close_all
 from elastane.snapshots.writing import Source
 
 
-class Doubt(NamedTuple):
-    """A snapshot that is to be compared with the digests that were taken of it."""
+class Verification(NamedTuple):
+    """A snapshot that must be compared with its known digests."""
 
     name: Name
     known: tuple[str, ...]
-    since: int  # how many workers had ended
+    since: int  # How many workers had ended when the comparison began.
 
 
 class Digests:
-    """Of one shelf. `newest` is the snapshot that is given out first."""
+    """The digests of one snapshot store. `newest` is the snapshot that is given out first."""
 
     def __init__(self) -> None:
         self.newest: Name | None = None
@@ -36,48 +35,48 @@ class Digests:
         self._ended = 0
 
     def of(self, name: Name) -> tuple[str, ...] | None:
-        """Return the digests of each piece; None where they have not been taken."""
+        """Return the digests of a snapshot's pieces, or None if they were not computed."""
         return self._known.get(name)
 
     def is_checked(self, name: Name) -> bool:
-        """Whether it has passed since a worker ended."""
+        """Whether it was verified since the last worker ended."""
         return name in self._checked
 
     def add(self, name: Name, digests: tuple[str, ...]) -> None:
-        """Take in the digests of a snapshot."""
+        """Record the digests of a snapshot."""
         self._known[name] = digests
 
     def forget(self, name: Name) -> None:
-        """A snapshot is not there any more."""
+        """Remove a snapshot."""
         self._known.pop(name, None)
         self._checked.discard(name)
 
-    def ended(self) -> None:
-        """A worker is no more: what had passed may have been changed since."""
+    def worker_ended(self) -> None:
+        """Discard all verifications: the ended worker may have changed memory since."""
         self._ended += 1
         self._checked.clear()
 
-    def doubt(self) -> Doubt | None:
-        """Return the newest, where it is to be compared."""
+    def doubt(self) -> Verification | None:
+        """Return the newest snapshot if it must be compared."""
         name = self.newest
         known = self._known.get(name) if name is not None else None
         if name is None or known is None or name in self._checked:
             return None
-        return Doubt(name, known, self._ended)
+        return Verification(name, known, self._ended)
 
-    def passed(self, doubt: Doubt) -> None:
-        """It is as it was; where a worker has ended meanwhile, that says nothing."""
+    def passed(self, doubt: Verification) -> None:
+        """Record a verification, unless a worker ended meanwhile."""
         if doubt.since == self._ended:
             self._checked.add(doubt.name)
 
 
-def taken(
+def digest_and_close(
     sources: tuple[Source, ...], wanted: Callable[[], bool], threads: int = 1
 ) -> tuple[str, ...] | None:
-    """Return the digest of each source, which are closed; None where there are none to be had."""
+    """Return the digest of each source, and close the sources; None without a digest function."""
     try:
         return digests_of(sources, wanted, threads)
     except ElastaneError:
-        return None  # xxhash is not there: who writes is told so
+        return None  # xxhash is missing; the writer reports it.
     finally:
         close_all(source.slot for source in sources)

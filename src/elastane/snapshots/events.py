@@ -1,8 +1,8 @@
-"""What a keeper tells its agent for the event log: what became durable, what did not, what is back.
+"""Events that a snapshot server sends to its agent: saved, failed and restored checkpoints.
 
-Owns the messages and their pace: of checkpoints that follow each other closely the last is told,
-with their number; a failure is told where its reason is another one than before. Nobody waits for
-an agent that does not read: what finds no room is dropped.
+Owns the messages and their rate. Saves in close succession are reported as one event, with the last
+one and their number. A failure is reported if its reason differs from the one before. An agent that
+does not read blocks nothing: events that find no room in its socket are dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Words = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """A checkpoint is durable; `saves` are so many, of which this is the last. `reason`: why."""
+    """A checkpoint is durable: the last of `saves`. `reason` says why it was saved."""
 
     key: Key
     place: Where
@@ -34,7 +34,7 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class PersistFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """A snapshot was to become durable and did not; `place` is "" where none was said."""
+    """A snapshot did not become durable. `place` is "" if no place was given."""
 
     key: Key
     place: _Words
@@ -43,19 +43,19 @@ class PersistFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class RestoredEvent(msgspec.Struct, frozen=True, tag="restored"):
-    """The workers of this node go on from there: "memory", or a place. `why`, where it is known."""
+    """This node's workers were restored from `place`: "memory", or a path or URL."""
 
     key: Key
     place: _Words
     why: _Words = ""
 
 
-News = Saved | PersistFailed | RestoredEvent
-NEWS: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
+SnapshotEvent = Saved | PersistFailed | RestoredEvent
+SNAPSHOT_EVENTS: msgspec.msgpack.Decoder[SnapshotEvent] = msgspec.msgpack.Decoder(SnapshotEvent)
 
 
-class Reporter:
-    """Tells one agent, over its line; without one it tells nobody. From any thread."""
+class EventReporter:
+    """Sends events to one agent over its control socket; without one it drops them. Thread-safe."""
 
     def __init__(self, line: socket.socket | None) -> None:
         self._line = line
@@ -63,8 +63,8 @@ class Reporter:
         self._saved: Saved | None = None
         self._due_s = 0.0
 
-    def tell(self, news: News) -> None:
-        """Tell it now, or by `flush`."""
+    def report(self, news: SnapshotEvent) -> None:
+        """Send an event now; a save may wait for `flush`."""
         if not isinstance(news, Saved):
             self._send(news)
             return
@@ -74,7 +74,7 @@ class Reporter:
         self.flush()
 
     def flush(self, *, last: bool = False) -> None:
-        """Tell what has waited long enough, or all."""
+        """Send the waiting event if it is due; `last`: in any case."""
         now_s = time.monotonic()
         with self._lock:
             if self._saved is None or (now_s < self._due_s and not last):
@@ -84,11 +84,11 @@ class Reporter:
         self._send(news)
 
     def left_s(self) -> float | None:
-        """Return when `flush` is to be called; None: not yet known."""
+        """Return the seconds until `flush` is due, or None if nothing waits."""
         with self._lock:
             return max(0.0, self._due_s - time.monotonic()) if self._saved is not None else None
 
-    def _send(self, news: News) -> None:
+    def _send(self, news: SnapshotEvent) -> None:
         if self._line is not None:
             with contextlib.suppress(OSError):
                 self._line.send(encode(news), socket.MSG_DONTWAIT)

@@ -1,8 +1,8 @@
-"""The port at which snapshot servers of other nodes bring copies, and a thread for each of them.
+"""The port at which snapshot servers of other nodes deliver replicas, with a thread for each.
 
-Owns admission: the bound of connections that have not proved the job's secret, and the bound of
-copies that arrive at one time. It must not know what a copy is of. How it fails: a caller that does
-not prove itself, or sends garbage, is disconnected and reported once for each reason.
+Owns admission: the bound of connections that are not yet authenticated, and of replicas that arrive
+at one time. It knows nothing of their contents. How it fails: a caller that cannot authenticate, or
+sends garbage, is disconnected and logged once for each reason.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from elastane.protocol.limits import (
     KEEPER_UNPROVEN_MAX,
     UNPROVEN_TIMEOUT_S,
 )
-from elastane.snapshots.background import step_back
-from elastane.snapshots.peers import TO_RECEIVER, Neighbours, ReplicaOffer
+from elastane.snapshots.background import lower_priority
+from elastane.snapshots.peers import TO_RECEIVER, ReplicaOffer, ReplicationSettings
 
 if TYPE_CHECKING:
     from elastane.snapshots.connection import PeerConnection
@@ -36,24 +36,26 @@ _PAUSE_S = 0.05
 
 
 class SnapshotListener:
-    """Gives each offer of a proven caller to `take`. `about` may be changed while it is open."""
+    """Passes the offers of authenticated callers to `accept`. `about` may be set meanwhile."""
 
     def __init__(
-        self, about: Neighbours, take: Callable[[ReplicaOffer, PeerConnection[ToReceiver]], None]
+        self,
+        about: ReplicationSettings,
+        accept: Callable[[ReplicaOffer, PeerConnection[ToReceiver]], None],
     ) -> None:
         self.about = about
-        self._take = take
+        self._offered = accept
         self._proven = threading.Semaphore(KEEPER_CALLERS_MAX)
         self._lock = threading.Lock()
         self._unproven = Unproven[socket.socket](KEEPER_UNPROVEN_MAX, UNPROVEN_TIMEOUT_S)
         self._listener: socket.socket | None = None
-        self._told = ""
+        self._logged = ""
 
     def open(self) -> str:
-        """Listen where others reach this node; returns where, as HOST:PORT. Raises OSError."""
+        """Listen on this node's address; returns it as HOST:PORT. Raises OSError."""
         self._listener = bound(self.about.host, 0)
         self._listener.listen(KEEPER_BACKLOG)
-        threading.Thread(target=self._accept, name="keeper-door", daemon=True).start()
+        threading.Thread(target=self._accept, name="replica-listener", daemon=True).start()
         host = self.about.host
         return f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
 
@@ -62,12 +64,12 @@ class SnapshotListener:
         while True:
             try:
                 end, address = self._listener.accept()
-            except OSError:  # The caller has gone, or this process is out of descriptors for now.
+            except OSError:  # The caller is gone, or this process has no free descriptor for now.
                 time.sleep(_PAUSE_S)
                 continue
             self._make_room()
             try:
-                # TLS takes the socket over; by another descriptor it can still be shut down.
+                # TLS takes the socket over; this duplicate can still shut it down.
                 known = end.dup()
             except OSError:
                 end.close()
@@ -82,14 +84,14 @@ class SnapshotListener:
                 self._forget(known)
 
     def _make_room(self) -> None:
-        """Wait until one more may be unproven; the oldest is disconnected where it has to be."""
+        """Wait until one more unauthenticated caller fits; disconnect the oldest if necessary."""
         while True:
             with self._lock:
                 wait_s = self._unproven.wait_s(time.monotonic())
                 if not wait_s:
                     oldest = self._unproven.make_room()
                     if oldest is not None:
-                        with contextlib.suppress(OSError):  # It has gone by itself.
+                        with contextlib.suppress(OSError):  # It is closed already.
                             oldest.shutdown(socket.SHUT_RDWR)
                         oldest.close()
                     return
@@ -101,34 +103,34 @@ class SnapshotListener:
                 known.close()
 
     def _serve(self, end: socket.socket, known: socket.socket, host: str) -> None:
-        from elastane.snapshots.connection import answer, told
+        from elastane.snapshots.connection import answer, reason_of
 
-        step_back()
+        lower_priority()
         try:
             with contextlib.closing(answer(end, self.about, TO_RECEIVER)) as line:
                 self._forget(known)
-                self._hear(line)
+                self._receive(line)
         except (OSError, ElastaneError, ValueError) as error:
-            self._tell(f"no copy of a snapshot came from {host}: {told(error)}")
+            self._log_once(f"no replica of a snapshot came from {host}: {reason_of(error)}")
         except Exception:
-            _log.exception("a copy could not be taken, for a fault of the keeper's own")
+            _log.exception("a replica was not accepted, because of a bug in the snapshot server")
         finally:
             end.close()
             self._forget(known)
 
-    def _hear(self, line: PeerConnection[ToReceiver]) -> None:
-        """Take in what a proven caller has, if not too many do so already."""
+    def _receive(self, line: PeerConnection[ToReceiver]) -> None:
+        """Accept the offer of an authenticated caller, unless too many replicas are arriving."""
         if not self._proven.acquire(blocking=False):
-            raise ConnectionError(f"{KEEPER_CALLERS_MAX} other copies are arriving")
+            raise ConnectionError(f"{KEEPER_CALLERS_MAX} other replicas are arriving")
         try:
-            offer = line.hear()
+            offer = line.receive()
             if not isinstance(offer, ReplicaOffer):
-                raise ConnectionError("it offered nothing")
-            self._take(offer, line)
+                raise ConnectionError("it did not send an offer")
+            self._offered(offer, line)
         finally:
             self._proven.release()
 
-    def _tell(self, text: str) -> None:
-        if text != self._told:
-            self._told, slug = text, "snapshot-replicas"
+    def _log_once(self, text: str) -> None:
+        if text != self._logged:
+            self._logged, slug = text, "snapshot-replicas"
             _log.warning("%s [%s]", text, slug)

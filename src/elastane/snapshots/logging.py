@@ -1,8 +1,8 @@
-"""What a keeper says, on the stderr that it has from its agent or its worker.
+"""The log of a snapshot server, on the stderr that it inherited from its agent or worker.
 
-A thread of its own writes it, since whoever reads that stderr may have stopped reading: nobody
-waits for it, and lines that come when too many wait are dropped. `process.streams` does the same
-for an agent, at a price in memory that is half of a keeper's.
+A thread writes it, since the reader of that stderr may have stopped reading. Logging never blocks:
+lines beyond a bound are dropped. `process.streams` does the same for an agent, but would double the
+memory of a snapshot server.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _LINES_MAX = 256
 _PAUSE_S = 0.01
 
 
-class Saying(logging.Handler):
+class StderrHandler(logging.Handler):
     """Writes records as lines `elastane[keeper PID] text`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: queue.Queue[bytes] = queue.Queue(_LINES_MAX)
-        self._thread = threading.Thread(target=self._write, name="keeper-says", daemon=True)
+        self._thread = threading.Thread(target=self._write, name="snapshot-log", daemon=True)
 
     def start(self) -> None:
-        """Start to write."""
+        """Start the thread."""
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Have a record written."""
+        """Queue a record."""
         try:
             text = self.format(record).replace("\n", " | ")
-        except (TypeError, ValueError):  # a format string that does not fit its arguments
+        except (TypeError, ValueError):  # The format string does not fit its arguments.
             self.handleError(record)
             return
         line = f"elastane[keeper {os.getpid()}] {text}\n".encode(errors="replace")
@@ -43,7 +43,7 @@ class Saying(logging.Handler):
             self._lines.put_nowait(line)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all is written, so long at most."""
+        """Wait until every line is written, for at most `timeout_s`."""
         until_s = time.monotonic() + timeout_s
         while self._lines.unfinished_tasks and time.monotonic() < until_s:
             time.sleep(_PAUSE_S)
@@ -51,6 +51,6 @@ class Saying(logging.Handler):
     def _write(self) -> None:
         while True:
             line = self._lines.get()
-            with contextlib.suppress(OSError):  # nobody hears it
+            with contextlib.suppress(OSError):  # The reader is gone.
                 os.write(_STDERR, line)
             self._lines.task_done()

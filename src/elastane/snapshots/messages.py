@@ -1,8 +1,8 @@
-"""What workers and their keeper say to each other, and the values that cross between them.
+"""The messages between workers and their snapshot server, and the values in them.
 
-Owns the types and their bounds. A request has one answer, in the order of the requests. Nothing
-here is ever unpickled; what is no message of this version is a ValueError for the reader.
-Descriptors go beside an answer, in the order that it says.
+Owns the types and their bounds. Each request has one answer, in the order of the requests. Nothing
+is ever unpickled: a frame that is no message of this version raises ValueError in its reader.
+Descriptors follow an answer, in the order that it states.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from elastane.protocol.limits import (
 from elastane.protocol.unreadable import UNREADABLE
 from elastane.snapshots.rules.replicas import COPIES_MAX
 
-# Both sides refuse another: they may be of two installations.
+# Both sides refuse another version: they may come from two installations.
 VERSION = 5
-LAST_GASP = "last gasp"
-# The file of each part with the streams of its workers: a list of them, in msgpack.
+FINAL_FLUSH = "last gasp"
+# Each part's file with the streams of its workers: a list of them, in msgpack.
 STREAMS_FILE = "streams-{:05d}.msgpack"
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=CHECKPOINT_FILE_BYTES_MAX)]
@@ -44,12 +44,12 @@ Group = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class PersistRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The wish to have a snapshot written to storage, and this keeper's share in that.
+    """A request to write a snapshot to storage, and this server's part of it.
 
-    `where` is absolute, or a URL. `ranges` are (file, first, end): a range of the image, and the
-    file that begins with it. `small`: this keeper writes the small files too. `keep` is how many
-    checkpoints the writer of part 0 leaves; 0: all. `wait_s` is how long the other parts are
-    waited for.
+    `where` is an absolute path or a URL. `ranges` are (file, first, end): a range of the serialized
+    layout and the file that holds it. With `small` this server also writes the small files. `keep`
+    is how many checkpoints the writer of part 0 retains; 0 is all. `wait_s` bounds the wait for
+    the other parts.
     """
 
     where: Where
@@ -66,11 +66,11 @@ class PersistRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The wish to have another node's keeper hold a copy of what this node holds.
+    """A request to copy this node's part of a snapshot to the snapshot server of another node.
 
-    `door` is where that keeper is (HOST:PORT), "" where this save is not copied: one is still on
-    its way. `group` is that of its workers. `safe` is the nonce of the last save that all nodes
-    have copied, which is kept until there is a later one; "": it is the one of before.
+    `door` is that server's HOST:PORT; "" does not copy this save, since one is in transit. `group`
+    is the group of its workers. `safe` is the nonce of the last save that every node has
+    replicated: it is kept until there is a later one. "" means that it has not changed.
     """
 
     door: Door
@@ -79,13 +79,13 @@ class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker's slot now holds: bytes `first` to `end` of the image of a state.
+    """The content of a filled slot: bytes `first` to `end` of the serialized layout of a state.
 
-    This worker is `local` of the `locals` that keep the snapshot on this node. `files` are its
-    small files; all workers' are put together. `layout` names the files that `Keeper.layout` was
-    given before. `streams` is this worker's alone, and given back as it is. `replicated`: the
-    slots of this node hold the whole image; else `together` is the nonce of the last save that all
-    nodes have kept: it is held until there is a later one.
+    The worker is number `local` of the `locals` that keep this snapshot on this node. `files` are
+    its small files; the server joins those of all workers. `layout` is the digest of files that
+    `SnapshotClient.layout` gave before. `streams` belongs to this worker and is given back
+    unchanged. `replicated` means that the slots of this node hold the whole layout. Otherwise
+    `together` is the nonce of the last save that all nodes kept, held until there is a later one.
     """
 
     key: Key
@@ -105,7 +105,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SaveFailed(msgspec.Struct, frozen=True):
-    """A snapshot that was to become durable and did not."""
+    """A snapshot that did not become durable, and why."""
 
     key: Key
     reason: str
@@ -113,12 +113,12 @@ class SaveFailed(msgspec.Struct, frozen=True):
 
 
 class WriteProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How a keeper's writing stands.
+    """The status of a server's writes.
 
-    `writing` is under way, `waiting` comes next. `published` is the newest that this keeper knows
-    to be durable. `failures` are the last ones, the newest last. The time and the bytes are those
-    of the last that became durable. `copying`: a copy is on its way to another node; `copied` are
-    the nonces of those that it has, oldest first.
+    `writing` is being written, `waiting` is next. `published` is the newest checkpoint that this
+    server knows to be durable. `failures` are the last ones, newest last. `last_write_s` and
+    `last_write_bytes` belong to the last durable one. `copying`: a replica is in transit to another
+    node. `copied` are the nonces of the replicas there, oldest first.
     """
 
     writing: Key | None = None
@@ -132,33 +132,33 @@ class WriteProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is being written out, or waits for that."""
+        """Whether a snapshot is being written or waits for that."""
         return self.writing is not None or self.waiting is not None
 
     @property
     def failed(self) -> SaveFailed | None:
-        """Return the last that failed."""
+        """Return the last failure."""
         return self.failures[-1] if self.failures else None
 
     def failure_of(self, key: Key) -> SaveFailed | None:
-        """Return how the writing of `key` failed, if it did and nothing as new is durable."""
+        """Return the failure of writing `key`, unless it or a newer one is durable."""
         if self.published is not None and self.published >= key:
             return None
         return next((f for f in reversed(self.failures) if f.key == key), None)
 
 
 class HeldPiece(msgspec.Struct, frozen=True):
-    """Bytes `first` to `end` of the image, the beginning of a slot."""
+    """Bytes `first` to `end` of the serialized layout, at the beginning of a slot."""
 
     first: Size
     end: Size
 
 
-class HeldWords(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole snapshot in words; one descriptor for each piece comes beside it.
+class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """The description of a whole snapshot; one descriptor for each piece accompanies it.
 
-    `verified`: the pieces have the digests that were taken when it became whole. `gasp` is what is
-    to be written of it where nobody is left to ask.
+    `verified`: the pieces match the digests computed when the snapshot became whole. `gasp` is
+    what a final flush writes of it.
     """
 
     key: Key
@@ -176,23 +176,23 @@ class HeldWords(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first request. Workers of other groups share nothing with this one."""
+    """The first request. Workers of different groups share nothing."""
 
     version: int
     group: Group = ""
 
 
 class Slots(msgspec.Struct, frozen=True, tag="slots"):
-    """Have at least `count` slots of this size."""
+    """Asks for at least `count` slots of this size."""
 
     count: Annotated[int, msgspec.Meta(ge=1, le=KEEPER_SLOTS_MAX)]
     slot_bytes: Size
 
 
 class SlotGrant(msgspec.Struct, frozen=True, tag="grant"):
-    """Which slot is to be filled next? `overdue`: others' pieces were waited for long enough.
+    """Asks for the slot to fill next. `overdue`: the wait for others' pieces was long enough.
 
-    `together` is that of the `Snapshot` that will be in it.
+    `together` is the field of that name in the `Snapshot` that will fill the slot.
     """
 
     overdue: bool
@@ -200,7 +200,7 @@ class SlotGrant(msgspec.Struct, frozen=True, tag="grant"):
 
 
 class LayoutFiles(msgspec.Struct, frozen=True, tag="layout", forbid_unknown_fields=True):
-    """Files that snapshots refer to by `digest`, and what a last gasp of those writes."""
+    """Files that snapshots name by `digest`, and what the final flush of those writes."""
 
     digest: Label
     files: Files
@@ -208,31 +208,31 @@ class LayoutFiles(msgspec.Struct, frozen=True, tag="layout", forbid_unknown_fiel
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
-    """This slot, by its number among the worker's, is filled."""
+    """Reports that the slot of this number holds this snapshot."""
 
     slot: SlotNumber
     snapshot: Snapshot
 
 
 class WriteStatusQuery(msgspec.Struct, frozen=True, tag="ask"):
-    """How does the writing stand? `fence` is the round and attempt of who asks."""
+    """Asks for the status of writes. `fence` is the round and attempt of the worker."""
 
     fence: tuple[Count, Count] = (0, 0)
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Give me all whole snapshots, and leave them alone."""
+    """Asks for all whole snapshots, which stay unchanged until they are released."""
 
 
 class ReleaseSnapshot(msgspec.Struct, frozen=True, tag="release"):
-    """I have read this one."""
+    """Releases a snapshot that was read."""
 
     key: Key
     nonce: Nonce
 
 
-class WentOn(msgspec.Struct, frozen=True, tag="went-on"):
-    """The workers of this node were restored from there: from "memory", or a place."""
+class RestoreReport(msgspec.Struct, frozen=True, tag="went-on"):
+    """Reports that this node's workers were restored from "memory" or a place, and why."""
 
     key: Key
     place: Annotated[str, msgspec.Meta(max_length=4096)]
@@ -240,11 +240,11 @@ class WentOn(msgspec.Struct, frozen=True, tag="went-on"):
 
 
 class SnapshotWelcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """To `Hello`: who keeps, and whether it outlives the worker.
+    """Answers `Hello`. `id` names the server; `survives`: it outlives the worker.
 
-    Beside it comes the page of memory that says what `Stands` would (`snapshots.status_page`).
-    `door` is where it takes copies from other nodes' keepers; without a host where only the
-    workers know by which address others reach this node, "" where it takes none.
+    Its descriptor is the status page (`snapshots.status_page`). `door` is where the server accepts
+    replicas from other nodes: without a host if only the workers know this node's address, "" if it
+    accepts none.
     """
 
     version: int
@@ -253,36 +253,36 @@ class SnapshotWelcome(msgspec.Struct, frozen=True, tag="welcome"):
     door: Door = ""
 
 
-class HasSlots(msgspec.Struct, frozen=True, tag="slots"):
-    """To `Slots`: the numbers of all of them; their descriptors come beside it, in this order."""
+class SlotNumbers(msgspec.Struct, frozen=True, tag="slots"):
+    """Answers `Slots` with the numbers of all of them; descriptors follow in this order."""
 
     slots: tuple[SlotNumber, ...]
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """To `SlotGrant`, and to `Keep`: the slot to fill next; None: there is none yet."""
+    """Answers `SlotGrant` and `Keep` with the slot to fill next, or None if there is none yet."""
 
     slot: SlotNumber | None
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """To what needs no other answer."""
+    """Answers a request that needs no other answer."""
 
 
-class Stands(msgspec.Struct, frozen=True, tag="stands"):
-    """To `WriteStatusQuery`."""
+class WriteStatus(msgspec.Struct, frozen=True, tag="stands"):
+    """Answers `WriteStatusQuery`."""
 
     progress: WriteProgress
 
 
-class Given(msgspec.Struct, frozen=True, tag="given"):
-    """To `Read`: newest first; the pieces' descriptors come beside it, in this order."""
+class HeldSnapshots(msgspec.Struct, frozen=True, tag="given"):
+    """Answers `Read`, newest first; the pieces' descriptors follow in this order."""
 
-    held: tuple[HeldWords, ...]
+    held: tuple[SnapshotDescription, ...]
 
 
 class SnapshotRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """To anything: it was not done. `errno` is the world's fault, 0: the request's own."""
+    """Refuses a request. `errno` is the system's error, or 0 if the request was wrong."""
 
     errno: int
     reason: str
@@ -297,16 +297,18 @@ Request = (
     | WriteStatusQuery
     | Read
     | ReleaseSnapshot
-    | WentOn
+    | RestoreReport
 )
-Answer = SnapshotWelcome | HasSlots | Granted | Done | Stands | Given | SnapshotRefused
+Answer = (
+    SnapshotWelcome | SlotNumbers | Granted | Done | WriteStatus | HeldSnapshots | SnapshotRefused
+)
 encode = msgspec.msgpack.Encoder().encode
 _request = msgspec.msgpack.Decoder(Request).decode
 _answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def request_of(frame: bytes) -> Request:
-    """Return what a worker asks, which may be anything; raises ValueError."""
+    """Decode a worker's request; raises ValueError."""
     try:
         request: Request = _request(frame)
     except UNREADABLE as error:
@@ -315,7 +317,7 @@ def request_of(frame: bytes) -> Request:
 
 
 def answer_of(frame: bytes) -> Answer:
-    """Return what a keeper answers; raises ValueError."""
+    """Decode a server's answer; raises ValueError."""
     try:
         answer: Answer = _answer(frame)
     except UNREADABLE as error:

@@ -1,8 +1,8 @@
-"""What the keepers of two nodes say to each other, and what an agent says to its own.
+"""The messages between the snapshot servers of two nodes, and from an agent to its own.
 
-Owns the types and their bounds. Who has a copy for another connects to it; each connection is for
-one copy: Offer, then Taken or Declined; the words and the pieces as they are, then Proof; then
-Stored or Declined. What is no message of these ends the connection.
+Owns the types and their bounds. A server connects to the one that is to hold its replica, once for
+each replica. It sends an offer, which is taken or declined; then the description, the pieces as raw
+memory, and a proof. The answer is stored or declined. Any other message ends the connection.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import msgspec
 
 from elastane.protocol.checkpoints import Key, Nonce, Text
 from elastane.protocol.limits import KEEPER_FRAME_BYTES_MAX, LOCAL_WORLD_SIZE_MAX
-from elastane.snapshots.messages import Door, Group, HeldWords, Size
+from elastane.snapshots.messages import Door, Group, Size, SnapshotDescription
 
 _Several = msgspec.Meta(max_length=LOCAL_WORLD_SIZE_MAX)
 _SECRETS_MAX = 2
 
 
 class ReplicaOffer(msgspec.Struct, frozen=True, tag="offer"):
-    """A node's part of a snapshot, of the keeper `origin`, for the workers of `group`.
+    """A node's part of a snapshot, from the server `origin`, for the workers of `group`.
 
-    What follows is `words_bytes` of packed HeldWords, and the pieces, of these sizes. `safe` is the
-    nonce of what is to stay; all else that was copied before makes room.
+    `words_bytes` of a packed SnapshotDescription follow, and pieces of these sizes. `safe` is the
+    nonce of the save that must stay; every other replica may be removed for this one.
     """
 
     origin: Text
@@ -36,31 +36,31 @@ class ReplicaOffer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class PeerProof(msgspec.Struct, frozen=True, tag="proof"):
-    """The digests of what was sent: of the words, and of each piece."""
+    """The digests of what was sent: of the description, and of each piece."""
 
     digests: Annotated[tuple[str, ...], msgspec.Meta(max_length=LOCAL_WORLD_SIZE_MAX + 1)]
 
 
 class ReplicaTaken(msgspec.Struct, frozen=True, tag="taken"):
-    """To `ReplicaOffer`: there is room, send it."""
+    """Accepts a `ReplicaOffer`: send it."""
 
 
 class ReplicaStored(msgspec.Struct, frozen=True, tag="stored"):
-    """To `PeerProof`: it is here, as it was sent."""
+    """Answers `PeerProof`: the replica is stored, and matches its digests."""
 
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
-    """To anything: why not."""
+    """Refuses an offer or a replica, and says why."""
 
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
-class Neighbours(msgspec.Struct, frozen=True, tag="neighbours"):
-    """An agent's word to its keeper: copies go to other nodes and come from them.
+class ReplicationSettings(msgspec.Struct, frozen=True, tag="neighbours"):
+    """Tells a snapshot server to replicate to other nodes and to accept their replicas.
 
-    `secrets` are made from the job's, which a keeper does not know; the first is this node's, the
-    others count as well. `host` is how others reach this node, "" where that is not known. TLS
-    files are those of the agent, or none.
+    `secrets` are derived from the job's secret, which the server does not know. This node uses the
+    first; callers may use any. `host` is this node's address for others, "" if it is unknown. `tls`
+    are the agent's certificate, key and CA files, or empty.
     """
 
     job: Text
@@ -73,13 +73,13 @@ class Neighbours(msgspec.Struct, frozen=True, tag="neighbours"):
 
 
 class AgentLeave(msgspec.Struct, frozen=True, tag="leave"):
-    """An agent's last word to its keeper."""
+    """Tells a snapshot server that its agent leaves."""
 
 
 ToReceiver = ReplicaOffer | PeerProof
 ToSender = ReplicaTaken | ReplicaStored | Declined
-FromAgent = Neighbours | AgentLeave
+FromAgent = ReplicationSettings | AgentLeave
 TO_RECEIVER: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
 TO_SENDER: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
-WORDS: msgspec.msgpack.Decoder[HeldWords] = msgspec.msgpack.Decoder(HeldWords)
+WORDS: msgspec.msgpack.Decoder[SnapshotDescription] = msgspec.msgpack.Decoder(SnapshotDescription)

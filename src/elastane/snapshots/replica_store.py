@@ -1,8 +1,9 @@
-"""What a keeper holds for the keeper of another node: copies of its part of snapshots.
+"""Replicas that a snapshot server holds for another node: copies of its part of snapshots.
 
-Owns their memory, of which there is as much as two copies take, and their way in. A copy is here
-only when its digests are those of what was sent. Nobody but this process can write to it: workers
-get descriptors to read. How it fails: what does not come is nothing, and the caller is told why.
+Owns their memory, at most that of two replicas, and their arrival. A replica is stored only if its
+digests match those of the sender. Only this process can write to it; workers get read-only
+descriptors. How it fails: a replica that does not arrive is not stored, and the sender gets a
+reason.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.snapshots.messages import HeldWords
+from elastane.snapshots.messages import SnapshotDescription
 from elastane.snapshots.peers import (
     WORDS,
     Declined,
@@ -27,7 +28,7 @@ from elastane.snapshots.peers import (
     ReplicaTaken,
     ToReceiver,
 )
-from elastane.snapshots.rules.replicas import Copy, Incoming
+from elastane.snapshots.rules.replicas import IncomingReplicas, ReplicaName
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.shared_memory import make_slot
 
@@ -39,7 +40,7 @@ _log = logging.getLogger("elastane.snapshots")
 
 @dataclass(frozen=True)
 class ReplicaPiece:
-    """One piece of a copy: its memory, and how much of it."""
+    """The memory of one piece of a replica, and its size."""
 
     slot: int
     size_bytes: int
@@ -47,25 +48,25 @@ class ReplicaPiece:
 
 @dataclass
 class _Held:
-    words: HeldWords
+    words: SnapshotDescription
     pieces: list[ReplicaPiece]
-    is_given: bool = False  # somebody may be reading it: its memory is not used again
+    is_given: bool = False  # A worker may be reading it: its memory is not used again.
 
 
-class Neighbour:
-    """For one group of workers."""
+class ReplicaStore:
+    """The replicas for one group of workers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._books = Incoming()
-        self._copies: dict[Copy, _Held] = {}
+        self._table = IncomingReplicas()
+        self._copies: dict[ReplicaName, _Held] = {}
         self._spare: list[ReplicaPiece] = []
-        self._told = ""
+        self._logged = ""
 
-    def given(self, only: Name | None = None) -> list[tuple[HeldWords, list[int]]]:
-        """Return all that is held, or `only` of one save, with new descriptors to read it from.
+    def given(self, only: Name | None = None) -> list[tuple[SnapshotDescription, list[int]]]:
+        """Return all replicas, or those of save `only`, each with new descriptors to read.
 
-        Nothing where this process has no descriptors left.
+        The result is empty if this process has no free descriptors.
         """
         with self._lock, contextlib.ExitStack() as opened:
             found = []
@@ -78,66 +79,66 @@ class Neighbour:
                     try:
                         descriptors.append(_to_read(piece.slot))
                     except OSError as error:
-                        self._tell(f"what is held for a neighbour is not given out: {error}")
+                        self._log_once(f"replicas of another node are not given out: {error}")
                         return []
                     opened.callback(os.close, descriptors[-1])
                 found.append((held.words, descriptors))
             opened.pop_all()
             return found
 
-    def over(self) -> None:
-        """Let go of all: nobody needs it any more."""
+    def clear(self) -> None:
+        """Free all replicas, which no node needs any more."""
         with self._lock:
-            self._books.over()
-            self._settle()
-            self._let_go()
+            self._table.clear()
+            self._recycle()
+            self._free_spare()
 
-    def take(self, offer: ReplicaOffer, line: PeerConnection[ToReceiver]) -> None:
-        """Take in a copy, if it is wanted; OSError where it does not come."""
-        copy = Copy(offer.origin, Name(offer.key, offer.nonce))
+    def accept(self, offer: ReplicaOffer, line: PeerConnection[ToReceiver]) -> None:
+        """Store an offered replica if it is wanted; raises OSError if it does not arrive."""
+        copy = ReplicaName(offer.origin, Name(offer.key, offer.nonce))
         with self._lock:
-            reason = self._books.offered(copy, offer.safe)
-            self._settle()
+            reason = self._table.offered(copy, offer.safe)
+            self._recycle()
         if reason:
-            line.say(Declined(reason))
+            line.send(Declined(reason))
             return
         pieces: list[ReplicaPiece] = []
         try:
             self._make_room(offer.sizes, pieces)
-            self._arrive(copy, offer, line, pieces)
+            self._receive(copy, offer, line, pieces)
         except BaseException as error:
             with self._lock:
-                self._books.failed(copy)
+                self._table.failed(copy)
                 _close(pieces)
             if not isinstance(error, MemoryError):
                 raise
-            self._tell(f"copies for a neighbour are not kept here: {error}")
-            line.say(Declined(str(error)))
+            self._log_once(f"replicas of another node are not stored here: {error}")
+            line.send(Declined(str(error)))
         else:
-            self._told = ""
-            line.say(ReplicaStored())
+            self._logged = ""
+            line.send(ReplicaStored())
 
-    def _arrive(
+    def _receive(
         self,
-        copy: Copy,
+        copy: ReplicaName,
         offer: ReplicaOffer,
         line: PeerConnection[ToReceiver],
         pieces: list[ReplicaPiece],
     ) -> None:
-        line.say(ReplicaTaken())
+        line.send(ReplicaTaken())
         packed = bytearray(offer.words_bytes)
-        digests = [line.take_into(memoryview(packed))]
+        digests = [line.receive_into(memoryview(packed))]
         for piece in pieces:
             with _filled(piece) as view:
-                digests.append(line.take_into(view))
-        words = _words(packed, offer, line.hear(), digests)
+                digests.append(line.receive_into(view))
+        words = _words(packed, offer, line.receive(), digests)
         with self._lock:
-            if not self._books.arrived(copy):
-                raise ConnectionError("another copy took its place")
+            if not self._table.arrived(copy):
+                raise ConnectionError("another replica took its place")
             self._copies[copy] = _Held(words, pieces)
 
     def _make_room(self, sizes: Sequence[int], pieces: list[ReplicaPiece]) -> None:
-        """Find memory for pieces of these sizes: that of copies that went, else new."""
+        """Find memory for pieces of these sizes: that of removed replicas, else new."""
         with self._lock:
             spare = self._spare
             for size in sizes:
@@ -145,7 +146,7 @@ class Neighbour:
                 if fits is not None:
                     spare.remove(fits)
                 pieces.append(fits or ReplicaPiece(-1, size))
-            self._let_go()
+            self._free_spare()
         for number, piece in enumerate(pieces):
             if piece.slot < 0:
                 try:
@@ -153,45 +154,45 @@ class Neighbour:
                 except OSError as error:
                     raise MemoryError(error.strerror or str(error)) from error
 
-    def _settle(self) -> None:
-        """Take back the memory of what the books do not hold any more; the lock is held."""
+    def _recycle(self) -> None:
+        """Keep the memory of removed replicas for the next one; the caller holds the lock."""
         for copy in [*self._copies]:
-            if copy not in self._books.held:
+            if copy not in self._table.held:
                 held = self._copies.pop(copy)
                 if held.is_given:
                     _close(held.pieces)
                 else:
                     self._spare += held.pieces
 
-    def _let_go(self) -> None:
-        """Give back the memory that nothing fits; the lock is held."""
+    def _free_spare(self) -> None:
+        """Free memory that fits no piece; the caller holds the lock."""
         _close(self._spare)
         self._spare = []
 
-    def _tell(self, text: str) -> None:
-        if text != self._told:
-            self._told, slug = text, "snapshot-replicas"
+    def _log_once(self, text: str) -> None:
+        if text != self._logged:
+            self._logged, slug = text, "snapshot-replicas"
             _log.warning("%s [%s]", text, slug)
 
 
 def _words(
     packed: bytearray, offer: ReplicaOffer, proof: ToReceiver, digests: Sequence[str]
-) -> HeldWords:
+) -> SnapshotDescription:
     if not isinstance(proof, PeerProof) or list(proof.digests) != list(digests):
-        raise ConnectionError("a copy did not arrive as it was sent")
+        raise ConnectionError("a replica did not arrive as it was sent")
     try:
         words = WORDS.decode(packed)
     except UNREADABLE as error:
-        raise ConnectionError(f"a copy without readable words: {error}") from error
+        raise ConnectionError(f"a replica without a readable description: {error}") from error
     sizes = [piece.end - piece.first for piece in words.pieces]
     if (words.key, words.nonce, sizes) != (offer.key, offer.nonce, list(offer.sizes)):
-        raise ConnectionError("a copy of another snapshot than was offered")
+        raise ConnectionError("a replica of another snapshot than was offered")
     return words
 
 
 @contextlib.contextmanager
 def _filled(piece: ReplicaPiece) -> Iterator[memoryview]:
-    """Map a piece, to be filled."""
+    """Map a piece for writing."""
     if not piece.size_bytes:
         yield memoryview(b"")
         return
@@ -200,7 +201,7 @@ def _filled(piece: ReplicaPiece) -> Iterator[memoryview]:
         with memoryview(memory) as view:
             yield view
     finally:
-        with contextlib.suppress(BufferError):  # A trace may hold a part of it.
+        with contextlib.suppress(BufferError):  # A traceback may hold a view.
             memory.close()
 
 

@@ -1,7 +1,7 @@
-"""The way of a copy to another node's keeper: one at a time, in a thread that steps back.
+"""Sends a snapshot to the snapshot server of another node: one at a time, in a low-priority thread.
 
-Nothing waits for it. How it fails: the copy does not come, which is told once for each reason;
-the next save that is copied tries anew.
+Nothing waits for it. How it fails: the replica does not arrive, which is logged once for each
+reason; the next replicated save tries again.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elastane.errors import ElastaneError
-from elastane.snapshots.background import step_back
-from elastane.snapshots.messages import HeldWords, Replica, encode
+from elastane.snapshots.background import lower_priority
+from elastane.snapshots.messages import Replica, SnapshotDescription, encode
 from elastane.snapshots.peers import (
     TO_SENDER,
     Declined,
-    Neighbours,
     PeerProof,
     ReplicaOffer,
     ReplicaStored,
     ReplicaTaken,
+    ReplicationSettings,
 )
-from elastane.snapshots.rules.replicas import Outgoing
+from elastane.snapshots.rules.replicas import OutgoingReplicas
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.shared_memory import close_all, viewed
 from elastane.snapshots.writing import Source
@@ -37,122 +37,125 @@ _log = logging.getLogger("elastane.snapshots")
 
 
 @dataclass(frozen=True)
-class Errand:
-    """A copy of what these sources hold; `known` are their digests, where they were taken.
+class ReplicaTransfer:
+    """A replica to send. `known` are the digests of `sources`, if they were computed.
 
-    The descriptors of the sources are closed when it has ended.
+    Its owner closes the descriptors of `sources` when the transfer has ended.
     """
 
     name: Name
     replica: Replica
-    words: HeldWords
+    words: SnapshotDescription
     sources: tuple[Source, ...]
     known: tuple[str, ...] | None
 
 
-class Courier:
-    """One shelf's, under whose lock it and its books are; `neighbours` says how to reach others.
+class Replicator:
+    """The replicator of one snapshot store, under whose lock it and its `table` are.
 
-    `ended` is called from its thread: whether a copy has come.
+    `neighbours` returns the replication settings, None without replication. `ended` is called from
+    its thread, with whether the replica has arrived.
     """
 
     def __init__(
         self,
         origin: str,
-        neighbours: Callable[[], Neighbours | None],
+        neighbours: Callable[[], ReplicationSettings | None],
         ended: Callable[[Name, bool], None],
     ) -> None:
         self._origin, self._neighbours, self._ended = origin, neighbours, ended
-        self._told = ""
-        self.books = Outgoing()
+        self._logged = ""
+        self.table = OutgoingReplicas()
 
     @property
     def copied(self) -> tuple[str, ...]:
-        """Return the nonces of what the peer has, oldest first."""
-        return tuple(name.nonce for name in self.books.there)
+        """Return the nonces of the replicas at the peer, oldest first."""
+        return tuple(name.nonce for name in self.table.there)
 
-    def over(self) -> None:
-        """A snapshot is whole of which no copies are wanted."""
-        self.books.over()
+    def stop(self) -> None:
+        """Stop keeping snapshots for replication: a save without replicas is whole."""
+        self.table.stop()
 
     def begin(
         self,
         name: Name,
         replica: Replica,
         held: Collection[Name],
-        errand: Callable[[Name, Replica], Errand],
+        make: Callable[[Name, Replica], ReplicaTransfer],
     ) -> None:
-        """Bring a copy of a whole snapshot, in a thread of its own; `errand` makes its content.
+        """Send a replica of a whole snapshot, in a thread; `make` prepares the transfer.
 
-        Not where the wish is not to copy this one.
+        It sends nothing if the request names no peer.
         """
         about, sources = self._neighbours(), tuple[Source, ...]()
-        self.books.hear(replica.safe)
-        if about is None or not replica.door or not self.books.whole(name, held, replica.door):
+        self.table.set_safe(replica.safe)
+        if about is None or not replica.door or not self.table.begin(name, held, replica.door):
             return
         try:
-            made = errand(name, replica)
+            made = make(name, replica)
             sources = made.sources
-            work = threading.Thread(target=self._bring, args=(made, about), daemon=True)
+            work = threading.Thread(target=self._run, args=(made, about), daemon=True)
             work.start()
         except (OSError, RuntimeError) as error:
             close_all(source.slot for source in sources)
-            self.books.ended(name, arrived=False)
-            _log.warning("the snapshot of step %d is not copied: %s", name.key.step, error)
+            self.table.ended(name, arrived=False)
+            _log.warning("the snapshot of step %d is not replicated: %s", name.key.step, error)
 
-    def _bring(self, errand: Errand, about: Neighbours) -> None:
-        from elastane.snapshots.connection import dial, told
+    def _run(self, errand: ReplicaTransfer, about: ReplicationSettings) -> None:
+        from elastane.snapshots.connection import dial, reason_of
 
-        step_back()
+        lower_priority()
         reason = ""
         try:
             line = dial(errand.replica.door, about, TO_SENDER)
             try:
-                self._pass(errand, line)
+                self._send(errand, line)
             finally:
                 line.close()
         except (OSError, ElastaneError, ValueError) as error:
-            reason = told(error)
+            reason = reason_of(error)
         except Exception as error:
-            _log.exception("a snapshot could not be copied, for a fault of the keeper's own")
+            _log.exception("a snapshot was not replicated, because of a bug in the snapshot server")
             reason = repr(error)
         finally:
             close_all(source.slot for source in errand.sources)
-        self._tell(errand, reason)
+        self._log_once(errand, reason)
         self._ended(errand.name, not reason)
 
-    def _pass(self, errand: Errand, line: PeerConnection[ToSender]) -> None:
+    def _send(self, errand: ReplicaTransfer, line: PeerConnection[ToSender]) -> None:
         words = encode(errand.words)
         offer = ReplicaOffer(
             origin=self._origin,
             group=errand.replica.group,
             key=errand.name.key,
             nonce=errand.name.nonce,
-            safe=self.books.safe,
+            safe=self.table.safe,
             words_bytes=len(words),
             sizes=tuple(source.end - source.first for source in errand.sources),
         )
-        line.say(offer)
-        _insist(line.hear(), ReplicaTaken)
-        digests = [line.put(memoryview(words))]
+        line.send(offer)
+        _expect(line.receive(), ReplicaTaken)
+        digests = [line.send_bytes(memoryview(words))]
         for source in errand.sources:
             with viewed(source.slot, source.end - source.first) as view:
-                digests.append(line.put(view))
+                digests.append(line.send_bytes(view))
         if errand.known is not None and list(errand.known) != digests[1:]:
             raise ConnectionError("the snapshot changed in memory after it was kept")
-        line.say(PeerProof(tuple(digests)))
-        _insist(line.hear(), ReplicaStored)
+        line.send(PeerProof(tuple(digests)))
+        _expect(line.receive(), ReplicaStored)
 
-    def _tell(self, errand: Errand, reason: str) -> None:
-        if reason and reason != self._told:
-            line = "no copy of the snapshot of step %d came to the keeper at %s: %s [%s]"
+    def _log_once(self, errand: ReplicaTransfer, reason: str) -> None:
+        if reason and reason != self._logged:
+            text = (
+                "no replica of the snapshot of step %d came to the snapshot server at %s: %s [%s]"
+            )
             slug = "snapshot-replicas"
-            _log.warning(line, errand.name.key.step, errand.replica.door, reason, slug)
-        self._told = reason
+            _log.warning(text, errand.name.key.step, errand.replica.door, reason, slug)
+        self._logged = reason
 
 
-def _insist(said: ToSender, kind: type[ReplicaTaken] | type[ReplicaStored]) -> None:
-    if isinstance(said, Declined):
-        raise ConnectionError(f"it does not take it: {said.reason}")
-    if not isinstance(said, kind):
-        raise ConnectionError(f"it answered {type(said).__name__}")
+def _expect(answer: ToSender, kind: type[ReplicaTaken] | type[ReplicaStored]) -> None:
+    if isinstance(answer, Declined):
+        raise ConnectionError(f"it declined the replica: {answer.reason}")
+    if not isinstance(answer, kind):
+        raise ConnectionError(f"it answered {type(answer).__name__}")

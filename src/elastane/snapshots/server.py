@@ -1,8 +1,8 @@
-"""The keeper's side of its workers' connections: a thread for each, which mostly sleeps.
+"""The server side of the workers' connections, with one thread for each.
 
-Owns who is there. A worker is gone when its connection ends or its process does, whichever is
-first: a process that it forked may hold the connection open. Whatever a worker sends that makes no
-sense ends its own connection and nothing else.
+Owns the set of connected workers. A worker is gone when its connection ends or its process dies,
+whichever is first, because a process that it forked may keep the connection open. How it fails: a
+wrong request ends the connection of its sender and nothing else.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from elastane.protocol.limits import (
 )
 from elastane.snapshots import messages
 from elastane.snapshots.channel import SnapshotChannel
-from elastane.snapshots.events import News, RestoredEvent
+from elastane.snapshots.events import RestoredEvent, SnapshotEvent
 from elastane.snapshots.listener import SnapshotListener
-from elastane.snapshots.peers import Neighbours, ReplicaOffer, ToReceiver
+from elastane.snapshots.peers import ReplicaOffer, ReplicationSettings, ToReceiver
 from elastane.snapshots.rules.snapshots import Name
-from elastane.snapshots.store import Shelf
+from elastane.snapshots.store import SnapshotStore
 
 if TYPE_CHECKING:
     from elastane.snapshots.connection import PeerConnection
@@ -41,66 +41,63 @@ _Answer = tuple[messages.Answer, Sequence[int]]
 
 
 class SnapshotServer:
-    """Answers workers, each from the shelf of its group. `wake`: something has ended."""
+    """Answers each worker from the store of its group. `wake` is called when a connection ends."""
 
     def __init__(
-        self, wake: Callable[[], None], tell: Callable[[News], None], *, survives: bool
+        self, wake: Callable[[], None], report: Callable[[SnapshotEvent], None], *, survives: bool
     ) -> None:
-        self.id = os.urandom(8).hex()  # Not of `secrets`, which costs 5 MB of OpenSSL.
-        self._wake, self._tell, self._survives = wake, tell, survives
+        self.id = os.urandom(8).hex()  # Not from `secrets`, which loads 5 MB of OpenSSL.
+        self._wake, self._report, self._survives = wake, report, survives
         self._lock = threading.Lock()
-        self._shelves: dict[str, Shelf] = {}
-        self._here: set[int] = set()
+        self._stores: dict[str, SnapshotStore] = {}
+        self._connected: set[int] = set()
         self._numbered = 0
-        self._door: SnapshotListener | None = None
-        self._at = ""  # where the door is
+        self._listener: SnapshotListener | None = None
+        self._door = ""  # The listener's address.
 
-    def meet(self, about: Neighbours) -> None:
-        """Take copies from other nodes' keepers from now on, and bring them copies."""
-        if self._door is not None:
-            self._door.about = about
+    def replicate(self, about: ReplicationSettings) -> None:
+        """Start to replicate: listen for other nodes' replicas, and send this node's."""
+        if self._listener is not None:
+            self._listener.about = about
             return
-        door = SnapshotListener(about, self._take_copy)
+        listener = SnapshotListener(about, self._accept_replica)
         try:
-            self._at = door.open()
+            self._door = listener.open()
         except OSError as error:
-            line, slug = (
-                "no copies of snapshots go to other nodes: no port: %s [%s]",
-                "snapshot-replicas",
-            )
-            _log.error(line, error, slug)
+            text = "snapshots are not replicated to other nodes: no port: %s [%s]"
+            _log.error(text, error, "snapshot-replicas")
             return
-        self._door = door
+        self._listener = listener
 
-    def _neighbours(self) -> Neighbours | None:
-        return self._door.about if self._door is not None else None
+    def _neighbours(self) -> ReplicationSettings | None:
+        return self._listener.about if self._listener is not None else None
 
-    def _take_copy(self, offer: ReplicaOffer, line: PeerConnection[ToReceiver]) -> None:
-        self._shelf(offer.group).neighbour.take(offer, line)
+    def _accept_replica(self, offer: ReplicaOffer, line: PeerConnection[ToReceiver]) -> None:
+        self._store(offer.group).replicas.accept(offer, line)
 
     @property
     def workers(self) -> int:
-        """How many workers are there."""
+        """Return the number of connected workers."""
         with self._lock:
-            return len(self._here)
+            return len(self._connected)
 
     @property
-    def shelves(self) -> list[Shelf]:
-        """Return what is held, of all groups."""
+    def stores(self) -> list[SnapshotStore]:
+        """Return the snapshot stores of all groups."""
         with self._lock:
-            return [*self._shelves.values()]
+            return [*self._stores.values()]
 
-    def take(self, end: socket.socket) -> None:
-        """Serve a connection, in a thread of its own; one of another user's is closed."""
+    def serve(self, end: socket.socket) -> None:
+        """Serve a connection in a new thread; closes a connection of another user."""
         pid, uid, _ = _CREDENTIALS.unpack(
             end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
         with self._lock:
             self._numbered += 1
             number = self._numbered
-            refused = uid != os.getuid() or len(self._here) >= KEEPER_CONNECTIONS_MAX
+            refused = uid != os.getuid() or len(self._connected) >= KEEPER_CONNECTIONS_MAX
             if not refused:
-                self._here.add(number)
+                self._connected.add(number)
         if refused:
             end.close()
             return
@@ -114,12 +111,12 @@ class SnapshotServer:
     def _serve(self, number: int, end: socket.socket, pid: int) -> None:
         ends = _watch(pid)
         channel = SnapshotChannel(end, ends)
-        shelf = None
+        store = None
         try:
-            shelf = self._welcomed(number, channel)
+            store = self._welcome(number, channel)
             while True:
                 request = messages.request_of(channel.receive(KEEPER_FRAME_BYTES_MAX, None))
-                answer, descriptors = _answer(shelf, number, request)
+                answer, descriptors = _answer(store, number, request)
                 try:
                     channel.send(messages.encode(answer), descriptors)
                 finally:
@@ -128,102 +125,102 @@ class SnapshotServer:
         except (EOFError, OSError):
             _log.debug("worker %d (pid %d) is gone", number, pid)
         except ValueError as error:
-            _log.error("worker %d (pid %d) is not listened to any more: %s", number, pid, error)
+            _log.error("worker %d (pid %d) is disconnected: %s", number, pid, error)
         finally:
             channel.close()
-            if shelf is not None and ends >= 0 and shelf.reads(number):
-                # Its tensors may lie in what it has not released, and its line alone have ended.
+            if store is not None and ends >= 0 and store.reads(number):
+                # Its tensors may lie in snapshots that it reads, though its connection ended.
                 poll = select.poll()
                 poll.register(ends, select.POLLIN)
                 poll.poll()
             if ends >= 0:
                 os.close(ends)
-            if shelf is not None:
-                shelf.gone(number)
+            if store is not None:
+                store.gone(number)
             self._forget(number)
-        if shelf is not None:
-            with contextlib.suppress(OSError):  # Who asks for it is told then.
-                shelf.check_ahead()
+        if store is not None:
+            with contextlib.suppress(OSError):  # The next reader gets the error.
+                store.check_ahead()
 
-    def _welcomed(self, number: int, channel: SnapshotChannel) -> Shelf:
-        """Hear a worker's first words, and let it in."""
+    def _welcome(self, number: int, channel: SnapshotChannel) -> SnapshotStore:
+        """Receive a worker's first message, and admit it to its group."""
         hello = messages.request_of(channel.receive(KEEPER_HELLO_BYTES_MAX, KEEPER_STALL_S))
         if not isinstance(hello, messages.Hello):
-            raise ValueError("it did not say hello")
-        shelf = self._shelf(hello.group)
-        shelf.came(number)
+            raise ValueError("its first message was no hello")
+        store = self._store(hello.group)
+        store.joined(number)
         try:
-            answer = messages.SnapshotWelcome(messages.VERSION, self.id, self._survives, self._at)
-            page = shelf.standing.page.descriptor()
+            answer = messages.SnapshotWelcome(messages.VERSION, self.id, self._survives, self._door)
+            page = store.status.page.descriptor()
             try:
                 channel.send(messages.encode(answer), [page])
             finally:
                 os.close(page)
         except BaseException:
-            shelf.gone(number)
+            store.gone(number)
             raise
-        return shelf
+        return store
 
-    def _shelf(self, group: str) -> Shelf:
+    def _store(self, group: str) -> SnapshotStore:
         with self._lock:
-            shelf = self._shelves.get(group)
-            if shelf is None:
-                if len(self._shelves) >= KEEPER_GROUPS_MAX:
+            store = self._stores.get(group)
+            if store is None:
+                if len(self._stores) >= KEEPER_GROUPS_MAX:
                     raise ValueError(f"there are {KEEPER_GROUPS_MAX} groups already")
-                shelf = self._shelves[group] = Shelf(
-                    self._wake, self.id, self._neighbours, self._tell
+                store = self._stores[group] = SnapshotStore(
+                    self._wake, self.id, self._neighbours, self._report
                 )
-                shelf.open()
-            return shelf
+                store.open()
+            return store
 
     def _forget(self, number: int) -> None:
         with self._lock:
-            self._here.discard(number)
+            self._connected.discard(number)
         self._wake()
 
 
-def _answer(shelf: Shelf, number: int, request: messages.Request) -> _Answer:
+def _answer(store: SnapshotStore, number: int, request: messages.Request) -> _Answer:
     try:
-        return _done(shelf, number, request)
+        return _handle(store, number, request)
     except ValueError as error:
         return messages.SnapshotRefused(0, str(error)), ()
     except OSError as error:
         return messages.SnapshotRefused(error.errno or 0, error.strerror or str(error)), ()
 
 
-def _done(shelf: Shelf, number: int, request: messages.Request) -> _Answer:
+def _handle(store: SnapshotStore, number: int, request: messages.Request) -> _Answer:
     answer: messages.Answer = messages.Done()
     descriptors: Sequence[int] = ()
     match request:
         case messages.Keep(slot=slot, snapshot=snapshot):
-            shelf.keep(number, slot, snapshot)
-            answer = messages.Granted(shelf.grant(number, spare=True))
+            store.keep(number, slot, snapshot)
+            answer = messages.Granted(store.grant(number, spare=True))
         case messages.SlotGrant(overdue=overdue, together=together):
-            answer = messages.Granted(shelf.grant(number, overdue=overdue, together=together))
+            answer = messages.Granted(store.grant(number, overdue=overdue, together=together))
         case messages.WriteStatusQuery(fence=fence):
-            answer = messages.Stands(shelf.progress(fence))
+            answer = messages.WriteStatus(store.progress(fence))
         case messages.LayoutFiles():
-            shelf.layout(request)
+            store.add_layout(request)
         case messages.Slots():
-            slots, descriptors = shelf.slots(number, request)
-            answer = messages.HasSlots(slots)
+            slots, descriptors = store.slots(number, request)
+            answer = messages.SlotNumbers(slots)
         case messages.Read():
-            held, descriptors = shelf.read(number)
-            answer = messages.Given(tuple(held))
+            held, descriptors = store.read(number)
+            answer = messages.HeldSnapshots(tuple(held))
         case messages.ReleaseSnapshot(key=key, nonce=nonce):
-            shelf.release(number, Name(key, nonce))
-        case messages.WentOn(key=key, place=place, why=why):
-            shelf.tell(RestoredEvent(key, place, why))
+            store.release(number, Name(key, nonce))
+        case messages.RestoreReport(key=key, place=place, why=why):
+            store.report(RestoredEvent(key, place, why))
         case messages.Hello():
             raise ValueError("it has said hello before")
     return answer, descriptors
 
 
 def _watch(pid: int) -> int:
-    """Return what becomes readable when this process has ended; -1 where it cannot be told.
+    """Return a descriptor that becomes readable when this process ends; -1 if there is none.
 
-    A process of another PID namespace has the number 0 here. One that has ended already leaves
-    nothing to watch, and its connection has ended unless a child of its holds it.
+    A process of another PID namespace has the number 0 here. A process that has ended needs none:
+    its connection has ended too, unless a child holds it.
     """
     with contextlib.suppress(OSError):
         if pid > 0:

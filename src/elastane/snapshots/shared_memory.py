@@ -1,9 +1,9 @@
-"""The memory of snapshots: slots that workers map and fill, and that outlive them.
+"""The shared memory of snapshots: slots that workers map and fill, and that outlive them.
 
-Owns their making and the views into them. A slot is a memfd: it has no name that could be left
-behind, and goes with the last descriptor. Its pages are there before a worker maps it, and its
-size is sealed, so that no full memory and no stray truncation ends a worker by SIGBUS later. How
-it fails: OSError ENOMEM where the memory is not there, in words.
+Owns the creation of slots and the views into them. A slot is a memfd: it has no name that could be
+left behind, and is freed with its last descriptor. Its pages are allocated and its size is sealed
+before a worker maps it, so that neither full memory nor a truncation ends a worker with SIGBUS. How
+it fails: OSError ENOMEM, in words.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NO_LIMIT = 1 << 60
 
 
 def make_slot(size_bytes: int) -> int:
-    """Return the descriptor of a new slot; it takes some tenths of a second per GB."""
+    """Return the descriptor of a new slot; takes some tenths of a second per GB."""
     size = max(size_bytes, mmap.PAGESIZE)
     room = room_bytes()
     if size + KEEPER_SPARE_BYTES > room:
-        # Before the kernel is asked: at a cgroup's limit it would kill instead of saying no.
+        # Checked before the kernel is asked: at a cgroup's limit it kills instead of refusing.
         what = f"a snapshot's slot of {size} bytes, with {max(0, room)} bytes of memory left"
         raise OSError(errno.ENOMEM, what)
     slot = os.memfd_create("elastane-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -46,7 +46,7 @@ def make_slot(size_bytes: int) -> int:
 
 
 def make_slots(count: int, size_bytes: int) -> list[int]:
-    """Return so many new slots, or none."""
+    """Return `count` new slots, or none."""
     made: list[int] = []
     try:
         while len(made) < count:
@@ -59,10 +59,10 @@ def make_slots(count: int, size_bytes: int) -> list[int]:
 
 @contextlib.contextmanager
 def viewed(slot: int, size_bytes: int) -> Iterator[memoryview]:
-    """View the first bytes of a slot, for the time of a with statement.
+    """Map the first bytes of a slot for the duration of a with statement.
 
-    Mapped for that time only: what a process has mapped counts as its own, and a keeper that had
-    all slots mapped would be the first to be killed when memory runs out.
+    Mapped memory counts as the process's own. A snapshot server that always mapped all slots would
+    be the first process to be killed when memory runs out.
     """
     if size_bytes == 0:
         yield memoryview(b"")
@@ -72,13 +72,13 @@ def viewed(slot: int, size_bytes: int) -> Iterator[memoryview]:
         with memoryview(memory) as view:
             yield view
     finally:
-        # Views of this view may outlive the statement, in the trace of an error say; they hold it.
+        # A view may outlive the statement, for example in a traceback, and keeps it mapped.
         with contextlib.suppress(BufferError):
             memory.close()
 
 
 def duplicates(descriptors: Iterable[int]) -> list[int]:
-    """Return new descriptors of the same; OSError where there are none left, and then nothing."""
+    """Return duplicates of these descriptors; raises OSError, and then makes none."""
     made: list[int] = []
     try:
         for descriptor in descriptors:
@@ -96,7 +96,7 @@ def close_all(descriptors: Iterable[int]) -> None:
 
 
 def room_bytes() -> int:
-    """Return how much memory this process may still take: its host's, or its cgroup's."""
+    """Return how much memory this process may still use, of its host and its cgroups."""
     rooms = [_host_room()]
     for folder, limit, current in _cgroups():
         with contextlib.suppress(OSError, ValueError):
@@ -116,7 +116,7 @@ def _host_room() -> int:
 
 
 def _cgroups() -> Iterator[tuple[Path, str, str]]:
-    """Yield this process's cgroups, up to the root of what is seen here, with their files."""
+    """Yield this process's cgroups and their files, up to the root that is visible here."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:
@@ -140,7 +140,7 @@ def _upwards(root: Path, path: str, files: tuple[str, str]) -> Iterator[tuple[Pa
 
 
 def _cache(folder: Path) -> int:
-    """Return what the kernel can take back: the page cache that is charged to a cgroup."""
+    """Return the page cache charged to a cgroup, which the kernel can reclaim."""
     for line in (folder / "memory.stat").read_text().splitlines():
         name, value = line.split()
         if name in ("inactive_file", "total_inactive_file"):

@@ -1,8 +1,8 @@
-"""How a keeper is started: its command, its environment, what it inherits.
+"""Starts a snapshot server: its command, its environment, and the descriptors it inherits.
 
-Two kinds: a node's, which an agent starts and owns, and a worker's own, where there is no agent.
-Neither carries an agent's leash: it ends by itself, soon after those whom it serves, and until then
-it writes what they left. How it fails: OSError.
+An agent starts and owns the server of its node; a worker without an agent starts one of its own.
+Neither carries an agent's process mark: the server ends by itself soon after its owner, and
+performs the final flush until then. How it fails: OSError.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 # The socket's path, in the environment of an agent's workers.
 KEEPER_VARIABLE = "ELASTANE_KEEPER"
 NODE, OWN = "node", "own"
-# What a keeper finds its descriptors under.
+# The numbers under which a snapshot server finds its descriptors.
 CONTROL_FD, LISTENER_FD, OWN_FD = 3, 4, 3
 _HIGH = 16
-# Variables that mean something to one worker, or would have a keeper ended with its agent's job.
+# Variables for one worker only, and the process mark by which an agent's processes are ended.
 _NOT_ITS = ("ELASTANE_LEASH", "ELASTANE_PAGE_FD", "ELASTANE_LINE_FD", KEEPER_VARIABLE)
-# Not -m: that would look into the current folder first, where a module of the user's may have the
-# name of one of ours. A worker's own keeper is nobody's child, so that nobody has to wait for it.
+# Not -m, which would look in the current folder first, where a module of the user may have the name
+# of one of ours. A worker's own server is detached, so that no process has to wait for it.
 _CODE = (
     "import os, sys;"
     "sys.argv[2] == 'own' and os.fork() and os._exit(0);"
@@ -34,25 +34,25 @@ _CODE = (
 )
 
 
-def start_node_keeper(
+def start_node_server(
     control: socket.socket, listener: socket.socket, environment: Mapping[str, str]
 ) -> int:
-    """Start the keeper of a node; returns its pid, which is this process's child."""
+    """Start the snapshot server of a node; returns its pid, a child of this process."""
     ends = {CONTROL_FD: control.fileno(), LISTENER_FD: listener.fileno()}
     return _spawn(NODE, ends, environment)
 
 
-def start_own_keeper(environment: Mapping[str, str]) -> socket.socket:
-    """Start a keeper for this process alone; returns the connection to it."""
+def start_own_server(environment: Mapping[str, str]) -> socket.socket:
+    """Start a snapshot server for this process alone; returns the connection to it."""
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with its:
             pid = _spawn(OWN, {OWN_FD: its.fileno()}, environment)
-        with contextlib.suppress(ChildProcessError):  # somebody here waits for all children
+        with contextlib.suppress(ChildProcessError):  # Another part of this process reaped it.
             status = os.waitpid(pid, 0)[1]
             code = os.waitstatus_to_exitcode(status)
             if code:
-                raise OSError(f"a keeper of snapshots could not be started: exit code {code}")
+                raise OSError(f"a snapshot server could not be started: exit code {code}")
     except BaseException:
         mine.close()
         raise

@@ -1,39 +1,39 @@
-"""How a shelf's writing and copying stand, for workers that want to know it before each save."""
+"""The status of a store's writes and replicas, which workers read before each save."""
 
 from __future__ import annotations
 
-from elastane.snapshots.messages import Stands, WriteProgress, encode
-from elastane.snapshots.replicator import Courier
-from elastane.snapshots.rules.snapshots import Snapshots
-from elastane.snapshots.status_page import OwnPage
-from elastane.snapshots.writer import Scribe
+from elastane.snapshots.messages import WriteProgress, WriteStatus, encode
+from elastane.snapshots.replicator import Replicator
+from elastane.snapshots.rules.snapshots import SlotTable
+from elastane.snapshots.status_page import OwnStatusPage
+from elastane.snapshots.writer import SnapshotWriter
 
 
 class ServerStatus:
-    """One shelf's, under whose lock it is asked; `page` says what `Stands` would."""
+    """The status of one store, under whose lock it is used; `page` holds it as `WriteStatus`."""
 
-    def __init__(self, books: Snapshots, scribe: Scribe, courier: Courier) -> None:
-        self._books, self._scribe, self._courier = books, scribe, courier
-        self.page = OwnPage()
+    def __init__(self, table: SlotTable, writer: SnapshotWriter, replicator: Replicator) -> None:
+        self._table, self._writer, self._replicator = table, writer, replicator
+        self.page = OwnStatusPage()
         self._last: WriteProgress | None = None
-        self.look()
+        self.update()
 
     def now(self) -> WriteProgress:
-        """Return how it stands."""
+        """Return the current status."""
         return WriteProgress(
-            writing=self._books.writing.key if self._books.writing else None,
-            waiting=self._books.waiting.key if self._books.waiting else None,
-            published=self._books.published,
-            failures=self._scribe.failures,
-            last_write_s=self._scribe.last[0],
-            last_write_bytes=self._scribe.last[1],
-            copying=self._courier.books.copying is not None,
-            copied=self._courier.copied,
+            writing=self._table.writing.key if self._table.writing else None,
+            waiting=self._table.waiting.key if self._table.waiting else None,
+            published=self._table.published,
+            failures=self._writer.failures,
+            last_write_s=self._writer.last[0],
+            last_write_bytes=self._writer.last[1],
+            copying=self._replicator.table.copying is not None,
+            copied=self._replicator.copied,
         )
 
-    def look(self) -> None:
-        """Turn the page if it has changed; called after whatever may change it."""
+    def update(self) -> None:
+        """Update the page if the status has changed; called after anything that may change it."""
         now = self.now()
         if now != self._last:
             self._last = now
-            self.page.turn(encode(Stands(now)))
+            self.page.write(encode(WriteStatus(now)))

@@ -1,7 +1,8 @@
-"""A page of memory in which its owner says how something stands, for others to read.
+"""A page of shared memory in which its owner publishes a status, for other processes to read.
 
-Its owner alone writes it. Whoever has mapped it knows without a question what is so now: asked, a
-process that is at work takes some tenths of a millisecond to answer, and several at times.
+Only the owner writes. A reader needs no round trip: a busy process takes some tenths of a
+millisecond to answer a question, sometimes several. How it fails: a reader that finds the page in
+an update gets None, and asks the owner.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import os
 import struct
 import zlib
 
-# A number, which is another one after each change; how long the words are, and their checksum.
+# A number that changes with every update, the size of the content, and its checksum.
 _HEAD = struct.Struct("=QQQ")
 _BYTES = 4 * mmap.PAGESIZE
 WORDS_BYTES_MAX = _BYTES - _HEAD.size
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-class OwnPage:
-    """The page as its owner sees it; its memory goes with the last descriptor."""
+class OwnStatusPage:
+    """The owner's view of the page; its memory is freed with the last descriptor."""
 
     def __init__(self) -> None:
         self._page = os.memfd_create("elastane-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -29,11 +30,11 @@ class OwnPage:
         self._memory = mmap.mmap(self._page, _BYTES)
         self._number = 0
 
-    def turn(self, words: bytes) -> None:
-        """Something has changed, and these words say how it stands now."""
+    def write(self, words: bytes) -> None:
+        """Replace the content."""
         self._number += 1
         size = len(words)
-        # First the number, with no words: who looks meanwhile asks.
+        # The number first, without content: a reader then asks the owner.
         _HEAD.pack_into(self._memory, 0, self._number, 0, 0)
         if size <= WORDS_BYTES_MAX:
             self._memory[_HEAD.size : _HEAD.size + size] = words
@@ -45,7 +46,7 @@ class OwnPage:
 
 
 class SnapshotStatusPage:
-    """The page as another process sees it; the descriptor is closed here."""
+    """Another process's view of the page; closes the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         try:
@@ -55,23 +56,23 @@ class SnapshotStatusPage:
             os.close(descriptor)
 
     def number(self) -> int:
-        """Return the number that it has now."""
+        """Return the current number."""
         number: int = _HEAD.unpack_from(self._memory)[0]
         return number
 
     def words(self, number: int) -> bytes | None:
-        """Return what it says under this number; None where it does not, or not yet, or no more.
+        """Return the content under this number, or None if the page does not hold it.
 
-        Nor does it where they are too long for it: then its owner can be asked.
+        It also holds none that are too long for it. Then the owner can be asked.
         """
         found, size, checksum = _HEAD.unpack_from(self._memory)
         words = self._memory[_HEAD.size : _HEAD.size + size]
-        # Another processor may see of what was written last this and not yet that.
+        # Another processor may see the last writes partly.
         is_whole = bool(words) and checksum == _checksum(number, words)
         return words if found == number and is_whole else None
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Unmap the page. Idempotent."""
         self._memory.close()
 
 

@@ -1,8 +1,8 @@
-"""The threads that write a shelf's snapshots to storage, and what came of the last ones.
+"""The threads that write a store's snapshots to storage, and the results of the last writes.
 
-Owns the memory of failures, and when other writers of a save are not waited for any longer. One
-order at a time: the books see to that. How it fails: a failure is remembered for those who ask,
-and said in one line of log, once for each reason.
+Owns the record of failures, and the limit of the wait for other writers of a save. The slot table
+allows one write at a time. How it fails: a failure is kept for workers that ask, and logged in one
+line, once for each reason.
 """
 
 from __future__ import annotations
@@ -17,68 +17,68 @@ from dataclasses import dataclass
 from elastane.protocol.checkpoints import Key
 from elastane.protocol.limits import KEEPER_FAILURES_MAX, KEEPER_HURRY_S
 from elastane.snapshots import events
-from elastane.snapshots.background import digests_of, step_back
-from elastane.snapshots.events import News
+from elastane.snapshots.background import digests_of, lower_priority
+from elastane.snapshots.events import SnapshotEvent
 from elastane.snapshots.messages import SaveFailed
 from elastane.snapshots.shared_memory import close_all
-from elastane.snapshots.writing import WriteFailure, WriteOrder, Writer, Written
+from elastane.snapshots.writing import CheckpointWriter, WriteFailure, WriteOrder, Written
 
 _log = logging.getLogger("elastane.snapshots")
 _INCOMPLETE = "checkpoint-incomplete"
 
 
 @dataclass(frozen=True)
-class Heard:
-    """Who is told, from the thread that writes: that a key is durable, and that it has ended.
+class WriterCallbacks:
+    """Callbacks from the writing thread: a key is durable, a write has ended.
 
-    `ended` is given the failure, if there was one. `news` is for the agent's event log.
+    `ended` gets the failure, if there was one. `news` is for the agent's event log.
     """
 
     durable: Callable[[Key], None]
     ended: Callable[[WriteOrder, WriteFailure | None], None]
-    news: Callable[[News], None]
+    news: Callable[[SnapshotEvent], None]
 
 
-class Scribe:
-    """Writes for one shelf."""
+class SnapshotWriter:
+    """Writes the snapshots of one store."""
 
-    def __init__(self, heard: Heard) -> None:
-        self.last = (0.0, 0)  # seconds and bytes of the last that became durable
+    def __init__(self, heard: WriterCallbacks) -> None:
+        self.last = (0.0, 0)  # Seconds and bytes of the last durable write.
         self.stopping = threading.Event()
         self._heard = heard
-        self._writer = Writer()
+        self._writer = CheckpointWriter()
         self._lock = threading.Lock()
         self._failures: deque[SaveFailed] = deque(maxlen=KEEPER_FAILURES_MAX)
-        self._told = ""
+        self._logged = ""
 
     @property
     def failures(self) -> tuple[SaveFailed, ...]:
-        """Return the last failures, the newest last."""
+        """Return the last failures, newest last."""
         with self._lock:
             return tuple(self._failures)
 
     def begin(self, order: WriteOrder, *, gasp: bool, known: tuple[str, ...] | None) -> None:
-        """Write in a thread of its own; `known` is the digest. Raises RuntimeError if none is left.
+        """Write in a new thread; `known` is the digest. Raises RuntimeError without a free thread.
 
-        The descriptors of its sources are closed when it has ended.
+        Descriptors of `order` are closed when the write has ended.
         """
         work = threading.Thread(
-            target=self._write, args=(order, gasp, known), name="keeper-write", daemon=True
+            target=self._write, args=(order, gasp, known), name="snapshot-write", daemon=True
         )
         work.start()
 
     def fail(self, key: Key, failure: WriteFailure, where: str = "") -> None:
-        """Remember a failure, and say it, if it is another one than the last."""
+        """Record a failure, and log it if its reason differs from the last one."""
         with self._lock:
             self._failures.append(SaveFailed(key, failure.reason, failure.slug))
-            is_new, self._told = failure.reason != self._told, failure.reason
-        if is_new:  # A full disk fails each save.
+            is_new, self._logged = failure.reason != self._logged, failure.reason
+        if is_new:  # A full disk fails every save.
             line = "the snapshot of step %d is not written to storage: %s [%s]"
             _log.error(line, key.step, failure.reason, failure.slug)
             self._heard.news(events.PersistFailed(key, where, failure.reason[:4096], failure.slug))
 
     def _write(self, order: WriteOrder, gasp: bool, known: tuple[str, ...] | None) -> None:
-        step_back()
+        lower_priority()
         began_s = time.monotonic()
         failure = None
         try:
@@ -86,17 +86,17 @@ class Scribe:
                 raise WriteFailure(
                     "it changed in memory after it was kept", slug="snapshot-changed"
                 )
-            written = self._writer.gasp(order) if gasp else self._writer.write(order)
+            written = self._writer.flush(order) if gasp else self._writer.write(order)
             self._heard.durable(order.name.key)
-            self.last, self._told = (time.monotonic() - began_s, written.size_bytes), ""
-            self._tell_saved(order, written)
+            self.last, self._logged = (time.monotonic() - began_s, written.size_bytes), ""
+            self._report_saved(order, written)
             self._writer.prune(order.persist)
         except WriteFailure as error:
             failure = error
         except Exception as error:
-            _log.exception("a snapshot could not be written, for a fault of the keeper's own")
+            _log.exception("a snapshot was not written, because of a bug in the snapshot server")
             failure = WriteFailure(
-                f"a fault of the keeper's own: {error!r}", slug="checkpoint-write"
+                f"a bug in the snapshot server: {error!r}", slug="checkpoint-write"
             )
         finally:
             close_all(order.slots)
@@ -104,28 +104,28 @@ class Scribe:
             self.fail(order.name.key, failure, order.persist.where)
         self._heard.ended(order, failure)
 
-    def _tell_saved(self, order: WriteOrder, written: Written) -> None:
-        """Tell of a checkpoint, once: by who wrote its first part."""
+    def _report_saved(self, order: WriteOrder, written: Written) -> None:
+        """Report a checkpoint once: only the writer of its first part does."""
         if 0 in written.parts:
             (seconds, size_bytes), persist = self.last, order.persist
             saved = events.Saved(order.name.key, persist.where, persist.reason, size_bytes, seconds)
             self._heard.news(saved)
 
 
-def is_others(failure: WriteFailure | None) -> bool:
-    """Whether a writing failed for want of the others' parts alone."""
+def lacks_other_parts(failure: WriteFailure | None) -> bool:
+    """Whether a write failed only because other nodes' parts are missing."""
     return failure is not None and failure.slug == _INCOMPLETE
 
 
-class WriteThrottle:
-    """How long the other writers of one save are waited for, where there is reason to hurry."""
+class PeerWait:
+    """Bounds the wait for the other writers of a save once there is a reason to hurry."""
 
     def __init__(self, stopping: threading.Event, has_reason: Callable[[], bool]) -> None:
         self._stopping, self._has_reason = stopping, has_reason
         self._until_s = float("inf")
 
     def ended(self) -> bool:
-        """Whether it is time to go on without them; asked again and again while one waits."""
+        """Whether the wait is over; polled while the writer waits."""
         if not self._has_reason():
             self._until_s = float("inf")
         else:

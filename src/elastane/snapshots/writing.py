@@ -1,9 +1,9 @@
-"""Writing one snapshot to storage, from the slots that hold it to the published checkpoint.
+"""Writes one snapshot to storage, from the slots that hold it to the published checkpoint.
 
-Owns the order of what must be durable before what, and the last gasp, which nobody asked for and
-which other keepers may be about to make as well. Runs in a thread of its own, which a storage that
-hangs may hold for ever. How it fails: `WriteFailure`, in words and with the slug of its page;
-whatever was written of a save that failed is removed where that is still possible.
+Owns the order in which things become durable, and the final flush: a write without a request, which
+the servers of other nodes may attempt too. It runs in a thread of its own, since storage that hangs
+may block it forever. How it fails: `WriteFailure`, with a reason and a slug. Files of a failed save
+are removed if that is still possible.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from elastane.protocol.checkpoints import (
     part_name,
 )
 from elastane.protocol.limits import KEEPER_CLAIM_POLL_S, KEEPER_CLAIM_S
-from elastane.snapshots.contents import Given, packed_streams
-from elastane.snapshots.messages import LAST_GASP, STREAMS_FILE, PersistRequest
+from elastane.snapshots.contents import OpenSnapshot, packed_streams
+from elastane.snapshots.messages import FINAL_FLUSH, STREAMS_FILE, PersistRequest
 from elastane.snapshots.rules.snapshots import Name
 from elastane.snapshots.shared_memory import close_all, viewed
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from elastane.storage.repository import Repository
 
 _log = logging.getLogger("elastane.snapshots")
-# The file by which one of several keepers takes the last gasp of a replicated state upon itself.
+# The file by which one of several servers claims the final flush of a replicated state.
 CLAIM = "claim"
 _NONCE_CHARS = 8
 
 
 class WriteFailure(Exception):
-    """Why a snapshot did not become durable."""
+    """A snapshot did not become durable, for this reason."""
 
     def __init__(self, reason: str, slug: str) -> None:
         super().__init__(reason)
@@ -53,7 +53,7 @@ class WriteFailure(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """Bytes `first` to `end` of the image: the first ones of a slot, which this descriptor is."""
+    """Bytes `first` to `end` of the serialized layout: the first ones of the slot `slot`."""
 
     first: int
     end: int
@@ -62,11 +62,11 @@ class Source:
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """What is to be written. `stop` is asked now and then; true gives the writing up.
+    """A snapshot to write, with callbacks that are polled meanwhile.
 
-    `hurry` is asked while other writers are waited for; true ends the wait. Then this one writes
-    the parts of `others` that have not come, of nodes that are lost: it has their copies. Not where
-    it `is_past`: workers go on from it, and are to write what is newer.
+    `stop()` cancels the write. `hurry()` ends the wait for other writers. Then this server writes
+    the missing parts of `others` from its replicas of lost nodes. It does not if `is_past()`:
+    workers continue from this snapshot, and will write a newer one.
     """
 
     name: Name
@@ -81,56 +81,56 @@ class WriteOrder:
 
     @property
     def slots(self) -> list[int]:
-        """All descriptors that it has, for whoever closes them."""
+        """Return all its descriptors, for the caller to close."""
         return [source.slot for each in (self, *self.others) for source in each.sources]
 
 
 class Written(NamedTuple):
-    """How many bytes became durable, and of which parts; none where it was there before."""
+    """The number of bytes that became durable, and their parts; none if it existed before."""
 
     size_bytes: int
     parts: tuple[int, ...]
 
 
-class Writer:
-    """Writes snapshots, one at a time; it remembers each place, and knows it from another one."""
+class CheckpointWriter:
+    """Writes snapshots, one at a time, and remembers the repository of each place."""
 
     def __init__(self) -> None:
         self._repositories: dict[str, Repository] = {}
 
     def write(self, order: WriteOrder) -> Written:
-        """Write and publish what somebody asked for."""
-        with _told():
+        """Write and publish a requested snapshot."""
+        with _failures():
             try:
                 return self._publish(order, folder_name(*order.name), order.name.nonce)
             except FileNotFoundError:
-                # A later round removes what earlier ones have not finished, while they write it.
+                # A later round removes unfinished checkpoints of earlier ones, also this one.
                 self._repository(order.persist.where).check_fence(order.name.key)
                 raise
 
-    def gasp(self, order: WriteOrder) -> Written:
-        """Write and publish what is newest here, unless something as new is there.
+    def flush(self, order: WriteOrder) -> Written:
+        """Perform a final flush: write and publish, unless one at least as new is published.
 
-        Where one keeper writes all, the keepers of all nodes may be about to: the first to claim
-        it does, the others wait for it, and do it themselves where it does not come.
+        If one server writes the whole state, the servers of all nodes may try at once. The first
+        one to create the claim file writes, the others wait, and write if it does not finish.
         """
         from elastane.storage import digest
 
-        with _told():
-            if self._is_there(order):
+        with _failures():
+            if self._has_newer(order):
                 return Written(0, ())
-            # All keepers of a sharded state come to the same name.
-            nonce = digest.digest_of([f"{order.name.nonce} {LAST_GASP}".encode()])[:_NONCE_CHARS]
+            # All servers of a sharded state derive the same nonce.
+            nonce = digest.digest_of([f"{order.name.nonce} {FINAL_FLUSH}".encode()])[:_NONCE_CHARS]
             folder = folder_name(order.name.key, nonce)
-            if order.persist.parts == 1 and not self._claimed(order, folder):
-                if self._came(order):
+            if order.persist.parts == 1 and not self._claim(order, folder):
+                if self._wait_for_other(order):
                     return Written(0, ())
                 nonce = os.urandom(_NONCE_CHARS // 2).hex()
                 folder = folder_name(order.name.key, nonce)
             return self._publish(order, folder, nonce)
 
     def prune(self, persist: PersistRequest) -> None:
-        """Remove what is older than what is to be kept; a fault here costs room alone."""
+        """Remove checkpoints beyond those to keep; a fault here only costs space."""
         if not persist.keep or persist.part:
             return
         try:
@@ -144,7 +144,7 @@ class Writer:
         try:
             parts = [self._part(order, folder, nonce)]
         except BaseException:
-            # Without our part's record nobody can publish this; one that stood in for us may.
+            # Without this part's record nobody can publish, but a stand-in for it may exist.
             with contextlib.suppress(OSError):
                 if _is_gone(repository, own):
                     repository.abandon(folder)
@@ -158,14 +158,14 @@ class Writer:
                 stop=lambda: order.hurry() or _is_gone(repository, own),
             )
         except FencedError:
-            if persist.parts == 1:  # Nobody else can publish it later, and it takes room.
+            if persist.parts == 1:  # It cannot be published later, and takes space.
                 repository.abandon(folder)
             raise
         except CheckpointError:
             if not order.others or order.is_past() or _is_gone(repository, own):
                 raise
-            parts += self._stand_in(order, folder, nonce)
-            # Others may be standing in for others still.
+            parts += self._write_for_lost(order, folder, nonce)
+            # Other servers may still be writing for lost nodes.
             repository.publish_when_whole(
                 folder,
                 persist.parts,
@@ -175,8 +175,10 @@ class Writer:
         size_bytes = sum(file.size_bytes for each in parts for file in each.files)
         return Written(size_bytes, tuple(each.part for each in parts))
 
-    def _stand_in(self, order: WriteOrder, folder: str, nonce: str) -> Iterator[CheckpointPart]:
-        """Write what has not come of the parts that this keeper has copies of."""
+    def _write_for_lost(
+        self, order: WriteOrder, folder: str, nonce: str
+    ) -> Iterator[CheckpointPart]:
+        """Write the missing parts of which this server has replicas."""
         repository = self._repository(order.persist.where)
         for other in order.others:
             if not _is_gone(repository, f"{folder}/{_record_of(other.persist)}"):
@@ -185,13 +187,13 @@ class Writer:
                 part = self._part(other, folder, nonce)
                 repository.add_part(folder, part)
             except (FileExistsError, CheckpointError) as error:
-                _log.debug("its own writer has begun, late: %s", error)
+                _log.debug("a part's own writer has begun, late: %s", error)
             else:
                 yield part
 
     def _part(self, order: WriteOrder, folder: str, nonce: str) -> CheckpointPart:
-        """Write the files of a part; returns its record."""
-        files, persist = [*self._written(order, folder)], order.persist
+        """Write the files of one part; returns its record."""
+        files, persist = [*self._write_files(order, folder)], order.persist
         about = About(
             job=persist.job,
             world=persist.world,
@@ -202,7 +204,7 @@ class Writer:
         key = order.name.key
         return CheckpointPart(persist.part, persist.parts, tuple(files), key, nonce, about)
 
-    def _written(self, order: WriteOrder, folder: str) -> Iterator[FileRecord]:
+    def _write_files(self, order: WriteOrder, folder: str) -> Iterator[FileRecord]:
         storage = self._repository(order.persist.where).storage
         with contextlib.ExitStack() as stack:
             views = [
@@ -217,8 +219,8 @@ class Writer:
         for name, content in sorted(order.files.items()) if order.persist.small else ():
             yield storage.write(f"{folder}/{name}", [content], order.stop)
 
-    def _is_there(self, order: WriteOrder) -> bool:
-        """Whether something as new as this is published."""
+    def _has_newer(self, order: WriteOrder) -> bool:
+        """Whether a checkpoint at least as new is published."""
         from elastane.storage import publishing
 
         storage = self._repository(order.persist.where).storage
@@ -228,22 +230,22 @@ class Writer:
                 return True
         return False
 
-    def _claimed(self, order: WriteOrder, folder: str) -> bool:
+    def _claim(self, order: WriteOrder, folder: str) -> bool:
         storage = self._repository(order.persist.where).storage
         return storage.create(f"{folder}/{CLAIM}", b"a last gasp\n")
 
-    def _came(self, order: WriteOrder) -> bool:
-        """Wait for another keeper's last gasp, a bounded time."""
+    def _wait_for_other(self, order: WriteOrder) -> bool:
+        """Wait, for a bounded time, for another server's final flush."""
         until_s = time.monotonic() + KEEPER_CLAIM_S
         while time.monotonic() < until_s and not order.stop():
-            if self._is_there(order):
+            if self._has_newer(order):
                 return True
             time.sleep(KEEPER_CLAIM_POLL_S)
         return False
 
     def _repository(self, where: str) -> Repository:
-        # Imported here: a keeper that only holds snapshots does without. From the package, as
-        # `background` says.
+        # Imported late: a server that only holds snapshots does not need it. From the package, for
+        # the reason given in `digests`.
         from elastane.storage import Repository, open_storage
 
         if where not in self._repositories:
@@ -256,7 +258,7 @@ def _record_of(persist: PersistRequest) -> str:
 
 
 def _is_gone(repository: Repository, record: str) -> bool:
-    """Whether a part's record is not there; of our own, another writer has given the save up."""
+    """Whether a part's record is missing; for our own, another writer abandoned the save."""
     try:
         repository.storage.size(record)
     except FileNotFoundError:
@@ -266,24 +268,25 @@ def _is_gone(repository: Repository, record: str) -> bool:
     return False
 
 
-def last_gasp(persist: PersistRequest, wait_s: float) -> PersistRequest:
-    """Return the same wish, as nobody's but the keeper's, who waits for others this long."""
+def final_flush(persist: PersistRequest, wait_s: float) -> PersistRequest:
+    """Return this request as one of the server itself, which waits `wait_s` for other writers."""
     wait_s = min(wait_s, persist.wait_s)
-    return msgspec.structs.replace(persist, reason=LAST_GASP, wait_s=wait_s)
+    return msgspec.structs.replace(persist, reason=FINAL_FLUSH, wait_s=wait_s)
 
 
-def with_copies(order: WriteOrder, copies: Sequence[Given]) -> WriteOrder:
-    """Return a last gasp that stands in for lost nodes, of whose parts these are copies."""
+def with_copies(order: WriteOrder, copies: Sequence[OpenSnapshot]) -> WriteOrder:
+    """Return a final flush that also writes the parts of lost nodes, from these replicas."""
     others = []
     for words, descriptors in copies:
-        wish = words.gasp
-        if wish is None or (wish.where, wish.parts) != (order.persist.where, order.persist.parts):
+        request = words.gasp
+        place = order.persist.where, order.persist.parts
+        if request is None or (request.where, request.parts) != place:
             close_all(descriptors)
             continue
         sources = zip(words.pieces, descriptors, strict=True)
         other = dataclasses.replace(
             order,
-            persist=last_gasp(wish, order.persist.wait_s),
+            persist=final_flush(request, order.persist.wait_s),
             sources=tuple(Source(piece.first, piece.end, slot) for piece, slot in sources),
             files={**words.layout_files, **words.files},
             streams=packed_streams(words.streams),
@@ -295,7 +298,7 @@ def with_copies(order: WriteOrder, copies: Sequence[Given]) -> WriteOrder:
 def _regions(
     views: Sequence[tuple[Source, memoryview]], first: int, end: int
 ) -> Iterator[memoryview]:
-    """Return the bytes of a range of the image, in order, from wherever they lie."""
+    """Yield the bytes of a range of the serialized layout, in order, from the slots."""
     at = first
     for source, view in views:
         if source.first <= at < min(end, source.end):
@@ -309,8 +312,8 @@ def _regions(
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Turn what the world does into a Failure."""
+def _failures() -> Iterator[None]:
+    """Turn errors of storage into WriteFailure."""
     try:
         yield
     except ElastaneError as error:

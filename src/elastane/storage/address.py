@@ -1,7 +1,7 @@
-"""Where in memory a buffer lies, which Python itself does not tell of one that is read-only.
+"""The address of a buffer in memory, which Python does not give for a read-only one.
 
-O_DIRECT wants memory on blocks. To try and be refused costs more than it seems: ext4 has such a
-write wait for all others to the file before it says no. It cannot fail.
+O_DIRECT requires memory that is aligned to blocks. Trying costs more than it seems: on ext4 such a
+write first waits for all other writes to the file, and then fails. This module cannot fail.
 """
 
 from __future__ import annotations

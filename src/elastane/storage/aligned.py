@@ -1,9 +1,9 @@
-"""One file, written as fast as a disk takes it, with the digests of what was written.
+"""Writes one file at the speed of the disk, and digests what it writes.
 
-Owns the way of the bytes: O_DIRECT from the caller's memory where that lies as the disk wants it,
-else by way of an aligned buffer; buffered where the file system has no O_DIRECT, and for the last
-bytes of a file. Two threads take the chunks in turn, so that one is digested while another is on
-its way. Knows nothing of names or records. How it fails: the OSError of the first fault.
+Uses O_DIRECT straight from the caller's memory if that is aligned, else by way of an aligned
+buffer. Writes are buffered if the file system has no O_DIRECT, and for the last bytes of a file.
+Two threads take chunks in turn, so that one chunk is digested while another is written. It knows
+nothing of names or records. How it fails: the OSError of the first fault.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elastane.storage.address import address_of
 from elastane.storage.digest import View, chunks, digest_of, new_digest
 from elastane.storage.protocol import Stop
 
-# What any disk's O_DIRECT is content with; one that wants more is written buffered.
+# Sufficient for O_DIRECT on any disk; a disk that requires more is written buffered.
 ALIGNED_BYTES = 4096
-# Smaller files are not worth a second descriptor, a buffer and a thread.
+# Smaller files do not pay for a second descriptor, a buffer and a thread.
 _DIRECT_BYTES_MIN = 1 << 20
 _THREADS = 2
-# What is copied on its way: 1 GB of it took 1.05 times as long as one without a copy, 1.35 times in
-# blocks of 16 MiB, which no cache holds until they are digested and sent (2026-11-21, two cores).
+# The unit of copying: 1 GB took 1.05 times as long as without a copy. Blocks of 16 MiB took 1.35
+# times as long, since no cache holds one until it is digested and sent (2026-11-21, two cores).
 _BLOCK_BYTES = 2 << 20
 
 _Chunk = tuple[int, list[memoryview]]
@@ -48,7 +48,7 @@ class AlignedFile:
         self.size_bytes = 0
 
     def fill(self, regions: Iterable[View]) -> tuple[str, ...]:
-        """Write the regions one behind the other, durably; return the digests of the chunks."""
+        """Write the regions one after the other, durably; return the digests of the chunks."""
         known = isinstance(regions, Sequence)
         size_bytes = sum(memoryview(region).nbytes for region in regions) if known else None
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -56,59 +56,59 @@ class AlignedFile:
         if size_bytes is None or size_bytes >= _DIRECT_BYTES_MIN:
             self._open_direct()
         if size_bytes is not None and self._direct >= 0:
-            # A full disk shows now and not after minutes, and extents are made in one piece.
+            # A full disk fails now instead of after minutes, and the extents are contiguous.
             allocate(self._plain, size_bytes)
-        # What comes bit by bit is asked for by the caller's own thread alone.
+        # Only the caller's thread may advance an iterator.
         threads = _THREADS if self._direct >= 0 and size_bytes is not None else 1
         self._copy(enumerate(chunks(regions)), threads)
         os.fsync(self._plain)
         return tuple(self._digests[index] for index in range(len(self._digests)))
 
     def close(self, *, keep: bool) -> None:
-        """Let go of the file; one that is not kept is removed."""
+        """Close the file; without `keep`, remove it."""
         for descriptor in (self._direct, self._plain):
             if descriptor >= 0:
                 os.close(descriptor)
         if self._plain >= 0 and not keep:
-            with contextlib.suppress(OSError):  # what failed may fail here too: it is litter then
+            with contextlib.suppress(OSError):  # After one failure this may fail too.
                 os.unlink(self._name, dir_fd=self._at)
 
     def _open_direct(self) -> None:
         flags = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with contextlib.suppress(OSError):  # EINVAL: this file system has none
+        with contextlib.suppress(OSError):  # EINVAL: the file system has no O_DIRECT.
             self._direct = os.open(self._name, flags, dir_fd=self._at)
 
     def _copy(self, work: Iterator[_Chunk], threads: int) -> None:
         helpers = [
-            threading.Thread(target=self._take, args=(work,), daemon=True)
+            threading.Thread(target=self._write_chunks, args=(work,), daemon=True)
             for _ in range(threads - 1)
         ]
         for helper in helpers:
             helper.start()
-        self._take(work)
+        self._write_chunks(work)
         for helper in helpers:
             self._join(helper)
         if self._failure is not None:
             raise self._failure
 
     def _join(self, helper: threading.Thread) -> None:
-        """Wait, whatever signal comes: the descriptors that it writes to are closed after this."""
+        """Join, through any signal: the descriptors it writes to are closed after this."""
         while helper.is_alive():
             try:
                 helper.join()
             except BaseException as error:
                 self._failure = self._failure or error
 
-    def _take(self, work: Iterator[_Chunk]) -> None:
-        """Write chunks until there are no more, or one of the threads has failed."""
+    def _write_chunks(self, work: Iterator[_Chunk]) -> None:
+        """Write chunks until none is left or a thread has failed."""
         buffer = _Buffer()
         try:
             while (chunk := self._next(work)) is not None:
                 index, pieces = chunk
-                self._digests[index] = self._put(pieces, index * CHUNK_BYTES, buffer)
+                self._digests[index] = self._write_chunk(pieces, index * CHUNK_BYTES, buffer)
                 with self._turn:
                     self.size_bytes += sum(map(len, pieces))
-        except BaseException as error:  # told by _copy, in the thread that asked
+        except BaseException as error:  # Raised again in the caller's thread.
             self._failure = self._failure or error
 
     def _next(self, work: Iterator[_Chunk]) -> _Chunk | None:
@@ -119,22 +119,22 @@ class AlignedFile:
                 raise OSError(errno.ECANCELED, "stopped", self._name)
             return next(work, None)
 
-    def _put(self, pieces: list[memoryview], at: int, buffer: _Buffer) -> str:
-        """Write a chunk to its place; return its digest."""
-        lies_well = len(pieces) == 1 and address_of(pieces[0]) % ALIGNED_BYTES == 0
-        done = self._put_direct(pieces[0], at) if lies_well else 0
+    def _write_chunk(self, pieces: list[memoryview], at: int, buffer: _Buffer) -> str:
+        """Write one chunk at its offset; return its digest."""
+        is_aligned = len(pieces) == 1 and address_of(pieces[0]) % ALIGNED_BYTES == 0
+        done = self._write_direct(pieces[0], at) if is_aligned else 0
         if done or self._direct < 0:
-            self._put_plain(pieces, at, done)
+            self._write_plain(pieces, at, done)
             return digest_of(pieces)
         digest = new_digest()
         for block in buffer.gathered(pieces):
             digest.update(block)
-            self._put_plain([block], at, self._put_direct(block, at))
+            self._write_plain([block], at, self._write_direct(block, at))
             at += len(block)
         return str(digest.hexdigest())
 
-    def _put_direct(self, data: memoryview, at: int) -> int:
-        """Write the whole blocks of some bytes past the page cache; return how many went."""
+    def _write_direct(self, data: memoryview, at: int) -> int:
+        """Write the whole blocks of `data` with O_DIRECT; return how many bytes were written."""
         done, end = 0, len(data) - len(data) % ALIGNED_BYTES
         while self._direct >= 0 and done < end:
             try:
@@ -142,11 +142,11 @@ class AlignedFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                break  # this memory, or the rest after a short write, does not lie on blocks
+                break  # This memory, or the rest after a short write, is not aligned.
         return done
 
-    def _put_plain(self, pieces: list[memoryview], at: int, done: int) -> None:
-        """Write what is left after the first `done` bytes."""
+    def _write_plain(self, pieces: list[memoryview], at: int, done: int) -> None:
+        """Write everything after the first `done` bytes through the page cache."""
         for piece in pieces:
             rest, at, done = piece[done:], at + min(done, len(piece)), max(0, done - len(piece))
             while rest:
@@ -155,13 +155,13 @@ class AlignedFile:
 
 
 class _Buffer:
-    """One thread's memory that lies on pages, made when it is needed first."""
+    """One thread's page-aligned memory, allocated on first use."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
 
     def gathered(self, pieces: list[memoryview]) -> Iterator[memoryview]:
-        """Copy pieces into the buffer, a block after the other; each is gone with the next."""
+        """Copy pieces into the buffer block by block; each block is valid until the next."""
         memory = self._memory = self._memory or pages(_BLOCK_BYTES)
         filled = 0
         for piece in pieces:
@@ -178,9 +178,9 @@ class _Buffer:
 
 
 def pages(size_bytes: int) -> mmap.mmap:
-    """Return memory that lies on pages: on huge ones where it can, which are quicker to touch."""
-    # Shared memory, which is mmap's default, has huge pages on few hosts.
+    """Return page-aligned memory, with huge pages if possible, which are faster to touch."""
+    # mmap's default is shared memory, which has huge pages on few hosts.
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # EINVAL: a kernel without them
+    with contextlib.suppress(OSError):  # EINVAL: the kernel has no huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

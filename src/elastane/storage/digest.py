@@ -1,7 +1,7 @@
-"""xxh3-128, at the pace of memory: it finds what decays, not what is forged.
+"""xxh3-128 digests, at the speed of memory: they detect damage, not forgery.
 
-`xxhash` is an extra; who needs a digest without it is told its name. Digests of large buffers let
-other threads run meanwhile.
+`xxhash` is an optional extra. How it fails: ConfigurationError names the extra if it is missing.
+Digesting large buffers releases the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def _xxhash() -> ModuleType:
 
 
 def new_digest() -> Any:
-    """Return a digest in the making, with `update` and `hexdigest` as hashlib's have."""
+    """Return an incremental digest with hashlib's `update` and `hexdigest`."""
     return _xxhash().xxh3_128()
 
 
 def digest_of(pieces: Iterable[View]) -> str:
-    """Return the digest of some bytes, given in pieces."""
+    """Return the digest of bytes that are given in pieces."""
     state = new_digest()
     for piece in pieces:
         state.update(piece)
@@ -45,7 +45,7 @@ def digest_of(pieces: Iterable[View]) -> str:
 
 
 def chunks(regions: Iterable[View]) -> Iterable[list[memoryview]]:
-    """Divide regions of memory into chunks, each a list of pieces; nothing is copied."""
+    """Divide memory regions into chunks, each a list of pieces, without copying."""
     pieces: list[memoryview] = []
     room = CHUNK_BYTES
     for region in regions:
@@ -62,6 +62,6 @@ def chunks(regions: Iterable[View]) -> Iterable[list[memoryview]]:
 
 
 def record_of(name: str, regions: Sequence[View]) -> FileRecord:
-    """Return the record of a file that consists of these bytes."""
+    """Return the record of a file with these bytes."""
     size_bytes = sum(memoryview(region).nbytes for region in regions)
     return FileRecord(name, size_bytes, tuple(map(digest_of, chunks(regions))))

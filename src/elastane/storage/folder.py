@@ -1,13 +1,13 @@
-"""Checkpoints in a folder: of one host, or of all by NFS and its like.
+"""Checkpoints in a folder, of one host or shared over NFS and the like.
 
-Owns how names come into being there. Files are made under their own names and never replaced;
-what must appear in one instant is linked. All is opened relative to the folder, without following
-a symbolic link below it: who can write there must not have us read or remove anything else.
+Owns how files come into being. Files are created under their final names and never replaced; a file
+that must appear atomically is linked. Every path is opened relative to the folder without following
+symbolic links, so that another writer there cannot make elastane read or remove other files.
 
-A folder that was there and is another one now (unmounted, replaced) is told from the first by a
-file in it, so that nothing is written below an empty mount point, and no job begins anew because
-its checkpoints seem to be gone. Folders are opened anew for each look, since that is what makes a
-client of NFS ask its server. How it fails: OSError.
+A marker file detects that the folder is now a different one (unmounted or replaced). Hence nothing
+is written below an empty mount point, and no job starts from zero because its checkpoints seem
+gone. Each operation opens the folders again, which makes an NFS client ask its server. How it
+fails: OSError.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from elastane.stores.pages import sync_folder, write_all
 PLACE = ".elastane-place"
 _PLACE_BYTES_MAX = 4096
 _PLACE_CHARS = 32
-# A file that was made and stays shorter than that was damaged; it is an id as any other.
+# A marker that stays shorter than this was damaged; its content is used as it is.
 _PLACE_WAIT_S = 2.0
 _PLACE_POLL_S = 0.01
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without O_NONBLOCK, whoever leaves a FIFO there would have us wait for ever.
+# Without O_NONBLOCK, a FIFO placed there would block the open forever.
 _OLD = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# File systems that have no hard links say one of these.
+# The errors of a file system without hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
-# ... and these, where nothing may be written.
+# The errors of a file system that cannot be written.
 _NO_WRITING = {errno.EROFS, errno.EACCES, errno.EPERM}
-# What rmdir says of a folder in which somebody made a file just now, or NFS still hides one.
+# The errors of rmdir if a file was created just now, or NFS still hides one.
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
 
 
@@ -54,7 +54,7 @@ class FolderStorage:
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
         self._root = folder
-        self._place = ""  # a digest of what the place's file holds
+        self._place = ""  # The digest of the marker file.
 
     def folders(self) -> list[str]:
         """See Storage.folders."""
@@ -109,7 +109,7 @@ class FolderStorage:
             try:
                 descriptor = os.open(name, _OLD, dir_fd=at)
             except OSError as error:
-                if error.errno == errno.ENXIO:  # a socket
+                if error.errno == errno.ENXIO:  # A socket.
                     raise _no_file(path) from error
                 raise
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -133,7 +133,7 @@ class FolderStorage:
             return FileRecord(name, file.size_bytes, digests)
 
     def create(self, path: str, content: bytes) -> bool:
-        """See Storage.create: of one instant on all file systems that have hard links."""
+        """See Storage.create: atomic on every file system with hard links."""
         self._ready()
         return self._create(path, content)
 
@@ -182,14 +182,14 @@ class FolderStorage:
                 os.unlink(name, dir_fd=at)
 
     def place(self) -> str:
-        """See Storage.place: a digest of what the place's file holds, so none is malformed.
+        """See Storage.place: the digest of the marker file, so that any content is an id.
 
-        Where none can be made, as on a read-only mount, it is one of which checkpoints are there:
-        their names are random, so that who sees the same ones may as well share them.
+        If no marker can be created, as on a read-only mount, it is the digest of the checkpoints'
+        names. These are random, so that two nodes that see the same names share the place.
         """
         if not self._place:
             try:
-                _make(self._root)
+                _make_folders(self._root)
                 self._create(PLACE, secrets.token_hex(_PLACE_CHARS // 2).encode())
             except OSError as error:
                 names = sorted(self.folders())
@@ -199,7 +199,7 @@ class FolderStorage:
         deadline_s = time.monotonic() + _PLACE_WAIT_S
         while True:
             with self._opened() as at:
-                # Where there are no links, whoever makes the file may not have filled it yet.
+                # Without hard links, the marker may have been created and not yet filled.
                 if not self._place and time.monotonic() > deadline_s:
                     self._place = digest_of([_place_in(at)])
                 if self._place:
@@ -212,7 +212,7 @@ class FolderStorage:
 
     @contextlib.contextmanager
     def _opened(self, folder: str = "", *, make: bool = False) -> Iterator[int]:
-        """Open the place, or a folder in it, for the time of a with statement."""
+        """Open the place, or a folder in it, for a with statement."""
         root = os.open(self._root, _FOLDER)
         at = -1
         try:
@@ -238,8 +238,8 @@ class FolderStorage:
             os.close(descriptor)
 
     def _check(self, root: int) -> None:
-        """Raise where the place is another one than it was; learn which it is."""
-        known = self._place  # before the look: another thread may learn it after ours
+        """Raise if the place has become another one; remember which it is."""
+        known = self._place  # Read before the file, since another thread may set it meanwhile.
         content = _place_in(root)
         found = digest_of([content])
         if known and found != known:
@@ -248,22 +248,22 @@ class FolderStorage:
             self._place = found
 
     def _changed(self) -> OSError:
-        what = "is not the folder that it was: removed, replaced or unmounted"
+        what = "is not the same folder as before: removed, replaced or unmounted"
         return OSError(errno.ESTALE, what, self.where)
 
     def _create(self, path: str, content: bytes) -> bool:
         folder, name = _split(path)
-        # A manifest comes into the folder of a save, or into none: that may be removed by now.
+        # A manifest must not create its folder, which may have been removed by now.
         with self._opened(folder, make=name != MANIFEST) as at:
             temporary = _temporary()
             descriptor = os.open(temporary, _NEW, 0o666, dir_fd=at)
             try:
                 write_all(descriptor, content)
                 os.fsync(descriptor)
-                made = _linked(at, temporary, name, descriptor) or _made(at, name, content)
+                made = _link(at, temporary, name, descriptor) or _create_file(at, name, content)
             finally:
                 os.close(descriptor)
-                with contextlib.suppress(OSError):  # else it is litter, of a name nobody reads
+                with contextlib.suppress(OSError):  # Otherwise it is litter that nobody reads.
                     os.unlink(temporary, dir_fd=at)
             os.fsync(at)
             return made
@@ -285,12 +285,12 @@ def _names(at: int) -> list[str]:
         return [entry.name for entry in found]
 
 
-def _linked(at: int, temporary: str, name: str, descriptor: int) -> bool:
-    """Give a file its name; False where the name is another's, or there are no links."""
+def _link(at: int, temporary: str, name: str, descriptor: int) -> bool:
+    """Link a file to its name; returns False if the name is taken or links are unsupported."""
     try:
         os.link(temporary, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
     except FileExistsError:
-        # NFS may have done it, lost the reply, and refused the request's repetition.
+        # NFS may have linked it, lost the reply, and refused the repeated request.
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(name, dir_fd=at, follow_symlinks=False)
             return os.path.samestat(found, os.fstat(descriptor))
@@ -302,8 +302,8 @@ def _linked(at: int, temporary: str, name: str, descriptor: int) -> bool:
     return True
 
 
-def _made(at: int, name: str, content: bytes) -> bool:
-    """Make a file under its own name, where there is none: half of it is told by its digest."""
+def _create_file(at: int, name: str, content: bytes) -> bool:
+    """Create a file under its name unless it exists; its digest detects a partial one."""
     try:
         descriptor = os.open(name, _NEW, 0o666, dir_fd=at)
     except FileExistsError:
@@ -339,17 +339,17 @@ def _no_file(path: str) -> OSError:
 
 
 def _unlink(at: int, name: str) -> None:
-    # A folder is none of ours; it stays, and with it the one that it is in.
+    # Folders are not made by elastane: one stays, and with it its parent.
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(name, dir_fd=at)
 
 
-def _make(path: Path) -> None:
-    """Create a folder, and durably what is missing of the way there."""
+def _make_folders(path: Path) -> None:
+    """Create a folder and its parents, durably."""
     if path.is_dir():
         return
     if path.parent != path:
-        _make(path.parent)
+        _make_folders(path.parent)
     with contextlib.suppress(FileExistsError):
         path.mkdir()
         sync_folder(path.parent)

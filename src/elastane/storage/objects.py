@@ -1,13 +1,13 @@
-"""Checkpoints in an object store, or whatever else fsspec has a client for.
+"""Checkpoints in an object store, or any other place for which fsspec has a client.
 
-Owns what differs from a folder: objects appear whole at the end of their upload, nothing is
-renamed, and making one only where there is none is the server's conditional put (`If-None-Match`
-on S3, `ifGenerationMatch` on GCS, no overwriting on Azure). A store without it may let a second
-put replace the first; the protocol holds all the same, since all who may create an object bring
-the same bytes.
+Owns the differences from a folder. Objects appear whole at the end of their upload, and nothing is
+renamed. Creating an object only if it does not exist is the server's conditional put
+(`If-None-Match` on S3, `ifGenerationMatch` on GCS, no overwriting on Azure). In a store without it
+a second put may replace the first. The protocol still holds, since all writers that may create an
+object write the same bytes.
 
-Clients remember listings; each look here makes them forget. How it fails: OSError, into which the
-errors of clients are put; EIO becomes EREMOTEIO, for it says nothing of a single object.
+Clients cache listings; each operation here invalidates them. How it fails: OSError, also for the
+client's own errors. EIO becomes EREMOTEIO, because it does not concern a single object.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from elastane.storage.digest import View, chunks, digest_of
 from elastane.storage.protocol import Stop, never
 
 PLACE = ".elastane-place"
-# One part of an upload: S3 takes 10,000 of them, so this is enough for files of 640 GB.
+# One part of an upload: S3 accepts 10,000 parts, which is enough for files of 640 GB.
 _UPLOAD_BYTES = 4 * CHUNK_BYTES
-# When an object was written, in the words of the clients.
+# The clients' names for the time at which an object was written.
 _WHEN = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
 
 def open_objects(url: str) -> ObjectStorage:
-    """Return the place that a URL names; ConfigurationError where no client is there for it."""
+    """Open the place of a URL; raises ConfigurationError if no client is installed for it."""
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as missing:
         raise _no_client(url, "fsspec", "pip install 'elastane[objects]'") from missing
     try:
-        # A client of our own: one that the program has may know other credentials, or old listings.
+        # A new client: a cached one may have other credentials or old listings.
         client, root = url_to_fs(url, skip_instance_cache=True)
     except ImportError as missing:
         raise _no_client(url, str(missing), "pip install s3fs, gcsfs or adlfs") from missing
@@ -60,7 +60,7 @@ def open_objects(url: str) -> ObjectStorage:
 
 
 class ObjectStorage:
-    """See Storage. `client` is a file system of fsspec, `root` a path in its own words."""
+    """See Storage. `client` is an fsspec file system, `root` a path in its notation."""
 
     remote = True
     readers = 8
@@ -76,7 +76,7 @@ class ObjectStorage:
         return [name for name in self._listed("") if parse_folder(name)]
 
     def sizes(self, folder: str, names: Iterable[str]) -> Mapping[str, int]:
-        """See Storage.sizes: one listing, which costs less than a request for each."""
+        """See Storage.sizes: one listing costs less than a request for each file."""
         listed = self._listed(folder)
         found = {name: listed[name] for name in names if name in listed}
         return {name: int(one["size"]) for name, one in found.items() if one["type"] == "file"}
@@ -105,7 +105,7 @@ class ObjectStorage:
         except FileNotFoundError:
             raise
         except OSError:
-            # A range that begins at the end of an object is an error to some, and empty to us.
+            # Some stores report an error for a range that begins at the end of an object.
             if self.size(path) <= offset:
                 return b""
             raise
@@ -114,7 +114,7 @@ class ObjectStorage:
         """See Storage.open_local."""
 
     def write(self, path: str, regions: Iterable[View], stop: Stop = never) -> FileRecord:
-        """See Storage.write: an object is there once its upload was completed."""
+        """See Storage.write: an object exists once its upload is complete."""
         _, _, name = path.rpartition("/")
         with self._faults(path):
             if self._client.exists(self._full(path)):
@@ -129,18 +129,18 @@ class ObjectStorage:
                 written = True
             finally:
                 if not written:
-                    self._dropped(file, path)
+                    self._discard(file, path)
         return FileRecord(name, size_bytes, tuple(digests))
 
     def create(self, path: str, content: bytes) -> bool:
-        """See Storage.create: true also where the same content was there."""
+        """See Storage.create: true also if the same content was there."""
         try:
             with self._faults(path):
                 self._put_new(self._full(path), content)
                 return True
         except OSError as error:
-            # It may be there all the same: a client that heard no answer tried again, and met
-            # itself; or somebody else was at it in the same instant.
+            # It may exist nevertheless: the client retried after a lost reply and found its own
+            # object, or another writer created the same one at the same time.
             with contextlib.suppress(FileNotFoundError):
                 return self.read(path) == content
             raise error
@@ -184,14 +184,14 @@ class ObjectStorage:
     def _put_new(self, full: str, content: bytes) -> None:
         try:
             self._client.pipe_file(full, content, mode="create")
-        except (TypeError, NotImplementedError):  # a client that knows no conditions yet
+        except (TypeError, NotImplementedError):  # A client without conditional puts.
             if self._client.exists(full):
                 raise FileExistsError(errno.EEXIST, "is there already", full) from None
             self._client.pipe_file(full, content)
 
-    def _dropped(self, file: Any, path: str) -> None:
-        """Have nothing come of an upload, whatever the client does when it lets go of the file."""
-        with contextlib.suppress(Exception):  # the fault that led here is the one to be told
+    def _discard(self, file: Any, path: str) -> None:
+        """Remove an upload, whatever the client does when it closes the file."""
+        with contextlib.suppress(Exception):  # The first fault is the one to report.
             file.discard()
         with contextlib.suppress(AttributeError):
             file.closed = True
@@ -228,7 +228,7 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def _faults(self, path: str) -> Iterator[None]:
-        """Put what a client raises into OSErrors."""
+        """Turn a client's exceptions into OSError."""
         try:
             yield
         except OSError as error:
@@ -238,10 +238,10 @@ class ObjectStorage:
                 raise
             raise OSError(errno.EREMOTEIO, str(error) or type(error).__name__, path) from error
         except (ValueError, TypeError, AssertionError):
-            raise  # ours, or how the place was named
+            raise  # A bug of ours, or a wrongly named place.
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            raise OSError(errno.EREMOTEIO, told, path) from error
+            text = f"{type(error).__name__}: {error}"
+            raise OSError(errno.EREMOTEIO, text, path) from error
 
 
 def _sent(

@@ -1,4 +1,4 @@
-"""From what a user writes to a place for checkpoints: a folder's path, or a URL."""
+"""Opens a place for checkpoints from the user's text: a folder's path, or a URL."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from elastane.storage.protocol import Storage
 
 
 def open_storage(where: str) -> Storage:
-    """Return the place that `where` names: a path, file://, or any URL that fsspec knows.
+    """Open the place that `where` names: a path, file://, or any URL that fsspec knows.
 
-    Nothing is read or made yet. Raises ConfigurationError for a URL that nothing here can open.
+    It reads and creates nothing. Raises ConfigurationError for a URL that cannot be opened.
     """
     scheme, mark, rest = where.partition("://")
     if not mark:

@@ -1,8 +1,8 @@
-"""What a place for checkpoints can do. All of it blocks: callers have threads for it.
+"""The interface of a place for checkpoints. Every call blocks, so callers use threads.
 
-Paths are "folder/file" or "file", relative to the place. Faults of the world are OSErrors, also
-where an object store's client has others; FileNotFoundError is what is not there, and ELOOP what
-is there and no plain file.
+Paths are "folder/file" or "file", relative to the place. Faults of the world are OSError, including
+those of object store clients. FileNotFoundError means that a file is missing, ELOOP that it is not
+a plain file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Protocol
 from elastane.protocol.checkpoints import FileRecord
 from elastane.storage.digest import View
 
-# Tells how far something has come: bytes done, bytes in all.
+# Reports progress: bytes done, bytes in total.
 Progress = Callable[[int, int], None]
-# Asked now and then by what takes long; true ends it with OSError ECANCELED.
+# Polled by long operations; if it returns true they end with OSError ECANCELED.
 Stop = Callable[[], bool]
 
 
 def never() -> bool:
-    """Do not stop: the default of what may be stopped."""
+    """Never stop: the default."""
     return False
 
 
@@ -28,62 +28,62 @@ class Storage(Protocol):
     """A folder, or a prefix of an object store."""
 
     where: str
-    remote: bool  # each request takes a while, whatever its size
-    readers: int  # threads that reading keeps busy
+    remote: bool  # Each request takes a while, whatever its size.
+    readers: int  # The number of threads that reading keeps busy.
 
     def folders(self) -> list[str]:
-        """Return the names of the folders of saves, in no order; [] where the place is not yet."""
+        """Return the folder names of saves, unordered; [] if the place does not exist yet."""
         ...
 
     def sizes(self, folder: str, names: Iterable[str]) -> Mapping[str, int]:
-        """Return the size of each of these files that is there and is a plain file."""
+        """Return the size of each of these files that exists as a plain file."""
         ...
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of what is in a folder."""
+        """Return the names of all entries of a folder."""
         ...
 
     def size(self, path: str) -> int:
-        """Return the size of a file."""
+        """Return the size of a file in bytes."""
         ...
 
     def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Return a range of a file, less where the file ends before; all of it without a size."""
+        """Return a range of a file, shorter at its end; without `size`, up to its end."""
         ...
 
     def open_local(self, path: str) -> int | None:
-        """Return a descriptor of the file, for preadv; None where it is not a file of this host."""
+        """Return a descriptor of the file for preadv, or None if it is not a local file."""
         ...
 
     def write(self, path: str, regions: Iterable[View], stop: Stop = never) -> FileRecord:
-        """Write a file that is not there yet. On return it is durable; on failure it is not there.
+        """Write a new file; on return it is durable, after a failure it does not exist.
 
-        No region may change before that, for its bytes are digested and sent from where they are.
-        A sequence is written at a disk's full pace; of other iterables the next region is asked
-        for, in this thread, once the one before it is needed no more or lies in the same chunk.
+        No region may change until then: bytes are digested and sent from where they are. A sequence
+        is written at the full speed of a disk. Any other iterable is advanced in this thread, once
+        the region before is no longer needed or lies in the same chunk.
         """
         ...
 
     def create(self, path: str, content: bytes) -> bool:
-        """Make a small file durably and in one instant; False where there is one already.
+        """Create a small file durably and atomically; returns False if it exists.
 
-        Where a place has no such operation, two who create one path at the same time may both be
-        told True, and the later content stays. So all who may create one path bring the same.
+        If a place has no such operation, two concurrent callers may both get True, and the later
+        content stays. Therefore all that may create one path must write the same content.
         """
         ...
 
     def remove(self, folder: str) -> None:
-        """Remove a folder: its manifest first, so that what is left of it is a save without end."""
+        """Remove a folder, its manifest first: an interrupted removal leaves an unfinished save."""
         ...
 
     def changed_s(self, folder: str) -> float:
-        """Return when a folder was last written to, by the place's own clock."""
+        """Return when a folder was last written to, by the clock of the place."""
         ...
 
     def now_s(self) -> float:
-        """Return the time by the place's own clock. Writes something there and removes it."""
+        """Return the time of the clock of the place; writes a file there and removes it."""
         ...
 
     def place(self) -> str:
-        """Return the id of this place: two nodes that read the same share it. Made once."""
+        """Return the id of this place, equal on all nodes that read it. Created once."""
         ...

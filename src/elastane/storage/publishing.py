@@ -1,13 +1,14 @@
-"""The commit of a save, without anybody who would have to live for it.
+"""The commit of a save, which does not depend on any single process.
 
-Every writer makes its files durable, then its part's record. Whoever sees all records makes the
-manifest; all write the same one, so that it does not matter who does, nor how often. A writer that
-died leaves a save without a manifest, which is nothing. Who is behind the fence of what is
-published makes no manifest; should it slip through (two at the same instant), the order of keys
-still puts it where it belongs, so that it is never the newest.
+Each writer makes its files durable, and then its part's record. Any writer that sees all records
+creates the manifest. All create the same one, so that it does not matter which, or how often. The
+death of a writer leaves a save without a manifest, which counts as nothing.
 
-How it fails: FencedError; CheckpointError where parts do not come or contradict one another;
-OSError of the storage.
+A publisher behind the fence of what is published creates no manifest. If one does so in the same
+instant, the order of keys still prevents it from being the newest.
+
+How it fails: FencedError; CheckpointError if parts are missing or contradict each other; OSError of
+the storage.
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ from elastane.protocol.checkpoints import (
 from elastane.protocol.limits import CHECKPOINT_POLL_MAX_S, CHECKPOINT_POLL_S
 from elastane.storage.digest import record_of
 from elastane.storage.protocol import Stop, Storage, never
-from elastane.storage.reading import told
+from elastane.storage.reading import file_fault
 from elastane.storage.records import RecordError, decode, encode, read_bounded, read_record
 
-# Records that a writer reads at its second look; twice as many at each further one.
+# Records that a writer reads at its second look; the number doubles at each further one.
 _RECORDS_FIRST = 8
-# Above so many, writers look less often: an object store answers 5,500 requests a second.
+# Above this many writers each looks less often: an object store answers 5,500 requests a second.
 _WRITERS_AT_FULL_PACE = 64
 
 
 def is_published(storage: Storage, folder: str) -> bool:
-    """Return whether a folder has a manifest, of whatever content."""
+    """Return whether a folder has a manifest, valid or not."""
     try:
         storage.size(f"{folder}/{MANIFEST}")
     except FileNotFoundError:
         return False
     except OSError as error:
-        told(MANIFEST, error)  # raises what is not this file's own
+        file_fault(MANIFEST, error)  # Raises if the fault is not this file's own.
     return True
 
 
 def newest_key(storage: Storage, beyond: Fence | None = None) -> Key | None:
-    """Return the greatest key of what is published, sound or not.
+    """Return the greatest published key, valid or not; None if there is none.
 
-    None where there is none, or none of a fence beyond that one.
+    With `beyond`, only a key with a later fence counts.
     """
     named = [(parsed[0], name) for name in storage.folders() if (parsed := parse_folder(name))]
     for key, name in sorted(named, reverse=True):
@@ -66,25 +67,25 @@ def newest_key(storage: Storage, beyond: Fence | None = None) -> Key | None:
 
 
 def check_fence(storage: Storage, key: Key) -> None:
-    """Raise FencedError where a later round than this key's has published."""
+    """Raise FencedError if a later round than this key's has published."""
     newest = newest_key(storage, beyond=key.fence)
     if newest is not None:
         raise _fenced(storage.where, key, newest.fence)
 
 
 def add_part(storage: Storage, folder: str, part: CheckpointPart) -> None:
-    """Vouch for the files of one writer, all of which are durable."""
+    """Record that all files of one writer are durable."""
     if reason := fault(part, folder):
         raise ValueError(f"part {part.part} of {folder}: {reason}")
     path = f"{folder}/{part_name(part.part, part.parts)}"
     content = encode(part)
-    # An object store's client may have tried twice, and met itself.
+    # A client may have retried and found its own object.
     if not storage.create(path, content) and storage.read(path) != content:
         raise _conflict(folder, f"{path} is another writer's")
 
 
 class Publication:
-    """One writer's wait for a save to be whole. `wait` once."""
+    """One writer's wait until a save is complete. Call `wait` once."""
 
     def __init__(self, storage: Storage, folder: str, parts: int) -> None:
         self._storage = storage
@@ -93,30 +94,30 @@ class Publication:
         self._parts: dict[int, CheckpointPart] = {}
         self._contents: dict[int, bytes] = {}
         self._count = parts
-        self._torn = ""
+        self._damaged = ""
 
     def wait(
         self, wait_s: float, stop: Stop = never, sleep: Callable[[float], None] = time.sleep
     ) -> Manifest:
-        """Return the manifest once it is durable, made here or by another writer."""
+        """Return the manifest once it is durable, created here or by another writer."""
         deadline_s = time.monotonic() + wait_s
         pause_s, pause_max_s = CHECKPOINT_POLL_S, self._pause_max_s()
         records, over = self._count, False
         while True:
             self._look(records, past_gaps=over)
-            if (made := self._made()) is not None:
+            if (made := self._published()) is not None:
                 return made
             if not self._missing:
                 return self._publish()
             if over:
-                # A later round removes what earlier ones have not finished, records and all.
+                # A later round removes unfinished saves of earlier ones, records included.
                 check_fence(self._storage, _key_of(self._folder))
                 raise self._incomplete(wait_s)
             sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
             over = stop() or time.monotonic() >= deadline_s
             pause_s = min(2 * pause_s, pause_max_s)
-            # Who did not see all at the first look was not the last to finish, and whoever was is
-            # publishing by now: a thousand writers need not all read a thousand records at once.
+            # A writer that did not see all records at its first look was not the last to finish,
+            # and the last one is publishing. Hence 1,000 writers need not read 1,000 records each.
             records = (
                 self._count if over else _RECORDS_FIRST if records == self._count else 2 * records
             )
@@ -125,16 +126,16 @@ class Publication:
         return CHECKPOINT_POLL_MAX_S * max(1.0, self._count / _WRITERS_AT_FULL_PACE)
 
     def _look(self, records: int, *, past_gaps: bool) -> None:
-        """Read so many records that were not there yet, by name: listings may be old.
+        """Read this many missing records, by name because listings may be stale.
 
-        A look ends at the first that is missing, and the next one begins there, so that early
-        writers ask little. The last one, `past_gaps`, finds out which are missing.
+        A look ends at the first missing record, where the next look begins: early writers ask
+        little. The last look, with `past_gaps`, finds out which records are missing.
         """
         for number in self._missing[:records]:
-            if not self._saw(number) and not past_gaps:
+            if not self._read(number) and not past_gaps:
                 return
 
-    def _saw(self, number: int) -> bool:
+    def _read(self, number: int) -> bool:
         name = part_name(number, self._count)
         try:
             content = read_bounded(self._storage, f"{self._folder}/{name}")
@@ -142,8 +143,8 @@ class Publication:
         except FileNotFoundError:
             return False
         except RecordError as error:
-            # Only where there are no links may it be half written still.
-            self._torn = f"; {name}: {error}"
+            # Without hard links, the record may not be completely written yet.
+            self._damaged = f"; {name}: {error}"
             return False
         if (part.part, part.parts) != (number, self._count):
             raise _conflict(self._folder, f"{name} is of part {part.part} of {part.parts}")
@@ -151,13 +152,13 @@ class Publication:
         self._missing.remove(number)
         return True
 
-    def _made(self) -> Manifest | None:
+    def _published(self) -> Manifest | None:
         with contextlib.suppress(FileNotFoundError, RecordError):
             return read_record(self._storage, self._folder, MANIFEST, Manifest)
         return None
 
     def _publish(self) -> Manifest:
-        manifest = self._whole()
+        manifest = self._manifest()
         check_fence(self._storage, manifest.key)
         content, path = encode(manifest), f"{self._folder}/{MANIFEST}"
         if not self._storage.create(path, content):
@@ -173,8 +174,8 @@ class Publication:
             raise _conflict(self._folder, f"{MANIFEST}: {error}") from error
         raise _conflict(self._folder, f"{MANIFEST} is of other parts")
 
-    def _whole(self) -> Manifest:
-        """Return the manifest that these parts make: the same, whoever puts them together."""
+    def _manifest(self) -> Manifest:
+        """Return the manifest of all parts, which is the same in every writer."""
         parts = [self._parts[number] for number in range(self._count)]
         files = [file for part in parts for file in part.files]
         for number, content in sorted(self._contents.items()):
@@ -189,11 +190,11 @@ class Publication:
         missing = ", ".join(map(str, self._missing[:8])) + (", ..." if self._missing[8:] else "")
         return CheckpointError(
             f"checkpoint {self._folder}: {len(self._missing)} of {self._count} writers did not "
-            f"finish within {wait_s:g} s: part {missing}{self._torn}",
+            f"finish within {wait_s:g} s: part {missing}{self._damaged}",
             slug="checkpoint-incomplete",
             where=self._storage.where,
             expected="the record of each writer; the checkpoint before this one stays",
-            next_step="look at why those writers failed; the next save tries anew",
+            next_step="look at why those writers failed; the next save tries again",
         )
 
 
@@ -213,10 +214,10 @@ def _conflict(folder: str, reason: str) -> CheckpointError:
 
 
 def _fenced(where: str, key: Key, newest: Fence) -> FencedError:
-    said = "era {}, round {}, attempt {}"
+    position = "era {}, round {}, attempt {}"
     return FencedError(
         f"checkpoint of step {key.step} not published: it is of "
-        f"{said.format(*key.fence)}, and {said.format(*newest)} has published",
+        f"{position.format(*key.fence)}, and {position.format(*newest)} has published",
         slug="checkpoint-fenced",
         where=where,
         expected="a round that is not behind what is published",

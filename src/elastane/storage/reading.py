@@ -1,7 +1,7 @@
-"""Every byte of a checkpoint against its digests, by several threads.
+"""Verifies every byte of a checkpoint against its digests, with several threads.
 
-Owns what is said of a file that is not as it should be: its name, and the bytes. How it fails: a
-fault of one file is the answer; any other OSError is the place's, and is raised.
+Owns the description of a damaged file: its name and the byte range. How it fails: a fault of one
+file is a result; any other OSError is a fault of the place, and is raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastane.storage.aligned import ALIGNED_BYTES, pages
 from elastane.storage.digest import digest_of
 from elastane.storage.protocol import Progress, Stop, Storage, never
 
-# Faults of one file, which another need not have.
+# Errors of one file, which other files need not have.
 _OF_A_FILE = {
     errno.EIO: "cannot be read (I/O error)",
     errno.ELOOP: "is not a plain file",
@@ -29,8 +29,8 @@ _OF_A_FILE = {
 }
 
 
-def told(name: str, error: OSError) -> str:
-    """Return the reason that an error is, where it is one file's; raise it where it is not."""
+def file_fault(name: str, error: OSError) -> str:
+    """Describe an error that concerns one file; raises any other error."""
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
     if error.errno not in _OF_A_FILE:
@@ -39,7 +39,7 @@ def told(name: str, error: OSError) -> str:
 
 
 def wrong_size(storage: Storage, folder: str, files: Sequence[FileRecord]) -> str:
-    """Return which file is missing or of another size than its record says; "" for none."""
+    """Describe a file that is missing or has the wrong size; "" if there is none."""
     sizes = storage.sizes(folder, [file.name for file in files])
     for file in files:
         if file.name not in sizes:
@@ -50,7 +50,7 @@ def wrong_size(storage: Storage, folder: str, files: Sequence[FileRecord]) -> st
 
 
 class Inspection:
-    """One reading of all files of a checkpoint. `run` once."""
+    """One verification of all files of a checkpoint. Call `run` once."""
 
     def __init__(
         self, storage: Storage, folder: str, files: Sequence[FileRecord], *, fresh: bool = False
@@ -67,11 +67,11 @@ class Inspection:
         self._all = sum(file.size_bytes for file in files)
 
     def run(self, progress: Progress | None = None, stop: Stop = never) -> str:
-        """Return the first fault, or "" where every byte is as it was written."""
-        # What is read at the pace of memory is worth a thread more with each chunk's worth of it.
+        """Return the first fault, or "" if every byte is as it was written."""
+        # Local files are read at the speed of memory: an extra thread pays for each chunk of them.
         each = 1 if self._storage.remote else CHUNK_BYTES
         threads = min(self._storage.readers, 1 + self._all // each)
-        arguments = (progress or _untold, stop)
+        arguments = (progress or _ignore, stop)
         helpers = [
             threading.Thread(target=self._read, args=arguments, daemon=True)
             for _ in range(threads - 1)
@@ -94,13 +94,13 @@ class Inspection:
         buffer = pages(CHUNK_BYTES)
         try:
             while (place := self._next(stop)) is not None:
-                fault, size = self._judged(*place, buffer)
+                fault, size = self._verify(*place, buffer)
                 with self._turn:
                     self._done += size
                     if fault:
                         self._faults[place] = fault
                     progress(self._done, self._all)
-        except BaseException as error:  # told by run, in the thread that asked
+        except BaseException as error:  # Raised again in the caller's thread.
             self._failure = self._failure or error
 
     def _next(self, stop: Stop) -> tuple[int, int] | None:
@@ -111,14 +111,14 @@ class Inspection:
                 raise OSError(errno.ECANCELED, "stopped", self._storage.where)
             return next(self._work, None)
 
-    def _judged(self, index: int, chunk: int, buffer: mmap.mmap) -> tuple[str, int]:
+    def _verify(self, index: int, chunk: int, buffer: mmap.mmap) -> tuple[str, int]:
         file = self._files[index]
         first = chunk * CHUNK_BYTES
         size = min(CHUNK_BYTES, file.size_bytes - first)
         try:
             found = self._bytes(f"{self._folder}/{file.name}", first, size, buffer)
         except OSError as error:
-            return told(file.name, error), size
+            return file_fault(file.name, error), size
         if len(found) < size:
             return f"{file.name} ends at byte {first + len(found)} of {file.size_bytes}", size
         if digest_of([found]) != file.digests[chunk]:
@@ -134,28 +134,28 @@ class Inspection:
             return self._storage.read(path, first, size)
         try:
             if self._fresh:
-                _past_the_cache(descriptor)
-            return memoryview(buffer)[: _filled(descriptor, first, size, buffer)]
+                _bypass_cache(descriptor)
+            return memoryview(buffer)[: _fill(descriptor, first, size, buffer)]
         finally:
             os.close(descriptor)
 
 
-def _past_the_cache(descriptor: int) -> None:
-    """Have a descriptor read what the disk holds: the page cache says little of that.
+def _bypass_cache(descriptor: int) -> None:
+    """Make a descriptor read from the disk, because the page cache does not prove what is there.
 
-    It costs a tenth of the processor's time too, and leaves the cache to the training's data.
+    It costs a tenth more processor time, and leaves the cache to the training's data.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-    except OSError:  # EINVAL: this file system has no such way
+    except OSError:  # EINVAL: the file system has no O_DIRECT.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _filled(descriptor: int, first: int, size: int, buffer: mmap.mmap) -> int:
-    """Read into a buffer; return how many of `size` bytes there are."""
+def _fill(descriptor: int, first: int, size: int, buffer: mmap.mmap) -> int:
+    """Read into a buffer; return how many of `size` bytes exist."""
     done = 0
-    # Whole blocks, as O_DIRECT wants it; at a file's end they are cut short.
+    # O_DIRECT reads whole blocks; a read at the end of a file is shorter.
     end = -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
     while done < size:
         try:
@@ -164,7 +164,7 @@ def _filled(descriptor: int, first: int, size: int, buffer: mmap.mmap) -> int:
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            # This disk has larger blocks, or a read ended within one.
+            # This disk has larger blocks, or a read ended inside one.
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             continue
         if got == 0:
@@ -173,5 +173,5 @@ def _filled(descriptor: int, first: int, size: int, buffer: mmap.mmap) -> int:
     return min(done, size)
 
 
-def _untold(done: int, all_bytes: int) -> None:
-    """Tell nobody how far it has come."""
+def _ignore(done: int, all_bytes: int) -> None:
+    """Report no progress."""

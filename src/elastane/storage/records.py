@@ -1,10 +1,10 @@
-"""Records of a checkpoint as bytes: a manifest, or what one writer vouches for.
+"""Encodes the records of a checkpoint: a manifest, or one writer's record.
 
     {"digest":"<xxh3-128 of the body's bytes>","body":{ ... }}
 
-A record is these bytes exactly, so that any change to any of them is found; the same record is
-always the same bytes, so that all who may write one write the same. How it fails: RecordError,
-whose text is the reason; NewerFormatError where a later elastane wrote it.
+A record is exactly these bytes, so that any change is detected. One record always has the same
+bytes, so that all writers of it write the same. How it fails: RecordError, whose text is the
+reason; NewerFormatError for a record of a later elastane.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ R = TypeVar("R", Manifest, CheckpointPart)
 
 
 class RecordError(Exception):
-    """Bytes are no record of ours, or not the one that they should be."""
+    """The bytes are no record of elastane, or not the expected one."""
 
 
 class NewerFormatError(RecordError):
-    """A later elastane wrote this: it may be sound, and it cannot be judged here."""
+    """A later elastane wrote this record; it may be valid, but cannot be judged here."""
 
 
 class _Head(msgspec.Struct):
@@ -37,13 +37,13 @@ class _Head(msgspec.Struct):
 
 
 def encode(record: Manifest | CheckpointPart) -> bytes:
-    """Return a record's bytes."""
+    """Encode a record."""
     body = msgspec.json.format(msgspec.json.encode(record, order="deterministic"), indent=1)
     return b'{"digest":"%s","body":%s}' % (digest_of([body]).encode(), body)
 
 
 def decode(content: bytes, kind: type[R], folder: str) -> R:
-    """Return the record that these bytes, found in `folder`, are."""
+    """Decode and check a record that was found in `folder`."""
     if len(content) > CHECKPOINT_RECORD_BYTES_MAX:
         raise RecordError(f"more than {CHECKPOINT_RECORD_BYTES_MAX} bytes")
     match = _ENVELOPE.fullmatch(content)
@@ -51,13 +51,13 @@ def decode(content: bytes, kind: type[R], folder: str) -> R:
         raise RecordError("cut short, or changed: it is not of the form of a record")
     if digest_of([match["body"]]) != match["digest"].decode():
         raise RecordError("changed: its digest does not match")
-    record = _believed(match["body"], kind)
+    record = _parse(match["body"], kind)
     if reason := fault(record, folder):
         raise RecordError(reason)
     return record
 
 
-def _believed(body: bytes, kind: type[R]) -> R:
+def _parse(body: bytes, kind: type[R]) -> R:
     try:
         head = msgspec.json.decode(body, type=_Head)
         if head.format > FORMAT:
@@ -70,10 +70,10 @@ def _believed(body: bytes, kind: type[R]) -> R:
 
 
 def read_record(storage: Storage, folder: str, name: str, kind: type[R]) -> R:
-    """Return a record of a folder; FileNotFoundError where there is none."""
+    """Read a record of a folder; raises FileNotFoundError if it is missing."""
     return decode(read_bounded(storage, f"{folder}/{name}"), kind, folder)
 
 
 def read_bounded(storage: Storage, path: str) -> bytes:
-    """Return a record's file; of one that is too large, enough to be told."""
+    """Read a record's file; one byte more than allowed shows that it is too large."""
     return storage.read(path, 0, CHECKPOINT_RECORD_BYTES_MAX + 1)

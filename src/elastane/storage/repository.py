@@ -1,10 +1,10 @@
-"""The checkpoints of one place: which there are, which of them can be believed, which may go.
+"""The checkpoints of one place: which exist, which are valid, which may be removed.
 
-Owns the order of looking: what a record says, whether its files are there with their sizes, and
-then, where asked, every byte by its digest. What is not sound is named with its reason and passed
-over. A fault of the place itself is never taken for a fault of a checkpoint: who cannot read must
-not begin anew. How it fails: OSError of the storage; CheckpointError where checkpoints were
-published and none can be restored, or the newest cannot and the caller is strict.
+Owns the order of checks: the record, then the existence and size of its files, then on request
+every byte by its digest. An invalid checkpoint is named with its reason and skipped. A fault of the
+place never counts as a fault of a checkpoint, because a job that cannot read must not start from
+zero. How it fails: OSError of the storage; CheckpointError if none of the published checkpoints can
+be restored, or the newest cannot and the caller is strict.
 """
 
 from __future__ import annotations
@@ -21,88 +21,88 @@ from elastane.protocol.checkpoints import MANIFEST, CheckpointPart, Key, Manifes
 from elastane.protocol.limits import CHECKPOINT_LITTER_S
 from elastane.storage import publishing, retention
 from elastane.storage.protocol import Progress, Stop, Storage, never
-from elastane.storage.reading import Inspection, told, wrong_size
+from elastane.storage.reading import Inspection, file_fault, wrong_size
 from elastane.storage.records import NewerFormatError, RecordError, read_record
 from elastane.storage.retention import Removal, SeenCheckpoint
 
 _log = logging.getLogger(__name__)
 _NAMED_MAX = 8
-# Looks at a place whose checkpoints are removed by others while they are looked at.
+# Attempts to list a place in which others remove checkpoints meanwhile.
 _LOOKS_MAX = 100
 
 
 class FoundCheckpoint(msgspec.Struct, frozen=True):
-    """A published checkpoint. `reason` says why it is not valid, as far as was looked."""
+    """A published checkpoint. `reason` says why it is invalid, as far as it was checked."""
 
     folder: str
     key: Key
     nonce: str
     manifest: Manifest | None = None
     reason: str = ""
-    newer: bool = False  # of a later format: not for this elastane to judge
+    newer: bool = False  # Its format is later, so this elastane cannot judge it.
 
 
 class RestorePoint(msgspec.Struct, frozen=True):
-    """The newest valid checkpoint, and the newer ones that were passed over, with reasons."""
+    """The newest valid checkpoint, and the newer ones that were skipped, with reasons."""
 
     found: FoundCheckpoint | None
     skipped: tuple[FoundCheckpoint, ...] = ()
 
 
 class Repository:
-    """All checkpoints of one place. Nothing is read or made before the first operation."""
+    """All checkpoints of one place. The constructor reads and creates nothing."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._verified: set[str] = set()
 
     def add_part(self, folder: str, part: CheckpointPart) -> None:
-        """Vouch for one writer's files, all of which must be durable."""
+        """Record that all files of one writer are durable."""
         publishing.add_part(self.storage, folder, part)
 
     def publish_when_whole(
         self, folder: str, parts: int, *, wait_s: float, stop: Stop = never
     ) -> Manifest:
-        """Return the manifest of a save once it is durable; made by whoever sees all its parts.
+        """Return the manifest of a save once it is durable; any writer may create it.
 
-        Raises FencedError where a later round has published, and CheckpointError where parts do
-        not come within `wait_s`; the checkpoints before this one stay as they are.
+        Raises FencedError if a later round has published, and CheckpointError if parts are missing
+        after `wait_s`. Earlier checkpoints are unchanged.
         """
         return publishing.Publication(self.storage, folder, parts).wait(wait_s, stop)
 
     def check_fence(self, key: Key) -> None:
-        """Raise FencedError where a later round than this key's has published.
+        """Raise FencedError if a later round than this key's has published.
 
-        For who is about to write in vain, and for who could not: the later round removes what
-        unfinished saves of earlier ones have written, while they write.
+        A caller checks before a useless write, and after a failed one: a later round removes the
+        files of unfinished saves of earlier rounds, also during their write.
         """
         publishing.check_fence(self.storage, key)
 
     def abandon(self, folder: str) -> None:
-        """Remove what there is of a save that has failed. The caller's part was not added."""
+        """Remove the files of a failed save. The caller's part must not have been added."""
         with contextlib.suppress(FileNotFoundError):
             if not publishing.is_published(self.storage, folder):
                 self.storage.remove(folder)
 
     def newest_key(self) -> Key | None:
-        """Return the greatest key of what is published, sound or not."""
+        """Return the greatest published key, valid or not."""
         return publishing.newest_key(self.storage)
 
     def published(self) -> list[FoundCheckpoint]:
-        """Return all checkpoints, newest first, judged by their records and their files' sizes."""
+        """Return all checkpoints, newest first, checked by records and file sizes."""
         for _ in range(_LOOKS_MAX):
             names = set(self.storage.folders())
-            # The oldest first: what goes meanwhile goes because a newer one was published, which
-            # is looked at later, or is not listed yet. Nobody must take a place whose only
-            # checkpoint was replaced just now for one that is empty.
+            # Oldest first: a checkpoint removed meanwhile was replaced by a newer one, which is
+            # checked later or not listed yet. A place whose only checkpoint was just replaced must
+            # not look empty.
             looked = [self._found(name) for name in reversed(_newest_first(names))]
             found = [one for one in reversed(looked) if one is not None]
             if len(found) == len(names) or set(self.storage.folders()) == names:
                 return found
-        raise self._restless()
+        raise self._unstable()
 
     def unfinished(self) -> list[str]:
-        """Return the folders of saves that have no manifest: they go on, or did not end."""
+        """Return the folders of saves without a manifest: running, or never finished."""
         names = _newest_first(self.storage.folders())
         return [name for name in names if not publishing.is_published(self.storage, name)]
 
@@ -114,9 +114,9 @@ class Repository:
         stop: Stop = never,
         fresh: bool = False,
     ) -> str:
-        """Read every byte of a checkpoint; return why it is not valid, "" where it is.
+        """Read every byte of a checkpoint; return why it is invalid, or "".
 
-        `fresh` reads what a folder's disk holds, in place of what the host has cached of it.
+        `fresh` reads from a folder's disk instead of the host's cache.
         """
         if found.reason or found.manifest is None:
             return found.reason
@@ -124,7 +124,7 @@ class Repository:
         try:
             reason = wrong_size(self.storage, found.folder, files)
         except OSError as error:
-            reason = told(found.folder, error)
+            reason = file_fault(found.folder, error)
         reason = reason or Inspection(self.storage, found.folder, files, fresh=fresh).run(
             progress, stop
         )
@@ -140,18 +140,18 @@ class Repository:
         progress: Progress | None = None,
         stop: Stop = never,
     ) -> RestorePoint:
-        """Return the newest checkpoint that is valid, and why those newer than it are not.
+        """Return the newest valid checkpoint, and why newer ones are invalid.
 
-        Without `full`, "valid" is by records and sizes, and whoever reads the files compares their
-        digests. Raises CheckpointError where some were published and none is valid, for beginning
-        anew would be a loss that nobody asked for; if `strict`, where the newest is not.
+        Without `full`, validity means records and sizes, and the reader of the files compares their
+        digests. Raises CheckpointError if checkpoints were published and none is valid: starting
+        from zero would be a silent loss. With `strict` it raises if the newest is invalid.
         """
         for _ in range(_LOOKS_MAX):
             choice, gone = self._look(self.published(), strict, full, (progress, stop))
             if not gone:
                 break
         else:
-            raise self._restless()
+            raise self._unstable()
         if choice.found is None and choice.skipped:
             raise invalid(self.storage.where, choice.skipped, strict=strict)
         return choice
@@ -165,18 +165,17 @@ class Repository:
         read: bool = True,
         dry_run: bool = False,
     ) -> list[Removal]:
-        """Remove all but the newest `keep` valid ones, and saves that never ended; return which.
+        """Remove all but the newest `keep` valid checkpoints, and abandoned saves; return which.
 
-        Before anything that was published goes, one that stays is read byte by byte, once in this
-        object's life; without `read` its record and its files' sizes do, for a store that vouches
-        for its bytes and where reading costs. What cannot be removed is told in the log and tried
-        at the next time.
+        Before a published one is removed, one that stays is read byte by byte, once in the life of
+        this object. Without `read`, its record and file sizes are enough: for a store that vouches
+        for its bytes, where reading costs. A failed removal is logged and tried the next time.
         """
         seen = self._seen(trusted=not read)
         while retention.surplus(seen, keep, protect) and (doubtful := self._doubtful(seen, keep)):
-            seen = self._judged(seen, doubtful)
+            seen = self._checked(seen, doubtful)
         going = retention.to_remove(seen, keep, protect, litter_s=litter_s)
-        return going if dry_run else [one for one in going if self._removed(one)]
+        return going if dry_run else [one for one in going if self._remove(one)]
 
     def _look(
         self,
@@ -185,7 +184,7 @@ class Repository:
         full: bool,
         how: tuple[Progress | None, Stop],
     ) -> tuple[RestorePoint, bool]:
-        """Return the choice, and whether one that was to be judged has been removed meanwhile."""
+        """Return the choice, and whether a candidate was removed meanwhile."""
         skipped: list[FoundCheckpoint] = []
         progress, stop = how
         for found in published:
@@ -200,7 +199,7 @@ class Repository:
         return RestorePoint(None, tuple(skipped)), False
 
     def _found(self, folder: str) -> FoundCheckpoint | None:
-        """Return a folder's checkpoint; None where it is not published, or not any more."""
+        """Return a folder's checkpoint, or None if it is not published (any more)."""
         parsed = parse_folder(folder)
         assert parsed is not None, folder
         found = FoundCheckpoint(folder, *parsed)
@@ -213,7 +212,7 @@ class Repository:
             newer = isinstance(error, NewerFormatError)
             return msgspec.structs.replace(found, reason=f"{MANIFEST}: {error}", newer=newer)
         except OSError as error:
-            return msgspec.structs.replace(found, reason=told(MANIFEST, error))
+            return msgspec.structs.replace(found, reason=file_fault(MANIFEST, error))
         return msgspec.structs.replace(found, manifest=manifest, reason=reason)
 
     def _seen(self, *, trusted: bool) -> list[SeenCheckpoint]:
@@ -235,11 +234,13 @@ class Repository:
         return seen
 
     def _doubtful(self, seen: list[SeenCheckpoint], keep: int) -> SeenCheckpoint | None:
-        """Return the newest that stays, where none of those that stay was read yet."""
+        """Return the newest one that stays, if none that stays has been read yet."""
         staying = retention.kept(seen, keep)
         return None if any(one.verified for one in staying) else staying[0]
 
-    def _judged(self, seen: list[SeenCheckpoint], doubtful: SeenCheckpoint) -> list[SeenCheckpoint]:
+    def _checked(
+        self, seen: list[SeenCheckpoint], doubtful: SeenCheckpoint
+    ) -> list[SeenCheckpoint]:
         found = self._found(doubtful.folder)
         sound = found is not None and not self.verify(found, fresh=True)
         judged = msgspec.structs.replace(
@@ -247,10 +248,10 @@ class Repository:
         )
         return [judged if one is doubtful else one for one in seen]
 
-    def _restless(self) -> OSError:
+    def _unstable(self) -> OSError:
         return OSError(errno.EAGAIN, f"changed during {_LOOKS_MAX} looks", self.storage.where)
 
-    def _removed(self, removal: Removal) -> bool:
+    def _remove(self, removal: Removal) -> bool:
         try:
             self.storage.remove(removal.folder)
         except OSError as error:
@@ -263,14 +264,14 @@ class Repository:
 def invalid(
     where: str, skipped: Sequence[FoundCheckpoint], *, strict: bool = False
 ) -> CheckpointError:
-    """Return the error for checkpoints none of which can be restored."""
+    """Return the error for checkpoints of which none can be restored."""
     if strict:
         what = f"checkpoint {skipped[0].folder} is not valid: {skipped[0].reason}"
         next_step = "elastane checkpoint verify, or allow an older one to be restored"
     else:
         named = "; ".join(f"{one.folder}: {one.reason}" for one in skipped[:_NAMED_MAX])
         what = f"none of {len(skipped)} checkpoints is valid: {named}"
-        next_step = "restore a backup; to begin anew, name another folder or move these away"
+        next_step = "restore a backup; to start over, name another folder or move these away"
     return CheckpointError(
         what,
         slug="checkpoint-invalid" if strict else "checkpoint-none-valid",

@@ -1,7 +1,7 @@
-"""Which checkpoints may go: pure, so that "never the last valid one" is a fact of this file.
+"""The rules of removal. They are pure, so that this file alone proves "never the last valid one".
 
-Knows nothing of how a checkpoint was judged; whoever removes what `to_remove` says has first read,
-byte by byte, one of those that stay (`SeenCheckpoint.verified`). It cannot fail.
+They do not know how a checkpoint was checked. The caller of `to_remove` has first read, byte by
+byte, one of the checkpoints that stay (`SeenCheckpoint.verified`). They cannot fail.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import msgspec
 
 from elastane.protocol.checkpoints import Fence, Key, parse_folder
 
-# sound: as its record says, as far as was looked. newer: of a later format, which is not for us
-# to judge. pending: without a manifest, a save that goes on or did not end.
+# sound: as its record says, as far as it was checked. newer: of a later format, which cannot be
+# judged here. pending: without a manifest, a save that is running or never finished.
 State = Literal["sound", "unsound", "newer", "pending"]
 
 
 class SeenCheckpoint(msgspec.Struct, frozen=True):
-    """One folder of a place, as it was seen. `silent_s` says since when nothing was written."""
+    """One folder of a place. `silent_s` is the time since the last write to it, in seconds."""
 
     folder: str
     state: State
@@ -28,21 +28,21 @@ class SeenCheckpoint(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> tuple[Key, str]:
-        """Return what orders folders by age."""
+        """Return the age order of folders."""
         parsed = parse_folder(self.folder)
         assert parsed is not None, self.folder
         return parsed
 
 
 class Removal(msgspec.Struct, frozen=True):
-    """A folder that may go, and why."""
+    """A folder that may be removed, and why."""
 
     folder: str
     why: str
 
 
 def kept(seen: Sequence[SeenCheckpoint], keep: int) -> list[SeenCheckpoint]:
-    """Return those that stay for being among the newest, newest first."""
+    """Return the newest `keep` sound ones, newest first."""
     assert keep >= 1, keep
     sound = [one for one in seen if one.state == "sound"]
     return sorted(sound, key=lambda one: one.order, reverse=True)[:keep]
@@ -51,10 +51,9 @@ def kept(seen: Sequence[SeenCheckpoint], keep: int) -> list[SeenCheckpoint]:
 def surplus(
     seen: Sequence[SeenCheckpoint], keep: int, protect: Collection[str] = ()
 ) -> list[Removal]:
-    """Return what of the published ones may go once one of those that stay was verified.
+    """Return the published ones that may go once one that stays was verified.
 
-    Unsound ones go when as many sound ones as are to be kept are newer; till then somebody may
-    want to look at them.
+    Unsound ones go when `keep` newer ones are sound. Until then a person may want to inspect them.
     """
     staying = kept(seen, keep)
     if len(staying) < keep:
@@ -72,7 +71,7 @@ def surplus(
 def litter(
     seen: Sequence[SeenCheckpoint], litter_s: float, protect: Collection[str] = ()
 ) -> list[Removal]:
-    """Return the saves that will never end: of a round that is over, or silent for long."""
+    """Return saves that will never finish: their round is over, or nothing was written for long."""
     newest = _newest_fence(seen)
     removals = []
     for one in _oldest_first([one for one in seen if one.state == "pending"]):
@@ -92,8 +91,8 @@ def to_remove(
 ) -> list[Removal]:
     """Return what may be removed now.
 
-    Invariant: where a sound one exists, a sound one stays; and no published one goes unless one
-    of those that stay was verified.
+    Invariant: if a sound one exists, a sound one stays, and no published one goes unless one of
+    those that stay was verified.
     """
     going = litter(seen, litter_s, protect)
     if any(one.verified for one in kept(seen, keep)):

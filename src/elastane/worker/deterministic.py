@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.group import WorldGroup
 from elastane.data.checks import SEED_END, whole
@@ -58,7 +58,7 @@ class Deterministic(Mode):
         self._inside: tuple[int, int] | None = None
         self._former: tuple[bool, bool, bool] | None = None
 
-    def apply(self, group: ElasticGroup, tracked: Tracked) -> None:
+    def apply(self, group: ElasticGroup, tracked: RegisteredObjects) -> None:
         """Make torch deterministic, and seed what is built from here on with the job's seed."""
         super().apply(group, tracked)
         group.guard = self._refuse_collective

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms import near, transfer
 from elastane.comms.channel import Channel, GroupChannel
 from elastane.comms.elastic import ElasticGroup
@@ -43,7 +43,7 @@ class MemberProgress(Protocol):
 class Health:
     """Whether this member holds the job's state, and how it gets it."""
 
-    def __init__(self, group: ElasticGroup, tracked: Tracked) -> None:
+    def __init__(self, group: ElasticGroup, tracked: RegisteredObjects) -> None:
         self._group, self.tracked = group, tracked
         self._reserved: list[torch.Tensor] = []
         self.holds = False

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.checkpoint.state_source import CHECKPOINTER
 from elastane.comms.digest import state_digest
 from elastane.comms.pairing import MispairedError
@@ -80,7 +80,7 @@ class Job:
     def __init__(self, line: AgentLine | None, mode: Mode, trail: Trail | None) -> None:
         self._world = Worlds(line)
         self.process_group = self._world.group
-        self._tracked = Tracked()
+        self._tracked = RegisteredObjects()
         self.mode, self._trail = mode, trail
         self._undo = Undo(self._tracked)
         self._health = healing.Health(self.process_group, self._tracked)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
 from elastane.data.cursor import DataPosition
 from elastane.data.feed import Portion
@@ -26,9 +26,9 @@ class Mode:
 
     def __init__(self) -> None:
         self.group = ElasticGroup()
-        self.tracked = Tracked()
+        self.tracked = RegisteredObjects()
 
-    def apply(self, group: ElasticGroup, tracked: Tracked) -> None:
+    def apply(self, group: ElasticGroup, tracked: RegisteredObjects) -> None:
         """Begin with this group and the registered objects."""
         self.group, self.tracked = group, tracked
 

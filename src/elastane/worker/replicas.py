@@ -14,7 +14,7 @@ import struct
 import sys
 from collections.abc import Callable
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms import near
 from elastane.comms.digest import state_digest
 from elastane.comms.elastic import ElasticGroup
@@ -33,7 +33,7 @@ class Replicas:
     def __init__(
         self,
         group: ElasticGroup,
-        tracked: Tracked,
+        tracked: RegisteredObjects,
         health: Health,
         differed: Callable[[int, str], None],
     ) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.state import flatten
 from elastane.data.cursor import DataPosition
@@ -46,7 +46,7 @@ SLUG = "job-given-up"
 class Before:
     """What a function may change besides parameters, as it was before the call."""
 
-    def __init__(self, tracked: Tracked, group: ElasticGroup) -> None:
+    def __init__(self, tracked: RegisteredObjects, group: ElasticGroup) -> None:
         self._undo = Undo(tracked)
         self._undo.begin()
         roots: list[torch.nn.Module] = [*tracked.modules, *group.ddps]

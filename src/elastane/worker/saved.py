@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from elastane.checkpoint.members import Alone, Members, OfGroup
-from elastane.checkpoint.registered import Tracked
-from elastane.checkpoint.state_source import insist_on_names
+from elastane.checkpoint.members import GroupMembers, Members, SingleProcess
+from elastane.checkpoint.registered import RegisteredObjects
+from elastane.checkpoint.state_source import require_names
 from elastane.data.cursor import DataPosition
 from elastane.errors import PeerLostError
 from elastane.worker import sharding
@@ -30,7 +30,7 @@ DATA = "elastane.data"
 class SavedJob:
     """The state source of one job, with or without a Checkpointer."""
 
-    def __init__(self, worlds: Worlds, tracked: Tracked, health: Health) -> None:
+    def __init__(self, worlds: Worlds, tracked: RegisteredObjects, health: Health) -> None:
         self._worlds, self._tracked, self._health = worlds, tracked, health
         self._cursor: DataPosition | None = None
         self._place: dict[str, Any] = {}  # restored before there was a cursor
@@ -80,7 +80,9 @@ class SavedJob:
 
     def members(self) -> Members:
         """Return the members of the current world."""
-        return OfGroup(self._worlds.group) if self._worlds.group.size() > 1 else Alone()
+        return (
+            GroupMembers(self._worlds.group) if self._worlds.group.size() > 1 else SingleProcess()
+        )
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the registered optimizers."""
@@ -113,7 +115,7 @@ class SavedJob:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a saved state, before the first step."""
-        insist_on_names(state, self.state())
+        require_names(state, self.state())
         self._tracked.load({name: held for name, held in state.items() if name != DATA})
         self._place = dict(state[DATA])
         self._health.whole()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.mesh import MeshGroups
 from elastane.data.checks import whole
 from elastane.errors import JobError
@@ -22,7 +22,7 @@ from elastane.worker.world import Worlds
 _NO_REPLICA = "sharded state has no replica"
 
 
-def why_unhealed(tracked: Tracked, mesh: MeshGroups | None) -> str:
+def why_unhealed(tracked: RegisteredObjects, mesh: MeshGroups | None) -> str:
     """Return why peers cannot heal what a worker of this world holds; "" if they can."""
     never = _why_never(tracked, mesh)
     if never or mesh is None or not tracked.sharded or not mesh.is_sole:
@@ -30,7 +30,7 @@ def why_unhealed(tracked: Tracked, mesh: MeshGroups | None) -> str:
     return f"{_NO_REPLICA}: each of {mesh.shards} workers holds a shard that no other has"
 
 
-def _why_never(tracked: Tracked, mesh: MeshGroups | None) -> str:
+def _why_never(tracked: RegisteredObjects, mesh: MeshGroups | None) -> str:
     """Return why peers cannot heal it in any later world of the same processes; "" if they can."""
     meshes = {each.device_mesh for each in tracked.sharded}
     if not meshes:
@@ -61,7 +61,7 @@ def begin(worlds: Worlds, health: Health, undo: Undo, verify_every: int) -> None
         )
 
 
-def refuse(tracked: Tracked, mode: Mode, trail: Trail | None) -> None:
+def refuse(tracked: RegisteredObjects, mode: Mode, trail: Trail | None) -> None:
     """Raise JobError if sharded objects are registered in a job that needs whole replicas."""
     if tracked.sharded and (mode.is_deterministic or trail is not None):
         raise _refused("deterministic=True" if mode.is_deterministic else "a trail")

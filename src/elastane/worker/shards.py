@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms import near
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.mesh import MeshGroups
@@ -217,7 +217,7 @@ def placed(own: Any, found: Any) -> Any:
     return found
 
 
-def reset(tracked: Tracked) -> None:
+def reset(tracked: RegisteredObjects) -> None:
     """Make sharded modules drop an interrupted forward or backward, and its gradients.
 
     torch (2.13) keeps gradients of parameters that were gathered at that moment.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastane.checkpoint.registered import Tracked
+from elastane.checkpoint.registered import RegisteredObjects
 from elastane.comms.elastic import ElasticGroup
 from elastane.data.feed import Portion
 from elastane.errors import JobError
@@ -102,7 +102,9 @@ class Updates:
     SAM, may: what they hold is copied first, and each return of the closure is checked.
     """
 
-    def __init__(self, group: ElasticGroup, tracked: Tracked, health: Health, undo: Undo) -> None:
+    def __init__(
+        self, group: ElasticGroup, tracked: RegisteredObjects, health: Health, undo: Undo
+    ) -> None:
         self._group, self._tracked, self._health, self._undo = group, tracked, health, undo
         self._mode = Mode()
         self._settle: Callable[[], None] = lambda: None
@@ -196,7 +198,7 @@ class Updates:
         self._known.add(optimizer)
 
 
-def refuse_partitioned(tracked: Tracked) -> None:
+def refuse_partitioned(tracked: RegisteredObjects) -> None:
     """Refuse optimizers that cannot be given to another worker by their state."""
     for optimizer in tracked.optimizers:
         kind = type(optimizer).__name__

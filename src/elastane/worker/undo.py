@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from elastane.checkpoint.registered import RandomStreams, Tracked, load_exactly
+from elastane.checkpoint.registered import RandomStreams, RegisteredObjects, load_exactly
 from elastane.worker.buffers import BufferStatus, buffers_of
 
 # A GradScaler sets them during a fused optimizer's step. If that raises they stay set, and the next
@@ -29,7 +29,7 @@ _SCALED = ("grad_scale", "found_inf")
 class Undo:
     """The saved state of the current step; `begin` at its beginning, `restore` if it failed."""
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: RegisteredObjects) -> None:
         self._tracked = tracked
         self._streams: RandomStreams | None = None
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -182,7 +182,7 @@ class _Parameters:
         self._kept: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def keep(self, tracked: Tracked) -> None:
+    def keep(self, tracked: RegisteredObjects) -> None:
         """Sample the parameters, and copy them if that is needed."""
         groups = (group for each in tracked.optimizers for group in each.param_groups)
         count = sum(len(group["params"]) for group in groups)

@@ -53,18 +53,18 @@ def leave(folder: Path, steps: int, weights: str) -> None:
 
 def may_die(folder: Path) -> None:
     """Have this process killed where it would keep its part, while FOLDER/torn has letters left."""
-    from elastane.snapshots.client import Keeper
+    from elastane.snapshots.client import SnapshotClient
 
-    keep = Keeper.keep
+    keep = SnapshotClient.keep
 
-    def dies(self: Keeper, *args: object, **more: object) -> None:
+    def dies(self: SnapshotClient, *args: object, **more: object) -> None:
         left = (folder / "torn").read_text() if (folder / "torn").exists() else ""
         if left:
             (folder / "torn").write_text(left[:-1])
             os.kill(os.getpid(), signal.SIGKILL)
         keep(self, *args, **more)
 
-    Keeper.keep = dies
+    SnapshotClient.keep = dies
 
 
 def alone(folder: Path, where: str, step_s: float, sharded: bool) -> None:

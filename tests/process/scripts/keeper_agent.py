@@ -7,7 +7,7 @@ import sys
 from elastane.agent.snapshot_server import SnapshotServerHandle
 from elastane.process.kernel import become_subreaper
 from elastane.process.orphan_reaper import OrphanReaper
-from elastane.snapshots.peers import Neighbours
+from elastane.snapshots.peers import ReplicationSettings
 
 
 async def main():
@@ -17,7 +17,7 @@ async def main():
     warden = OrphanReaper("none", keeping.path)
     await warden.start()
     if secret := os.environ.get("TEST_NEIGHBOURS"):
-        keeping.replicate_with(lambda: Neighbours("job", (secret.encode(),), "127.0.0.1"))
+        keeping.replicate_with(lambda: ReplicationSettings("job", (secret.encode(),), "127.0.0.1"))
     keeping.start()
     print(keeping.path, flush=True)
     told = asyncio.Event()

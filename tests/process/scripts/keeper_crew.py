@@ -16,7 +16,7 @@ import time
 
 from elastane.process.kernel import die_with_parent
 from elastane.protocol.checkpoints import Key
-from elastane.snapshots.client import Keeper
+from elastane.snapshots.client import SnapshotClient
 from elastane.snapshots.messages import Snapshot
 
 LIVES, LOCALS, SLOT_BYTES, SEED = map(int, sys.argv[1:5])
@@ -46,7 +46,7 @@ def look(keeper, kept):
 
 
 def work(local, life, start, told):
-    keeper = Keeper.connect()
+    keeper = SnapshotClient.connect()
     fds = keeper.slots(3, SLOT_BYTES)
     slots = [mmap.mmap(fd, SLOT_BYTES) for fd in fds]
     step = start
@@ -100,7 +100,9 @@ def main():
     die_with_parent(os.getppid())
     chance = random.Random(SEED)
     start = copying = verified = 0
-    anchor = Keeper.connect()  # A keeper whose workers are all gone would write, after a while.
+    anchor = (
+        SnapshotClient.connect()
+    )  # A keeper whose workers are all gone would write, after a while.
     for life in range(1, LIVES + 1):
         told = Told()
         pids = [fork(work, local, life, start, told) for local in range(LOCALS)]

@@ -5,7 +5,7 @@ import torch
 
 from elastane.checkpoint.capture import Captured
 from elastane.checkpoint.plan import SaveOrder
-from elastane.checkpoint.save_schedule import SaveInterval
+from elastane.checkpoint.save_schedule import WriteThrottle
 from elastane.checkpoint.saving import Saver
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import Key
@@ -17,7 +17,7 @@ from elastane.storage import Repository, open_storage
 class Known:
     known = "place"
 
-    def look(self):
+    def ask(self):
         return True
 
 
@@ -70,8 +70,8 @@ def test_storage_rests_that_saves_outpace_but_not_from_what_was_asked_for(surviv
     keeper, now_s = Idle(), [100.0]
     keeper.survives = survives
     saver, captured = Saver(Two(7), keeper, "/nowhere", Known()), Captured({"x": torch.ones(2)})
-    saver._pace = SaveInterval(lambda: now_s[0])
-    saver._pace.begun(saver._world.fence)
+    saver._throttle = WriteThrottle(lambda: now_s[0])
+    saver._throttle.begun(saver._world.fence)
 
     def busy(reason):
         return bool(saver.agree(captured, SaveOrder(7, reason, 3, ""), 1)[0].busy)

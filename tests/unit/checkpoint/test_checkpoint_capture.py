@@ -22,7 +22,7 @@ def state(lr=0.1, size=3, **more):
 def test_the_next_save_has_the_values_of_its_own_time():
     captured, now = Captured(state()), state(lr=0.7)
     names, identity = captured.names, captured.identity()
-    assert captured.again(now)
+    assert captured.update(now)
     fresh = Captured(now)
     assert (captured.tree(), captured.names, captured.identity()) == (fresh.tree(), names, identity)
     assert captured.leaves() == fresh.leaves()
@@ -37,7 +37,7 @@ def test_leaves_are_found_under_keys_of_every_kind():
     captured = Captured(held)
     for value in (2, 0):
         keyed[1] = value
-        assert captured.again(held)
+        assert captured.update(held)
         named = {"a.0.0": "x", "b.1": value, "b.1.5": 3, "b.1.5.None": 4}
         assert captured.leaves()[0] == {**named, "b.1.a": 7, "b.3": [(8, [9])]}
     leaves, paths = Captured({"a": {(1, 2): 5}}).leaves()
@@ -61,21 +61,21 @@ def test_what_no_save_could_take_is_refused_with_its_place():
 
 def test_another_shape_kind_or_part_is_another_state():
     for other in (state(size=4), state(extra=1), {"net": state()["net"]}):
-        assert not Captured(state()).again(other)
+        assert not Captured(state()).update(other)
     halved = state()
     halved["net"]["weight"] = halved["net"]["weight"].half()
-    assert not Captured(state()).again(halved)
+    assert not Captured(state()).update(halved)
 
 
 def test_a_shape_or_type_that_changed_in_place_is_seen_where_it_is_looked_for():
     for change in (lambda t: t.resize_(5), lambda t: setattr(t, "data", t.data.double())):
         held = {"a": torch.ones(2), "b": torch.ones(3)}
         captured = Captured(held)
-        assert captured.again(held) and captured.again(held, [0]) and captured.are_alike()
+        assert captured.update(held) and captured.update(held, [0]) and captured.are_alike()
         change(held["b"])
-        assert captured.again(held, [0]) and captured.again(held, [])
+        assert captured.update(held, [0]) and captured.update(held, [])
         assert not captured.are_alike() and not captured.are_alike([1])
-        assert not captured.again(held, [1]) and not captured.again(held)
+        assert not captured.update(held, [1]) and not captured.update(held)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_the_next_save_of_a_sharded_state_has_the_parts_of_its_own_time(mesh):
     held = now["net"]["b"].to_local()
     held.fill_(7.0)
     identity = captured.identity()
-    assert captured.again(now)
+    assert captured.update(now)
     fresh = Captured(now)
     assert captured.is_sharded and captured.identity() == fresh.identity() == identity
     assert [chunk.offsets for chunk in captured.chunks] == [(2, 0), (2, 0)]
@@ -117,7 +117,7 @@ def test_another_sharding_is_another_state(mesh, monkeypatch):
         plain,
         state(),
     ):
-        assert not Captured(sharded(mesh)).again(other)
+        assert not Captured(sharded(mesh)).update(other)
     captured = Captured(sharded(mesh))
     monkeypatch.setattr(type(mesh), "get_coordinate", lambda self: (0,))
-    assert not captured.again(sharded(mesh)), "this process has become another rank"
+    assert not captured.update(sharded(mesh)), "this process has become another rank"

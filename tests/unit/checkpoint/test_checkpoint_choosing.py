@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from elastane.checkpoint.choosing import Inventory, Save, StatePart, choose, first_of_each_place
+from elastane.checkpoint.choosing import Inventory, SaveId, StatePart, choose, first_of_each_place
 from elastane.checkpoint.inventory import without
 from elastane.protocol.checkpoints import Key
 
 
 def save(step, era=0, number=1, attempt=0, nonce="00000000"):
-    return Save(Key(era, number, attempt, step), nonce)
+    return SaveId(Key(era, number, attempt, step), nonce)
 
 
 def test_a_later_round_is_newer_than_a_later_step():

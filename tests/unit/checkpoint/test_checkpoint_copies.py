@@ -6,7 +6,7 @@ import pytest
 
 from elastane.checkpoint.doors import door_of, without_copies
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out
-from elastane.checkpoint.saving import Agreed, Saver
+from elastane.checkpoint.saving import SaveProposal, Saver
 from elastane.checkpoint.shares import RankStatus, ring, shares
 
 
@@ -82,7 +82,7 @@ def heard(*rows):
     base = {"step": 1, "identity": 0, "standing": 0, "planned": 0, "busy": 0, "copying": 0}
     base |= {"nonce": 0, "word": 0, "copies": 1, "copied": 0, "copied_before": 0}
     base |= {"kept": 0, "safe": 0, "together": 0}
-    return [Agreed(**base | row) for row in rows]
+    return [SaveProposal(**base | row) for row in rows]
 
 
 def copied(*rows):
@@ -95,7 +95,7 @@ def test_the_safe_save_is_the_last_that_all_nodes_have_copied():
     saver = Saver(None, Kept("x:1"), "/nowhere", None)
 
     def safe(*rows):
-        saver._look_back(copied(*rows))
+        saver._update_safe(copied(*rows))
         return saver._safe
 
     assert safe((1, 0, 0), (1, 0, 0)) == 0
@@ -110,7 +110,7 @@ def test_the_last_save_that_all_have_is_the_last_that_each_has_kept():
     saver = Saver(None, Kept(""), "/nowhere", None)
 
     def together(*kept):
-        saver._look_back(heard(*({"kept": each} for each in kept)))
+        saver._update_safe(heard(*({"kept": each} for each in kept)))
         return saver._together
 
     assert together(0, 0) == 0, "nobody has saved yet"
@@ -122,12 +122,12 @@ def test_the_last_save_that_all_have_is_the_last_that_each_has_kept():
 
 def test_who_has_just_come_hears_from_the_others_what_is_to_stay():
     saver = Saver(None, Kept("x:1"), "/nowhere", None)
-    saver._look_back(heard({}, {"safe": 5, "together": 6}))
+    saver._update_safe(heard({}, {"safe": 5, "together": 6}))
     assert (saver._safe, saver._together) == (5, 6)
 
 
 @pytest.mark.parametrize(("missed", "safe"), [(True, 255), (False, 0)])
 def test_what_was_restored_is_safe_where_a_node_had_nothing_of_it(missed, safe):
     saver = Saver(None, Kept("x:1"), "/nowhere", None)
-    saver.go_on_from("000000ff", missed=missed)
+    saver.continue_from("000000ff", missed=missed)
     assert (saver._safe, saver._together) == (safe, 255)

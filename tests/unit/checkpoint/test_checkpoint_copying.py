@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elastane.checkpoint.copying import Copier, _shares_of
+from elastane.checkpoint.copying import StateCopier, _shares_of
 
 MB = 1 << 20
 
@@ -37,7 +37,7 @@ def test_all_is_copied_whatever_is_copied_at_once_and_in_however_many_threads(mo
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         for late in ([False] * 5, [True] * 5, [True, False, False, False, True]):
             places, done = [torch.zeros_like(source) for source in sources], []
-            copier = Copier()
+            copier = StateCopier()
             copier.copy(places, sources, late, done.append, lambda: True)
             at_once = [place for place, is_late in zip(places, late, strict=True) if not is_late]
             wanted = [each for each, is_late in zip(sources, late, strict=True) if not is_late]
@@ -50,7 +50,7 @@ def test_what_cannot_be_copied_in_another_thread_is_told_in_this_one(monkeypatch
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     sources = [torch.randn(4 * MB), torch.randn(4 * MB)]
     places = [torch.zeros(4 * MB), torch.zeros(3)]
-    copier, done = Copier(), []
+    copier, done = StateCopier(), []
     with pytest.raises(RuntimeError, match="size"):
         copier.copy(places, sources, [False, False], done.append, lambda: True)
     copier.close()
@@ -61,9 +61,9 @@ def test_tensors_that_are_not_as_they_were_are_not_copied_and_are_looked_at_befo
     caplog,
 ):
     source, place, done = torch.ones(3), torch.zeros(1), []
-    copier = Copier()
+    copier = StateCopier()
     assert copier.may_look_late
     copier.copy([place], [source], [True], done.append, lambda: False)
     copier.close()
     assert place.tolist() == [0.0] and done == [] and not copier.may_look_late
-    assert "another shape or type, in place: that save is dropped" in caplog.text
+    assert "changed in place: that save is dropped" in caplog.text

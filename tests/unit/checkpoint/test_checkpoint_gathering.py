@@ -11,7 +11,7 @@ import torch
 
 from elastane.checkpoint.gathering import gather, parcels
 from elastane.checkpoint.layout import Chunk, Tensor, lay_out
-from elastane.checkpoint.reading import Arrived, Destination, memory_of
+from elastane.checkpoint.reading import Destination, ReceivedBytes, memory_of
 from elastane.errors import CheckpointError
 
 
@@ -73,7 +73,7 @@ class State:
         pairs = [*itertools.pairwise(cuts)]
         held = [[Chunk(0, (a, 0), (b - a, 7))] for a, b in pairs]
         self.layout = lay_out([Tensor("x", "float32", (rows, 7))], held)
-        self.image = Arrived(self.layout.image_bytes)
+        self.image = ReceivedBytes(self.layout.image_bytes)
         for piece in self.layout.pieces:
             at, first = self.layout.data_at(piece), piece.offsets[0]
             data = self.whole[first : first + piece.shape[0]].contiguous()
@@ -132,7 +132,7 @@ def test_all_ranks_hear_what_one_of_them_cannot_use():
 
 
 def test_who_cannot_read_what_the_others_wait_for_says_so_afterwards():
-    class Broken(Arrived):
+    class Broken(ReceivedBytes):
         def read_into(self, at, memory):
             raise OSError("memory is gone")
 
@@ -152,5 +152,5 @@ def test_who_cannot_read_what_the_others_wait_for_says_so_afterwards():
 def test_what_nobody_has_is_told():
     state = State(8, 2)
     at = state.layout.pieces[-1].at
-    with pytest.raises(CheckpointError, match="in no keeper's memory"):
+    with pytest.raises(CheckpointError, match="in no node's memory"):
         [*parcels(state.layout, {at}, [[(0, at)], []])]

@@ -11,9 +11,9 @@ import torch
 
 from elastane.checkpoint import copy_on_write
 from elastane.checkpoint.capture import Captured
-from elastane.checkpoint.copy_on_write import Lender
+from elastane.checkpoint.copy_on_write import CopyOnWriteTensors
 from elastane.checkpoint.layout import PAGE_BYTES, lay_out
-from elastane.checkpoint.reading import Pieces
+from elastane.checkpoint.reading import MemoryPieces
 from elastane.checkpoint.shares import SaveShare
 from elastane.checkpoint.slots import Slot
 from elastane.process import kernel
@@ -24,11 +24,11 @@ SHAPES = {"one": (1000, 700), "several": (3000, 1000), "row": (1, 3_000_001), "w
 
 @pytest.fixture(autouse=True)
 def asked_anew():
-    copy_on_write.can_lend.cache_clear()
-    if not copy_on_write.can_lend():
+    copy_on_write.is_supported.cache_clear()
+    if not copy_on_write.is_supported():
         pytest.skip("the kernel has no MADV_POPULATE_WRITE, or gives huge pages to all")
     yield
-    copy_on_write.can_lend.cache_clear()
+    copy_on_write.is_supported.cache_clear()
 
 
 class Image:
@@ -55,7 +55,7 @@ class Image:
             self.slots.append(slot)
 
     def lender(self):
-        return Lender(self.layout, Pieces(self.pieces))
+        return CopyOnWriteTensors(self.layout, MemoryPieces(self.pieces))
 
     def fill(self, value):
         """As the next save does."""
@@ -103,7 +103,7 @@ def test_a_tensor_that_is_settled_does_not_see_what_the_slot_is_filled_with():
     lender = image.lender()
     lent = [lender.tensor(number) for number in range(2)]
     lent[0][7] = 3.0
-    lender.settle()
+    lender.copy_all()
     image.fill(0.0)
     image.close()
     assert bool((lent[0][7] == 3.0).all())
@@ -123,7 +123,7 @@ def test_what_nobody_has_any_more_is_unmapped_and_gets_no_memory(monkeypatch):
     assert mapped() == own + 1, "a view holds its tensor's memory"
     taken = []
     monkeypatch.setattr(kernel, "take_pages", lambda *part: taken.append(part))
-    lender.settle()
+    lender.copy_all()
     first = view.data_ptr() - 5 * 700 * 4
     ends = [first, *(address + size for address, size in taken)]
     assert [address for address, _ in taken] == ends[:-1] and ends[-1] == first + 2_800_000
@@ -138,7 +138,7 @@ def test_nothing_is_lent_where_the_kernel_cannot_make_it_ones_own(monkeypatch):
     def refuse(address, size):
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    copy_on_write.can_lend.cache_clear()
+    copy_on_write.is_supported.cache_clear()
     monkeypatch.setattr(kernel, "take_pages", refuse)
     image = Image({"one": torch.ones(1000, 700)})
     assert image.lender().tensor(0) is None
@@ -147,7 +147,7 @@ def test_nothing_is_lent_where_the_kernel_cannot_make_it_ones_own(monkeypatch):
 
 @pytest.mark.parametrize("by", ["host", "torch"])
 def test_nothing_is_lent_where_new_memory_is_in_huge_pages(monkeypatch, tmp_path, by):
-    copy_on_write.can_lend.cache_clear()
+    copy_on_write.is_supported.cache_clear()
     if by == "host":
         (tmp_path / "enabled").write_text("[always] madvise never\n")
         monkeypatch.setattr(copy_on_write, "_HUGE_PAGES", tmp_path / "enabled")

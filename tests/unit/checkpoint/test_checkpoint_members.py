@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastane.checkpoint.members import OfGroup
+from elastane.checkpoint.members import GroupMembers
 from elastane.checkpoint.patience import PeerTimeout
 
 SAID = "this rank has waited"
@@ -34,7 +34,7 @@ def until(condition) -> None:
 
 def test_a_rank_that_waits_alone_is_told_once_each_time(group, caplog, monkeypatch):
     patience, looks = PeerTimeout(0.02), 0
-    members = OfGroup(group, patience)
+    members = GroupMembers(group, patience)
 
     def nobody_comes(*_: object, **__: object) -> None:
         until(lambda: told(caplog) > looks)
@@ -60,7 +60,7 @@ def test_texts_are_long_to_make_and_nobody_is_told_of_waits_for_them(group, monk
         def __enter__(self) -> None:
             raise AssertionError("it is watched")
 
-    members = OfGroup(group, Never())
+    members = GroupMembers(group, Never())
     monkeypatch.setattr(dist, "all_gather", lambda heard, own, group: [h.copy_(own) for h in heard])
     assert members.texts(b"long") == [b"long", b"long"]
     with pytest.raises(AssertionError, match="it is watched"):

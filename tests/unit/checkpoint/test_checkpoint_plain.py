@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from elastane.checkpoint.dcp import Plain, frozen
+from elastane.checkpoint.dcp import PlainLeaves, frozen
 
 SAME = [0.1, "name", None, True, b"\0", (0.9, 0.999), [0, 1, 2], ([1], ("x", None)), [], ()]
 DIFFERENT = [
@@ -23,7 +23,7 @@ DIFFERENT = [
 
 @pytest.mark.parametrize("value", SAME, ids=repr)
 def test_a_value_that_stays_is_written_once(value):
-    plain = Plain()
+    plain = PlainLeaves()
     first = plain.written({"x": frozen(value)})["x"]
     assert plain.written({"x": frozen(value)})["x"] is first
     assert torch.load(io.BytesIO(first)) == value
@@ -31,7 +31,7 @@ def test_a_value_that_stays_is_written_once(value):
 
 @pytest.mark.parametrize(("before", "after"), DIFFERENT, ids=repr)
 def test_another_value_is_written_anew_also_where_python_calls_them_equal(before, after):
-    plain = Plain()
+    plain = PlainLeaves()
     plain.written({"x": frozen(before)})
     read = torch.load(io.BytesIO(plain.written({"x": frozen(after)})["x"]))
     assert repr(read) == repr(after)
@@ -47,7 +47,7 @@ def test_another_value_is_written_anew_also_where_python_calls_them_equal(before
     ids=["in a list", "in a dict", "in a dict of a list"],
 )
 def test_what_is_changed_in_place_is_written_as_it_was_and_then_anew(value, change, after):
-    plain, before = Plain(), copy.deepcopy(value)
+    plain, before = PlainLeaves(), copy.deepcopy(value)
     then = frozen(value)
     change(value)
     assert torch.load(io.BytesIO(plain.written({"x": then})["x"])) == before
@@ -55,5 +55,5 @@ def test_what_is_changed_in_place_is_written_as_it_was_and_then_anew(value, chan
 
 
 def test_what_cannot_be_pickled_is_left_out():
-    found = Plain().written({"x": frozen(1), "y": frozen(lambda: 1)})
+    found = PlainLeaves().written({"x": frozen(1), "y": frozen(lambda: 1)})
     assert set(found) == {"x"}

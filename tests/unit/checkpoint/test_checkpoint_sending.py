@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elastane
-from elastane.checkpoint.sending import Sending
+from elastane.checkpoint.sending import CheckpointTransfer
 from elastane.errors import CheckpointError
 from elastane.protocol.checkpoints import CHUNK_BYTES, MANIFEST
 from elastane.storage import open_storage
@@ -71,7 +71,7 @@ def brought(folders, storages=None):
 
     def one(rank):
         try:
-            Sending(Rank(together, rank), storages[rank], name).bring(0, [1, 2])
+            CheckpointTransfer(Rank(together, rank), storages[rank], name).run(0, [1, 2])
         except CheckpointError as error:
             return str(error)
         return ""

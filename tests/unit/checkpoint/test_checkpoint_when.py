@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from elastane.checkpoint.save_schedule import Cadence, SaveInterval
+from elastane.checkpoint.save_schedule import SaveSchedule, WriteThrottle
 
 
 class Clock:
@@ -25,7 +25,7 @@ def drive(clock, ranks, steps, step_s):
         assert len(set(reasons)) == 1, "ranks do not agree that there is something to ask"
         if reasons[0]:
             word = ranks[0].word(step, reasons[0])
-            heard = [rank.hear(word, step) for rank in ranks]
+            heard = [rank.accept(word, step) for rank in ranks]
             assert len(set(heard)) == 1
             if heard[0]:
                 saved.append(step)
@@ -34,18 +34,18 @@ def drive(clock, ranks, steps, step_s):
 
 def test_each_so_many_steps():
     clock = Clock()
-    assert drive(clock, [Cadence(4, None, clock)], 13, 1.0) == [4, 8, 12]
+    assert drive(clock, [SaveSchedule(4, None, clock)], 13, 1.0) == [4, 8, 12]
 
 
 def test_nothing_is_due_where_nothing_was_asked_for():
     clock = Clock()
-    assert drive(clock, [Cadence(None, None, clock)], 50, 1.0) == []
+    assert drive(clock, [SaveSchedule(None, None, clock)], 50, 1.0) == []
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.05, 1.0, 20.0])
 def test_each_so_many_seconds_within_a_sixteenth_and_looked_for_seldom(step_s):
     clock = Clock()
-    ranks = [Cadence(None, 60.0, clock), Cadence(None, 60.0, Clock())]
+    ranks = [SaveSchedule(None, 60.0, clock), SaveSchedule(None, 60.0, Clock())]
     steps = int(700 / step_s)
     saved = drive(clock, ranks, steps, step_s)
     gaps = [(b - a) * step_s for a, b in itertools.pairwise(saved)]
@@ -58,10 +58,10 @@ def test_each_so_many_seconds_within_a_sixteenth_and_looked_for_seldom(step_s):
 
 def test_a_rank_that_came_later_asks_at_the_same_steps():
     clock = Clock()
-    old = Cadence(None, 30.0, clock)
+    old = SaveSchedule(None, 30.0, clock)
     drive(clock, [old], 500, 0.1)
-    new = Cadence(None, 30.0, Clock())
-    new.go_on(old.lived_s, old.failures, old.stride)
+    new = SaveSchedule(None, 30.0, Clock())
+    new.resume(old.lived_s, old.failures, old.stride)
     assert [s for s in range(501, 900) if old.is_due(s)] == [
         s for s in range(501, 900) if new.is_due(s)
     ]
@@ -69,11 +69,11 @@ def test_a_rank_that_came_later_asks_at_the_same_steps():
 
 def test_auto_saves_more_often_where_saves_are_cheap_and_failures_frequent():
     clock = Clock()
-    cheap, dear, failing = (Cadence(None, "auto", clock) for _ in range(3))
+    cheap, dear, failing = (SaveSchedule(None, "auto", clock) for _ in range(3))
     clock.now_s += 3600
-    cheap.cost(0.05, 1.0)
-    dear.cost(5.0, 1.0)
-    failing.cost(5.0, 1.0)
+    cheap.add_cost(0.05, 1.0)
+    dear.add_cost(5.0, 1.0)
+    failing.add_cost(5.0, 1.0)
     failing.failures = 20
     assert cheap.interval_s() < dear.interval_s()
     assert failing.interval_s() < dear.interval_s()
@@ -82,8 +82,8 @@ def test_auto_saves_more_often_where_saves_are_cheap_and_failures_frequent():
 def test_auto_says_once_how_often_and_why(caplog):
     caplog.set_level("INFO", "elastane.checkpoint")
     clock, rng = Clock(), random.Random(3)
-    cadence = Cadence(None, "auto", clock)
-    cadence.cost(0.2, 1.0)
+    cadence = SaveSchedule(None, "auto", clock)
+    cadence.add_cost(0.2, 1.0)
     drive(clock, [cadence], 2000, lambda: rng.uniform(0.5, 1.5))
     told = [record.message for record in caplog.records]
     assert len(told) == 1
@@ -105,20 +105,20 @@ def given(pace, clock, writes_s, saves_s):
 
 def test_storage_that_saves_outpace_rests_fifteen_times_as_long_as_it_was_seen_to_write():
     clock = Clock()
-    pace = SaveInterval(clock)
+    pace = WriteThrottle(clock)
     saves_s = [100 + 0.25 * number for number in range(160)]
     assert given(pace, clock, 0.4, saves_s) == saves_s[::16]
 
 
 def test_storage_that_is_slow_rests_some_seconds_and_no_more():
     clock = Clock()
-    pace = SaveInterval(clock)
+    pace = WriteThrottle(clock)
     assert given(pace, clock, 30.0, range(100, 200)) == [100, 139, 178]
 
 
 def test_the_first_save_of_a_world_goes_to_storage_once_that_is_free():
     clock = Clock()
-    pace = SaveInterval(clock)
+    pace = WriteThrottle(clock)
     pace.begun((1, 0))
     clock.now_s = 100.5
     assert pace.rests((1, 0), busy=True)
@@ -134,6 +134,6 @@ def test_the_first_save_of_a_world_goes_to_storage_once_that_is_free():
 
 def test_storage_that_takes_each_save_is_given_each():
     clock = Clock()
-    pace = SaveInterval(clock)
+    pace = WriteThrottle(clock)
     assert given(pace, clock, 0.9, range(100, 120)) == [*range(100, 120)]
     assert given(pace, clock, 400.0, range(300, 3000, 300)) == [*range(300, 3000, 600)]

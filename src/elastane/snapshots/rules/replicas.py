@@ -1,10 +1,10 @@
-"""The books of copies of snapshots on other nodes: what goes there, what is kept here.
+"""Rules of replicas: which snapshots this node sends to its peer, and which it holds for others.
 
-Pure. All nodes copy the same saves: a save is copied only where no node is still copying the one
-before, and who saves says which save is `safe`, the last that all nodes have copied. That one stays
-where it is, on its own nodes and in its copies, until a later one has come to all: so there is
-always one save of which the loss of any one node takes nothing. Who does not know which it is says
-"", and it stays the same.
+Pure. All nodes replicate the same saves, since a save is replicated only if no node is still
+sending the one before. The savers name the `safe` save: the last one that all nodes have
+replicated. It stays on its own nodes and in its replicas until a later save is safe. Hence one save
+always survives the loss of any single node. A saver that does not know the safe save passes "",
+which leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import NamedTuple
 from elastane.protocol.checkpoints import Fence
 from elastane.snapshots.rules.snapshots import Name
 
-# Copies that a node holds for its neighbour: the safe one, and one that comes.
+# Replicas that a node holds for its peer: the safe one, and an arriving one.
 COPIES_MAX = 2
 
 
-class Outgoing:
-    """What this node's peer gets.
+class OutgoingReplicas:
+    """The replicas that this node sends to its peer.
 
-    `pinned` are the snapshots that have to stay here for that, `there` are those that the peer has,
-    oldest first. `safe` is the nonce of the last save that all nodes have copied.
+    `pinned` are the snapshots that must stay here for that. `there` are those that the peer holds,
+    oldest first. `safe` is the nonce of the last save that all nodes have replicated.
     """
 
     def __init__(self) -> None:
@@ -32,92 +32,92 @@ class Outgoing:
         self.there: tuple[Name, ...] = ()
         self.pinned: frozenset[Name] = frozenset()
         self._peer = ""
-        self._is_over = False
+        self._stopped = False
 
-    def hear(self, safe: str) -> None:
-        """Who saves says which save is safe, or ""."""
+    def set_safe(self, safe: str) -> None:
+        """Set the safe save; "" leaves it unchanged."""
         self.safe = safe or self.safe
 
-    def whole(self, name: Name, held: Collection[Name], peer: str) -> bool:
-        """A snapshot is whole that is to be copied to `peer`, of those that are `held`.
+    def begin(self, name: Name, held: Collection[Name], peer: str) -> bool:
+        """Begin to send a whole snapshot to `peer`; returns false if one is being sent.
 
-        Returns whether to begin.
+        `held` are the snapshots of this node.
         """
-        self._is_over = False
+        self._stopped = False
         if self.copying is not None:
-            return False  # Who saves did not know; the next one is copied.
+            return False  # The savers did not know; the next save is replicated.
         self.pinned = frozenset(n for n in held if n.nonce == self.safe) | {name}
         self.there = tuple(n for n in self.there if n.nonce == self.safe and peer == self._peer)
         self.copying, self._peer = name, peer
         return True
 
-    def over(self) -> None:
-        """A snapshot is whole of which no copies are wanted at all."""
-        self._is_over = True
+    def stop(self) -> None:
+        """Keep nothing for replication: a save without replicas is whole."""
+        self._stopped = True
         self.unpin()
 
     def unpin(self) -> None:
-        """Memory is short: nothing has to stay but what is being copied."""
+        """Keep only the snapshot that is being sent, because memory is short."""
         self.pinned = frozenset({self.copying} if self.copying is not None else ())
 
     def ended(self, name: Name, *, arrived: bool) -> None:
-        """The copying has ended."""
+        """Record the end of a transfer."""
         assert name == self.copying, (name, self.copying)
         self.copying = None
         if arrived:
             self.there += (name,)
-        if self._is_over:
+        if self._stopped:
             self.pinned = frozenset()
 
 
-class Copy(NamedTuple):
-    """A snapshot, and the keeper whose part of it this is."""
+class ReplicaName(NamedTuple):
+    """A snapshot, and the snapshot server whose part of it this is."""
 
     origin: str
     name: Name
 
 
-class Incoming:
-    """What this node holds for others; one copy arrives at a time."""
+class IncomingReplicas:
+    """The replicas that this node holds for others; one arrives at a time."""
 
     def __init__(self) -> None:
-        self.held: list[Copy] = []
-        self.arriving: Copy | None = None
+        self.held: list[ReplicaName] = []
+        self.arriving: ReplicaName | None = None
         self._safe = ""
 
-    def offered(self, copy: Copy, safe: str) -> str:
-        """Somebody offers a copy; returns why it is not taken, "" where it is.
+    def offered(self, copy: ReplicaName, safe: str) -> str:
+        """Accept or decline an offered replica; returns the reason to decline, "" to accept.
 
-        It takes the place of all that is held but of what is `safe`, and of one that was arriving
-        from the same keeper: that has begun anew.
+        An accepted replica replaces all held ones but the safe one. It also replaces one that was
+        arriving from the same server, which has started again.
         """
         if copy in self.held:
             return "it is here already"
         if copy.name.key.fence < self._fence():
-            return "a later round has copied its snapshots here"
-        if self.arriving is not None and self._is_in_turn(self.arriving, copy):
-            return "another copy is arriving"
+            return "a later round has replicated its snapshots here"
+        if self.arriving is not None and self._must_wait(self.arriving, copy):
+            return "another replica is arriving"
         self._safe = safe or self._safe
         kept = sorted((each for each in self.held if each.name.nonce == self._safe), key=_age)
         self.held = kept[len(kept) - min(len(kept), COPIES_MAX - 1) :]
         self.arriving = copy
         return ""
 
-    def arrived(self, copy: Copy) -> bool:
-        """It is here, and as it was sent; returns whether it is wanted still."""
+    def arrived(self, copy: ReplicaName) -> bool:
+        """Record a verified replica; returns false if it is no longer wanted."""
         if copy != self.arriving:
             return False
         self.arriving = None
         self.held.append(copy)
         return True
 
-    def failed(self, copy: Copy) -> None:
-        """It does not come."""
+    def failed(self, copy: ReplicaName) -> None:
+        """Record that a replica did not arrive."""
         if copy == self.arriving:
             self.arriving = None
 
-    def over(self) -> None:
-        """Nothing of it is of use any more."""
+    def clear(self) -> None:
+        """Remove everything."""
         self.held, self.arriving = [], None
 
     def _fence(self) -> Fence:
@@ -125,10 +125,10 @@ class Incoming:
         return max((each.name.key.fence for each in known), default=(0, 0, 0))
 
     @staticmethod
-    def _is_in_turn(arriving: Copy, copy: Copy) -> bool:
+    def _must_wait(arriving: ReplicaName, copy: ReplicaName) -> bool:
         is_later = copy.name.key.fence > arriving.name.key.fence
         return arriving.origin != copy.origin and not is_later
 
 
-def _age(copy: Copy) -> Name:
+def _age(copy: ReplicaName) -> Name:
     return copy.name

@@ -1,14 +1,13 @@
-"""The books of a keeper: which slot is filled next, which snapshot is whole, which is written out.
+"""The slot table: which slot is filled next, which snapshot is whole, which one is written.
 
-Pure: it knows slots, workers and snapshots by number and name, and nothing of memory, sockets,
-files or clocks. Each call records one event and returns what follows from it, in order. A call
-that no honest worker makes is a ValueError, and changes nothing.
+Pure: slots and workers are numbers, snapshots are names. Each method records one event and returns
+its effects, in order. A call that no correct worker makes raises ValueError and changes nothing.
 
-A slot that is part of the newest whole snapshot, of one that is being written or of one that
-somebody reads is never granted and never dropped. Three slots a worker are enough for that a
-grant never waits for storage: one is being written, one holds the newest, one is filled. Two more
-are pinned where copies go to other nodes; a fourth slot is enough then: at worst the newest goes.
-So it does where an older one is the last that all nodes together have, of state that is sharded.
+A slot is never granted or dropped while it is part of the newest whole snapshot, of one that is
+being written, or of one that a worker reads. With three slots per worker a grant never waits for
+storage: one slot is being written, one holds the newest snapshot, one is filled. Replication pins
+two more. A fourth slot is enough then: at worst the newest snapshot is removed. The newest is also
+removed if the state is sharded and an older snapshot is the last one that all nodes have.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from typing import NamedTuple
 
 from elastane.protocol.checkpoints import Key
 
-# Whole snapshots that are held, beside those that are written or read. The one before the newest is
-# for the case that the newest is not whole on another node, or does not pass its digest.
+# Whole snapshots that are held besides those that are written or read. The second-newest serves if
+# the newest is not whole on another node, or does not match its digest.
 WHOLE_MAX = 2
 
 
 class Name(NamedTuple):
-    """What names a snapshot on all nodes: when it was, and which save of that moment it is of."""
+    """Identifies a snapshot on all nodes: its position in training, and a nonce of that save."""
 
     key: Key
     nonce: str
 
 
 class Whole(NamedTuple):
-    """All local workers have kept their pieces: from now on this snapshot can be given out."""
+    """All local workers have kept their pieces: this snapshot can be read from now on."""
 
     name: Name
 
 
 class Write(NamedTuple):
-    """Begin to write it out; `written` is called when that has ended, however it did.
+    """Begin to write this snapshot; call `written` when the write has ended, also if it failed.
 
-    `gasp`: nobody asked for it; this node writes what it holds, since its workers are gone.
+    `gasp` marks the final flush: this node writes what it holds because its workers are gone.
     """
 
     name: Name
@@ -49,19 +48,19 @@ class Write(NamedTuple):
 
 
 class Superseded(NamedTuple):
-    """It was to be written, and will not be: storage was busy, and a newer one is there."""
+    """This snapshot will not be written: storage was busy until a newer one came."""
 
     name: Name
 
 
 class Forget(NamedTuple):
-    """Nothing holds it any more; whatever belongs to it may go."""
+    """This snapshot is not held any more; free everything that belongs to it."""
 
     name: Name
 
 
 class Drop(NamedTuple):
-    """Give the memory of this slot back."""
+    """Free the memory of this slot."""
 
     slot: int
 
@@ -70,9 +69,9 @@ Effect = Whole | Write | Superseded | Forget | Drop
 
 
 class SnapshotPiece(NamedTuple):
-    """What one worker keeps: its share of a snapshot of `locals` workers of this node.
+    """One worker's piece of a snapshot of `locals` workers of this node.
 
-    `together`: the last save that all nodes kept, where what one has is of no use alone; else "".
+    `together` is the last save that all nodes kept, if one node's part is useless alone; else "".
     """
 
     name: Name
@@ -85,19 +84,19 @@ class SnapshotPiece(NamedTuple):
 @dataclass(slots=True)
 class _Slot:
     size_bytes: int
-    owner: int  # who fills it; may be gone
+    owner: int  # The worker that fills it, possibly gone.
     filled_by: int = 0
     granted: bool = False
     holds: Name | None = None
-    retired: bool = False  # of a size that its owner does not use any more
+    retired: bool = False  # Its owner now uses slots of another size.
 
 
 @dataclass(slots=True)
 class _Snapshot:
     locals: int
-    slots: dict[int, int] = field(default_factory=dict)  # by local
-    persist: int = 0  # how many of its pieces came with the wish to have it written
-    readers: Counter[int] = field(default_factory=Counter)  # times, by worker
+    slots: dict[int, int] = field(default_factory=dict)  # By local rank.
+    persist: int = 0  # How many of its pieces came with a request to write it.
+    readers: Counter[int] = field(default_factory=Counter)  # Number of reads by worker.
     spoiled: bool = False
 
     @property
@@ -109,8 +108,8 @@ class _Snapshot:
         return self.is_full and not self.spoiled
 
 
-class Snapshots:
-    """The books. `writing` is what is being written out now, `published` the newest durable."""
+class SlotTable:
+    """The slot table. `writing` is being written, `published` is the newest durable checkpoint."""
 
     def __init__(self) -> None:
         self._together = ""
@@ -119,41 +118,41 @@ class Snapshots:
         self.published: Key | None = None
         self._slots: dict[int, _Slot] = {}
         self._snapshots: dict[Name, _Snapshot] = {}
-        self._workers: dict[int, tuple[int, Key] | None] = {}  # the last local and key of each
-        self._gasps = self._leaving = False
-        self._gasped: set[Name] = set()
+        self._workers: dict[int, tuple[int, Key] | None] = {}  # Last local rank and key of each.
+        self._flushes = self._leaving = False
+        self._flushed: set[Name] = set()
         self._pinned: frozenset[Name] = frozenset()
         self._effects: list[Effect] = []
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is written or waits to be."""
+        """Whether no snapshot is being written or waits for that."""
         return self.writing is None and self.waiting is None
 
     @property
     def workers(self) -> int:
-        """How many workers are there."""
+        """Return the number of connected workers."""
         return len(self._workers)
 
     def whole(self) -> list[Name]:
-        """Return the snapshots that can be given out, newest first."""
+        """Return the snapshots that can be read, newest first."""
         return sorted((n for n, s in self._snapshots.items() if s.is_whole), reverse=True)
 
     def slots_of(self, name: Name) -> dict[int, int]:
-        """Return the slots of a snapshot by local worker."""
+        """Return the slots of a snapshot by local rank."""
         return dict(self._snapshots[name].slots)
 
-    # What workers do.
+    # Events from workers.
 
-    def came(self, worker: int) -> None:
-        """A worker is there: what its node holds is not the last of it."""
+    def joined(self, worker: int) -> None:
+        """Add a worker, which may keep newer snapshots: the final flush has to wait."""
         self._workers[worker] = None
-        self._gasps = self._leaving
+        self._flushes = self._leaving
 
     def own(self, worker: int, size_bytes: int) -> tuple[list[int], list[Effect]]:
-        """Return the slots of this size that a worker has, those of a worker that is gone if none.
+        """Return a worker's slots of this size; if it has none, it inherits those of a dead one.
 
-        What has another size, its own or of the dead, goes as soon as nothing needs it.
+        Slots of another size, its own and dead workers', are dropped once they are not needed.
         """
         owners = sorted({slot.owner for slot in self._slots.values()} - {*self._workers})
         left = (self._owned(owner, size_bytes) for owner in (worker, *owners))
@@ -164,21 +163,21 @@ class Snapshots:
             if slot.owner == worker and slot.size_bytes != size_bytes:
                 slot.retired, slot.granted = True, False
         self._drop_unused(lambda slot: slot.retired or slot.size_bytes != size_bytes)
-        return mine, self._taken()
+        return mine, self._take_effects()
 
     def add(self, worker: int, size_bytes: int, slots: Iterable[int]) -> None:
-        """A worker has these new slots as well."""
+        """Add new slots of a worker."""
         for number in slots:
             self._slots[number] = _Slot(size_bytes, worker)
 
     def grant(
         self, worker: int, *, overdue: bool = False, spare: bool = False, together: str = ""
     ) -> tuple[int | None, list[Effect]]:
-        """Return the slot that a worker is to fill next; None: there is none yet.
+        """Return the slot that a worker is to fill next, or None if there is none yet.
 
-        What makes room is the oldest whole snapshot, then one that waits to be written, one that is
-        not whole yet (at once where a worker that is gone has kept the piece, else when it is
-        `overdue`), and the newest where an older one is to go on from. `spare`: nothing does.
+        To make room, it removes the oldest whole snapshot; else one that waits to be written; else
+        an incomplete one (at once if a dead worker kept its piece, otherwise if `overdue`); else
+        the newest, if an older one can be restored. `spare` grants only a free slot.
         """
         self._together = together or self._together
         mine = [n for n, s in sorted(self._slots.items()) if s.owner == worker and not s.retired]
@@ -190,10 +189,10 @@ class Snapshots:
         free = next((n for n in mine if self._slots[n].holds is None), None)
         if free is not None:
             self._slots[free].granted = True
-        return free, self._taken()
+        return free, self._take_effects()
 
     def keep(self, worker: int, slot: int, piece: SnapshotPiece) -> list[Effect]:
-        """A worker has filled the slot that it was granted: its piece of a snapshot."""
+        """Record that a worker has filled its granted slot with a piece."""
         held = self._slots.get(slot)
         if held is None or held.owner != worker or not held.granted:
             raise ValueError(f"slot {slot} is not granted to this worker")
@@ -210,87 +209,88 @@ class Snapshots:
         self._workers[worker] = (piece.local, piece.name.key)
         if snapshot.is_whole:
             self._completed(piece.name, snapshot)
-        self._give_up_passed()
-        return self._taken()
+        self._remove_passed()
+        return self._take_effects()
 
     def read(self, worker: int, count: int | None = None) -> list[Name]:
-        """A worker reads the newest whole snapshots, all or `count`, until it says otherwise."""
+        """Return the newest whole snapshots, all or `count`, to a reading worker."""
         for name in (names := self.whole()[:count]):
             self._snapshots[name].readers[worker] += 1
         return names
 
     def reads(self, worker: int) -> bool:
-        """Whether a worker has not released all that it was given to read."""
+        """Whether a worker has snapshots that it has not released."""
         return any(worker in snapshot.readers for snapshot in self._snapshots.values())
 
     def release(self, worker: int, name: Name) -> list[Effect]:
-        """A worker has read a snapshot; one that it did not read is nothing."""
+        """Record that a worker has read a snapshot; ignores one that it did not read."""
         if name in self._snapshots:
             self._snapshots[name].readers -= Counter([worker])
         self._trim()
-        return self._taken()
+        return self._take_effects()
 
     def gone(self, worker: int) -> list[Effect]:
-        """A worker is no more: what it was filling is nothing, what it has kept stays."""
+        """Remove a worker: its granted slot is empty, and the pieces that it kept stay."""
         last = self._workers.pop(worker)
         for slot in self._slots.values():
             slot.granted &= slot.owner != worker
         for snapshot in self._snapshots.values():
             snapshot.readers.pop(worker, None)
         if last is not None:
-            self._give_up_without(*last)
+            self._remove_without(*last)
         self._drop_unused(lambda slot: slot.retired)
         self._trim()
-        return self._taken()
+        return self._take_effects()
 
-    # What the keeper does.
+    # Events from the server.
 
     def spoil(self, name: Name) -> list[Effect]:
-        """A snapshot does not pass its digest: it is given to nobody."""
+        """Mark a snapshot that does not match its digest: it is never read or written."""
         if name in self._snapshots:
             self._snapshots[name].spoiled = True
-            self._not_written(name)
+            self._cancel_write(name)
         self._trim()
-        return self._taken()
+        return self._take_effects()
 
     def pin(self, names: frozenset[Name]) -> list[Effect]:
-        """These stay until others are pinned."""
+        """Keep these snapshots until others are pinned."""
         self._pinned = names
         self._trim()
-        return self._taken()
+        return self._take_effects()
 
     def durable(self, key: Key) -> None:
-        """A checkpoint of this key is published."""
+        """Record that a checkpoint of this key is published."""
         self.published = max(self.published or key, key)
 
     def written(self, name: Name, *, alone: bool = False) -> list[Effect]:
-        """The writing of a snapshot has ended, whether it became durable or not.
+        """Record that the write of a snapshot has ended, durable or not.
 
-        `alone`: the other nodes did not do their parts. An older one may be whole on all of them.
+        `alone`: only the other nodes' parts are missing. An older snapshot may be whole on all
+        nodes, so the final flush still tries those.
         """
         assert name == self.writing, (name, self.writing)
         self.writing = None
-        if name in self._gasped and not alone:
-            self._gasped |= {older for older in self.whole() if older < name}
+        if name in self._flushed and not alone:
+            self._flushed |= {older for older in self.whole() if older < name}
         self._write_next()
         self._trim()
-        return self._taken()
+        return self._take_effects()
 
-    def gasp(self, *, leaving: bool = False) -> list[Effect]:
-        """The workers are gone: have the newest written, once for each, if it is not durable.
+    def flush(self, *, leaving: bool = False) -> list[Effect]:
+        """Write the newest snapshot if it is not durable, once each, because the workers are gone.
 
-        `leaving`: nobody comes any more, so it is tried once more where it failed before.
+        `leaving`: the server ends, so failed snapshots are tried once more.
         """
-        self._gasps = True
+        self._flushes = True
         if leaving and not self._leaving:
-            self._leaving, self._gasped = True, set()
+            self._leaving, self._flushed = True, set()
         if self.writing is None:
             self._write_next()
-        return self._taken()
+        return self._take_effects()
 
-    # Inside.
+    # Internal rules.
 
-    def _taken(self) -> list[Effect]:
+    def _take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
 
@@ -318,25 +318,25 @@ class Snapshots:
 
     def _write_next(self) -> None:
         name, gasp = self.waiting, False
-        if name is None and self._gasps:
-            name = next((other for other in self.whole() if self._is_worth_it(other)), None)
+        if name is None and self._flushes:
+            name = next((other for other in self.whole() if self._needs_flush(other)), None)
             gasp = name is not None
-            self._gasped |= {name} if name is not None else set()
+            self._flushed |= {name} if name is not None else set()
         self.writing, self.waiting = name, None
         if name is not None:
             self._effects.append(Write(name, gasp))
 
-    def _not_written(self, name: Name) -> None:
+    def _cancel_write(self, name: Name) -> None:
         if name == self.waiting:
             self.waiting = None
             self._effects.append(Superseded(name))
 
-    def _is_worth_it(self, name: Name) -> bool:
+    def _needs_flush(self, name: Name) -> bool:
         is_durable = self.published is not None and name.key <= self.published
-        return not is_durable and name not in self._gasped
+        return not is_durable and name not in self._flushed
 
     def _make_room(self, worker: int, mine: list[int], overdue: bool) -> None:
-        """Forget one snapshot of those in these slots, if one may go."""
+        """Remove one removable snapshot from these slots, if there is one."""
         held = {name: self._slots[n].filled_by for n in mine if (name := self._slots[n].holds)}
         oldest_first = [name for name in reversed(self.whole()[1:]) if name in held]
         last = [name for name in oldest_first if name.nonce == self._together]
@@ -346,30 +346,30 @@ class Snapshots:
             for name, filler in held.items()
             if not self._snapshots[name].is_full and (overdue or filler != worker)
         )
-        if last or self._pinned & {*oldest_first}:  # One of those is there to go on from.
+        if last or self._pinned & {*oldest_first}:  # One of those can be restored.
             choices += [name for name in self.whole()[:1] if name in held]
         for name in choices + last:
-            if self._may_go(name):
-                self._not_written(name)
+            if self._is_removable(name):
+                self._cancel_write(name)
                 self._forget(name)
                 return
 
-    def _may_go(self, name: Name) -> bool:
+    def _is_removable(self, name: Name) -> bool:
         snapshot = self._snapshots[name]
         return name not in (self.writing, *self._pinned) and not snapshot.readers
 
-    def _give_up_passed(self) -> None:
-        """Forget the snapshots that lack the piece of a worker that has kept a later one since."""
+    def _remove_passed(self) -> None:
+        """Remove snapshots that lack the piece of a worker that has since kept a later one."""
         last = [kept for kept in self._workers.values() if kept is not None]
         for name, snapshot in [*self._snapshots.items()]:
             missing = {*range(snapshot.locals)} - {*snapshot.slots}
             if any(local in missing and key > name.key for local, key in last):
                 self._forget(name)
 
-    def _give_up_without(self, local: int, last: Key) -> None:
-        """Forget the snapshots that lack the piece of a worker that is no more.
+    def _remove_without(self, local: int, last: Key) -> None:
+        """Remove snapshots that lack the piece of a dead worker.
 
-        Not those of another round or attempt: successors may come before its end is seen.
+        Those of another round or attempt stay: replacements may come before the death is seen.
         """
         for name, snapshot in [*self._snapshots.items()]:
             is_missing = local < snapshot.locals and local not in snapshot.slots
@@ -377,22 +377,22 @@ class Snapshots:
                 self._forget(name)
 
     def _trim(self) -> None:
-        """Forget whole snapshots beyond those that are held, and those that are spoiled."""
+        """Remove whole snapshots that are not held any more, and spoiled ones."""
         held = [*self.whole()[:WHOLE_MAX], self.waiting]
         for name, snapshot in [*self._snapshots.items()]:
             is_held = name in held or (snapshot.is_whole and name.nonce == self._together)
-            if snapshot.is_full and not is_held and self._may_go(name):
+            if snapshot.is_full and not is_held and self._is_removable(name):
                 self._forget(name)
 
     def _forget(self, name: Name) -> None:
         for slot in self._snapshots.pop(name).slots.values():
             self._slots[slot].holds = None
-        self._gasped.discard(name)
+        self._flushed.discard(name)
         self._effects.append(Forget(name))
         self._drop_unused(lambda slot: slot.retired)
 
     def _drop_unused(self, kind: Callable[[_Slot], bool]) -> None:
-        """Drop what holds nothing and is of no worker, or retired, of this kind."""
+        """Drop the empty slots of dead workers, and retired ones, for which `kind` is true."""
         for number, slot in [*self._slots.items()]:
             unowned = slot.retired or slot.owner not in self._workers
             if unowned and not slot.granted and slot.holds is None and kind(slot):
