@@ -8,8 +8,8 @@ import pytest
 from rpc_support import JOB, SECRET, Desk, ask, descriptors, play, until
 
 from elastane.coordinator import query
-from elastane.process.rpc import door as door_module
 from elastane.process.rpc import link as link_module
+from elastane.process.rpc import listener as listener_module
 from elastane.protocol.events import Received, Tick
 from elastane.protocol.limits import INBOX_BYTES_MAX
 from elastane.protocol.messages import Heartbeat, Leave, Ready
@@ -72,8 +72,8 @@ def test_three_hundred_at_once_are_served_and_leave_nothing_behind():
 
 
 def test_slow_strangers_are_few_at_once_and_honest_agents_get_past_them(monkeypatch):
-    monkeypatch.setattr(door_module, "UNPROVEN_MAX", 16)
-    monkeypatch.setattr(door_module, "UNPROVEN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(listener_module, "UNPROVEN_MAX", 16)
+    monkeypatch.setattr(listener_module, "UNPROVEN_TIMEOUT_S", 0.1)
     before = descriptors()
 
     async def scenario():

@@ -11,9 +11,8 @@ import pytest
 
 from elastane.process.streams import GroupStreams, LogPlan, group, last_lines
 from elastane.process.streams.bounds import CAPTURE_TAIL_BYTES, PIPE_BYTES
-from elastane.process.streams.capture import Capture
+from elastane.process.streams.capture import Capture, Pump
 from elastane.process.streams.console import Console
-from elastane.process.streams.pump import Pump
 from elastane.protocol.model import Fence
 
 DEADLINE_S = 20.0

@@ -7,9 +7,9 @@ import pty
 import pytest
 
 from elastane.observe.merge import LogCursor, Selection, find_streams
-from elastane.process.streams import GroupStreams, LogPlan, group, kept
+from elastane.process.streams import GroupStreams, LogPlan, capture, group
+from elastane.process.streams.capture import KeptFile, earlier
 from elastane.process.streams.files import INDEX_SUFFIX
-from elastane.process.streams.kept import KeptFile, earlier
 from elastane.protocol.model import Fence
 
 DEADLINE_S = 30.0
@@ -32,7 +32,7 @@ def keep(tmp_path, failures):
 def test_of_a_full_file_the_last_part_and_the_one_before_are_kept(
     keep, failures, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(kept, "KEPT_BYTES_MAX", 100)
+    monkeypatch.setattr(capture, "KEPT_BYTES_MAX", 100)
     lines = [b"line %02d\n" % number for number in range(40)]
     for line in lines:
         keep.put(line)
@@ -48,7 +48,7 @@ def test_of_a_full_file_the_last_part_and_the_one_before_are_kept(
 
 
 def test_a_reader_goes_on_where_a_full_file_was_replaced(keep, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "KEPT_BYTES_MAX", 100)
+    monkeypatch.setattr(capture, "KEPT_BYTES_MAX", 100)
     keep.put(b"x" * 90 + b"\n")
     keep._writer.wait_empty(DEADLINE_S)
     [stream] = find_streams(tmp_path, Selection())
@@ -63,7 +63,7 @@ def test_a_disk_that_takes_nothing_is_told_once(keep, failures, monkeypatch):
     def full(fd, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept.os, "write", full)
+    monkeypatch.setattr(capture.os, "write", full)
     for _ in range(3):
         keep.put(b"a line\n")
     keep.close(DEADLINE_S)

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastane.process.streams.bounds import INDEX_EPOCH_ENTRIES, LINE_BYTES_MAX, PARTIAL_WAIT_S
-from elastane.process.streams.index import IndexWriter, TimeIndex
-from elastane.process.streams.lines import LONG_LINE_MARK, LineCutter
+from elastane.process.streams.files import IndexWriter, TimeIndex
+from elastane.process.streams.tailer import LONG_LINE_MARK, LineCutter
 
 SECOND_NS = 10**9
 

@@ -19,7 +19,7 @@ from typing import Protocol
 from elastane.coordinator.clock import READ_S, SteadyClock
 from elastane.errors import LeaseLostError
 from elastane.process.rpc import Access, Listener
-from elastane.process.rpc.door import ServerLink
+from elastane.process.rpc.listener import ServerLink
 from elastane.protocol.effects import Finished, Hangup, Persist, RendezvousEffect, Send, Tell
 from elastane.protocol.events import (
     AuthorityChanged,

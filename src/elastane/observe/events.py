@@ -25,9 +25,9 @@ from elastane.observe.records import (
     make_event,
 )
 from elastane.process.files import safe_name
+from elastane.process.streams.console import BackgroundWriter
 from elastane.process.streams.files import ensure_base_dir, open_append
 from elastane.process.streams.plan import NO_FILES
-from elastane.process.streams.writer import BackgroundWriter
 from elastane.protocol.log_events import EventKind, Note
 
 __all__ = ["EventLog", "EventReader", "LoggedEvent", "follow", "read_events"]

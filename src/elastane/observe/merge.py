@@ -1,7 +1,7 @@
 """Reads the output of a job's workers back from its folder, with times, merged.
 
 This module owns reading and order. The author of a file is in the folder's worker.jsonl, and the
-time of each line in the file's time index (process.streams.index). It only reads, holds a bounded
+time of each line in the file's time index (process.streams.files). It only reads, holds a bounded
 piece of each file, and leaves out unreadable files.
 """
 
@@ -17,9 +17,8 @@ from pathlib import Path
 import msgspec
 
 from elastane.process.streams.bounds import LINE_BYTES_MAX
-from elastane.process.streams.files import WORKER_FILE
-from elastane.process.streams.index import TimeIndex
-from elastane.process.streams.kept import earlier
+from elastane.process.streams.capture import earlier
+from elastane.process.streams.files import WORKER_FILE, TimeIndex
 from elastane.process.streams.plan import parse_rank_dir
 from elastane.protocol.model import Fence
 from elastane.protocol.unreadable import UNREADABLE

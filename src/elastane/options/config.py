@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from elastane.process.endpoint import meets_here, reach
 from elastane.process.process import WorkerKind
-from elastane.process.streams.places import ChooseFiles
-from elastane.process.streams.plan import LogPlan
+from elastane.process.streams.plan import ChooseFiles, LogPlan
 from elastane.protocol.model import JobSpec
 
 

@@ -17,8 +17,14 @@ from typing import Any
 from elastane.errors import ConfigurationError
 from elastane.options.nearest import nearest
 from elastane.options.parser import Options
-from elastane.process.streams.places import ChooseFiles, GroupFiles, WorkerFiles
-from elastane.process.streams.plan import StreamChoice, parse_ranks, parse_std_map
+from elastane.process.streams.plan import (
+    ChooseFiles,
+    GroupFiles,
+    StreamChoice,
+    WorkerFiles,
+    parse_ranks,
+    parse_std_map,
+)
 
 GROUP = "torchrun.logs_specs"
 

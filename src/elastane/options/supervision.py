@@ -14,7 +14,7 @@ from elastane.observe.handlers import HANDLERS
 from elastane.options.config import Supervision
 from elastane.options.nearest import nearest
 from elastane.options.parser import Options
-from elastane.process.streams.places import ChooseFiles
+from elastane.process.streams.plan import ChooseFiles
 from elastane.process.worker_environment import LOCAL_RANK_MACRO, only_device
 
 _PORT = "TORCHELASTIC_HEALTH_CHECK_PORT"

@@ -1,16 +1,22 @@
 """The agent's side of a session: `connect`, and messages in both directions.
 
-Every way in which a connection can fail to become a session is a typed error with a next step.
+Every way in which a connection can fail to become a session is a typed error with a next step; a
+pure mapping makes it from the operating system's and the wire's errors.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 
-from elastane.errors import ElastaneError
-from elastane.process.rpc import failures
+from elastane.errors import (
+    ElastaneError,
+    MembershipError,
+    RendezvousRefusedError,
+    WireError,
+)
 from elastane.process.rpc.link import RpcLink
 from elastane.process.tls import TlsConfig, client_context
 from elastane.protocol.messages import ToAgent, ToCoordinator
@@ -90,7 +96,7 @@ class Session:
         while not self.link.is_proven and not self.link.is_over:
             await self._wait_woken()
         if not self.link.is_proven:
-            raise self.link.fault or failures.ClosedEarlyError(self.link.reason)
+            raise self.link.fault or ClosedEarlyError(self.link.reason)
 
     # LinkOwner.
 
@@ -147,11 +153,109 @@ async def connect(
             )
             linked = True
             await session.wait_proven()
-    except (OSError, ElastaneError, failures.ClosedEarlyError) as error:
+    except (OSError, ElastaneError, ClosedEarlyError) as error:
         session.link.abort("could not be opened")
         timed_out = isinstance(error, TimeoutError)
-        raise failures.explain(error, endpoint, timeout_s if timed_out else 0.0, linked) from error
+        raise explain(error, endpoint, timeout_s if timed_out else 0.0, linked) from error
     except asyncio.CancelledError:
         session.link.abort("cancelled")
         raise
     return session
+
+
+# Another try cannot help with these: the configuration must change.
+_FINAL = ("wrong-job", "wrong-token", "protocol-version")
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+
+
+class ClosedEarlyError(Exception):
+    """The other side closed the connection during the handshake."""
+
+
+def explain(error: Exception, endpoint: str, timeout_s: float, linked: bool) -> ElastaneError:
+    """Return the error to raise for `error`; `linked`: TCP and TLS had succeeded."""
+    if isinstance(error, WireError):
+        return _of_wire(error, endpoint)
+    if isinstance(error, ElastaneError):
+        return error
+    if isinstance(error, TimeoutError):
+        return _of_timeout(error, endpoint, timeout_s, linked)
+    if isinstance(error, ClosedEarlyError):
+        return _unserved(
+            f"{endpoint} closed the connection before it proved to be a coordinator: {error}",
+            "endpoint-closed",
+            "it may be closing, busy, or speak TLS; check --rdzv-endpoint",
+        )
+    if isinstance(error, socket.gaierror):
+        return _unserved(
+            f"the host of {endpoint} does not resolve: {error.strerror}",
+            "endpoint-unresolvable",
+            f"check --rdzv-endpoint, and: getent hosts {endpoint.rpartition(':')[0]}",
+        )
+    if type(error).__module__ == "ssl":
+        return _of_tls(error, endpoint)
+    return _of_system(error, endpoint)
+
+
+def _of_wire(error: WireError, endpoint: str) -> ElastaneError:
+    kind = RendezvousRefusedError if error.slug in _FINAL else MembershipError
+    return kind(
+        f"{endpoint}: {error.what}",
+        slug=error.slug,
+        where=error.where,
+        expected=error.expected,
+        next_step=error.next_step or "check --rdzv-endpoint, and elastane's version on both hosts",
+    )
+
+
+def _of_timeout(
+    error: TimeoutError, endpoint: str, timeout_s: float, linked: bool
+) -> MembershipError:
+    did = "took the connection but did not answer" if linked else "did not take a connection"
+    bound = f"within {timeout_s:g} s" if timeout_s else f"in time: {error}"
+    return _unserved(
+        f"{endpoint} {did} {bound}",
+        "endpoint-timeout",
+        "check --rdzv-endpoint, firewalls, and whether that host lives",
+    )
+
+
+def _of_tls(error: Exception, endpoint: str) -> MembershipError:
+    if "CERTIFICATE" in str(error).upper():
+        return _unserved(
+            f"{endpoint}: the certificates do not fit: {error}",
+            "tls",
+            "give all nodes certificates of the same tls_ca",
+        )
+    return _unserved(
+        f"{endpoint}: no TLS session: {error}",
+        "tls",
+        "use TLS on all nodes or on none: --rdzv-conf tls_cert=...,tls_key=...",
+    )
+
+
+def _of_system(error: Exception, endpoint: str) -> MembershipError:
+    number = error.errno if isinstance(error, OSError) else None
+    # If several addresses failed, asyncio joins the errors' texts and drops their numbers.
+    refused = number == errno.ECONNREFUSED or f"Errno {errno.ECONNREFUSED}]" in str(error)
+    if refused:
+        return _unserved(
+            f"nobody listens at {endpoint}",
+            "endpoint-unserved",
+            "start the agent whose host that is, or check --rdzv-endpoint",
+        )
+    if number in _UNREACHABLE:
+        return _unserved(
+            f"{endpoint} cannot be reached: {error}",
+            "endpoint-unreachable",
+            f"check routes and: ping {endpoint.rpartition(':')[0]}",
+        )
+    return _unserved(
+        f"{endpoint}: the connection failed: {error}",
+        "endpoint-closed",
+        "check --rdzv-endpoint, and TLS on both sides or on neither",
+    )
+
+
+def _unserved(what: str, slug: str, next_step: str) -> MembershipError:
+    return MembershipError(what, slug=slug, expected="an elastane coordinator", next_step=next_step)

@@ -15,17 +15,20 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from elastane.errors import ElastaneError, WireError
-from elastane.process.rpc.sockets import host_of, tune
 from elastane.protocol.limits import (
     CLOSE_S,
     HANDSHAKE_TIMEOUT_S,
     INBOX_BYTES_MAX,
     SEND_BYTES_MAX,
     SEND_STALL_S,
+    TCP_USER_TIMEOUT_S,
 )
 from elastane.protocol.wire import FrameCodec, Handshake
 
 READ_BYTES = 64 << 10
+_KEEPALIVE_IDLE_S = 10
+_KEEPALIVE_INTERVAL_S = 3
+_KEEPALIVE_PROBES = 3
 
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing")
@@ -325,3 +328,22 @@ class RpcLink(asyncio.BufferedProtocol, Generic[Incoming, Outgoing]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def tune(sock: socket.socket) -> None:
+    """Set the options of every control connection: small frames at once, dead peers detected."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    timeout_ms = round(TCP_USER_TIMEOUT_S * 1000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+
+def host_of(address: object) -> str:
+    """Return the host of a socket address; an IPv4 address that came over IPv6 as IPv4."""
+    host = str(address[0]) if isinstance(address, tuple) and address else ""
+    return host.removeprefix("::ffff:") if "." in host else host

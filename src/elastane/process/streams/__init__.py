@@ -9,13 +9,15 @@ reach neither a file nor a terminal does (`capture`), so that a worker's last li
 from elastane.process.streams.console import Console, process_console
 from elastane.process.streams.files import default_base_dir, last_lines
 from elastane.process.streams.group import GroupStreams, WorkerStreams
-from elastane.process.streams.places import ChooseFiles, GroupFiles, WorkerFiles
 from elastane.process.streams.plan import (
     DEFAULT_PREFIX_TEMPLATE,
     PREFIX_TEMPLATE_ENV,
+    ChooseFiles,
+    GroupFiles,
     LogPlan,
     StdMap,
     StreamChoice,
+    WorkerFiles,
     WorkerPlace,
     parse_needles,
     parse_ranks,

@@ -1,8 +1,10 @@
-"""The agent's own stdout and stderr, each with its own writer thread.
+"""The agent's own stdout and stderr, each with its own writer thread and queue.
 
-This module owns the order and the wholeness of lines on a console. A console that is stuck, slow or
-gone blocks no caller: output beyond its queue is dropped, and once the console accepts lines again,
-it shows how many pieces were lost.
+This module owns the order and the wholeness of lines on a console. `BackgroundWriter` is its
+bounded queue with a thread, so that no caller waits for a terminal; the event log and copies of
+output use it for disks. A target that is stuck, slow or gone blocks no caller: items beyond the
+queue are dropped, and their count is written once the target accepts items again. The thread is a
+daemon: a write that never returns does not block the process's exit.
 """
 
 from __future__ import annotations
@@ -10,9 +12,120 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 
 from elastane.process.streams.bounds import CONSOLE_BYTES_MAX, RETRY_S, WRITE_BYTES
-from elastane.process.streams.writer import BackgroundWriter
+
+# Writes one item and may block; also gets the number of items that were dropped before it.
+WriteItem = Callable[[bytes, int], None]
+
+
+class BackgroundWriter:
+    """Writes items in order, in a thread that starts with the first of them.
+
+    `write` must handle the target's errors: an exception is a bug, and ends the thread.
+    """
+
+    def __init__(self, write: WriteItem, bytes_max: int, name: str) -> None:
+        self._write = write
+        self._bytes_max = bytes_max
+        self._name = name
+        self._items: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._dropped = 0
+        self._busy = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that `put` accepts now."""
+        return max(0, self._bytes_max - self._queued_bytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that `offer` accepts now: half of the room is reserved for `put`."""
+        return max(0, self._bytes_max // 2 - self._queued_bytes)
+
+    def put(self, item: bytes) -> bool:
+        """Queue an item without waiting; False if it was dropped for lack of room.
+
+        The item that crosses the bound is accepted: the bound applies to the items that wait
+        already.
+        """
+        with self._changed:
+            accepted = self._enqueue(item)
+            self._dropped += not accepted
+        return accepted
+
+    def offer(self, item: bytes) -> bool:
+        """Queue an item if there is room; otherwise the caller keeps it, and nothing is lost."""
+        with self._changed:
+            return self.spare_bytes > 0 and self._enqueue(item)
+
+    def wait_spare(self, timeout_s: float) -> bool:
+        """Wait until `offer` accepts an item; False after `timeout_s`."""
+        with self._changed:
+            return self.spare_bytes > 0 or (self._changed.wait(timeout_s) and self.spare_bytes > 0)
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until every queued item is written; False after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._items or self._busy:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """Write the queue, then end the thread; False if items are left."""
+        done = self.wait_empty(timeout_s)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if done and self._thread is not None:
+            self._thread.join(timeout_s)
+        return done
+
+    def _enqueue(self, item: bytes) -> bool:
+        if self._closed or self._queued_bytes >= self._bytes_max:
+            return False
+        self._items.append(item)
+        self._queued_bytes += len(item)
+        self._ensure_thread()
+        self._changed.notify_all()
+        return True
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (queued := self._next()) is not None:
+            item, dropped = queued
+            self._write(item, dropped)
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[bytes, int] | None:
+        """Wait for the next item; None once the writer is closed."""
+        with self._changed:
+            while not self._items:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            item = self._items.popleft()
+            self._queued_bytes -= len(item)
+            self._busy = True
+            dropped, self._dropped = self._dropped, 0
+        return item, dropped
 
 
 class Console:
@@ -35,7 +148,7 @@ class Console:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that can be offered now; less than can be put, so a flood drops nobody's lines."""
+        """Bytes that `offer` accepts now; fewer than `put` accepts, so a flood drops no lines."""
         return self._writer.spare_bytes
 
     def put(self, lines: bytes) -> bool:
@@ -43,7 +156,7 @@ class Console:
         return self._writer.put(lines)
 
     def offer(self, data: bytes) -> bool:
-        """Queue bytes, lines or not, if there is room; False where the caller has to keep them."""
+        """Queue bytes, lines or not, if there is room; False if the caller has to keep them."""
         return self._writer.offer(data)
 
     def wait_spare(self, timeout_s: float) -> bool:
@@ -118,3 +231,20 @@ def _same_file(one: int, other: int) -> bool:
     except OSError:
         return False
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+
+
+class ConsoleTimeout:
+    """A timeout for the last lines: `total_s` in all, `stall_s` without progress."""
+
+    def __init__(self, total_s: float, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._end_s = time.monotonic() + total_s
+        self._progress_s = time.monotonic()
+        self._written_bytes = -1
+
+    def lasts(self, written_bytes: int) -> bool:
+        """Return whether to keep waiting, given the total of bytes written so far."""
+        now_s = time.monotonic()
+        if written_bytes != self._written_bytes:
+            self._written_bytes, self._progress_s = written_bytes, now_s
+        return now_s < min(self._end_s, self._progress_s + self._stall_s)

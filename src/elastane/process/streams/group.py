@@ -19,7 +19,7 @@ from pathlib import Path
 
 from elastane.process.offload import Offload
 from elastane.process.streams.bounds import FINISH_S, OPEN_S
-from elastane.process.streams.capture import Capture
+from elastane.process.streams.capture import Capture, KeptFile, Pump
 from elastane.process.streams.console import process_console
 from elastane.process.streams.files import (
     ensure_base_dir,
@@ -27,12 +27,16 @@ from elastane.process.streams.files import (
     make_rank_dir,
     open_append,
 )
-from elastane.process.streams.filtered import Filtered
-from elastane.process.streams.kept import KeptFile
-from elastane.process.streams.places import GroupFiles, WorkerFiles, filtered_name, planned
-from elastane.process.streams.plan import LogPlan, StreamChoice, WorkerPlace
-from elastane.process.streams.pump import Pump
-from elastane.process.streams.tailer import Tail, Tailer
+from elastane.process.streams.plan import (
+    GroupFiles,
+    LogPlan,
+    StreamChoice,
+    WorkerFiles,
+    WorkerPlace,
+    filtered_name,
+    planned,
+)
+from elastane.process.streams.tailer import Filtered, Tail, Tailer
 from elastane.protocol.model import Fence
 
 _log = logging.getLogger("elastane.streams")
@@ -79,7 +83,7 @@ class GroupStreams:
         self._files = files
 
     def chosen_env(self, local_rank: int) -> Mapping[str, str]:
-        """Return the variables of a worker's that whoever chose the files has changed."""
+        """Return the environment variables that the choice of files has changed for a worker."""
         return self._files.workers[local_rank].env if self._files else {}
 
     async def open_soon(self, local_rank: int, rank: int, role: str) -> WorkerStreams:
@@ -149,7 +153,7 @@ class GroupStreams:
         return replace(streams, stderr=write, stderr_path=path, stderr_tail=tail)
 
     def _capture(self, fd: int, kept: KeptFile | None) -> tuple[int, str]:
-        """Return what a worker writes to in place of `fd`, and the path of the stream's end."""
+        """Return the descriptor for a worker to write to instead of `fd`, and its tail's path."""
         shown = fd in _CONSOLE_FDS.values()
         capture = Capture(process_console(fd) if shown else None, kept)
         write = capture.open()
@@ -268,7 +272,7 @@ class GroupStreams:
 
 
 async def _end(each: Tailer | Pump) -> None:
-    """Have a thread show the rest; one that a file system holds up does not hold up the agent."""
+    """Let a thread display the rest; a thread that a file system blocks is left behind."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 

@@ -1,18 +1,21 @@
 """One thread that watches the files of a local worker group, for the console and the time index.
 
 This module owns positions in files, never the files: workers write to them directly, so nothing
-here can slow or lose output to a file. A console that is slower than a worker gets the newest
-output, and a line with the size and the place of the omitted part. A file that can no longer be
-read is given up, with one line that says so.
+here can slow or lose output to a file. `LineCutter` cuts bytes into lines, `Tail` displays a file's
+lines on the console, and `Filtered` copies matching lines to a file of all ranks, unaffected by the
+console. A console that is slower than a worker gets the newest output, and a line with the size and
+the place of the omitted part. A file that can no longer be read or written is given up, with one
+line that says so.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,16 +24,69 @@ from elastane.process.streams.bounds import (
     INDEX_POLL_S,
     LAG_BYTES_MAX,
     LAG_KEEP_BYTES,
+    LINE_BYTES_MAX,
+    PARTIAL_WAIT_S,
     READ_BYTES_MAX,
     SHARE_BYTES_MIN,
     SKIP_TELL_S,
     STALL_S,
     TEE_POLL_S,
 )
-from elastane.process.streams.console import Console
-from elastane.process.streams.index import IndexWriter
-from elastane.process.streams.lines import LineCutter
-from elastane.process.streams.patience import ConsoleTimeout
+from elastane.process.streams.console import Console, ConsoleTimeout
+from elastane.process.streams.files import IndexWriter, open_append
+
+LONG_LINE_MARK = b" [the line goes on]"
+
+
+class LineCutter:
+    """Collects bytes and returns them as prefixed lines, each with its end."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._pending = b""
+        self._pending_since_s = 0.0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of a line whose end has not come."""
+        return len(self._pending)
+
+    def feed(self, data: bytes, now_s: float) -> bytes:
+        """Add bytes; return the complete lines."""
+        if not self._pending:
+            self._pending_since_s = now_s
+        *whole, rest = (self._pending + data).split(b"\n")
+        if whole:
+            self._pending_since_s = now_s
+        out = [self._shown(line) for line in whole]
+        while len(rest) > LINE_BYTES_MAX:
+            out.append(self._prefix + rest[:LINE_BYTES_MAX] + LONG_LINE_MARK + b"\n")
+            rest = rest[LINE_BYTES_MAX:]
+        self._pending = rest
+        return b"".join(out)
+
+    def flush(self, now_s: float, *, final: bool = False) -> bytes:
+        """Return a line without its end, once it has waited for PARTIAL_WAIT_S."""
+        waited_s = now_s - self._pending_since_s
+        if not self._pending or (waited_s < PARTIAL_WAIT_S and not final):
+            return b""
+        line, self._pending = self._pending, b""
+        return self._shown(line)
+
+    def drop(self) -> int:
+        """Drop a line without its end; return its size."""
+        dropped, self._pending = len(self._pending), b""
+        return dropped
+
+    def _shown(self, line: bytes) -> bytes:
+        """Return the line as a terminal would leave it: the last state of a progress bar."""
+        if b"\r" in line:
+            line = line.rstrip(b"\r").rpartition(b"\r")[2]
+        if len(line) <= LINE_BYTES_MAX:
+            return self._prefix + line + b"\n"
+        pieces = [line[at : at + LINE_BYTES_MAX] for at in range(0, len(line), LINE_BYTES_MAX)]
+        return (LONG_LINE_MARK + b"\n").join(self._prefix + piece for piece in pieces) + b"\n"
+
 
 # The pause that lets a console accept output while the last lines are displayed.
 _FINAL_PAUSE_S = 0.005
@@ -217,3 +273,72 @@ class Tailer:
     def _is_behind(self, consoles: set[Console]) -> bool:
         lagging = any(tail.lag_bytes for tail in self._tails)
         return lagging or not all(console.wait_empty(0) for console in consoles)
+
+
+_log = logging.getLogger("elastane.streams")
+
+
+class Filtered:
+    """Copies the lines of `source` that contain any of `needles` to `target`."""
+
+    console: Console | None = None
+    lag_bytes = 0
+    poll_s = TEE_POLL_S
+
+    def __init__(self, source: Path, target: Path, needles: Sequence[str], prefix: bytes) -> None:
+        self._source = source
+        self._target = target
+        self._needles = tuple(needle.encode("utf-8", "surrogateescape") for needle in needles)
+        self._prefix = prefix
+        self._cutter = LineCutter(b"")
+        self._read_fd = self._write_fd = -1
+        self._seen_bytes = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the file is still being read."""
+        return self._read_fd >= 0
+
+    def open(self) -> None:
+        """Start at the file's present end, because earlier output belongs to an earlier run."""
+        self._write_fd = open_append(self._target)
+        try:
+            self._read_fd = os.open(self._source, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.close()
+            raise
+        self._seen_bytes = os.fstat(self._read_fd).st_size
+
+    def look(self, *, final: bool = False) -> None:
+        """Copy the matching lines of the new output."""
+        try:
+            if os.fstat(self._read_fd).st_size < self._seen_bytes:  # the file was truncated
+                self._seen_bytes = 0
+            while data := os.pread(self._read_fd, READ_BYTES_MAX, self._seen_bytes):
+                self._seen_bytes += len(data)
+                self._copy(self._cutter.feed(data, time.monotonic()))
+            if final:
+                self._copy(self._cutter.flush(time.monotonic(), final=True))
+        except OSError as error:
+            _log.warning("%s gets no more lines: %s", self._target, error.strerror or error)
+            self.close()
+
+    def skip_rest(self) -> None:
+        """Do nothing: the last check has read everything."""
+
+    def close(self) -> None:
+        """Close what is open."""
+        for fd in (self._read_fd, self._write_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._read_fd = self._write_fd = -1
+
+    def _copy(self, lines: bytes) -> None:
+        found = [
+            self._prefix + line
+            for line in lines.splitlines(keepends=True)
+            if any(needle in line for needle in self._needles)
+        ]
+        data = b"".join(found)
+        while data:
+            data = data[os.write(self._write_fd, data) :]

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from elastane.process.rpc.link import READ_BYTES, RpcLink
-from elastane.process.rpc.sockets import host_of, make_room_for
+from elastane.errors import ConfigurationError
+from elastane.process.rpc.link import READ_BYTES, RpcLink, host_of
 from elastane.process.tls import TlsConfig, server_context
 from elastane.process.unproven import Unproven
 from elastane.protocol.limits import (
@@ -39,6 +40,8 @@ ServerLink = RpcLink[ToCoordinator, ToAgent]
 _ACCEPTS_PER_TURN = 32
 # The pause in accepting when the system has no descriptor or memory for another connection.
 _EXHAUSTED_PAUSE_S = 0.5
+# The largest limit to ask for, because some programs walk all descriptors up to the limit.
+_DESCRIPTORS_MAX = 65_536
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -236,3 +239,34 @@ class Listener:
             return
         self._accepting = True
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+
+def make_room_for(descriptors: int) -> int:
+    """Raise this process's soft descriptor limit towards `descriptors`; return the limit.
+
+    A sufficient limit stays: workers inherit it, and few programs are tested with large ones.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ceiling = _DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS_MAX)
+    if soft == resource.RLIM_INFINITY or soft >= min(descriptors, ceiling):
+        return _DESCRIPTORS_MAX if soft == resource.RLIM_INFINITY else soft
+    wanted = min(max(descriptors, 2 * soft), ceiling)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def insist_on_room(nodes: int) -> None:
+    """Check that this process can hold a connection for each node; raises ConfigurationError.
+
+    Its own agent's connection is one of them, and would be refused until the job is given up.
+    """
+    needed = DESCRIPTORS_SPARED + nodes + 1  # one more for a connection that is not proven yet
+    limit = make_room_for(needed)
+    if limit < needed:
+        raise ConfigurationError(
+            f"coordinator: this process may open {limit} files, too few for {nodes} nodes",
+            slug="descriptor-limit",
+            expected=f"{needed} or more: {DESCRIPTORS_SPARED} for the agent's own processes and"
+            " files, and one for each connection",
+            next_step=f"ulimit -n {max(1024, 2 * needed)}",
+        )
