@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elastane.worker.room import room_for
+from elastane.worker.healing import room_for
 
 
 def made(kind, **settings):

@@ -24,18 +24,24 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import GroupName
 
 from elastane.comms import sockets
-from elastane.comms.meeting import Meeting
-from elastane.comms.sockets import Endpoint
+from elastane.comms.sockets import Endpoint, SocketEntry, parse_entry
 from elastane.comms.storeclient import GroupStoreClient
+from elastane.errors import ConfigurationError
 
 # Pause between two cuts of an aborted construction: connections come and go meanwhile.
 _CUT_AGAIN_S = 0.005
+
 _CUT_RARELY_S = 0.1
+
 _KNOCKS_MAX = 20
+
 # torch's default for one device.
 _THREADS = 2
+
 # Timeout for connecting to the own listener, on this host.
 _KNOCK_S = 0.2
+
+_GLOO_PREFIX = "gloo/"
 
 
 @dataclass(frozen=True)
@@ -241,3 +247,78 @@ def _local_addr(wiring: Wiring) -> str:
             except OSError:
                 continue
     return ""
+
+
+class Meeting(Store):
+    """The store that gloo sees during one construction: it records addresses, and can be aborted.
+
+    gloo asks a store for its peers' addresses while it is being built. This one forwards all calls
+    to the store `inner`, and refuses them once the world was aborted. Fails as the inner store
+    does. An address that cannot be read raises ConfigurationError: gloo would crash on it, or its
+    collectives could not be aborted later.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__()
+        self._inner = inner
+        self.own: SocketEntry | None = None
+        self.peers: list[SocketEntry] = []
+        self.aborted = False
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Publish a key; this rank's own value contains the address where it listens."""
+        self._refuse_if_aborted()
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self.own = _entry(raw)
+        self._inner.set(_GLOO_PREFIX + key, raw)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key, and record the address in it."""
+        self.wait([key])
+        raw = bytes(self._inner.get(_GLOO_PREFIX + key))
+        self.peers.append(_entry(raw))
+        return raw
+
+    def wait(self, keys: list[str], limit: timedelta | None = None) -> None:
+        """Wait for keys."""
+        self._refuse_if_aborted()
+        names = [_GLOO_PREFIX + key for key in keys]
+        if limit is None:
+            self._inner.wait(names)
+        else:
+            self._inner.wait(names, limit)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        self._refuse_if_aborted()
+        return self._inner.check([_GLOO_PREFIX + key for key in keys])
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter."""
+        self._refuse_if_aborted()
+        return self._inner.add(_GLOO_PREFIX + key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key."""
+        return self._inner.delete_key(_GLOO_PREFIX + key)
+
+    def set_timeout(self, limit: timedelta) -> None:
+        """Bound later waits."""
+        self._inner.set_timeout(limit)
+
+    def _refuse_if_aborted(self) -> None:
+        if self.aborted:
+            raise RuntimeError("the world was aborted while its process group was being built")
+
+
+def _entry(raw: bytes) -> SocketEntry:
+    entry = parse_entry(raw)
+    if entry is None:
+        raise ConfigurationError(
+            f"torch {torch.__version__}: the address that gloo published cannot be read"
+            f" ({len(raw)} bytes)",
+            slug="group-layout",
+            expected="a PyTorch that this version of elastane knows, the same on all nodes",
+            next_step="install torch 2.13, or a newer elastane",
+        )
+    return entry

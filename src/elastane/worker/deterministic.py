@@ -27,10 +27,10 @@ from elastane.data.feed import Portion
 from elastane.data.permutation import mixed
 from elastane.data.streams import FOR_BUILD, FOR_SHARD, begin_streams
 from elastane.errors import JobError
-from elastane.worker.buffers import buffers_of
 from elastane.worker.deterministic_pass import Means, Pass
 from elastane.worker.healing import gathered
 from elastane.worker.mode import Mode
+from elastane.worker.undo import buffers_of
 
 # Without it cuBLAS may choose another algorithm for each stream. The value is NVIDIA's
 # recommendation.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from elastane.comms.elastic import ElasticGroup
 from elastane.comms.mean import Mean
 from elastane.errors import JobError
-from elastane.worker.buffers import BufferStatus
+from elastane.worker.undo import BufferStatus
 
 # Tensors of one kind share a vector.
 Kind: TypeAlias = tuple[torch.dtype, torch.device]

@@ -6,6 +6,10 @@ fails. That is before each update if there are several optimizers, and before an
 the body itself (a closure). Once a body was seen to change parameters by itself, it is at the
 beginning of each step. If something changed that was not copied, `restore` returns False, and the
 member receives the state from another.
+
+A body may change a buffer in place, as BatchNorm does, or assign a new tensor, as in `self.average
+= 0.9 * self.average + x`. To restore a buffer, its module and name are needed as well as its tensor
+(`BufferStatus`).
 """
 
 from __future__ import annotations
@@ -14,12 +18,11 @@ import copy
 import operator
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from elastane.checkpoint.registered import RandomStreams, RegisteredObjects, load_exactly
-from elastane.worker.buffers import BufferStatus, buffers_of
 
 # A GradScaler sets them during a fused optimizer's step. If that raises they stay set, and the next
 # step would divide by the product of both scales.
@@ -272,3 +275,41 @@ class _Buffers:
         for each, kept in zip(self._registered, self._kept, strict=True):
             each.tensor.copy_(kept)
             each.put_back()
+
+
+class BufferStatus(NamedTuple):
+    """One buffer: its tensor, and the module and name that it is registered under."""
+
+    module: torch.nn.Module
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def now(self) -> torch.Tensor | None:
+        """The tensor that is registered under that name now."""
+        return self.module._buffers.get(self.name)
+
+    def put_back(self) -> None:
+        """Register the original tensor again."""
+        self.module._buffers[self.name] = self.tensor
+
+
+def buffers_of(modules: Iterable[torch.nn.Module]) -> list[BufferStatus]:
+    """Return all buffers of the modules and their submodules.
+
+    A buffer that is registered twice is returned twice. It runs at each step: it is four times as
+    fast as `Module.modules()` (torch 2.13).
+    """
+    seen: set[int] = set()
+    pending: list[torch.nn.Module | None] = [*modules]
+    found: list[BufferStatus] = []
+    while pending:
+        module = pending.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        pending.extend(module._modules.values())
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                found.append(BufferStatus(module, name, buffer))
+    return found

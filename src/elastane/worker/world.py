@@ -27,7 +27,7 @@ from elastane.process.status_page import WorkerPage
 from elastane.protocol.hangs import Activity
 from elastane.protocol.model import Fence
 from elastane.protocol.sharding import NO_SLICE, Sharding
-from elastane.worker import drain, whereabouts
+from elastane.worker import drain, progress_reporter
 from elastane.worker.control_socket import AgentLine
 from elastane.worker.healing import gathered
 from elastane.worker.progress_reporter import Pulse
@@ -386,12 +386,12 @@ class Worlds:
 
     def _doing(self) -> Doing:
         """In the control socket's thread: whether this worker waits, where, and its traffic."""
-        frames = whereabouts.main_frames()
+        frames = progress_reporter.main_frames()
         return Doing(
             waits=self.group.in_flight,
-            held=whereabouts.is_debugged(frames),
+            held=progress_reporter.is_debugged(frames),
             rank=self.group.rank(),
-            where=whereabouts.described(frames),
+            where=progress_reporter.described(frames),
             traffic=self.group.traffic,
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -25,7 +26,6 @@ from elastane.elastic.rendezvous._attempt_store import (
 )
 from elastane.elastic.rendezvous._configure import RendezvousOptions, membership_of, membership_over
 from elastane.elastic.rendezvous._errors import raise_as_api
-from elastane.elastic.rendezvous._settings import RendezvousSettings, RendezvousTimeout
 from elastane.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -48,11 +48,89 @@ __all__ = [
 ]
 
 Token = Any
+
 _STORE_TIMEOUT_S = 60
+
 # After the loss of an attempt's store, the death of its host is reported within the silence timeout
 # plus this margin.
 _LOSS_MARGIN_S = 5.0
+
 _OPT_OUT = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+class RendezvousTimeout:
+    """The timeouts of a rendezvous.
+
+    `join`: too few nodes for this long ends the job. `last_call`: the longest wait for more than
+    the minimum; it ends earlier, 3 s after the latest arrival. `close`: how long other nodes may
+    run after a node closed the job. `heartbeat` has no effect here, since heartbeats are part of a
+    session.
+    """
+
+    _DEFAULTS = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}  # noqa: RUF012
+
+    def __init__(
+        self,
+        join: timedelta | None = None,
+        last_call: timedelta | None = None,
+        close: timedelta | None = None,
+        heartbeat: timedelta | None = None,
+    ) -> None:
+        given = {"join": join, "last_call": last_call, "close": close, "heartbeat": heartbeat}
+        self._bounds: dict[str, timedelta] = {}
+        # The timeouts that the caller gave; the others are defaults, which these override.
+        self.given = frozenset(name for name, bound in given.items() if bound is not None)
+        for name, bound in given.items():
+            if bound is not None and bound <= timedelta(0):
+                raise ValueError(f"{name} timeout = {bound}: expected more than nothing")
+            self._bounds[name] = bound or timedelta(seconds=self._DEFAULTS[name])
+
+    @property
+    def join(self) -> timedelta:
+        """See the class."""
+        return self._bounds["join"]
+
+    @property
+    def last_call(self) -> timedelta:
+        """See the class."""
+        return self._bounds["last_call"]
+
+    @property
+    def close(self) -> timedelta:
+        """See the class."""
+        return self._bounds["close"]
+
+    @property
+    def heartbeat(self) -> timedelta:
+        """See the class."""
+        return self._bounds["heartbeat"]
+
+
+@dataclass(repr=False, eq=False, frozen=True)
+class RendezvousSettings:
+    """The settings that a handler was made with.
+
+    A node that was silent for `keep_alive_max_attempt` times `keep_alive_interval` is dead. A node
+    whose connection ends is dead at once.
+    """
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    timeout: RendezvousTimeout
+    keep_alive_interval: timedelta
+    keep_alive_max_attempt: int
+
+    def check(self) -> None:
+        """Raise ValueError for invalid settings."""
+        if not self.run_id:
+            raise ValueError("run_id = '': expected the job's id")
+        if self.min_nodes < 1:
+            raise ValueError(f"min_nodes = {self.min_nodes}: expected 1 or more")
+        if self.max_nodes < self.min_nodes:
+            raise ValueError(
+                f"max_nodes = {self.max_nodes}: expected min_nodes ({self.min_nodes}) or more"
+            )
 
 
 class RendezvousBackend(ABC):
