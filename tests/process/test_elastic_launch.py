@@ -25,7 +25,7 @@ from process_harness import until
 from supervise import alive, marked
 
 from elastane.elastic import metrics
-from elastane.elastic.launcher import _called
+from elastane.elastic.launcher import api
 from elastane.elastic.launcher.api import LaunchConfig, elastic_launch, launch_agent
 from elastane.elastic.multiprocessing import DefaultLogsSpecs, Std
 from elastane.elastic.multiprocessing.errors import ChildFailedError, record
@@ -163,7 +163,7 @@ def test_the_root_cause_is_the_coordinators_verdict_also_of_another_node():
         job="j", ok=False, exit_code=1, reason="r", root_cause=first, failures=[other, first]
     )
     with pytest.raises(ChildFailedError) as caught:
-        _called._raise("train", EndedJob(1, report))
+        api._raise_failure("train", EndedJob(1, report))
     rank, failure = caught.value.get_first_failure()
     assert (rank, failure.local_rank, failure.timestamp) == (5, 1, 9)
     assert failure.message["message"] == "KeyError: 'x'"
@@ -247,7 +247,7 @@ def registered():
 
 
 def test_a_registered_handler_has_the_agent_run_here_and_is_shut_down(registered, monkeypatch):
-    monkeypatch.setattr(_called, "run_command", None)  # no agent in a child process
+    monkeypatch.setattr(api, "run_command", None)  # no agent in a child process
     before = signals()
     wanted = config(rdzv_backend="local-test", max_restarts=1)
     script = "import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"

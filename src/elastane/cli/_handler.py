@@ -62,7 +62,7 @@ def is_wanted(options: Options) -> bool:
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
     """Launch, report how it ended, and return the exit code."""
-    from elastane.elastic.launcher._verdict import outcome_of
+    from elastane.elastic.launcher._outcome import outcome_of
     from elastane.elastic.launcher.api import launch_agent
     from elastane.elastic.multiprocessing import SignalException
     from elastane.elastic.multiprocessing.errors import ChildFailedError
@@ -87,7 +87,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
 
 def _outcome_of_handler(error: Exception) -> Outcome:
     """Return the outcome for an error of the rendezvous; raise any other error again."""
-    from elastane.elastic.launcher._verdict import exit_code_of
+    from elastane.elastic.launcher._outcome import exit_code_of
 
     code = exit_code_of(error)
     if code is None:

@@ -97,8 +97,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises ChildFailedError if workers failed more often than allowed.
     """
-    from elastane.elastic.launcher._called import CalledJob
-    from elastane.elastic.launcher.api import launch_agent
+    from elastane.elastic.launcher.api import CalledJob, launch_agent
 
     environ = environment.snapshot()
     request = _request(args)

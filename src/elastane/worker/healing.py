@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from elastane.comms.elastic import ElasticGroup
 from elastane.comms.state_plan import Handover, Healing, MemberStatus, decide
 from elastane.errors import JobError
 from elastane.worker.undo import Undo
-
-if TYPE_CHECKING:
-    from elastane.worker.shards import Shards
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +41,24 @@ class MemberProgress(Protocol):
         """Accept it from another member."""
 
 
+class ShardHealing(Protocol):
+    """Heals a state that is sharded over workers: `worker.shards` implements it."""
+
+    is_healing: bool
+
+    def forget(self) -> None:
+        """Drop the agreement on the current step."""
+
+    def agree(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Wait until all members can make the update of `optimizer`, or end the step."""
+
+    def put_back(self) -> None:
+        """End a step that failed here."""
+
+    def compare(self, progress: MemberProgress) -> None:
+        """Bring all members of a world to one state."""
+
+
 class Health:
     """Whether this member holds the job's state, and how it gets it."""
 
@@ -55,7 +70,7 @@ class Health:
         # Whether the last step failed in its body after its update.
         self.cut_short = False
         # Set for a state that is sharded over workers and has replicas.
-        self.shards: Shards | None = None
+        self.shards: ShardHealing | None = None
 
     def prepare(self) -> None:
         """Allocate memory for a state that will arrive, before other members wait for this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from abc import ABC, abstractmethod
@@ -23,9 +24,9 @@ class _CallsFunctions(EnumType):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "entrypoint" not in kwargs:
             return super().__call__(*args, **kwargs)
-        from elastane.elastic.multiprocessing._run import FunctionRun
-
-        return FunctionRun(*args, **kwargs)
+        # By name: the launcher is built on this package, and is needed only here.
+        launcher = importlib.import_module("elastane.elastic.launcher.function_run")
+        return launcher.FunctionRun(*args, **kwargs)
 
 
 class Std(IntFlag, metaclass=_CallsFunctions):

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastane.elastic.agent.server._ranks import _RoleInstanceInfo, assign
+from elastane.elastic.agent.server._recording import EventRecorder, _get_fq_hostname
 from elastane.elastic.agent.server._spec import (
     DEFAULT_ROLE,
     RunResult,
@@ -29,7 +30,6 @@ from elastane.elastic.agent.server._spec import (
     WorkerSpec,
     WorkerState,
 )
-from elastane.elastic.agent.server._telling import EventRecorder, _get_fq_hostname
 from elastane.elastic.events import EventSource
 from elastane.elastic.metrics import prof, put_metric
 from elastane.elastic.multiprocessing import SignalException

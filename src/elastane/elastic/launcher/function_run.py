@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from elastane.elastic.multiprocessing._logs import DefaultLogsSpecs, Std
+from elastane.elastic.launcher.api import LaunchConfig, elastic_launch
+from elastane.elastic.multiprocessing import DefaultLogsSpecs, Std
 from elastane.options.build import read_nproc
 
 
@@ -34,8 +35,6 @@ class FunctionRun:
 
     def run(self) -> dict[int, Any]:
         """Run to the end; return the workers' values, by rank. See elastic_launch."""
-        from elastane.elastic.launcher.api import LaunchConfig, elastic_launch
-
         config = LaunchConfig(
             1,
             1,
