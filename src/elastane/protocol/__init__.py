@@ -1,5 +1,7 @@
-"""What agents, coordinator and workers say to each other, and the nouns of a job. Pure.
+"""What agents and coordinator exchange, and the nouns of a job. Pure: nothing here does I/O.
 
-`model` has the nouns, `messages` the messages, `wire` their frames and the handshake, `events` and
-`effects` what the shells and the rules exchange, `limits` every bound. Nothing here does I/O.
+`model` has the nouns, `messages` the messages, `wire` their frames and the handshake. `events` and
+`effects` are what shells and rules exchange, `limits` has every bound. `diagnosis` finds the cause
+of failures, `hangs` judges progress, `sharding` counts replicas, and `checkpoints` says what a
+checkpoint is.
 """

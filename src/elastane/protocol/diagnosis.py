@@ -1,8 +1,8 @@
-"""Which of an incident's failures is its cause, and which are its consequences.
+"""Which failure of an incident is its cause, and which are consequences.
 
-Every failure arrives with an age by its sender's monotonic clock, so all of a job's failures
-stand on the coordinator's one time line; the earliest one is the cause. A worker that only lost
-the connection to a peer is a consequence as long as anything else explains it.
+Every failure carries an age by its sender's monotonic clock, so all failures of a job stand on the
+coordinator's one time line, and the earliest is the cause. A worker that only lost the connection
+to a peer is a consequence, as long as any other failure explains it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOST_PEER = (
     "read timeout",
     "timed out waiting",
 )
-# Signals that others send: what a worker had written before is not about its end.
+# Signals sent from outside: what the worker wrote before is not about its end.
 _FROM_OUTSIDE = frozenset(
     {
         signal.SIGHUP,
@@ -49,7 +49,7 @@ _FROM_OUTSIDE = frozenset(
 _HEADLINE_CHARS_MAX = 200
 STOPPED_IN_ITS_END = "its own error came first; it was stopped while it was ending"
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
-# Errors that may be gone in the next attempt: of the system, of requests to exit, ...
+# Errors that the next attempt may not have: of the system, of requests to exit, ...
 _PASSING_ERRORS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
 # ... and of the network and the device, by the names and words of torch, its libraries and clients.
 _PASSING = re.compile(
@@ -79,14 +79,14 @@ def is_lost_peer(failure: Failure) -> bool:
 
 
 def _is_unexplained(failure: Failure) -> bool:
-    """Whether a signal from outside ended the worker, whose last output is not about that."""
+    """Whether a signal from outside ended the worker, so that its last output is not about that."""
     return failure.output and -failure.exit_code in _FROM_OUTSIDE
 
 
 def headline(said: str) -> str:
-    """Return the line of a worker's words that names its error, the last one where none does.
+    """Return the line of a worker's output that names its error, otherwise the last line.
 
-    An exception's own text may have several lines: the one after the stack names it.
+    An exception's own text may have several lines; the line after the stack names it.
     """
     *_, last = said.rpartition(_TRACEBACK)
     lines = [line for line in last.splitlines() if line.strip()]
@@ -107,7 +107,7 @@ def exit_text(exit_code: int) -> str:
 
 
 def failure_text(failure: Failure) -> str:
-    """Return in words how a worker ended, with what its agent knows besides."""
+    """Return in words how a worker ended, with the evidence of its agent."""
     if failure.stopped:
         return f"an error of its own; {exit_text(failure.exit_code)} came while it was ending"
     evidence = f" ({failure.evidence})" if failure.evidence else ""
@@ -115,7 +115,7 @@ def failure_text(failure: Failure) -> str:
 
 
 def evidence_text(failure: Failure) -> str:
-    """Return what its agent knows of a worker's end besides its exit code."""
+    """Return what the agent knows about a worker's end besides its exit code."""
     return STOPPED_IN_ITS_END if failure.stopped else failure.evidence
 
 
@@ -132,7 +132,7 @@ def end_text(failure: Failure) -> str:
 
 
 def _error_text(failure: Failure) -> str:
-    """Return the words of a worker's error, as a root cause shows them after its end."""
+    """Return the text of a worker's error, as a root cause shows it after the worker's end."""
     words = headline(failure.message)[:_HEADLINE_CHARS_MAX]
     if not words or _is_unexplained(failure):
         return ""
@@ -160,7 +160,7 @@ def _place(sighting: Sighting) -> tuple[float, int]:
 
 
 def root_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
-    """Return the earliest failure that is not explained by a lost peer; needs one at least."""
+    """Return the earliest failure that no lost peer explains; needs at least one sighting."""
     own = [s for s in sightings if not is_lost_peer(s.failure)] or list(sightings)
     first = min(own, key=_place)
     failure, error = first.failure, _own_error(first.failure)
@@ -178,10 +178,10 @@ def root_cause(sightings: Sequence[Sighting], fence: Fence) -> Cause:
 
 
 def crash_site(failure: Failure) -> str:
-    """Return the place of an error that only a change of the script can mend, in words.
+    """Return in words where an error arose that only a change of the script can mend.
 
-    Empty where another attempt may fare better: the worker had made steps, it left no error file,
-    or its error is of the network, the device or the file system.
+    Empty if another attempt may succeed: the worker had made steps, it left no error file, or its
+    error is of the network, the device or the file system.
     """
     error = headline(failure.message)
     frames = _FRAME.findall(failure.message)
@@ -197,7 +197,7 @@ def crash_site(failure: Failure) -> str:
 
 
 def _own_error(failure: Failure) -> str:
-    """Return what two failures by the same error have in common; empty where nothing is known."""
+    """Return what two failures by the same error have in common; empty if nothing is known."""
     if failure.output or is_lost_peer(failure):
         return ""
     return headline(failure.message)

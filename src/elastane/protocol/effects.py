@@ -1,10 +1,9 @@
-"""What core asks the world to do; the shells carry it out, in the order of the list.
+"""What rules ask their shells to do, in the order of the list.
 
-The rendezvous yields `Persist`, `Send`, `Hangup`, `Tell` and `Finished`; the agent yields
-`Transmit`, `StartGroup`, `Decline`, `Tell`, `Exit`, and what is done to a group that runs:
-`StopGroup`, `MarkGroup`, `AimGroup`, `StartWorkers`, `InterruptGroup`, `RegroupWorkers`. A group is
-named by the fence that it was started with, whatever world its workers are in later; a drain, by
-that of the world that it is for.
+The rules of the coordinator return `Persist`, `Send`, `Hangup`, `Tell` and `Finished`. The rules of
+an agent return `Transmit`, `StartGroup`, `Decline`, `Tell`, `Exit`, and the effects on a running
+group. A group is named by the fence that it was started with, whatever world its workers enter
+later; a drain is named by the fence of its world.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from elastane.protocol.model import Assignment, Fence, JobRecord, Outcome
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Write this event to the log. Obligation: none; losing it harms nobody."""
+    """Write this event to the log. Obligation: none; its loss does no harm."""
 
     note: Note
 
@@ -25,8 +24,8 @@ class Tell(msgspec.Struct, frozen=True):
 class Persist(msgspec.Struct, frozen=True):
     """Make this record durable.
 
-    Obligation: it is durable before any later effect of the same list is carried out. Where
-    that fails for want of authority, none of the later ones may be, and the coordinator ends.
+    Obligation: it is durable before any later effect of the same list is performed. If authority is
+    lost, none of the later effects may be performed, and the coordinator ends.
     """
 
     record: JobRecord
@@ -40,20 +39,20 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Hangup(msgspec.Struct, frozen=True):
-    """Close a session after what was sent to it; core expects no `Broken` for it."""
+    """Close a session after the messages sent to it; no `Broken` follows."""
 
     session: int
     reason: str
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The job has ended and all agents know, or had their time to."""
+    """The job has ended, and all agents were informed or had their time to be."""
 
     outcome: Outcome
 
 
 class Transmit(msgspec.Struct, frozen=True):
-    """Send to the coordinator; dropped where there is no session, for core tells it anew."""
+    """Send to the coordinator; dropped without a session, since the rules send it again."""
 
     message: ToCoordinator
 
@@ -65,7 +64,7 @@ class StartGroup(msgspec.Struct, frozen=True):
 
 
 class StartWorkers(msgspec.Struct, frozen=True):
-    """Start these local workers of a group anew, in `delay_s`; they have no place yet."""
+    """Start these workers of a group again after `delay_s`; they have no place in a world yet."""
 
     fence: Fence
     local_ranks: tuple[int, ...]
@@ -74,7 +73,7 @@ class StartWorkers(msgspec.Struct, frozen=True):
 
 
 class InterruptGroup(msgspec.Struct, frozen=True):
-    """Have the workers that recover in place end their step, and wait for a world."""
+    """Interrupt the current step of workers that recover in place; they wait for a world."""
 
     fence: Fence
     reason: str
@@ -83,9 +82,9 @@ class InterruptGroup(msgspec.Struct, frozen=True):
 class RegroupWorkers(msgspec.Struct, frozen=True):
     """Give workers of the group that began with `fence` their place in another world.
 
-    `able` are those of its local ranks that get theirs: of the others it is told that they failed,
-    though a successor may be able by now. Obligation: `GroupAble` follows, with another port; this
-    one's is known to others now.
+    Only the local ranks in `able` get theirs. The others are reported as failed, even if a
+    replacement is ready by now. Obligation: `GroupAble` follows with another port, since the
+    present one is known to others now.
     """
 
     fence: Fence
@@ -94,10 +93,10 @@ class RegroupWorkers(msgspec.Struct, frozen=True):
 
 
 class StopGroup(msgspec.Struct, frozen=True):
-    """SIGTERM to each worker still alive, SIGKILL to all that is left after `grace_s`.
+    """Send SIGTERM to each live worker, and SIGKILL to all that are left after `grace_s`.
 
-    Obligation: `GroupGone` follows once no process of the group is left. May come again with
-    a shorter grace, which then holds.
+    Obligation: `GroupGone` follows once no process of the group is left. A repeated effect with a
+    shorter grace replaces the grace.
     """
 
     fence: Fence
@@ -106,7 +105,7 @@ class StopGroup(msgspec.Struct, frozen=True):
 
 
 class Decline(msgspec.Struct, frozen=True):
-    """Do not start the workers of this fence; others may wait for them at the port on offer.
+    """Do not start the workers of this fence; other workers may wait for them at the offered port.
 
     Obligation: another port is held, and `GroupGone` follows with it.
     """
@@ -115,21 +114,21 @@ class Decline(msgspec.Struct, frozen=True):
 
 
 class MarkGroup(msgspec.Struct, frozen=True):
-    """Begin a drain: gate the workers that ask should_checkpoint(), and count their calls.
+    """Begin a drain: gate the workers that call should_checkpoint(), and count their calls.
 
-    Obligation: `GroupMarked` follows. May come again for gated workers (a new coordinator goes on
-    with the drain), and is answered each time.
+    Obligation: `GroupMarked` follows. A new coordinator may repeat it for gated workers, and gets
+    an answer each time.
     """
 
     fence: Fence
 
 
 class AimGroup(msgspec.Struct, frozen=True):
-    """Set the call at which should_checkpoint() is true; SIGTERM to others that catch it.
+    """Set the call at which should_checkpoint() is true; SIGTERM to other workers that catch it.
 
-    Obligation: `GroupDrained` follows, once every worker has checkpointed, exited, or is one
-    that cannot be asked. Workers that recover in place checkpoint where it `stops` them all, and
-    wait there where it does not; it may come again for those, with `stops`.
+    Obligation: `GroupDrained` follows once every worker has checkpointed, exited, or cannot be
+    asked. With `stops`, workers that recover in place checkpoint there; otherwise they wait there.
+    It may come again for those, with `stops`.
     """
 
     fence: Fence
@@ -138,7 +137,7 @@ class AimGroup(msgspec.Struct, frozen=True):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """End the agent with this exit code; `outcome` is there where the job has ended."""
+    """End the agent with this exit code; `outcome` is set if the job has ended."""
 
     code: int
     reason: str

@@ -1,4 +1,4 @@
-"""What the shells tell core: the inputs of the rendezvous and of the agent."""
+"""The events that shells deliver to the rules of the coordinator and of the agent."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from elastane.protocol.sharding import Sharding
 class Received(msgspec.Struct, frozen=True, kw_only=True):
     """A message from an authenticated session.
 
-    `peer_host` is the address the peer has for the coordinator, `local_host` the one it
-    reached the coordinator under.
+    `peer_host` is the peer's address as the coordinator sees it; `local_host` is the address under
+    which the peer reached the coordinator.
     """
 
     session: int
@@ -23,10 +23,10 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """A session ended from the other side.
+    """The peer ended a session.
 
-    `clean`: the peer's kernel closed it in order (end of file), as it does when a process dies.
-    A reset, a timeout or an unreachable host is not clean: the agent may well live.
+    `clean`: its kernel closed the connection in order (end of file), as for a process that dies.
+    After a reset, a timeout or an unreachable host the agent may well be alive.
     """
 
     session: int
@@ -42,17 +42,17 @@ class AuthorityChanged(msgspec.Struct, frozen=True):
 
 
 class Resized(msgspec.Struct, frozen=True, kw_only=True):
-    """The job's owner says how many nodes it may have; to be said to each coordinator anew."""
+    """The job's owner changed the range of nodes; delivered to each new coordinator again."""
 
     min_nodes: int
     max_nodes: int
 
 
 class Fenced(msgspec.Struct, frozen=True):
-    """The job's owner has given these agents up, and replaced them or will; all of them each time.
+    """The agents that the job's owner has given up; the whole list each time.
 
-    Each is an incarnation, or what one begins with, up to a dot: a pod, of whichever agent in it.
-    Of the `dead` the owner knows that all their processes have ended, workers too.
+    An entry is an incarnation, or its part before the dot, which is a pod with any agent in it. All
+    processes of the `dead` ones have ended, workers included.
     """
 
     incarnations: tuple[str, ...]
@@ -60,7 +60,7 @@ class Fenced(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed; comes at the latest at the machine's own `wake_s`."""
+    """Time has passed; comes no later than the machine's `wake_s`."""
 
 
 RendezvousEvent = Received | Broken | AuthorityChanged | Resized | Fenced | Tick
@@ -69,15 +69,15 @@ RendezvousEvent = Received | Broken | AuthorityChanged | Resized | Fenced | Tick
 class Linked(msgspec.Struct, frozen=True):
     """The agent has a session with a coordinator, and may send.
 
-    `offer` is a new one: a coordinator may have told the last to others in an assignment that was
-    lost on its way here, and their workers may wait there.
+    `offer` is a new port. A coordinator may have given the last one to other nodes in an assignment
+    that was lost on its way here, and their workers may wait there.
     """
 
     offer: PortOffer | None = None
 
 
 class Unlinked(msgspec.Struct, frozen=True):
-    """The session ended, or none could be had."""
+    """The session ended, or none could be opened."""
 
     reason: str
 
@@ -109,7 +109,7 @@ class WorkerSucceeded(msgspec.Struct, frozen=True):
 class WorkerFailed(msgspec.Struct, frozen=True):
     """A worker ended otherwise, or could not be started; `ended_s` is on the clock of `handle`.
 
-    It may wait until it is handled, each event for another time: ages would change their order.
+    Events wait for different times before they are handled, so ages would change their order.
     """
 
     fence: Fence
@@ -118,16 +118,16 @@ class WorkerFailed(msgspec.Struct, frozen=True):
 
 
 class GroupGone(msgspec.Struct, frozen=True):
-    """No process of the group is left; and the offer for the next attempt."""
+    """No process of the group is left; `offer` is for the next attempt."""
 
     fence: Fence
     offer: PortOffer
 
 
 class GroupAble(msgspec.Struct, frozen=True):
-    """These local workers can enter another world as they are; and the offer for it.
+    """These local workers can enter another world as they are; `offer` is for that world.
 
-    `sharding`: of the state that they hold, where it is sharded.
+    `sharding` describes the state that they hold, if it is sharded.
     """
 
     fence: Fence
@@ -145,7 +145,7 @@ class WorkerLost(msgspec.Struct, frozen=True):
 
 
 class ReplicaDiffered(msgspec.Struct, frozen=True):
-    """A worker has found, after so many steps, that it held another state than most."""
+    """A worker found, after `steps` steps, that its state differs from that of the majority."""
 
     fence: Fence
     rank: int
@@ -169,7 +169,7 @@ class GroupDrained(msgspec.Struct, frozen=True):
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """The agent itself got a signal that means: go."""
+    """The agent received a signal that asks it to leave."""
 
     name: str
 

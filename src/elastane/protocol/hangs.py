@@ -1,17 +1,16 @@
-"""Which workers hang: a pure judgement on what is seen of each, in limits learned from the job.
+"""Which workers hang: a pure judgement from observations, with limits learned from the job.
 
-A worker that recovers in place leaves a mark of each piece of progress on its page. One whose mark
-stands still is asked whether it waits for others; one that waits is a victim and never blamed, and
-one that neither waits nor moves for longer than its own kind of work ever took, by far, hangs. A
-worker that cannot answer (it holds the interpreter's lock, it is stopped) does not wait.
+A worker that recovers in place marks each piece of progress on its status page. A worker whose mark
+stands still is asked whether it waits for others. One that waits is a victim and never blamed. One
+that neither waits nor moves for far longer than its kind of work ever took hangs. A worker that
+cannot answer (it holds the interpreter's lock, it is stopped) does not wait.
 
-Where all workers wait and nothing moves between them, nobody is to blame: no mark changes, no byte
-goes over their connections. That is a stall, and the coordinator ends it for the whole world.
-It does not matter what they are at, nor how many steps a process has made: one that is busy does
-not wait.
+If all workers wait and nothing moves between them, no worker is to blame: no mark changes, and no
+byte goes over their connections. That is a stall, and the coordinator ends it for the whole world.
+It does not matter what they are doing, nor how many steps a process has made.
 
-What the limits are learned from is the work between two marks alone: not what was spent waiting,
-and nothing that the end of a world cut short, or one hang would stretch the limit for the next.
+Limits are learned only from the work between two marks. Waiting is left out, and so is work that
+the end of a world cut short. A hang is left out too, or it would raise the limit for the next one.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from elastane.protocol.model import WaitPoint
 
 
 class Activity(IntEnum):
-    """What a worker says that it is at."""
+    """What a worker says it is doing."""
 
     APART = 0  # before its first step, or after its last
     LOADING = 1  # waits for its data loader
     BODY = 2  # in the body of a step
     COMPILING = 3
-    BETWEEN = 4  # the user's own, between two steps: evaluation, checkpoints
-    ENTERING = 5  # waits for a world, or for the state that is right there
+    BETWEEN = 4  # the user's own code between two steps: evaluation, checkpoints
+    ENTERING = 5  # waits for a world, or to receive the state
     BUILDING = 6  # has a place and builds its model; the others wait for its first step
 
 
@@ -58,13 +57,13 @@ _WORDS = {
     Activity.ENTERING: "entering a world",
     Activity.BUILDING: "building its model, between elastane.init() and job.steps()",
 }
-# Neither is ever judged by its time: it may take as long as it takes, or is a wait for others.
+# Never judged by time: such work may take as long as it takes, or is a wait for others.
 _UNJUDGED = (Activity.APART, Activity.ENTERING)
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One look at one worker. `steps`: those that this process has made.
+    """One observation of one worker. `steps`: the number that this process has made.
 
     `stopped`: by a signal. `held`: by a debugger.
     """
@@ -81,7 +80,7 @@ class _Worker:
     sight: Observation
     since_s: float  # when its mark last changed
     busy_s: float  # since when it is not known to have waited for others
-    still_s: float  # since when neither its mark nor the bytes on its connections have changed
+    still_s: float  # since when neither its mark nor its traffic has changed
     asked_s: float | None = None
     answered: bool = True
     waits: bool = False
@@ -92,7 +91,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class Findings:
-    """What one look found: reasons by worker, whom to ask, and whether all only wait.
+    """What one look found: reasons by worker, workers to ask, and whether all only wait.
 
     `waiting`: where, once all have waited for HANG_STALL_S. `stalled`: nothing will come of it.
     """
@@ -104,7 +103,7 @@ class Findings:
 
 
 class _Longest:
-    """The longest times of late: of this window of time and of the one before it."""
+    """The longest recent times: of this window and of the one before it."""
 
     def __init__(self) -> None:
         self._now: dict[Activity | None, float] = {}
@@ -123,24 +122,22 @@ class _Longest:
 class HangWatch:
     """Judges the workers of one node that have a place in a world; `now_s` is monotonic.
 
-    `floor_s`: nobody is taken to hang sooner, but for those that a signal has stopped.
-
-    Workers are named by numbers that no two of them share, such as process ids. What is learned
-    outlives them: it is of the job.
+    No worker hangs before `floor_s`, except one that a signal has stopped. Workers are named by
+    unique numbers, such as process ids. What is learned outlives them, since it is about the job.
     """
 
     def __init__(self, floor_s: float) -> None:
         self._floor_s = floor_s
         self._workers: dict[int, _Worker] = {}
-        # By what a worker was at; None: waiting for others.
+        # By activity; None: waiting for others.
         self._longest = _Longest()
         self._now_s = 0.0
         self._looked_s: float | None = None
 
     def look(self, sights: Mapping[int, Observation], now_s: float) -> Findings:
-        """Take in what is seen of each worker; to be called each HANG_LOOK_S or so.
+        """Record an observation of each worker; call it about every HANG_LOOK_S.
 
-        Time in which nobody looked (a host that stood still) is not held against anybody.
+        Time without a look (a host that stood still) counts against no worker.
         """
         passed_s = now_s - self._looked_s if self._looked_s is not None else 0.0
         self._looked_s = now_s
@@ -170,10 +167,10 @@ class HangWatch:
         at: WaitPoint | None = None,
         traffic: int | None = None,
     ) -> None:
-        """Take in what a worker says of itself: whether it waits for others, or in a debugger.
+        """Record a worker's answer: whether it waits for others, or is held by a debugger.
 
-        `at`: where it is. `traffic`: the bytes that went over its connections to the others so far;
-        None where it cannot count them.
+        `at`: where it is. `traffic`: the bytes over its connections to others so far; None if it
+        cannot count them.
         """
         worker = self._workers.get(number)
         if worker is None:
@@ -186,13 +183,13 @@ class HangWatch:
         worker.traffic = traffic
 
     def world_ended(self) -> None:
-        """What the workers were at is cut short: nothing is learned from it, all begin anew."""
+        """Record that work was cut short: nothing is learned from it, and all times restart."""
         for worker in self._workers.values():
             worker.since_s = worker.busy_s = worker.still_s = self._now_s
             worker.asked_s, worker.answered, worker.waits = None, True, False
 
     def _limit_s(self, sight: Observation) -> float:
-        """For how long such a worker may show no progress."""
+        """Return for how long such a worker may show no progress."""
         if sight.activity is Activity.BETWEEN:
             return max(HANG_BETWEEN_S, HANG_FACTOR * self._longest.of(sight.activity))
         if sight.steps < HANG_STEPS_FIRST or sight.activity is Activity.COMPILING:
@@ -202,7 +199,8 @@ class HangWatch:
     def _learned_s(self, kind: Activity | None, floor_s: float) -> float:
         longest_s = self._longest.of(kind)
         limit_s = min(HANG_CEILING_S, max(floor_s, HANG_FACTOR * longest_s))
-        return max(limit_s, 2 * longest_s)  # The ceiling is no limit for who is slower than that.
+        # The ceiling is no limit for work that is slower than that.
+        return max(limit_s, 2 * longest_s)
 
     def _seen(self, before: _Worker | None, sight: Observation) -> _Worker:
         now_s = self._now_s
@@ -219,7 +217,7 @@ class HangWatch:
         return worker
 
     def _learn(self, worker: _Worker) -> None:
-        """Take in for how long a worker was busy, and waited, up to the mark that it now shows."""
+        """Learn for how long a worker was busy and waited, up to the mark that it now shows."""
         if worker.sight.steps < HANG_STEPS_FIRST:
             return
         idle_s = self._now_s if self._waits(worker) else worker.busy_s
@@ -227,7 +225,7 @@ class HangWatch:
         self._longest.note(worker.sight.activity, self._now_s - idle_s, self._now_s)
 
     def _judge(self, worker: _Worker) -> str:
-        """Return why the worker hangs; empty while it does not, as far as is known."""
+        """Return why the worker hangs; empty while it is not known to."""
         now_s, sight = self._now_s, worker.sight
         if worker.stopped_s is not None and now_s - worker.stopped_s >= HANG_STOPPED_S:
             return f"stopped by a signal for {now_s - worker.stopped_s:.1f} s"
@@ -240,16 +238,16 @@ class HangWatch:
         )
 
     def _is_sure(self, worker: _Worker) -> bool:
-        """Whether it said of late that it does not wait, or had its time to say so."""
+        """Whether it recently said that it does not wait, or had its time to answer."""
         said = worker.asked_s is not None and worker.answered
         return not worker.waits if said else self._is_silent(worker)
 
     def _waits(self, worker: _Worker) -> bool:
-        """Whether it said of late that it waits; one that was just asked has its time to answer."""
+        """Whether it recently said that it waits, or still has time to answer."""
         return worker.waits and not self._is_silent(worker)
 
     def _is_silent(self, worker: _Worker) -> bool:
-        """Whether it did not answer in its time."""
+        """Whether it did not answer in time."""
         if worker.answered or worker.asked_s is None:
             return False
         return self._now_s - worker.asked_s >= HANG_ANSWER_S
@@ -266,20 +264,20 @@ class HangWatch:
         return waits and self._now_s - worker.still_s >= HANG_STALL_S
 
     def _is_stalled(self, worker: _Worker) -> bool:
-        """Whether it is still for so long that nothing will come."""
+        """Whether it has been still for so long that nothing will come."""
         if worker.sight.activity is Activity.ENTERING:
             return self._now_s - worker.still_s >= HANG_ENTER_S
         if worker.traffic is not None:
             return self._is_still(worker)
-        # A device may compute what a collective waits for, or a thread while its reduce-scatter has
-        # ended unseen: only earlier waits say how long.
+        # A device may compute what a collective waits for, or a thread may not see that its
+        # reduce-scatter ended. Only earlier waits say how long that takes.
         first = worker.sight.steps < HANG_STEPS_FIRST
         limit_s = HANG_CEILING_S if first else self._learned_s(None, HANG_STALL_S)
         return self._now_s - worker.since_s >= limit_s
 
 
 def waiting_text(waiting: Iterable[WaitPoint]) -> str:
-    """Say where workers wait, ranks at one place together."""
+    """Say where workers wait, with the ranks at one place together."""
     places: dict[str, list[int]] = {}
     for each in sorted(waiting, key=lambda each: each.rank):
         places.setdefault(each.where, []).append(each.rank)

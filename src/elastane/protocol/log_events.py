@@ -1,6 +1,6 @@
-"""The kinds of events that a job's log holds, and the form in which core tells them.
+"""The kinds of events in a job's log, and the form in which rules report them.
 
-docs/events.md has a section for each kind; a test holds the two together.
+docs/events.md has a section for each kind; a test compares the two.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from elastane.protocol.model import Fence
 
 
 class EventKind(StrEnum):
-    """What happened; the value is what stands in the event log."""
+    """What happened; the value is what the event log shows."""
 
-    # Told by the coordinator.
+    # Logged by the coordinator.
     COORDINATOR_STARTED = "coordinator-started"
     COORDINATOR_STOPPED = "coordinator-stopped"
     AUTHORITY_LOST = "authority-lost"
@@ -39,7 +39,7 @@ class EventKind(StrEnum):
     STALL = "stall"
     RESIZED = "resized"
     JOB_ENDED = "job-ended"
-    # Told by an agent.
+    # Logged by an agent.
     AGENT_STARTED = "agent-started"
     AGENT_STOPPED = "agent-stopped"
     COORDINATOR_FOUND = "coordinator-found"
@@ -62,12 +62,12 @@ class EventKind(StrEnum):
     ZYGOTE_DIED = "zygote-died"
     ZYGOTE_PROBLEM = "zygote-problem"
     ZYGOTE_FALLBACK = "zygote-fallback"
-    # Told by the log itself.
+    # Logged by the log itself.
     EVENTS_LOST = "events-lost"
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """One event as core tells it: what, why in words, and where.
+    """One event as rules report it: what, why in words, and where.
 
     The shell that writes it adds time, host, pid and a sequence number.
     """

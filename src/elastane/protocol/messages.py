@@ -1,7 +1,7 @@
 """The messages between agent and coordinator, each a small immutable value with a tag.
 
-`ToCoordinator` and `ToAgent` are the two closed sets; `protocol.wire` encodes them. A message of a
-worker group names the fence it is about, so one that comes late is recognised as such.
+`ToCoordinator` and `ToAgent` are the two closed sets; `protocol.wire` encodes them. A message about
+a worker group names its fence, so a late one is recognised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastane.protocol.model import (
 from elastane.protocol.sharding import Sharding
 
 GroupState = Literal["running", "succeeded", "failed", "stopping"]
-# The target of a drain is one more than the furthest, and has to cross the wire as well.
+# A drain's target is one more than the furthest count, and has to fit the wire too.
 Calls = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_MAX)]
 
 
@@ -38,31 +38,31 @@ def _check_count(failures: tuple[Failure, ...]) -> None:
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent that (re-)registers has in hand."""
+    """What workers an agent holds that registers, or registers again."""
 
     assignment: Assignment
     state: GroupState
     failures: tuple[Failure, ...] = ()
-    # Its workers were asked to checkpoint; they will not go on by themselves.
+    # Its workers were asked to checkpoint and wait for the end of the drain.
     draining: bool = False
     able: tuple[LocalRank, ...] = ()
-    in_place: bool = False  # they recover in place, those too that have finished their steps
-    sharding: Sharding | None = None  # of the state that they hold
-    # Why its workers make no step in their world any more, and wait for another one.
+    in_place: bool = False  # its workers recover in place, also those that finished their steps
+    sharding: Sharding | None = None  # how the state that they hold is sharded
+    # Why its workers make no step in their world and wait for another one.
     halted: Text = ""
-    renewed: tuple[LocalRank, ...] = ()  # of the failed: those with successors that were paid for
+    renewed: tuple[LocalRank, ...] = ()  # failed ones whose replacements were already charged
 
     def __post_init__(self) -> None:
         _check_count(self.failures)
 
 
 class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
-    """An agent's first message in every session, and what it still holds.
+    """An agent's first message in every session, with the workers that it still holds.
 
-    `ready` is False while its workers could not start quickly yet (the zygote still imports).
-    `welcomed`: a coordinator of this job has let it in before. `seen` is the highest fence that it
-    was ever assigned, with the restarts used by then: where there is no record, a coordinator
-    learns from it how far the job had come.
+    `ready` is False while its workers cannot start quickly (the zygote still imports). `welcomed`:
+    a coordinator of this job admitted it before. `seen` is the highest fence that it was ever
+    assigned, with the restarts used by then. Without a record a coordinator learns from it how far
+    the job came.
     """
 
     spec: JobSpec
@@ -76,15 +76,15 @@ class Join(msgspec.Struct, frozen=True, tag="join", kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Workers could now start quickly; sent once, by an agent that joined unready."""
+    """Workers can now start quickly; sent once, by an agent that joined unready."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", kw_only=True):
     """The agent lives. `progress` is the least step count of its workers that report one.
 
-    `met`: the round of the last world in which all those that it has in the world of `fence` had
-    met the others, and had the state; 0: of none. `waiting`: where they are, once all of them have
-    waited for others without progress for a while. `all_wait`: for so long that nothing will come.
+    `met`: the round of the last world in which all its workers met the others and had the state; 0:
+    none. `waiting`: where they are, once all have waited for others without progress for a while.
+    `all_wait`: for so long that nothing will come.
     """
 
     fence: Fence | None = None
@@ -115,9 +115,9 @@ class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
 
 
 class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):
-    """Answer to `Drain`: how often the furthest local worker has asked should_checkpoint().
+    """Answer to `Drain`: how often the furthest local worker has called should_checkpoint().
 
-    None: no local worker asks.
+    None: no local worker calls it.
     """
 
     fence: Fence
@@ -131,10 +131,10 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 
 
 class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
-    """These local workers can enter another world as they are; those of the world in force too.
+    """These local workers can enter another world as they are, also those of the current one.
 
-    All of them, each time. `offer` is where the next process-group store would be, after that of
-    the world of `fence`, which the agent was told of last.
+    The whole list each time. `offer` is where the next process-group store would be, after that of
+    the world of `fence`, the last one assigned to the agent.
     """
 
     workers: tuple[LocalRank, ...]
@@ -144,16 +144,16 @@ class Able(msgspec.Struct, frozen=True, tag="able", kw_only=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost", kw_only=True):
-    """A worker of `fence` that recovers in place has lost a peer in the middle of a step."""
+    """A worker of `fence` that recovers in place lost a peer in the middle of a step."""
 
     fence: Fence
     reason: Text
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """No process of `fence` is left on this node; and where the next store would be.
+    """No process of `fence` is left on this node; `offer` is where the next store would be.
 
-    `unasked`: the agent began to stop them before the coordinator told it to.
+    `unasked`: the agent began to stop them before the coordinator asked it to.
     """
 
     fence: Fence
@@ -162,20 +162,20 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """This agent was told to go (a signal, a preemption notice) and asks for a drain."""
+    """This agent was asked to go (a signal, a preemption notice) and requests a drain."""
 
     reason: str
 
 
 class Conclude(msgspec.Struct, frozen=True, tag="conclude", kw_only=True):
-    """Whoever uses this agent ends the job for all of its nodes: no further world is formed."""
+    """The user of this agent ends the job for all nodes: no further world is formed."""
 
     ok: bool
     reason: str
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
-    """`elastane status`: asks for a `Report`; its session never becomes a node."""
+    """`elastane status` requests a `Report`; its session never becomes a node."""
 
 
 ToCoordinator = (
@@ -196,14 +196,14 @@ ToCoordinator = (
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
-    """The agent is in; `phase` and `reason` say what it waits for."""
+    """The agent is admitted; `phase` and `reason` say what it waits for."""
 
     phase: str
     reason: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
-    """The agent is turned away for good."""
+    """The agent is refused for good."""
 
     what: str
     slug: str
@@ -212,23 +212,23 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
 
 
 class Assign(msgspec.Struct, frozen=True, tag="assign"):
-    """A world is settled: start the workers of this assignment."""
+    """A world is committed: start the workers of this assignment."""
 
     assignment: Assignment
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt", kw_only=True):
-    """The world of `fence` is no more: its workers end their step, and wait for the next world."""
+    """The world of `fence` has ended: its workers end their step, and wait for the next world."""
 
     fence: Fence
     reason: str
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
-    """Start the local workers that do not run, in `delay_s`; they get ready for a later world.
+    """Start the local workers that do not run, after `delay_s`; they get ready for a later world.
 
-    `successors`: of workers that were lost beside others. An agent that has none left starts none:
-    it has said that they were stopped.
+    `successors`: they replace lost workers of a group. An agent without any worker left starts
+    none; it has reported that they were stopped.
     """
 
     assignment: Assignment
@@ -245,10 +245,10 @@ class Drain(msgspec.Struct, frozen=True, tag="drain", kw_only=True):
 
 
 class DrainTarget(msgspec.Struct, frozen=True, tag="drain-target", kw_only=True):
-    """should_checkpoint() is to be true at its call number `calls`, on every worker.
+    """should_checkpoint() is true at its call number `calls`, on every worker.
 
-    `stops`: they are all going to be stopped, those too that recover in place. It may come again,
-    when that turns out later.
+    `stops`: all workers are going to be stopped, also those that recover in place. It may come
+    again if that turns out later.
     """
 
     fence: Fence
@@ -265,7 +265,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The agent that asked to leave may go: nobody counts on it any more."""
+    """The agent that asked to leave may go: the job no longer needs it."""
 
     reason: str
 
@@ -277,7 +277,7 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Answer to a heartbeat. `authority` is False while the store does not back its decisions."""
+    """Answer to a heartbeat. `authority` is False while the store does not back the decisions."""
 
     authority: bool
 
@@ -291,7 +291,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int | None
     local_world_size: int
     heard_s: float  # seconds since its last message
-    progress: int | None = None  # steps that its workers show; None: they show none
+    progress: int | None = None  # steps that its workers report; None: they report none
     steps_per_s: float | None = None
 
 
@@ -331,7 +331,7 @@ ToAgent = (
 class AgentPresence(NamedTuple):
     """One agent as the coordinator sees it.
 
-    `state`: "joined", "away" for a moment, or "departed" from the world.
+    `state`: "joined", "away" during the reconnect grace, or "departed" from the world.
     """
 
     incarnation: str

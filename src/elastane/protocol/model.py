@@ -1,7 +1,7 @@
 """The nouns of a job: nodes, worlds, assignments, failures, the durable record.
 
-All are immutable values that travel over the wire or into a store. They know nothing of clocks
-or connections. `Fence` is the pair that everything which outlives a process carries.
+All are immutable values that travel over the wire or into a store, without clocks or connections.
+`Fence` is the pair that everything carries which outlives a process.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from elastane.protocol.limits import (
     Timing,
 )
 
-# What the wire refuses to decode otherwise; a NaN is in no range. Names may be somewhat too long
-# here, so that the coordinator's door can refuse them in words.
+# Bounds that the wire checks while decoding; a NaN is in no range. Names may be somewhat too long
+# here, so that admission can refuse them in words.
 Name = Annotated[str, msgspec.Meta(max_length=4 * NAME_CHARS_MAX)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 LocalSize = Annotated[int, msgspec.Meta(ge=1, le=LOCAL_WORLD_SIZE_MAX)]
 LocalRank = Annotated[int, msgspec.Meta(ge=0, le=LOCAL_WORLD_SIZE_MAX - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
-# Twice what an honest agent sends; so a job's end, which repeats some, always fits a frame.
+# Twice what an honest agent sends. An outcome, which repeats some of it, always fits a frame.
 Text = Annotated[str, msgspec.Meta(max_length=2 * FAILURE_TEXT_CHARS_MAX)]
 
 
 class Fence(msgspec.Struct, frozen=True, order=True):
-    """The fencing token: the number of an agreed membership, and of the start of workers in it."""
+    """The fencing token: the number of a membership, and of the start of workers in it."""
 
     round: Count
     attempt: Count
@@ -51,17 +51,17 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What all agents of a job must agree on before the first of them is let in."""
+    """What all agents of a job must agree on before the first of them is admitted."""
 
     job: Name
     min_nodes: int
     max_nodes: int
     max_restarts: int
-    # Every worker of every node is alike (TORCH_ELASTIC_WORKER_IDENTICAL=1 in torchrun).
+    # All workers of all nodes are alike (TORCH_ELASTIC_WORKER_IDENTICAL=1 in torchrun).
     identical_workers: bool = False
     # Ranks are given by flags and nothing else is accepted (the static backend).
     static: bool = False
-    # The fewest workers that train on after a fault, where they recover in place; 0: as many as
+    # The fewest workers that continue after a fault, if they recover in place; 0: as many as
     # `min_nodes` whole nodes have.
     min_workers: Count = 0
     timing: Timing = Timing()
@@ -80,8 +80,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One agent, as it presents itself.
 
     `node_id` is stable over restarts of the agent; `incarnation` is new with each process.
-    `node_rank` is a wish (an order, for the static backend). `local_addr` is what the user
-    gave by --local-addr, or empty: then the address is taken from the connection.
+    `node_rank` is a request (an order, for the static backend). `local_addr` is the user's
+    --local-addr; if empty, the address is taken from the connection.
     """
 
     node_id: Name
@@ -96,9 +96,9 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
 class PortOffer(msgspec.Struct, frozen=True):
     """Where a node would serve the process-group store of its next attempt, were it node rank 0.
 
-    The port is held by the agent from before it is offered, and is new for each attempt.
-    `agent_store`: the agent's side serves it, and all workers are clients (the meaning of
-    TORCHELASTIC_USE_AGENT_STORE); else the worker of rank 0 is to bind it.
+    The agent holds the port from before it is offered, and each attempt gets a new one.
+    `agent_store`: the agent's side serves the store and all workers are clients (the meaning of
+    TORCHELASTIC_USE_AGENT_STORE); otherwise the worker of rank 0 binds it.
     """
 
     port: Port
@@ -108,7 +108,7 @@ class PortOffer(msgspec.Struct, frozen=True):
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One node's place in a world.
 
-    `workers` are the local ranks that take part, in the order of their ranks; empty: all of
+    `workers` are the local ranks that take part, in the order of their ranks; empty means all of
     `local_world_size`. Only worlds of workers that recover in place leave some out.
     """
 
@@ -142,12 +142,12 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What one agent is told to run: its own place, and totals; never the list of all members.
+    """What one agent has to run: its own place, and totals; never the list of all members.
 
     So the bytes per node of a membership change do not grow with the job. `workers` are the local
-    ranks that take part, as of Member. `in_place`: it is for workers that are there already and
-    keep their processes. `waiting`: there is no place yet; the workers are to start, and to get
-    ready for a later world. What it says of ranks is a guess then.
+    ranks that take part, as in Member. `in_place`: it is for workers that keep their processes.
+    `waiting`: there is no place yet; the workers start and get ready for a later world, and its
+    ranks are placeholders.
     """
 
     fence: Fence
@@ -172,12 +172,12 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
         return self.workers.index(local_rank) if self.workers else local_rank
 
 
-# The rank of a worker that was started beside a world and has no place in it yet.
+# The rank of a worker that has no place in a world yet.
 NO_RANK = -1
 
 
 class WaitPoint(msgspec.Struct, frozen=True):
-    """Where a worker is that waits for others: a collective or a call, and the user's line."""
+    """Where a worker waits for others: a collective or a call, and the user's line."""
 
     rank: Count
     where: Annotated[str, msgspec.Meta(max_length=WHERE_CHARS_MAX)]
@@ -186,13 +186,15 @@ class WaitPoint(msgspec.Struct, frozen=True):
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's end that was not success.
 
-    `age_s` is how long ago it was when the report was sent, by the sender's own monotonic
-    clock: clocks of two hosts are never compared. `exit_code` is negative for a signal, as in
-    subprocess. `message` is the worker's error file, or the end of its output, which need not be
-    about its end: then `output` is true. `evidence` is what the agent knows besides: who sent a
-    SIGKILL. `rank` is NO_RANK for a worker that had no place in a world yet. `stopped`: it failed
-    by an error of its own, and was stopped while it was ending; `exit_code` is of the stop.
-    `steps` counts the steps that it had shown; a script that shows none has 0.
+    `age_s` is how long ago it was when the report was sent, by the sender's own monotonic clock:
+    clocks of two hosts are never compared. `exit_code` is negative for a signal, as in subprocess.
+    `message` is the worker's error file, otherwise the end of its output, which need not be about
+    its end; then `output` is true. `evidence` is what the agent knows besides, such as the sender
+    of a SIGKILL.
+
+    `rank` is NO_RANK for a worker without a place in a world. `stopped`: it failed by an error of
+    its own and was stopped while it was ending; `exit_code` is of the stop. `steps` counts the
+    steps that it had reported; a script that reports none has 0.
     """
 
     local_rank: int
@@ -210,7 +212,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure with its node, as the end of a job tells it; its age is as of that end."""
+    """A failure with its node, as an outcome carries it; its age is as of the job's end."""
 
     node_id: str
     failure: Failure
@@ -232,7 +234,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended, as every agent is told. `failures` are in the order of time, bounded."""
+    """How a job ended, as every agent receives it. `failures` are in the order of time, bounded."""
 
     ok: bool
     reason: str
@@ -241,15 +243,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause | None = None
     next_step: str = ""
     failures: tuple[FailedWorker, ...] = ()
-    fence: Fence | None = None  # of the last world, where one ended with the job
+    fence: Fence | None = None  # of the last world, if one ended with the job
     restarts_used: int = 0  # of the job's budget
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The durable state of a job; written before anything that depends on it is sent.
 
-    `world` is the last world settled, whether or not it still runs. `outcome` is set once, at
-    the end.
+    `world` is the last world committed, whether or not it still runs. `outcome` is set once, at the
+    end.
     """
 
     spec: JobSpec
@@ -257,10 +259,10 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     world: World | None = None
     restarts_used: int = 0
     outcome: Outcome | None = None
-    # The range of nodes is not that of the command line, but was changed since.
+    # The range of nodes was changed and is no longer that of the command line.
     resized: bool = False
-    # Nodes that gave their places up to `world`, until that is heard to make steps, in the order
-    # of their ranks: they hold the state that it begins with.
+    # Displaced nodes, in the order of their ranks: they hold the state that `world` begins with.
+    # They are named until `world` is known to make steps.
     kept: tuple[str, ...] = ()
     # All nodes were released and no worker of `world` is left: a new coordinator waits for none.
     over: bool = False

@@ -1,9 +1,9 @@
-"""A state that is sharded over workers: what those of a node hold of it, and what makes replicas.
+"""A sharded state: what a node holds of it, and which nodes make whole replicas.
 
-A replica is of the workers of one node, or of several: then each node holds one part of it, for as
-long as its workers live. A world is of whole replicas. Survivors that are none first meet all the
-same, and come to one step, since any of them may be ahead; then those that are too many for whole
-replicas give way (`rendezvous.regroup`). Pure.
+A replica spans the workers of one node or of several. With several, each node holds one slice of it
+for as long as its workers live. A world consists of whole replicas, except right after a loss: then
+all survivors first form a world that brings them to one step, since any may be ahead. Surplus nodes
+leave it afterwards (`coordinator.rules.sizing`). Pure.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NO_SLICE = -1
 
 
 class Sharding(msgspec.Struct, frozen=True):
-    """What the workers of a node hold; they enter a world all together, or not at all.
+    """What the workers of a node hold; they enter a world together or not at all.
 
-    `sole`: some of them hold what nobody else in their world does. `span`: of how many nodes a
-    replica is. `part`: which part of it they hold, from 0. `level`: a world that is not of whole
-    replicas, makes no step, and has all its members at the same one.
+    `sole`: some hold what no other worker of their world does. `span`: nodes per replica. `part`:
+    which slice of it they hold, from 0. `level`: a world with a partial replica that makes no steps
+    and whose members are all at the same step.
     """
 
     sole: bool = False
@@ -34,9 +34,9 @@ class Sharding(msgspec.Struct, frozen=True):
 
 
 def merge_shardings(said: Iterable[Sharding]) -> Sharding | None:
-    """Return what the workers of a node hold together; None: their state is not sharded.
+    """Return what the workers of a node hold together; None if their state is not sharded.
 
-    Those that came since have no part yet, and take that of the others.
+    Workers that joined have no slice yet, and take that of the others.
     """
     each = [*said]
     if not each:
@@ -52,9 +52,10 @@ def merge_shardings(said: Iterable[Sharding]) -> Sharding | None:
 
 
 def whole_replicas(parts: Sequence[int], span: int, most: int) -> list[int]:
-    """Return which nodes make as many whole replicas as there can be, of `most` nodes at most.
+    """Return the nodes that make as many whole replicas as possible, at most `most` nodes.
 
-    `parts`: what each holds. Who comes first is chosen first; who holds none takes any.
+    `parts` has the slice of each node. Earlier nodes are preferred; a node without a slice takes
+    any.
     """
     if span > len(parts):
         return []
@@ -70,9 +71,9 @@ def whole_replicas(parts: Sequence[int], span: int, most: int) -> list[int]:
 
 
 def world_bounds(min_nodes: int, max_nodes: int, span: int) -> tuple[int, int]:
-    """Return of how many nodes a world is at least and at most, both in whole replicas.
+    """Return the least and the greatest number of nodes of a world, in whole replicas.
 
-    Of one replica at least, and the maximum counts where no such number is within the range.
+    It is at least one replica. The maximum prevails if no such number is within the range.
     """
     most = max(1, max_nodes // span) * span
     return min(-(-min_nodes // span) * span, most), most

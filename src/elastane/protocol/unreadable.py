@@ -1,7 +1,7 @@
-"""What a decoder raises for bytes that nobody vouches for: one tuple for all who read such.
+"""What a decoder raises for untrusted bytes, as one tuple for all their readers.
 
-Text that is no UTF-8 is a ValueError that is not msgspec's own; nesting without end is a
-RecursionError, in fields that the type does not have as well (measured with msgspec 0.22).
+Text that is not UTF-8 gives a ValueError that is not msgspec's own. Endless nesting gives a
+RecursionError, also in fields that the type does not have (measured with msgspec 0.22).
 """
 
 from __future__ import annotations
