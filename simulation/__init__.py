@@ -2,7 +2,7 @@
 
 from simulation.checks import Violation
 from simulation.history import History, HistoryFailedError, HistoryResult, run_seed
-from simulation.setting import Cut, Setting, setting_of
+from simulation.setup import Cut, Setting, setting_of
 
 __all__ = [
     "Cut",

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import msgspec
 
 from simulation.history import History, HistoryFailedError
-from simulation.setting import setting_of
+from simulation.setup import setting_of
 
 # Seeds of one task: about a second.
 _CHUNK = 200

@@ -15,15 +15,15 @@ from elastane.protocol.effects import Exit
 from elastane.protocol.log_events import Note
 from elastane.protocol.messages import Assign, Close, ToAgent
 from elastane.protocol.model import Assignment, Fence, JobRecord, Member, Outcome, World
-from simulation.ledger import BudgetCheck, PerDeath
-from simulation.line import TrainingLine
+from simulation.budget_checks import BudgetCheck, PerDeath
+from simulation.state_checks import TrainingLine
 from simulation.store import SimulatedRecord
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
+    from simulation.coordinator import SimulatedCoordinator
     from simulation.node import SimulatedNode
     from simulation.places import Household
-    from simulation.seat import SimulatedCoordinator
     from simulation.workers import LocalGroup, SimulatedRun
 
 

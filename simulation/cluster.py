@@ -17,12 +17,12 @@ from elastane.protocol.model import JobSpec
 from elastane.protocol.sharding import world_bounds
 from simulation.checks import Checks
 from simulation.clock import HostClock, VirtualClock
+from simulation.coordinator import SimulatedCoordinator
+from simulation.crash_points import EffectGap
 from simulation.election import SimulatedElection
+from simulation.in_place_workers import Residents
 from simulation.network import Network, SimulatedSession
 from simulation.node import SimulatedNode
-from simulation.residents import Residents
-from simulation.seat import SimulatedCoordinator
-from simulation.steps import EffectGap
 from simulation.store import Published, SimulatedStore
 from simulation.story import Story
 from simulation.workers import HasHosts, Script, Still, Training

@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable
 
 from simulation.cluster import SimulatedCluster
-from simulation.setting import PlannedFault, Setting
-from simulation.steps import EffectGap
+from simulation.crash_points import EffectGap
+from simulation.setup import PlannedFault, Setting
 
 # Deaths of workers, and who comes and goes, are what the restart budget is exact about.
 _HARMLESS = (

@@ -12,8 +12,8 @@ from elastane.protocol.limits import BACKOFF_MAX_S, FENCE_WAIT_S, STOP_MARGIN_S
 from simulation.checks import Violation
 from simulation.cluster import SimulatedCluster
 from simulation.faults import Faults
-from simulation.residents import COLLECTIVE_TIMEOUT_S, MEETING_TIMEOUT_S
-from simulation.setting import TIMING, WHOLE, Cut, Setting, setting_of
+from simulation.in_place_workers import COLLECTIVE_TIMEOUT_S, MEETING_TIMEOUT_S
+from simulation.setup import TIMING, WHOLE, Cut, Setting, setting_of
 
 # Once the last fault is over and all that can be is healed, the job trains or has ended within
 # this. In the worst case one wait follows the other: the last silence is noticed and the lease

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from simulation.setting import Cut
+from simulation.setup import Cut
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):

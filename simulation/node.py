@@ -38,11 +38,11 @@ from elastane.protocol.events import (
 from elastane.protocol.messages import Alive, ToAgent, Welcome
 from elastane.protocol.model import Assignment, Failure, NodeSpec, Outcome, PortOffer, Versions
 from simulation.clock import HostClock, Timer
+from simulation.crash_points import agent_step
 from simulation.election import SimulatedElection
-from simulation.minding import Minding
+from simulation.hang_monitor import Minding
 from simulation.network import SimulatedSession
 from simulation.places import Household
-from simulation.steps import agent_step
 from simulation.workers import LocalGroup
 
 if TYPE_CHECKING:

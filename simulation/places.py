@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from elastane.protocol.events import AgentEvent
 from elastane.protocol.model import Assignment, Fence, PortOffer
 from elastane.protocol.sharding import NO_SLICE
-from simulation.minding import Minding
+from simulation.hang_monitor import Minding
 
 # What a worker does that takes part in its world; the others wait, or have ended.
 TAKES_PART = frozenset(

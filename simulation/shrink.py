@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from simulation.history import History, HistoryFailedError
-from simulation.setting import Cut, Setting
+from simulation.setup import Cut, Setting
 
 # Seconds of real time that a shrinking may take.
 SHRINK_S = 20.0

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from elastane.protocol.model import JobSpec
 from simulation.cluster import SimulatedCluster
-from simulation.setting import TIMING
-from simulation.steps import EffectGap
+from simulation.crash_points import EffectGap
+from simulation.setup import TIMING
 from simulation.workers import Script
 
 _FENCE = "```transcript"

@@ -11,8 +11,8 @@ import random
 import pytest
 from deaths import die_at
 
+from simulation.crash_points import EffectGap
 from simulation.history import LIVENESS_S, stuck
-from simulation.steps import EffectGap
 from simulation.transcript import Play
 
 SCRIPT = """

@@ -11,9 +11,9 @@ from deaths import die_at
 
 from simulation import Cut, History, HistoryFailedError, run_seed, setting_of
 from simulation.batch import play
+from simulation.crash_points import EffectGap
 from simulation.history import IN_PLACE_S, LIVENESS_S, stuck
 from simulation.shrink import shrunk
-from simulation.steps import EffectGap
 from simulation.transcript import Play
 
 CHUNK = 250
@@ -119,7 +119,7 @@ def test_histories_of_the_other_kind_are_not_changed_by_this_one():
 
 def test_a_failing_seed_is_replayed_by_its_command(capsys, monkeypatch):
     from simulation.__main__ import main
-    from simulation.line import TrainingLine
+    from simulation.state_checks import TrainingLine
 
     monkeypatch.setattr(TrainingLine, "forks", lambda self, before: self._require(False, "a fork"))
     assert main(["--seeds", "50", "--mode", "store", "--in-place"]) == 1

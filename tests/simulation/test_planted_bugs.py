@@ -19,9 +19,9 @@ from elastane.protocol.messages import Assign, Stopped
 from elastane.protocol.model import Fence, PortOffer
 from simulation import HistoryFailedError, run_seed
 from simulation.cluster import SimulatedCluster
+from simulation.coordinator import SimulatedCoordinator
 from simulation.election import SimulatedElection
 from simulation.node import SimulatedNode
-from simulation.seat import SimulatedCoordinator
 from simulation.store import SimulatedStore
 
 

@@ -10,7 +10,7 @@ from elastane.coordinator.rules.state import KnownNode, Phase
 from elastane.protocol.effects import RegroupWorkers
 from elastane.protocol.hangs import HangWatch
 from elastane.protocol.limits import HANG_STEPS_FIRST
-from simulation import HistoryFailedError, residents, run_seed
+from simulation import HistoryFailedError, in_place_workers, run_seed
 from simulation.node import SimulatedNode
 from simulation.places import Household
 
@@ -120,7 +120,7 @@ def test_workers_that_go_on_from_the_one_who_is_behind_are_found(monkeypatch):
     def least(*known, **more):
         return min(*known, **more) if len(known) == 1 else max(*known)
 
-    monkeypatch.setattr(residents, "max", least, raising=False)
+    monkeypatch.setattr(in_place_workers, "max", least, raising=False)
     assert "and goes on from" in first_failure(300)
 
 

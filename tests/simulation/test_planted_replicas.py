@@ -4,7 +4,7 @@ import pytest
 
 from elastane.coordinator.rules import recovery, sizing
 from elastane.coordinator.rules.incident import Incident
-from simulation import residents
+from simulation import in_place_workers
 from simulation.checks import Violation
 from simulation.transcript import Play
 
@@ -14,7 +14,7 @@ AHEAD = 209
 
 @pytest.fixture(autouse=True)
 def slow_updates(monkeypatch):
-    monkeypatch.setattr(residents, "_APPLY_SHARE", 0.9)
+    monkeypatch.setattr(in_place_workers, "_APPLY_SHARE", 0.9)
 
 
 def lose_a_node(seed):

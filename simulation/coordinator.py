@@ -24,9 +24,9 @@ from elastane.protocol.events import (
 from elastane.protocol.messages import Leave, ToCoordinator
 from elastane.protocol.model import JobRecord
 from simulation.clock import Timer
+from simulation.crash_points import coordinator_step
 from simulation.election import SimulatedElection
 from simulation.network import SimulatedSession
-from simulation.steps import coordinator_step
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
