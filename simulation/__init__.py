@@ -1,16 +1,21 @@
-"""The control plane of a job in virtual time: thousands of histories of faults, one seed each."""
+"""Simulated clusters: the real rules in virtual time, one history of faults per seed.
+
+The rules of coordinator and agent are the production code; processes, network, store and training
+are simulated here. A history that breaks an invariant raises HistoryFailedError with its story and
+the command that replays it.
+"""
 
 from simulation.checks import Violation
 from simulation.history import History, HistoryFailedError, HistoryResult, run_seed
-from simulation.setup import Cut, Setting, setting_of
+from simulation.setup import Cut, HistorySetup, setup_of
 
 __all__ = [
     "Cut",
     "History",
     "HistoryFailedError",
     "HistoryResult",
-    "Setting",
+    "HistorySetup",
     "Violation",
     "run_seed",
-    "setting_of",
+    "setup_of",
 ]

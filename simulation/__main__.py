@@ -1,7 +1,6 @@
-"""`python -m simulation`: clusters of the control plane in virtual time, a history from each seed.
+"""`python -m simulation`: plays a history from each seed, and explains the first that fails.
 
-It owns the options and the words; what is played and what must hold is the package's. It
-opens no socket, starts no worker and writes no file.
+Owns the options and the output. It opens no socket, starts no worker and writes no file.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from elastane.cli.parser import VerbParser
 from elastane.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from simulation import Cut, HistoryFailedError, Setting
+    from simulation import Cut, HistoryFailedError, HistorySetup
 
 _MODES = {"store": (True,), "endpoint": (False,), "both": (True, False)}
 
@@ -83,12 +82,12 @@ def _play(args: argparse.Namespace) -> int:
 
 def _tell(args: argparse.Namespace) -> int:
     """Tell the story of each seed, and stop at one that fails."""
-    from simulation import History, HistoryFailedError, setting_of
+    from simulation import History, HistoryFailedError, setup_of
 
     cut = _cut(args)
     for seed in range(args.seed, args.seed + args.seeds):
         for store_backed in _MODES[args.mode]:
-            setting = setting_of(seed, store_backed=store_backed, **_drawn(args))
+            setting = setup_of(seed, store_backed=store_backed, **_drawn(args))
             history = History(setting, cut)
             try:
                 result = history.run()
@@ -106,10 +105,10 @@ def _drawn(args: argparse.Namespace) -> dict[str, Any]:
 
 def _explain(seed: int, store_backed: bool, **drawn: Any) -> int:
     """Tell the smallest history found that fails as this one does."""
-    from simulation import Cut, setting_of
+    from simulation import Cut, setup_of
     from simulation.shrink import shrunk
 
-    setting = setting_of(seed, store_backed=store_backed, **drawn)
+    setting = setup_of(seed, store_backed=store_backed, **drawn)
     failure = _failure(setting)
     sys.stdout.write(f"seed {seed} ({setting.mode}) fails; looking for less that fails as well\n\n")
     sys.stdout.flush()
@@ -117,7 +116,7 @@ def _explain(seed: int, store_backed: bool, **drawn: Any) -> int:
     return int(ExitCode.WORKER_FAILED)
 
 
-def _failure(setting: Setting) -> HistoryFailedError:
+def _failure(setting: HistorySetup) -> HistoryFailedError:
     from simulation import Cut, History, HistoryFailedError
 
     try:

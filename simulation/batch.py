@@ -1,4 +1,4 @@
-"""Many histories, in one process or several; the first that fails ends it."""
+"""Many histories, in one process or several; the first failure ends the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import msgspec
 
 from simulation.history import History, HistoryFailedError
-from simulation.setup import setting_of
+from simulation.setup import setup_of
 
 # Seeds of one task: about a second.
 _CHUNK = 200
@@ -75,7 +75,7 @@ def _play_chunk(seeds: range, store_backed: bool, in_place: bool, span: int) -> 
     for seed in seeds:
         tally.histories += 1
         try:
-            setting = setting_of(seed, store_backed=store_backed, in_place=in_place, span=span)
+            setting = setup_of(seed, store_backed=store_backed, in_place=in_place, span=span)
             result = History(setting).run()
         except HistoryFailedError:
             tally.failed = (seed, store_backed)

@@ -1,8 +1,8 @@
-"""The restart budget, held against what really happened to the workers.
+"""The restart budget, checked against what really happened to the workers.
 
-The simulation knows which workers died of themselves, in which world. So each restart that is
-charged must have such a death in that very world, no world is charged twice, and in a history in
-which nothing else went wrong every world that lost a worker is charged: the budget is exact.
+The simulation knows which workers died by themselves, in which world. Each charged restart must
+have such a death in that world, and no world is charged twice. In a history without other faults
+every world that lost a worker is charged, so the budget is exact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BudgetCheck:
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._deaths: set[Fence] = set()
-        self._due: set[Fence] = set()  # worlds that are to be charged for sure
+        self._due: set[Fence] = set()  # worlds that must be charged
         self._charged: Fence | None = None
         self._used_at: dict[Fence, int] = {}
         self.used = 0
@@ -91,7 +91,7 @@ class BudgetCheck:
         return phase is Phase.RUNNING and (is_full or len(inside) == len(cluster.nodes))
 
 
-class PerDeath(BudgetCheck):
+class PerDeathBudgetCheck(BudgetCheck):
     """The same where workers recover in place: a world may lose workers and go on as another.
 
     Workers that die while others recover are of the same incident, so a charge has a death or
@@ -114,7 +114,7 @@ class PerDeath(BudgetCheck):
             return f"{used} restarts were used of {self._cluster.spec.max_restarts} allowed"
         if used > before + 1:
             return f"restarts used went from {before} to {used} at once"
-        # A coordinator that is new, or forgot a node, may charge a death that was charged before.
+        # A coordinator that is new, or forgot a node, may charge a death again.
         again = self._dead if self._cluster.upset else self._cluster.coordinators - 1
         if used > self._dead + min(self._dead, again):
             return f"{used} restarts were used, and {self._dead} workers died"

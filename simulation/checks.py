@@ -1,7 +1,7 @@
 """What must hold in every history, checked at every event that could break it.
 
-A `Violation` says in one sentence what was broken. The invariants that production asserts too
-come from `coordinator.rules.invariants`; the restart budget is `ledger`'s, liveness `history`'s.
+A `Violation` says in one sentence what was broken. Invariants that production asserts too come from
+`coordinator.rules.invariants`. `budget_checks` has the restart budget, `history` has liveness.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from elastane.protocol.effects import Exit
 from elastane.protocol.log_events import Note
 from elastane.protocol.messages import Assign, Close, ToAgent
 from elastane.protocol.model import Assignment, Fence, JobRecord, Member, Outcome, World
-from simulation.budget_checks import BudgetCheck, PerDeath
-from simulation.state_checks import TrainingLine
+from simulation.budget_checks import BudgetCheck, PerDeathBudgetCheck
+from simulation.state_checks import StateChecks
 from simulation.store import SimulatedRecord
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
     from simulation.coordinator import SimulatedCoordinator
     from simulation.node import SimulatedNode
-    from simulation.places import Household
+    from simulation.places import InPlaceGroup
     from simulation.workers import LocalGroup, SimulatedRun
 
 
 class Violation(AssertionError):
-    """Something that must always hold did not."""
+    """An invariant did not hold."""
 
 
 class Checks:
@@ -46,10 +46,10 @@ class Checks:
         self._targets: dict[tuple[Fence, str, int], int | None] = {}
         self._stepped: Fence | None = None
         self.outcome: Outcome | None = None
-        # When, and the numbers of workers of the nodes whose agents were connected.
+        # When, and how many workers the connected nodes had.
         self.ended_s, self.here = 0.0, list[int]()
-        self.ledger = (PerDeath if cluster.in_place else BudgetCheck)(cluster)
-        self.line = TrainingLine(cluster, self._require, self.stepped)
+        self.ledger = (PerDeathBudgetCheck if cluster.in_place else BudgetCheck)(cluster)
+        self.line = StateChecks(cluster, self._require, self.stepped)
         self.settled = 0
         self.steps = 0
         self.step_s = 0.0
@@ -87,7 +87,7 @@ class Checks:
     def _placed(self, before: World, after: World) -> None:
         """Who arrives without a wish for a rank comes after all who were there."""
         if self._cluster.in_place:
-            return  # The order is that of processes: see `line`.
+            return  # The order is that of processes: see `state_checks`.
         known = {member.node_id for member in before.members}
         places = [
             member.node_id in known
@@ -102,7 +102,7 @@ class Checks:
     def _settled(self, fence: Fence, members: tuple[Member, ...], *, durable: bool) -> None:
         known = self._rounds.setdefault(fence.round, members)
         if known != members and not durable:
-            # The endpoint came back without a memory, and nobody was left who could tell it.
+            # The endpoint came back without memory, and no agent was left that knew of the world.
             self._rounds[fence.round] = members
             for forgotten in [each for each in self._given if each.round == fence.round]:
                 del self._given[forgotten]
@@ -143,7 +143,7 @@ class Checks:
 
     def members_before(self, fence: Fence) -> tuple[Member, ...]:
         """Return who was in the last world that was settled before the one of `fence`."""
-        # By time: an endpoint that has no memory settles a round again.
+        # By time: an endpoint without memory commits a round again.
         known = [*self._durable]
         before = known[: known.index(fence)] if fence in self._durable else known
         return self._durable[before[-1]] if before else ()
@@ -186,7 +186,7 @@ class Checks:
             self._bases_of = members
             self._bases = [0, *accumulate(member.size for member in members)]
         bases = self._bases
-        # Hosts are reached by their names here, so the first member's is where all are to meet.
+        # Hosts are reached by name here, so all members meet at the first member's.
         found = (given.nodes, given.world_size, given.rank_base, given.master_addr)
         right = (len(members), bases[-1], bases[given.node_rank], members[0].node_id)
         self._require(found == right, f"{given.fence}: assigned {found}, not {right}")
@@ -196,7 +196,7 @@ class Checks:
         fence = assignment.fence
         if assignment.waiting:
             return
-        # Without a store, an agent that is new has no memory that could hold the fences up.
+        # Without a store, a new agent has no memory of earlier fences.
         owner = node.name if self._cluster.store_backed else f"{node.name}.{node.life}"
         last = self._started.get(owner)
         self._require(
@@ -213,7 +213,7 @@ class Checks:
             assignment.node_rank > 0 or assignment.master_port == node.core.offer.port,
             f"{fence} is to meet at port {assignment.master_port} of {node.name}, which is free",
         )
-        # One that the endpoint's coordinator forgot may have had the same fence before.
+        # A world that the endpoint's coordinator forgot may have had the same fence.
         worlds = self._worlds[fence][-1:] if self._cluster.store_backed else self._worlds[fence]
         rank = assignment.node_rank
         places = [
@@ -245,9 +245,11 @@ class Checks:
             self._require(self.outcome is None, f"{fence} made a step after the job's end")
         self._stepped = fence
 
-    def aims(self, node: SimulatedNode, group: LocalGroup | Household, calls: int | None) -> None:
+    def aims(
+        self, node: SimulatedNode, group: LocalGroup | InPlaceGroup, calls: int | None
+    ) -> None:
         """The workers of a node are told at which call to checkpoint."""
-        at = group.assignment  # An endpoint that forgot all may settle a fence once more.
+        at = group.assignment  # An endpoint without memory may commit a fence once more.
         met = (group.fence, at.master_addr, at.master_port)
         known = self._targets.setdefault(met, calls)
         self._require(

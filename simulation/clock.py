@@ -1,7 +1,7 @@
-"""Virtual time: a queue of things to do, and nothing happens between two of them.
+"""Virtual time: a queue of actions; nothing happens between two of them.
 
-Two things due at the same instant happen in the order in which they were asked for, so one seed
-is one history. Each host has clocks of its own, which begin anywhere and run at a rate of theirs.
+Two actions due at the same instant run in the order in which they were scheduled, so one seed is
+one history. Each host has clocks of its own, with any offset and a rate of their own.
 """
 
 from __future__ import annotations

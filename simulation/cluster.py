@@ -1,7 +1,7 @@
-"""The whole control plane of one job in virtual time: nodes, network, store, coordinators.
+"""A simulated cluster with the whole control plane of one job: nodes, network, store, coordinators.
 
-Owns the wiring and what can be done to it from outside (crash, pause, cut, drain); what goes
-wrong when is `faults`' business, what must hold is `checks`'.
+Owns the wiring, and what can be done to it from outside (crash, pause, cut, drain). `faults`
+decides what goes wrong and when; `checks` says what must hold.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from simulation.clock import HostClock, VirtualClock
 from simulation.coordinator import SimulatedCoordinator
 from simulation.crash_points import EffectGap
 from simulation.election import SimulatedElection
-from simulation.in_place_workers import Residents
+from simulation.in_place_workers import InPlaceTraining
 from simulation.network import Network, SimulatedSession
 from simulation.node import SimulatedNode
 from simulation.store import Published, SimulatedStore
 from simulation.story import Story
-from simulation.workers import HasHosts, Script, Still, Training
+from simulation.workers import HasHosts, Script, StoppedProcesses, Training
 
-# A host's end is heard of, and told to the job, within this: later than its peers see it.
+# The job's owner learns of a host's end, and reports it, within this: later than the host's peers
+# do.
 _HEARD_S = 0.15
 
 
@@ -39,13 +40,13 @@ class SimulatedCluster:
     ) -> None:
         self.spec, self.rng, self.store_backed = spec, rng, store_backed
         self.in_place = script.in_place
-        # How many nodes the job's owner wants, as each coordinator is told.
+        # The range of nodes that the owner requested, delivered to each coordinator.
         self.wanted: Resized | None = None
-        # The incarnations of agents that the owner has given up, as each coordinator is told.
+        # The incarnations that the owner has given up, delivered to each coordinator.
         self.given_up: tuple[str, ...] = ()
-        self.sees_deaths = False  # the job's owner hears of hosts that crash, and tells
+        self.sees_deaths = False  # the owner learns of crashed hosts and reports them
         self.dead: tuple[str, ...] = ()
-        self.still = Still()
+        self.still = StoppedProcesses()
         self.clock = VirtualClock()
         self.story = Story(self.clock)
         self.network = Network(self.clock, rng)
@@ -54,7 +55,9 @@ class SimulatedCluster:
         self.store.on_write = self.checks.filed
         # One of the two has the job's workers.
         self.training = Training(self.clock, rng, script, self._can_step, self.checks, self.still)
-        self.residents = Residents(self.clock, rng, script, self._can_step, self.checks, self.still)
+        self.residents = InPlaceTraining(
+            self.clock, rng, script, self._can_step, self.checks, self.still
+        )
         self.still.is_overdue = lambda host: self.nodes[host].is_overdue
         self.nodes: dict[str, SimulatedNode] = {}
         self.seats: dict[str, SimulatedCoordinator] = {}
@@ -64,9 +67,9 @@ class SimulatedCluster:
         self._by_session: dict[int, SimulatedCoordinator] = {}
         self.paused = 0
         self.coordinators = 0  # how many there were
-        self.upset = False  # anything went wrong yet but deaths of workers
-        self.torn = False  # anything but processes and hosts that died
-        self.drained = False  # somebody left, or came late
+        self.upset = False  # a fault other than the death of workers has happened
+        self.torn = False  # a fault other than the death of processes and hosts
+        self.drained = False  # a node left, or came late
         self._waiting: dict[str, list[Callable[[], None]]] = {}
 
     @property
@@ -110,7 +113,7 @@ class SimulatedCluster:
 
     def add(self, size: int, node_rank: int | None = None) -> SimulatedNode:
         """Return a new host, with nothing on it yet."""
-        # Clocks of hosts have nothing to do with each other; whoever compares them is found.
+        # Clocks of hosts are unrelated; a comparison of two hosts' clocks fails here.
         clock = HostClock(self.clock, self.rng.random() * 1e6, self.rng.choice(self.drifts))
         node = SimulatedNode(self, f"n{len(self.nodes)}", size, node_rank, clock)
         self.nodes[node.name] = node
@@ -268,7 +271,7 @@ class SimulatedCluster:
         self.story.tell(f"FAULT {name} crashes{' silently' if silent else ''}: {why}")
         self.disturbed_s = self.clock.now_s
         self._forgets(name)
-        # Its agents notice later than its successor waits for them.
+        # Its agents notice later than the next coordinator waits for them.
         self.torn = self.torn or (silent and name in self.seats)
         self._waiting.pop(name, None)
         node.die()
@@ -338,7 +341,7 @@ class SimulatedCluster:
         """The clocks of a host go forward at once."""
         self.story.tell(f"FAULT the clocks of {name} go forward by {by_s:.1f} s")
         self.nodes[name].clock.jump(by_s)
-        if not self.nodes[name].paused:  # else it is seen when the host goes on
+        if not self.nodes[name].paused:  # otherwise it shows when the host resumes
             self._stood_still(name, by_s)
 
     def drain(self, name: str) -> None:

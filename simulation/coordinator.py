@@ -1,8 +1,8 @@
 """The shell of a simulated coordinator: effects in order, durable first.
 
-Shell obligations are those of `protocol.effects`: nothing after a Persist is done before the store
-has it, and events that come meanwhile wait. Its clock stands still while its host does, and
-while it waits for the store, as that of `elastane.coordinator` does.
+It keeps the obligations of `protocol.effects`: nothing after a Persist is done before the store has
+it, and events wait meanwhile. Its clock stands still while its host does, and while it waits for
+the store, as in `coordinator.clock`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from simulation.network import SimulatedSession
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
 
-# What passes between two readings of the clock counts for no more than this (coordinator.clock).
+# Time between two readings of the clock counts for no more than this (coordinator.clock).
 _STEP_MAX_S = 0.75
 
 
@@ -59,18 +59,18 @@ class SimulatedCoordinator:
         self._busy = False
         self._tick: Timer | None = None
         self.sessions: dict[int, SimulatedSession] = {}
-        self.leaving: set[int] = set()  # sessions whose agents have said that they leave
+        self.leaving: set[int] = set()  # sessions whose agents asked to leave
         if election is not None:
             election.on_authority = self._authority
             election.on_lost = lambda why: self.end(why, clean=True)
             election.publish()
             election.keep()
         cluster.coordinators += 1
-        # Nobody is let in before it is read who is not to be.
+        # The list of fenced agents is read before any agent is admitted.
         self.fenced = frozenset[str]()
         if cluster.given_up or cluster.dead:
             self.take(Fenced(cluster.given_up, cluster.dead))
-        # What the owner wants is to be read first.
+        # The owner's range is read first.
         cluster.clock.after(0.05, lambda: self.take(cluster.wanted) if cluster.wanted else None)
         self._schedule()
 
@@ -86,7 +86,7 @@ class SimulatedCoordinator:
 
     def stood_still(self, for_s: float) -> None:
         """Time went by in which this process heard nobody: it does not count."""
-        if not self._busy:  # else it is counted when the record is saved
+        if not self._busy:  # otherwise it is counted when the record is saved
             self._lost_s += max(0.0, for_s - _STEP_MAX_S)
 
     def welcome(self, session: SimulatedSession) -> None:

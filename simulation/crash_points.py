@@ -1,8 +1,8 @@
-"""The nasty places: where a process that dies leaves something half done.
+"""Crash points: where a process that dies leaves an action half done.
 
-A shell carries out the effects of one list in order, and may be killed before each of them and
-after the last. `coordinator_step` and `agent_step` name the place between two effects; the
-simulation kills at each of them, one after the other. Knows effects only; nothing here fails.
+A shell performs the effects of one list in order, and may be killed before each of them and after
+the last. `coordinator_step` and `agent_step` name the place between two effects; the simulation
+kills at each of them in turn. It knows effects only; nothing here fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Drains of simulated workers that recover in place: all park at one boundary, or save there.
+"""Drains of simulated workers that recover in place: all stop at one boundary, or save there.
 
-A save is all workers' of a world together: each waits until the others are there and know of it,
-or are gone.
+A save belongs to all workers of a world: each waits until the others have arrived or are gone.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Callable
 
 from elastane.protocol.events import GroupDrained, GroupMarked
 from simulation.clock import VirtualClock
-from simulation.places import Gathering, Household
+from simulation.places import Gathering, InPlaceGroup
 
 
 class Drains:
@@ -19,7 +18,7 @@ class Drains:
     def __init__(self, clock: VirtualClock, save: Callable[[int], None]) -> None:
         self._clock, self._save = clock, save
 
-    def mark(self, group: Household) -> None:
+    def mark(self, group: InPlaceGroup) -> None:
         """Gate the workers, and tell the boundary to which the furthest has come."""
         group.gated, fence = True, group.fence
         calls = group.furthest
@@ -27,13 +26,13 @@ class Drains:
             calls += 1  # As pages have it: the boundary before the first step is number 1.
         self._clock.after(0.003, lambda: group.feed(GroupMarked(fence, calls)))
 
-    def aim(self, group: Household, calls: int | None, *, stops: bool) -> None:
+    def aim(self, group: InPlaceGroup, calls: int | None, *, stops: bool) -> None:
         """Let all workers park at boundary `calls`, counted from 1; and save, where it `stops`."""
         group.target = None if calls is None else calls - 1
         group.aimed_s, group.stops, group.drained = self._clock.now_s, stops, False
         self.mind(group)
 
-    def mind(self, group: Household) -> None:
+    def mind(self, group: InPlaceGroup) -> None:
         """Tell once nobody of a node goes on: all are parked, or cannot be asked."""
         self._mind(group)
         for world in _worlds_of(group):
@@ -44,7 +43,7 @@ class Drains:
         for group in [*{id(w.group): w.group for w in world.workers.values()}.values()]:
             self._mind(group)
 
-    def _mind(self, group: Household) -> None:
+    def _mind(self, group: InPlaceGroup) -> None:
         if group.aimed_s is None or group.drained or group.phase != "running":
             return
         if group.target is not None:
@@ -66,5 +65,5 @@ class Drains:
         return True
 
 
-def _worlds_of(group: Household) -> list[Gathering]:
+def _worlds_of(group: InPlaceGroup) -> list[Gathering]:
     return [*{id(w.world): w.world for w in group.placed() if w.world is not None}.values()]

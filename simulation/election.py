@@ -1,8 +1,8 @@
-"""One node's way to the seat of a store-backed job: what stores.election does, in virtual time.
+"""One node's candidacy in a job with a store: what `coordinator.election` does, in virtual time.
 
-Take the lease, see that the job has not ended, rewrite the record under the own term, and only
-then serve; renew; make each decision durable with patience. It is played and not imported, since
-the real one waits for tasks and sockets; `tests/unit` and `tests/conformance` hold that one.
+It takes the lease, checks that the job has not ended, rewrites the record under its own term, and
+only then serves. It renews the lease and retries each write. It is a copy, since the real one waits
+for tasks and sockets; `tests/unit` and `tests/conformance` test that one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
 
 T = TypeVar("T")
-# True: done. False: another may decide. None: the store did not answer.
+# True: done. False: another node may decide. None: the store did not answer.
 Answer = Callable[[bool | None], None]
 
 
@@ -194,7 +194,7 @@ class SimulatedElection:
                 reply(None if found is None else False)
                 return
             self.term, self._until_s = found, self._end_of(begun_s)
-            if self.term != self.fenced_term:  # taken anew, after it had run out
+            if self.term != self.fenced_term:  # taken again after it had run out
                 self._fence(reply)
             else:
                 reply(True)

@@ -1,6 +1,6 @@
-"""What goes wrong in a history: each fault of its plan, by random numbers of its own.
+"""What goes wrong in a history: each fault of its plan, with random numbers of its own.
 
-So a fault that is left out changes nothing in what the others do by themselves.
+So leaving out one fault does not change the others.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from simulation.cluster import SimulatedCluster
 from simulation.crash_points import EffectGap
-from simulation.setup import PlannedFault, Setting
+from simulation.setup import HistorySetup, PlannedFault
 
-# Deaths of workers, and who comes and goes, are what the restart budget is exact about.
+# The restart budget is exact about these: deaths of workers, arrivals and departures.
 _HARMLESS = (
     "workers_crash",
     "workers_in_turn",
@@ -23,9 +23,9 @@ _HARMLESS = (
     "sees_deaths",
     "mismatch",
 )
-# Nobody is out of anybody's reach by these, but the dead.
+# These make no host unreachable except the dead ones.
 _DEATHS = (*_HARMLESS, "crash", "restart_agent", "kill_coordinator", "die_at_step")
-# A plan's traps lie in wait for so long at most.
+# A planned death at a crash point is given up after this long.
 _TRAP_S = 30.0
 _COORDINATOR_STEPS = (
     EffectGap.BEFORE_RECORD,
@@ -36,7 +36,7 @@ _COORDINATOR_STEPS = (
     EffectGap.BEFORE_HANGUP,
     EffectGap.BEFORE_END,
 )
-# How long one process of a host stands still: some are longer than every bound.
+# How long one process of a host is stopped: sometimes longer than every bound.
 _STILL_S = (2.0, 9.0, 140.0, 200.0)
 _AGENT_STEPS = (
     EffectGap.BEFORE_START,
@@ -51,9 +51,9 @@ _AGENT_STEPS = (
 
 
 class Faults:
-    """Lets the planned faults happen; knows when the last of them is over."""
+    """Performs the planned faults; knows when the last of them is over."""
 
-    def __init__(self, cluster: SimulatedCluster, setting: Setting) -> None:
+    def __init__(self, cluster: SimulatedCluster, setting: HistorySetup) -> None:
         self._cluster, self._setting = cluster, setting
         self._rng = random.Random()
         self.over_s = 0.0
@@ -344,7 +344,7 @@ class Faults:
     def _lease_revoked(self) -> None:
         self._tell("the store loses the lease")
         self._cluster.store.revoke()
-        if self._rng.random() < 0.7:  # somebody looks for the coordinator at that moment
+        if self._rng.random() < 0.7:  # an agent looks for the coordinator at that moment
             self._cluster.break_session(self._some(), "connection reset")
 
     def _cut_off_coordinator(self) -> None:
@@ -353,7 +353,7 @@ class Faults:
         self._cluster.store.cut_off.add(name)
         self._later(self._rng.choice((1.0, 5.0, 30.0)), self._heal)
 
-    # Who comes and goes.
+    # Arrivals and departures.
 
     def _drain(self) -> None:
         name = self._some()

@@ -1,7 +1,7 @@
-"""A simulated agent's looks at its workers: the real judgement, on what simulated workers show.
+"""A simulated agent's hang monitor: the real judgement, on simulated observations.
 
-Only a world that stands still is looked at: the looks at all others would cost more than the rest
-of a history, and find nothing.
+Only a world that stands still is observed: observing all others would cost more than the rest of a
+history, and find nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from simulation.places import SimulatedWorker
 
 
-class Minding:
-    """One node's; `waiting` and `all_wait` go into its heartbeats."""
+class SimulatedHangMonitor:
+    """The hang monitor of one node; `waiting` and `all_wait` go into its heartbeats."""
 
     def __init__(self) -> None:
         self._watch = HangWatch(Timing().hang_floor_s)

@@ -1,4 +1,8 @@
-"""One history from one seed: run it, hold it against what must hold, tell it when it fails."""
+"""One history from one seed: play it, check it, and explain a failure.
+
+A history ends when the job has ended or trains stably after the last fault. If neither happens in
+time, `stuck` says what is broken.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from simulation.checks import Violation
 from simulation.cluster import SimulatedCluster
 from simulation.faults import Faults
 from simulation.in_place_workers import COLLECTIVE_TIMEOUT_S, MEETING_TIMEOUT_S
-from simulation.setup import TIMING, WHOLE, Cut, Setting, setting_of
+from simulation.setup import TIMING, WHOLE, Cut, HistorySetup, setup_of
 
-# Once the last fault is over and all that can be is healed, the job trains or has ended within
-# this. In the worst case one wait follows the other: the last silence is noticed and the lease
-# runs out, a coordinator takes over and waits for the old world, first for its agents to come
-# back, then for those it cannot reach to stop by themselves; a world is stopped, pauses after a
-# crash loop, is formed again in a last call, and starts its workers (slow ones: 8 s).
+# After the last fault, once everything healed that can, the job trains or has ended within this. In
+# the worst case the waits follow each other. The last silence is noticed and the lease runs out; a
+# coordinator takes over and waits for the old world, first for its agents, then for unreachable
+# ones to stop themselves. Then a world is stopped, pauses after a crash loop, forms again in a last
+# call, and starts its workers (slow ones: 8 s).
 LIVENESS_S = (
     TIMING.silence_s
     + TIMING.lease_ttl_s
@@ -31,20 +35,20 @@ LIVENESS_S = (
     + TIMING.last_call_max_s
     + 8.0
 )
-# Workers that recover in place wait for peers that nobody knows to be gone, at a meeting and in a
-# collective, and those that come are gathered and waited for by a drain.
+# Workers that recover in place wait for lost peers, at a meeting and in a collective; joining ones
+# are gathered and wait for a drain.
 IN_PLACE_S = MEETING_TIMEOUT_S + COLLECTIVE_TIMEOUT_S + TIMING.gather_max_s + TIMING.drain_timeout_s
 # All agents know that a job has ended, and have stopped their workers, within this.
 TOLD_S = TIMING.silence_s + TIMING.shutdown_timeout_s + STOP_MARGIN_S
-# A job that has had its nodes for so long after the last fault does not end for want of them.
+# A job that had enough nodes for this long after the last fault must not end for lack of nodes.
 ENOUGH_S = 40.0
-# Training that goes on for this long after the last fault goes on for good.
+# Training that continues for this long after the last fault is stable.
 STABLE_S = 20.0
 # All agents have been started by then.
 _BOOT_S = 0.5
-# More is a loop in virtual time.
+# More events are a loop in virtual time.
 _EVENTS_MAX = 400_000
-# After so many events it is asked whether more will come: at each would cost a tenth of all time.
+# The end is tested after this many events: testing at each would cost a tenth of all time.
 _LOOK_EVENTS = 16
 
 
@@ -73,7 +77,7 @@ class HistoryFailedError(AssertionError):
 class History:
     """One simulated job."""
 
-    def __init__(self, setting: Setting, cut: Cut = WHOLE) -> None:
+    def __init__(self, setting: HistorySetup, cut: Cut = WHOLE) -> None:
         self.setting, self.was_cut = setting.cut(cut), cut
         words = f"history {setting.seed} {setting.store_backed}"
         rng = random.Random(words + " in place" * setting.in_place)
@@ -178,7 +182,7 @@ def stuck(cluster: SimulatedCluster) -> str:
     alive = [node for node in cluster.nodes.values() if node.alive and not node.signalled]
     may_train = [node for node in alive if node.incarnation not in cluster.given_up]
     if cluster.checks.outcome is not None:
-        # Without a store, an endpoint that nobody could reach ends nothing for those who train.
+        # Without a store, an endpoint that no agent could reach ends nothing for those that train.
         late = [
             node.name
             for node in alive
@@ -201,9 +205,9 @@ def ended_in_vain(cluster: SimulatedCluster, quiet_s: float) -> str:
     if outcome is None or outcome.slug != "rdzv-timeout" or len(checks.here) < cluster.fewest:
         return ""
     if checks.restarts_used >= cluster.spec.max_restarts:
-        return ""  # Of who is there, some have lost workers that nobody pays for.
+        return ""  # Some nodes have lost workers that the budget does not replace.
     waited_s = checks.ended_s - quiet_s
-    workers = sum(sorted(checks.here)[: cluster.most])  # whichever of them have a place
+    workers = sum(sorted(checks.here)[: cluster.most])  # whichever nodes have a place
     if waited_s < ENOUGH_S or workers < cluster.spec.min_workers:
         return ""
     return (
@@ -212,7 +216,7 @@ def ended_in_vain(cluster: SimulatedCluster, quiet_s: float) -> str:
     )
 
 
-def replay(setting: Setting, cut: Cut) -> str:
+def replay(setting: HistorySetup, cut: Cut) -> str:
     """Return the command that plays a history again."""
     words = f"python -m simulation --seed {setting.seed} --mode {setting.mode}"
     if setting.in_place:
@@ -225,5 +229,5 @@ def replay(setting: Setting, cut: Cut) -> str:
 
 
 def run_seed(seed: int, *, cut: Cut = WHOLE, **drawn: Any) -> HistoryResult:
-    """Play a history of `setting_of`; raise HistoryFailedError where something did not hold."""
-    return History(setting_of(seed, **drawn), cut).run()
+    """Play a history of `setup_of`; raise HistoryFailedError where something did not hold."""
+    return History(setup_of(seed, **drawn), cut).run()

@@ -1,9 +1,9 @@
-"""Simulated workers that recover in place: each process by itself, as those of the library are.
+"""Simulated workers that recover in place: each process acts alone, as in the library.
 
-They meet at the store of their world, compare what they have committed, and whoever is ahead is
-right: the others take its state, which takes time. Where nobody has any they load the checkpoint.
-A step is reduced by all at once, and applied by each in its own moment; so an interrupt finds
-some of them one step ahead. A peer that dies lets some notice, and others hang.
+They meet at the store of their world and compare what they have committed. The furthest state wins;
+the others receive it, which takes time. Without any state they load the checkpoint. All reduce a
+step at once, and each applies it at its own moment, so an interrupt finds some of them one step
+ahead. A dead peer makes some fail and others hang.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from simulation.places import (
     TAKES_PART,
     WAITS_FOR_PEERS,
     Gathering,
-    Household,
+    InPlaceGroup,
     SimulatedWorker,
     left_out,
 )
-from simulation.workers import STALL_S, HasHosts, Script, Still
+from simulation.workers import STALL_S, HasHosts, Script, StoppedProcesses
 
 if TYPE_CHECKING:
     from simulation.checks import Checks
 
-# Workers wait for so long for all members of their world, and for one collective.
+# How long workers wait for all members of their world, and for one collective.
 MEETING_TIMEOUT_S = 15.0
 COLLECTIVE_TIMEOUT_S = 30.0
 _WATCH_S = 5.0
@@ -48,7 +48,7 @@ _CLOSED = "Connection closed by peer [10.0.0.1]"
 _APPLY_SHARE = 0.3
 
 
-class Residents:
+class InPlaceTraining:
     """All workers of a job that recover in place, and what is saved of them."""
 
     def __init__(
@@ -58,14 +58,14 @@ class Residents:
         script: Script,
         can_step: Callable[[HasHosts], bool],
         checks: Checks,
-        still: Still,
+        still: StoppedProcesses,
     ) -> None:
         self._clock, self._rng, self.script = clock, rng, script
         self._can_step, self._checks, self._still = can_step, checks, still
         self._mesh = Mesh(script.span, clock, rng, self._tell_able)
         self._worlds: dict[tuple[str, int, Fence], Gathering] = {}
         self._pids = 1000
-        self.groups: list[Household] = []
+        self.groups: list[InPlaceGroup] = []
         self.saved_step = 0
         self.drains = Drains(clock, self._save)
         self.slow_start_s = 0.0
@@ -73,7 +73,7 @@ class Residents:
 
     # What the shell of an agent does.
 
-    def start(self, group: Household) -> None:
+    def start(self, group: InPlaceGroup) -> None:
         """Fork all workers of a node; those without a place get ready for a later one."""
         self.groups = [g for g in self.groups if g.phase != "gone"] + [group]
         ranks = tuple(range(group.size))
@@ -82,7 +82,7 @@ class Residents:
         pids = tuple(w.pid for w in group.workers.values())
         self._clock.after(0.002, lambda: group.feed(GroupStarted(group.start_fence, pids)))
 
-    def start_workers(self, group: Household, ranks: tuple[int, ...], delay_s: float) -> None:
+    def start_workers(self, group: InPlaceGroup, ranks: tuple[int, ...], delay_s: float) -> None:
         """Fork successors of workers that have ended."""
 
         def fork() -> None:
@@ -94,17 +94,17 @@ class Residents:
 
         self._clock.after(delay_s, fork)
 
-    def interrupt(self, group: Household) -> None:
+    def interrupt(self, group: InPlaceGroup) -> None:
         """End the step in hand of all workers of a node."""
         group.minding.world_ended()
         for worker in [*group.inside()]:
             self._break_off(worker)
 
-    def regroup(self, group: Household, assignment: Assignment, able: tuple[int, ...]) -> None:
+    def regroup(self, group: InPlaceGroup, assignment: Assignment, able: tuple[int, ...]) -> None:
         """Give `able` their place in another world."""
         self.interrupt(group)
         group.assignment, group.crashed = assignment, False
-        group.offer = group.new_offer()  # The last one's port is known to others now.
+        group.offer = group.new_offer()  # The last offer's port is known to others now.
         group.gated, group.target, group.aimed_s = False, None, None
         group.stops = group.drained = False
         for place, local_rank in enumerate(assignment.workers or range(group.size)):
@@ -120,19 +120,19 @@ class Residents:
             )
         self._clock.after(0.002, lambda: self._tell_able(group))
 
-    def crash(self, group: Household, local_rank: int, exit_code: int = -9) -> None:
+    def crash(self, group: InPlaceGroup, local_rank: int, exit_code: int = -9) -> None:
         """One worker dies of itself."""
         worker = group.workers.get(local_rank)
         if worker is not None and worker.alive and group.phase != "gone":
             self._die(worker, exit_code, "")
 
-    def vanish(self, group: Household) -> None:
+    def vanish(self, group: InPlaceGroup) -> None:
         """All workers of a node are dead at once, and nobody there can tell."""
         group.phase = "gone"
         for worker in [w for w in group.workers.values() if w.alive]:
             self._end(worker, "dead")
 
-    def kill(self, group: Household) -> list[int]:
+    def kill(self, group: InPlaceGroup) -> list[int]:
         """SIGKILL to all workers of a node that live; returns which those were."""
         ended = [i for i, worker in group.workers.items() if worker.alive]
         group.crashed = True
@@ -140,7 +140,7 @@ class Residents:
             self._end(group.workers[local_rank], "dead")
         return ended
 
-    def stop(self, group: Household, grace_s: float) -> None:
+    def stop(self, group: InPlaceGroup, grace_s: float) -> None:
         """SIGTERM, and SIGKILL after the grace; a shorter one may follow."""
         if group.phase == "gone":
             return
@@ -157,7 +157,7 @@ class Residents:
 
     # Processes.
 
-    def _fork(self, group: Household, local_rank: int, first: Assignment | None) -> None:
+    def _fork(self, group: InPlaceGroup, local_rank: int, first: Assignment | None) -> None:
         self._pids += 1
         worker = SimulatedWorker(group, local_rank, self._pids)
         group.workers[local_rank] = worker
@@ -184,7 +184,7 @@ class Residents:
             delay_s = 0.001 + self._rng.random() * 0.01
             self._clock.after(delay_s, lambda: self._tell_able(worker.group))
 
-    def _tell_able(self, group: Household) -> None:
+    def _tell_able(self, group: InPlaceGroup) -> None:
         if group.phase == "running":
             sharding = self._mesh.said(group)
             group.feed(GroupAble(group.start_fence, group.able, group.offer, sharding))
@@ -244,7 +244,7 @@ class Residents:
         if world is not None:
             self.drains.mind_all(world)
 
-    def _gone(self, group: Household) -> None:
+    def _gone(self, group: InPlaceGroup) -> None:
         if group.phase == "gone":
             return
         group.phase = "gone"
@@ -267,7 +267,7 @@ class Residents:
         self._checks.line.enters(worker, world, rank)
         worker.world, worker.rank, worker.stage = world, rank, "meeting"
         worker.moved_s = self._clock.now_s
-        worker.calls = worker.committed or 0  # It does not come to that boundary again.
+        worker.calls = worker.committed or 0  # It does not reach that boundary again.
         world.workers[rank] = worker
         self._watch(worker, world)
         self._meet(world)
@@ -311,7 +311,7 @@ class Residents:
         for worker in members:
             worker.moved_s = self._clock.now_s
             heals = worker.committed != base
-            worker.committed = None if heals else base  # What is half overwritten is nothing.
+            worker.committed = None if heals else base  # A half overwritten state is no state.
             worker.last, worker.stage = (world.fence, worker.rank), "healing"
             delay_s = 0.02 + self._rng.random() * self.script.heal_s if heals else 0.001
             self._clock.after(
@@ -323,7 +323,7 @@ class Residents:
         if worker.world is not world or worker.stage != "healing":
             return
         if worker.committed is None and not self._mesh.can_give(world, worker):
-            return  # Its donor has gone; it hangs until somebody tells.
+            return  # Its donor is gone; it hangs until it is interrupted.
         if world.is_uneven:
             worker.committed = world.base
             self._mesh.level(world)

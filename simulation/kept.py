@@ -1,9 +1,9 @@
-"""Seeds that once failed, in a file: a line each, with what was wrong.
+"""Seeds that once failed, in a file: one per line, with what was wrong.
 
     840 store --without 1,2   # the coordinator forgot that it had regained its authority
 
-A seed names what the simulation of its day drew. Where that draws otherwise, the line still plays
-a history, though another one; what it found is then kept by a unit test or a planted bug.
+A seed names what the simulation of its day drew. If it draws differently now, the line still plays
+a history, but another one; a unit test or a planted bug then covers the old finding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Sharded state among simulated workers: which node holds which part, and what a world lacks.
+"""Sharded state of simulated workers: which node holds which slice, and what a world lacks.
 
-As the library's: a node keeps its part while its workers live, and who comes later takes what is
-free. A step is applied once all hold their reductions: so who was broken off before it applied one
-that others have, can apply it by itself. Of replicas within a node, each node has all parts.
+As in the library, a node keeps its slice while its workers live, and a joining node takes a free
+one. A step is applied once all hold their reductions. So a worker that was interrupted before it
+applied a step of the others can apply it alone. With replicas within a node, each node has all
+slices.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from collections.abc import Callable, Sequence
 
 from elastane.protocol.sharding import NO_SLICE, Sharding
 from simulation.clock import VirtualClock
-from simulation.places import Gathering, Household, SimulatedWorker
+from simulation.places import Gathering, InPlaceGroup, SimulatedWorker
 
 
 class Mesh:
     """Of replicas of `span` nodes; 0: the state is not sharded. `tell` says who is able."""
 
     def __init__(
-        self, span: int, clock: VirtualClock, rng: random.Random, tell: Callable[[Household], None]
+        self,
+        span: int,
+        clock: VirtualClock,
+        rng: random.Random,
+        tell: Callable[[InPlaceGroup], None],
     ) -> None:
         self.span, self._clock, self._rng, self._tell = span, clock, rng, tell
 
-    def said(self, group: Household) -> Sharding | None:
+    def said(self, group: InPlaceGroup) -> Sharding | None:
         """Return what the workers of a node say of the state that they hold."""
         return Sharding(group.sole, self.span, group.part, group.level) if self.span else None
 

@@ -1,9 +1,9 @@
-"""The simulated network: ordered sessions with delay, cuts, and sessions that went dead unseen.
+"""The simulated network: ordered sessions with delay, cuts, and sessions that went dead unnoticed.
 
-While a direction between two hosts is cut, what is sent waits, as TCP would resend it, and
-arrives after the cut is healed if the session still stands. A half-open session swallows all.
-Messages of one session stay in order and come once: TCP and the frames' sequence numbers see to
-that. Those of two sessions of one agent may overtake each other by any time.
+While a direction between two hosts is cut, messages wait, as TCP would resend them; they arrive
+after the cut if the session still exists. A half-open session loses everything. Messages of one
+session stay in order and arrive once, by TCP and the frames' sequence numbers. Messages of two
+sessions of one agent may overtake each other by any time.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ from elastane.protocol.model import Assignment, Failure, NodeSpec, Outcome, Port
 from simulation.clock import HostClock, Timer
 from simulation.crash_points import agent_step
 from simulation.election import SimulatedElection
-from simulation.hang_monitor import Minding
+from simulation.hang_monitor import SimulatedHangMonitor
 from simulation.network import SimulatedSession
-from simulation.places import Household
+from simulation.places import InPlaceGroup
 from simulation.workers import LocalGroup
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ VERSIONS = Versions(elastane="0.1", python="3.11", torch="2.13")
 
 
 class SimulatedNode:
-    """One host with (at times) an agent on it; a new life is a new incarnation."""
+    """One host, at times with an agent; each life of an agent is a new incarnation."""
 
     def __init__(
         self,
@@ -65,15 +65,16 @@ class SimulatedNode:
         self.cluster, self.name, self.size, self.node_rank = cluster, name, size, node_rank
         self.clock = clock
         self.alive = False
-        # Which of its processes stand still: its agent (with a coordinator in it), workers, warden.
+        # Which of its processes are stopped: its agent (with a coordinator in it), workers, orphan
+        # reaper.
         self.paused = self.workers_paused = self.warden_paused = False
         self.until_boot_s: float | None = None  # the deadline of its workers
         self.life = 0
-        self.incarnation = ""  # of the agent that is or was the last here
+        self.incarnation = ""  # of the present or last agent here
         self.exit: Exit | None = None
         self.session: SimulatedSession | None = None
         self.group: LocalGroup | None = None
-        self.household: Household | None = None  # the same, where workers recover in place
+        self.household: InPlaceGroup | None = None  # the same, for workers that recover in place
         self.core: AgentCore | None = None
         self.election: SimulatedElection | None = None
         self.signalled = False
@@ -88,7 +89,7 @@ class SimulatedNode:
     def boot(self, warm_s: float = 0.0) -> None:
         """Start a new agent on this host."""
         assert not self.alive, self.name
-        self.clock.wake()  # However it was stopped, it is started now.
+        self.clock.wake()  # A stopped host runs again once an agent is started.
         self.alive, self.exit, self.signalled = True, None, False
         self.paused = self.workers_paused = self.warden_paused = False
         self.welcomed, self.signals = False, 0
@@ -141,10 +142,10 @@ class SimulatedNode:
             return
         assert self.core is not None
         if isinstance(event, GroupAble) and self.household is not None:
-            # What is on offer now, as the agent says it; another may be since this was posted.
+            # The offer as of now; another may have followed since the event was posted.
             event = msgspec.structs.replace(event, offer=self.household.offer)
         self.core.progress = self.household.progress if self.household is not None else None
-        minding = self.household.minding if self.household is not None else Minding()
+        minding = self.household.minding if self.household is not None else SimulatedHangMonitor()
         self.core.waiting, self.core.all_wait = minding.waiting, minding.all_wait
         self.core.met = self.household.met if self.household is not None else 0
         self.core.slept_s = self.clock.slept_s
@@ -173,7 +174,7 @@ class SimulatedNode:
         self._mind_deadline()
 
     def _mind_deadline(self) -> None:
-        """The warden: kill the workers at the deadline that the agent has set last."""
+        """Act as the orphan reaper: kill the workers at the deadline that the agent set last."""
         if self.until_boot_s is None or self._deadline is not None:
             return
         life = self.life
@@ -181,7 +182,7 @@ class SimulatedNode:
         def look() -> None:
             self._deadline = None
             if not self.alive or self.life != life or self.warden_paused:
-                return  # A warden that goes on looks again.
+                return  # An orphan reaper that resumes looks again.
             if self.until_boot_s is not None and self.clock.boot_s > self.until_boot_s:
                 self._kill_workers()
             else:
@@ -202,7 +203,7 @@ class SimulatedNode:
         else:
             assert self.group is not None
             ended = self.cluster.training.kill(self.group)
-        fence = found.start_fence if isinstance(found, Household) else found.fence
+        fence = found.start_fence if isinstance(found, InPlaceGroup) else found.fence
         for local_rank in ended:
             rank = found.assignment.rank_base + local_rank
             failure = Failure(local_rank=local_rank, rank=rank, pid=1, exit_code=-9)
@@ -323,7 +324,7 @@ class SimulatedNode:
         if self.cluster.in_place:
             assert self.core is not None
             serves = assignment.node_rank == 0 and not assignment.waiting
-            self.household = Household(
+            self.household = InPlaceGroup(
                 host=self.name,
                 assignment=assignment,
                 size=self.size,
@@ -351,7 +352,7 @@ class SimulatedNode:
             case _:
                 raise AssertionError(f"{effect} is for workers that recover in place")
 
-    def _act_on_household(self, group: Household, effect: GroupEffect) -> None:
+    def _act_on_household(self, group: InPlaceGroup, effect: GroupEffect) -> None:
         residents, checks = self.cluster.residents, self.cluster.checks
         match effect:
             case StopGroup(grace_s=grace_s):

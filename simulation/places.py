@@ -1,6 +1,6 @@
-"""Processes of simulated workers that recover in place, and the worlds in which they meet.
+"""The processes of simulated workers that recover in place, and the worlds in which they meet.
 
-Facts alone: who is there, what each has committed, what it does. `residents` lets them act.
+Facts alone: which exist, what each has committed, what it does. `in_place_workers` makes them act.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from elastane.protocol.events import AgentEvent
 from elastane.protocol.model import Assignment, Fence, PortOffer
 from elastane.protocol.sharding import NO_SLICE
-from simulation.hang_monitor import Minding
+from simulation.hang_monitor import SimulatedHangMonitor
 
-# What a worker does that takes part in its world; the others wait, or have ended.
+# Stages of a worker that takes part in its world; others wait, or have ended.
 TAKES_PART = frozenset(
     {"meeting", "healing", "computing", "applying", "boundary", "parked", "level"}
 )
-# ... and those of them that wait for a peer, and notice its end.
+# ... and the stages that wait for a peer and notice its end.
 WAITS_FOR_PEERS = frozenset({"meeting", "healing", "computing"})
 
 
@@ -25,7 +25,7 @@ WAITS_FOR_PEERS = frozenset({"meeting", "healing", "computing"})
 class SimulatedWorker:
     """One process; `committed` is the step of its state, None while it has none."""
 
-    group: Household
+    group: InPlaceGroup
     local_rank: int
     pid: int
     stage: str = "starting"
@@ -37,12 +37,12 @@ class SimulatedWorker:
     calls: int = 0
     begun: bool = False  # it has come to a boundary, and so it had the state
     moved_s: float = 0.0
-    gave_way: bool = False  # it has no place, since there were too many, and is not counted on
+    gave_way: bool = False  # it was displaced as surplus and need not survive
     met: int = 0  # the round of the last world in which it had the state
-    sole: bool = False  # nobody on another node had it there
-    ready: bool = False  # it was broken off with a step that it could apply, and did not
+    sole: bool = False  # no worker on another node had that state
+    ready: bool = False  # it was interrupted with a step that it could have applied
     made: int = 0  # how many steps this process has made
-    places: int = 0  # how many worlds it was to be in
+    places: int = 0  # how many worlds it was assigned to
     last: tuple[Fence, int] | None = None  # its place in the last world that began with it
 
     @property
@@ -62,7 +62,7 @@ class SimulatedWorker:
 
 
 @dataclass(slots=True, eq=False)
-class Household:
+class InPlaceGroup:
     """One node's workers, from their start until none is left."""
 
     host: str
@@ -77,13 +77,13 @@ class Household:
     gated: bool = False
     target: int | None = None
     aimed_s: float | None = None
-    stops: bool = False  # nobody goes on behind the target
+    stops: bool = False  # all its workers stop at the target
     drained: bool = False
     crashed: bool = False  # a worker of it has ended since it entered its world
-    lacks: bool = False  # one has ended that was the only one to hold what it held
-    part: int = NO_SLICE  # of a replica that is of several nodes
-    level: Fence | None = None  # a world of no whole replicas, whose members are at one step
-    minding: Minding = field(default_factory=Minding)
+    lacks: bool = False  # a lost worker was the only holder of its state
+    part: int = NO_SLICE  # its slice, if a replica spans several nodes
+    level: Fence | None = None  # a world with a partial replica whose members are at one step
+    minding: SimulatedHangMonitor = field(default_factory=SimulatedHangMonitor)
 
     @property
     def fence(self) -> Fence:
@@ -150,7 +150,7 @@ class Household:
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """One world as its workers find it: who has come to its store, and what they do together."""
+    """One world as its workers find it: which have come to its store, and what they do together."""
 
     fence: Fence
     size: int
@@ -161,7 +161,7 @@ class Gathering:
     from_state: bool = False
     busy: bool = False
     mismatched: bool = False  # its members call different collectives, and wait for ever
-    is_uneven: bool = False  # its members are no whole replicas
+    is_uneven: bool = False  # it has a partial replica
     finished: bool = False
 
     @property
@@ -181,7 +181,7 @@ class Gathering:
         return self.began_s is None and not any(w.alive for w in self.workers.values())
 
 
-def left_out(worlds: Iterable[Gathering], groups: Iterable[Household], *, paid: bool) -> str:
+def left_out(worlds: Iterable[Gathering], groups: Iterable[InPlaceGroup], *, paid: bool) -> str:
     """Return who waits in the nodes of the newest world for a place in it; there is room.
 
     And who is dead and has no successor, where the budget would have `paid`.

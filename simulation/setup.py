@@ -1,7 +1,7 @@
 """One history before anything happens: the job, its nodes, and the plan of its faults.
 
-All of it is drawn from the seed, and is data: `Cut` takes faults and nodes away from it, and what
-is left happens as before, each fault by random numbers of its own.
+All of it is drawn from the seed, and is data. `Cut` removes faults and nodes; the rest happens as
+before, since each fault has random numbers of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TIMING = Timing(
     drain_timeout_s=6.0,
     shutdown_timeout_s=4.0,
 )
-# The virtual second of the first fault at the earliest, and of the last at the latest.
+# The virtual seconds between which faults begin.
 FIRST_S, LAST_S = 1.0, 40.0
-# What the job's owner does is numbered from here on, after all faults: changes of its range, and
-# then agents that are given up, who hears of deaths, and worlds whose collectives do not match.
+# The owner's actions are numbered from here, after all faults: changed ranges, agents given up,
+# reported deaths, and worlds with mismatched collectives.
 FAULTS_MAX = 100
 GIVEN_UP_FIRST = 2 * FAULTS_MAX
 SEES_DEATHS = 3 * FAULTS_MAX
-# Single processes of a host that stand still, beside all that.
+# Single processes of a host that are stopped, numbered after all that.
 STILL_FIRST = 4 * FAULTS_MAX
 STILL = (
     "stop_agent",
@@ -95,13 +95,13 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """What is left out of a history, to see whether it still fails."""
 
     without: tuple[int, ...] = ()
-    nodes: int = 0  # at most so many from the begin; 0: all
+    nodes: int = 0  # the first nodes that are kept; 0: all
 
 
 WHOLE = Cut()
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class HistorySetup(msgspec.Struct, frozen=True, kw_only=True):
     """One history before anything goes wrong."""
 
     seed: int
@@ -118,7 +118,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """How the coordinator's seat is found."""
         return "store" if self.store_backed else "endpoint"
 
-    def cut(self, cut: Cut) -> Setting:
+    def cut(self, cut: Cut) -> HistorySetup:
         """Return the same history with less in it."""
         sizes = self.sizes[: cut.nodes or None]
         spec = msgspec.structs.replace(self.spec, min_nodes=min(self.spec.min_nodes, len(sizes)))
@@ -126,7 +126,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, sizes=sizes, spec=spec, plan=plan)
 
 
-def setting_of(seed: int, *, store_backed: bool, in_place: bool = False, span: int = 0) -> Setting:
+def setup_of(
+    seed: int, *, store_backed: bool, in_place: bool = False, span: int = 0
+) -> HistorySetup:
     """Draw the job, its nodes and its faults; with `span` the same, of sharded state."""
     rng = random.Random(f"setting {seed} {store_backed}" + " in place" * in_place)
     nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
@@ -153,18 +155,19 @@ def setting_of(seed: int, *, store_backed: bool, in_place: bool = False, span: i
         span=span,
     )
     sizes = tuple(rng.choice((1, 2)) if unequal else 2 for _ in range(nodes))
-    if span > 1:  # Replicas of several nodes are of equal ones, and there is more than one.
+    # A replica of several nodes needs equal nodes, and there is more than one replica.
+    if span > 1:
         nodes, most = nodes + span, spec.max_nodes + span
         sizes = (2,) * nodes
         spec = msgspec.structs.replace(spec, max_nodes=most)
     spares = (2,) * rng.choice((0, 0, 1, 2))
-    return Setting(
+    return HistorySetup(
         seed=seed,
         store_backed=store_backed,
         spec=spec,
         script=script,
         sizes=sizes + spares,
-        # A quartz is wrong by less than 0.01 %; the bounds bear 3 %.
+        # A quartz is wrong by less than 0.01 %; the bounds allow 3 %.
         drifts=rng.choice(((1.0,), (0.9999, 1.0001), (0.97, 1.0, 1.03))),
         plan=(
             *_plan(rng, store_backed=store_backed, in_place=in_place),
@@ -184,7 +187,7 @@ def _plan(rng: random.Random, *, store_backed: bool, in_place: bool) -> tuple[Pl
         weights |= IN_PLACE_WEIGHTS
         if rng.random() < 0.3:  # deaths alone: every step of a survivor must be kept
             weights = {kind: weights[kind] for kind in DEATHS}
-    if rng.random() < 0.1:  # histories in which nothing but workers fails, and nobody but leaves
+    if rng.random() < 0.1:  # histories in which only workers fail, and nodes only leave
         weights = {kind: weights[kind] for kind in ("workers_crash", "drain")}
     kinds, at_s = [*weights], FIRST_S
     plan = []

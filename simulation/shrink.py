@@ -1,7 +1,7 @@
-"""Less of a failing history that still fails: fewer faults, then fewer nodes.
+"""Shrinks a failing history: fewer faults, then fewer nodes, as long as it fails alike.
 
-What is left out is left out of the plan, and all else is drawn as before; so most of what has
-nothing to do with the failure goes. It ends by itself, and sooner where its bound is reached.
+What is left out leaves the plan, and the rest is drawn as before. It ends when nothing can go, or
+at its time limit.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 import msgspec
 
 from simulation.history import History, HistoryFailedError
-from simulation.setup import Cut, Setting
+from simulation.setup import Cut, HistorySetup
 
-# Seconds of real time that a shrinking may take.
+# The limit of one shrinking, in seconds of real time.
 SHRINK_S = 20.0
 
 
 def shrunk(
-    setting: Setting, cut: Cut, failure: HistoryFailedError, limit_s: float = SHRINK_S
+    setting: HistorySetup, cut: Cut, failure: HistoryFailedError, limit_s: float = SHRINK_S
 ) -> HistoryFailedError:
     """Return the failure of the smallest history found that fails as `failure` says."""
     end_s = time.monotonic() + limit_s
@@ -37,7 +37,7 @@ def shrunk(
     return failure
 
 
-def _smaller(setting: Setting, cut: Cut) -> Iterator[Cut]:
+def _smaller(setting: HistorySetup, cut: Cut) -> Iterator[Cut]:
     """Yield what is less by one fault, and by nodes."""
     for planned in setting.plan:
         if planned.number not in cut.without:
@@ -46,7 +46,7 @@ def _smaller(setting: Setting, cut: Cut) -> Iterator[Cut]:
         yield msgspec.structs.replace(cut, nodes=nodes)
 
 
-def _failure(setting: Setting, cut: Cut) -> HistoryFailedError | None:
+def _failure(setting: HistorySetup, cut: Cut) -> HistoryFailedError | None:
     try:
         History(setting, cut).run()
     except HistoryFailedError as failure:

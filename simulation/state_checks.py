@@ -1,7 +1,7 @@
-"""The one line of training state, where workers recover in place: what must hold of its steps.
+"""The history of training states in recovery in place: what must hold of its steps.
 
-Nobody's step is lost while a holder of it is left that goes on, none is applied twice, and no two
-worlds train. Each method is told what a simulated worker does, and raises through `require`.
+No step is lost while a surviving worker holds it, none is applied twice, and no two worlds train.
+Each method is called for one action of a simulated worker, and raises through `require`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elastane.protocol.model import Fence, Member
 from simulation import mesh
-from simulation.places import Gathering, Household, SimulatedWorker
+from simulation.places import Gathering, InPlaceGroup, SimulatedWorker
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 Require = Callable[[bool, str], None]
 
 
-class TrainingLine:
-    """Which world made which step, held against who has what."""
+class StateChecks:
+    """Which world made which step, checked against what each worker holds."""
 
     def __init__(
         self, cluster: SimulatedCluster, require: Require, stepped: Callable[[Fence], None]
     ) -> None:
         self._cluster, self._require, self._stepped = cluster, require, stepped
         self._made: dict[int, Gathering] = {}  # by step: the world that made it
-        self._entered: dict[int, Fence] = {}  # by process: the last world that it was given
-        self._stopped: tuple[int, str] = (0, "")  # the furthest that was stopped and need not have
-        self._ended = False  # some worker has exited with 0
+        self._entered: dict[int, Fence] = {}  # by process: the last world assigned to it
+        self._stopped: tuple[int, str] = (0, "")  # the furthest state that was stopped needlessly
+        self._ended = False  # a worker has exited with 0
         self.regrouped = 0
         self.healed = 0
 
@@ -131,8 +131,8 @@ class TrainingLine:
         assert step is not None
         made = self._made.setdefault(step, world)
         if not self.is_strict:
-            # Who was cut off may have applied, unseen, a step that others break off and make anew.
-            # That nobody of the newer world is such a one, `begins` sees to.
+            # A worker out of reach may have applied a step that others interrupt and retry.
+            # `begins` checks that no member of the newer world is one.
             self._made[step] = world
             return
         self._require(
@@ -160,7 +160,7 @@ class TrainingLine:
             f"{worker.name} is broken off in {world.fence}, which parks for a planned change",
         )
 
-    def stops(self, group: Household) -> None:
+    def stops(self, group: InPlaceGroup) -> None:
         """The workers of a node are stopped by its agent."""
         node = self._cluster.nodes[group.host]
         held = [
@@ -173,7 +173,7 @@ class TrainingLine:
             return
         furthest = max(held, key=lambda w: w.committed or 0)
         if self._is_incomplete():
-            if self._stopped[0] <= furthest.held:  # Then that is lost too, and rightly.
+            if self._stopped[0] <= furthest.held:  # Then that state is lost too, and rightly.
                 self._stopped = (0, "")
             return
         if node.signalled or self._cluster.checks.outcome is not None:
@@ -232,11 +232,11 @@ class TrainingLine:
         newest = max((fence for fence, _ in known), default=None)
         ranks = [rank for fence, rank in known if fence == newest]
         self._require(ranks == sorted(ranks), f"{world.fence}: survivors have the order {ranks}")
-        # Who had a place in a world that never began is one of the survivors, to a coordinator that
-        # knows of it; who had none in the last, because there were too many, is not any more.
+        # A worker with a place in a world that never began counts as a survivor for a coordinator
+        # that knows of it. A displaced one without a place in the last world does not.
         placed = [self._had_place(w, world.fence) for w in members]
         survives = [p and w.committed is not None for p, w in zip(placed, members, strict=True)]
-        # An endpoint that forgot all has the worlds that the workers tell it of.
+        # An endpoint without memory knows only the worlds that workers report.
         told = not self._cluster.store_backed and members[0].last is not None
         self._require(placed[0] or told or not any(survives), f"{world.fence}: rank 0 is a joiner")
         for host in {w.group.host for w in members}:

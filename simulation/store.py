@@ -1,8 +1,8 @@
-"""The simulated store: a record changed by compare-and-set, a lease, where the coordinator is.
+"""The simulated store: a record changed by compare-and-set, a lease, and the coordinator's address.
 
-It can be away for everybody or cut off from single hosts, slow, or lose the answer to what it
-did: then whoever asked cannot tell whether it was done, and it may yet be done. It may lose the
-lease, as an etcd that is restored or told to revoke it.
+It can be away for all hosts or cut off from some, be slow, or lose the answer to an operation. Then
+the caller cannot tell whether it was done, and it may still be done later. It may lose the lease,
+like an etcd that is restored or asked to revoke it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from simulation.clock import VirtualClock
 
 T = TypeVar("T")
 
-# What an operation may take before its caller gives up on an answer.
+# How long a caller waits for an answer.
 _PATIENCE_S = 1.0
 
 
@@ -55,7 +55,7 @@ class SimulatedStore:
         self.seat: Published | None = None
         self.away = False
         self.slow_s = 0.0
-        self.replies_lost = 0  # of the next operations: they are done, and nobody hears of it
+        self.replies_lost = 0  # the next operations whose answers are lost, though they are done
         self.cut_off: set[str] = set()
         self.on_write: Callable[[SimulatedRecord, SimulatedRecord], None] = lambda before, after: (
             None

@@ -1,4 +1,4 @@
-"""What happened, in words, with virtual time: what a failing seed prints."""
+"""What happened, in words and virtual time: the output of a failing seed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 from simulation.clock import VirtualClock
 
-# Lines that are kept; a failure is explained by what came shortly before it.
+# How many lines are kept; a failure is explained by what came shortly before it.
 _LINES_MAX = 400
 
 

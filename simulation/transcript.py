@@ -1,8 +1,8 @@
-"""Transcripts: commands to a simulated cluster, and all that happens, as text.
+"""Transcripts: commands to a simulated cluster and all that happens, as text.
 
-A page of the docs holds them in blocks that are fenced as `transcript`; a line that begins with
-"> " is a command, the others are what it led to. Each block is a cluster of its own, checked like
-every history. A command that is not known raises ValueError.
+A docs page holds them in blocks fenced as `transcript`. A line that begins with "> " is a command;
+the other lines are its result. Each block is a cluster of its own, checked like every history. An
+unknown command raises ValueError.
 """
 
 from __future__ import annotations

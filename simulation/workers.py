@@ -1,8 +1,8 @@
-"""Simulated training: local worker groups that only get on where all of a world's are there.
+"""Simulated training of plain scripts: worker groups that step only while the whole world is there.
 
-A world makes a step when every member's group computes and all hosts reach each other. Groups
-call should_checkpoint() once a step, after it. A worker that dies lets some peers fail, and
-others hang, as gloo does.
+A world makes a step when every member's group computes and all hosts reach each other. Groups call
+should_checkpoint() once a step, after it. A dead worker makes some peers fail and others hang, as
+with gloo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # The process group's own timeout, from the last step.
 _COLLECTIVE_TIMEOUT_S = 60.0
-# How often a step that cannot complete looks again whether it now can.
+# How often an incomplete step checks whether it now can complete.
 STALL_S = 0.5
 _CHECKPOINT_S = 0.1
 
@@ -43,20 +43,20 @@ class Script:
     checkpoint_every: int
     asks: bool  # calls should_checkpoint()
     leaves_on_sigterm: bool  # checkpoints and exits with 0 when a drain sends it SIGTERM
-    trap_s: float  # how long it goes on after SIGTERM otherwise
-    in_place: bool = False  # it uses the library: see `residents`
-    heal_s: float = 0.5  # what one worker's state takes to another, at the most
-    span: int = 0  # nodes of a replica of a state that is sharded; 0: each worker has the whole
+    trap_s: float  # otherwise, how long it continues after SIGTERM
+    in_place: bool = False  # it uses the library: see `in_place_workers`
+    heal_s: float = 0.5  # the longest transfer of one worker's state
+    span: int = 0  # nodes per replica of a sharded state; 0: each worker has the whole
 
 
 @dataclass(slots=True)
-class Still:
+class StoppedProcesses:
     """Hosts of which a zygote, a store process or a keeper stands still."""
 
     zygotes: set[str] = field(default_factory=set)
     stores: set[str] = field(default_factory=set)
     keepers: set[str] = field(default_factory=set)
-    is_overdue: Callable[[str], bool] = lambda _host: False  # workers there begin no step
+    is_overdue: Callable[[str], bool] = lambda _host: False  # whether workers there begin no step
 
 
 class HasHosts(Protocol):
@@ -84,7 +84,7 @@ class LocalGroup:
     failed: set[int] = field(default_factory=set)
     run: SimulatedRun | None = None
     moved_s: float = 0.0
-    killed: bool = False  # all of it, by the warden
+    killed: bool = False  # all of it, by the orphan reaper
 
     @property
     def fence(self) -> Fence:
@@ -135,7 +135,7 @@ class Training:
         script: Script,
         can_step: Callable[[HasHosts], bool],
         checks: Checks,
-        still: Still,
+        still: StoppedProcesses,
     ) -> None:
         self._clock, self._rng, self.script = clock, rng, script
         self._can_step, self._checks, self._still = can_step, checks, still
@@ -147,7 +147,7 @@ class Training:
     def start(self, group: LocalGroup) -> None:
         """Fork the workers; they compute once they have imported and met."""
         fence, nodes = group.fence, group.assignment.nodes
-        # They meet at the store of this address, and whoever else does is taken for one of them.
+        # They meet at the store of this address, and accept any worker that comes there.
         place = (group.assignment.master_addr, group.assignment.master_port)
         run = self._runs.get(place)
         if run is None:
@@ -289,7 +289,7 @@ class Training:
             self._clock.after(0.05, lambda: self._call(run, group))
             return
         if group.target is not None and group.calls >= group.target:
-            return  # Parked, for good.
+            return  # Parked for good.
         group.calls += 1
         if group.calls == group.target:
             self._clock.after(_CHECKPOINT_S, lambda: self._saved(run, group))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from simulation import Cut, History, HistoryFailedError, Violation, run_seed, setting_of
+from simulation import Cut, History, HistoryFailedError, Violation, run_seed, setup_of
 from simulation.batch import play
 from simulation.kept import read_kept
 from simulation.shrink import shrunk
@@ -25,7 +25,7 @@ def holds(tally):
     """Fail with the smallest story of the first history that failed."""
     if tally.failed is not None:
         seed, store_backed = tally.failed
-        setting = setting_of(seed, store_backed=store_backed)
+        setting = setup_of(seed, store_backed=store_backed)
         with pytest.raises(HistoryFailedError) as failure:
             History(setting).run()
         pytest.fail(str(shrunk(setting, Cut(), failure.value)))
@@ -73,7 +73,7 @@ def test_histories_meet_what_they_are_meant_to_meet():
 def test_every_kind_of_fault_is_drawn_and_told():
     stories, kinds = "", set()
     for seed in range(300):
-        history = History(setting_of(seed, store_backed=True))
+        history = History(setup_of(seed, store_backed=True))
         history.run()
         stories += history.cluster.story.text()
         kinds |= {planned.kind for planned in history.setting.plan}
@@ -121,7 +121,7 @@ def test_a_failing_history_is_shrunk_to_the_fault_that_matters(monkeypatch):
     monkeypatch.setattr(Faults, "_drain", breaks)
     setting = next(
         s
-        for s in (setting_of(n, store_backed=True) for n in range(500))
+        for s in (setup_of(n, store_backed=True) for n in range(500))
         if len(s.plan) > 3 and "drain" in [p.kind for p in s.plan] and len(s.sizes) > 3
     )
     with pytest.raises(HistoryFailedError) as failure:
@@ -148,7 +148,7 @@ def test_a_shrinking_ends_in_its_time(monkeypatch):
     monkeypatch.setattr(Faults, "_drain", breaks)
     setting = next(
         s
-        for s in (setting_of(n, store_backed=True) for n in range(500))
+        for s in (setup_of(n, store_backed=True) for n in range(500))
         if len(s.plan) > 3 and "drain" in [p.kind for p in s.plan]
     )
     with pytest.raises(HistoryFailedError) as failure:

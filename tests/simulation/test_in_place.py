@@ -9,7 +9,7 @@ import random
 import pytest
 from deaths import die_at
 
-from simulation import Cut, History, HistoryFailedError, run_seed, setting_of
+from simulation import Cut, History, HistoryFailedError, run_seed, setup_of
 from simulation.batch import play
 from simulation.crash_points import EffectGap
 from simulation.history import IN_PLACE_S, LIVENESS_S, stuck
@@ -46,7 +46,7 @@ def holds(tally, **drawn):
     """Fail with the smallest story of the first history that failed."""
     if tally.failed is not None:
         seed, store_backed = tally.failed
-        setting = setting_of(seed, store_backed=store_backed, in_place=True, **drawn)
+        setting = setup_of(seed, store_backed=store_backed, in_place=True, **drawn)
         with pytest.raises(HistoryFailedError) as failure:
             History(setting).run()
         pytest.fail(str(shrunk(setting, Cut(), failure.value)))
@@ -92,7 +92,7 @@ def test_histories_meet_what_they_are_meant_to_meet():
     regrouped = healed = restarts = ended = 0
     kinds = set()
     for seed in range(150):
-        history = History(setting_of(seed, store_backed=True, in_place=True))
+        history = History(setup_of(seed, store_backed=True, in_place=True))
         result = history.run()
         line = history.cluster.checks.line
         regrouped, healed = regrouped + line.regrouped, healed + line.healed
@@ -106,22 +106,22 @@ def test_histories_meet_what_they_are_meant_to_meet():
 def test_histories_of_replicas_over_nodes_meet_worlds_that_are_to_be_evened_out():
     uneven = 0
     for seed in range(100):
-        history = History(setting_of(seed, store_backed=True, in_place=True, span=2))
+        history = History(setup_of(seed, store_backed=True, in_place=True, span=2))
         history.run()
         uneven += history.cluster.story.text().count("complete no replica and leave the world")
     assert uneven > 20, uneven
 
 
 def test_histories_of_the_other_kind_are_not_changed_by_this_one():
-    plain, in_place = (setting_of(5, store_backed=True, in_place=p) for p in (False, True))
+    plain, in_place = (setup_of(5, store_backed=True, in_place=p) for p in (False, True))
     assert plain.plan != in_place.plan and not plain.script.in_place and in_place.script.in_place
 
 
 def test_a_failing_seed_is_replayed_by_its_command(capsys, monkeypatch):
     from simulation.__main__ import main
-    from simulation.state_checks import TrainingLine
+    from simulation.state_checks import StateChecks
 
-    monkeypatch.setattr(TrainingLine, "forks", lambda self, before: self._require(False, "a fork"))
+    monkeypatch.setattr(StateChecks, "forks", lambda self, before: self._require(False, "a fork"))
     assert main(["--seeds", "50", "--mode", "store", "--in-place"]) == 1
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("replay: python -m simulation ")
     assert "--in-place" in command

@@ -12,7 +12,7 @@ from elastane.protocol.hangs import HangWatch
 from elastane.protocol.limits import HANG_STEPS_FIRST
 from simulation import HistoryFailedError, in_place_workers, run_seed
 from simulation.node import SimulatedNode
-from simulation.places import Household
+from simulation.places import InPlaceGroup
 
 
 def first_failure(seeds, *, store_backed=True, first=0, **drawn):
@@ -179,7 +179,7 @@ def test_a_place_that_is_dropped_without_a_word_is_found(monkeypatch):
 
 
 def test_who_was_out_of_a_world_and_answers_for_it_by_steps_of_before_is_found(monkeypatch):
-    monkeypatch.setattr(Household, "met", property(lambda self: self.fence.round))
+    monkeypatch.setattr(InPlaceGroup, "met", property(lambda self: self.fence.round))
     assert "two sides train" in first_failure(1, first=84_007_299)
 
 

@@ -1,13 +1,12 @@
 """The wire between agent and coordinator: handshake and frames, as pure code.
 
-Bytes in, bytes and messages out: sockets, clocks and random numbers are the caller's. A peer
-that breaks the protocol is refused with `WireError`, never with another exception, and never
-holds more memory than `protocol.limits` allows.
+Bytes in, bytes and messages out; sockets, clocks and random numbers are the caller's. A peer that
+breaks the protocol is refused with `WireError`, never with another exception, and never holds more
+memory than `protocol.limits` allows.
 
-What the handshake proves: both sides know the job's secret, and every frame comes from the side
-that proved it, once, in order. What it does not give: privacy (that is TLS), or a defence of a
-guessable token against somebody who poses as the coordinator and tries tokens at leisure; tokens
-should be random.
+The handshake proves that both sides know the job's secret. Every frame comes from the side that
+proved it, once and in order. It gives no privacy, which is TLS's task. It does not protect a
+guessable token from an impostor coordinator that tries tokens offline: tokens should be random.
 """
 
 from elastane.protocol.wire.frames import (

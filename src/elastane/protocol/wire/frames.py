@@ -1,10 +1,10 @@
-"""Frames of a proven session: length, authentication code, message.
+"""Frames of an authenticated session: length, authentication code, message.
 
     u32 length, little endian | 16 bytes of HMAC-SHA256 | msgpack body of `length` bytes
 
 Each direction has a key of its own, and the code covers a 64-bit sequence number, the length and
-the body; so a frame that is changed, replayed, reordered, left out or sent back is refused. The
-length is bounded before anything is stored. A codec that has refused once refuses for ever.
+the body. So a frame that was changed, replayed, reordered, left out or sent back is refused. The
+length is checked before anything is stored. A codec that has refused once refuses from then on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastane.protocol.unreadable import UNREADABLE
 
 CODE_BYTES = 16
 HEAD_BYTES = 4 + CODE_BYTES
-# Consumed bytes at the front of the buffer are dropped once there are this many of them.
+# Consumed bytes at the front of the buffer are dropped once there are this many.
 _COMPACT_BYTES = 64 << 10
 
 Incoming = TypeVar("Incoming")
@@ -39,10 +39,10 @@ class SessionKeys(msgspec.Struct, frozen=True):
 
 
 class FrameCodec(Generic[Incoming, Outgoing]):
-    """Encode what is sent, and collect and decode what is received, for one side of a session.
+    """Encodes sent messages, and collects and decodes received ones, for one side of a session.
 
-    `feed` stores bytes; `next` yields one message at a time, so that a receiver decides how much
-    work it does at once. The caller stops feeding while `ready` and `waiting_bytes` is large.
+    `feed` stores bytes; `next` returns one message at a time, so the receiver decides how much work
+    it does at once. The caller stops feeding while `ready` is true and `waiting_bytes` is large.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class FrameCodec(Generic[Incoming, Outgoing]):
     def encode(self, message: Outgoing) -> bytes:
         """Return the frame of `message`; frames must be sent in the order of these calls.
 
-        Raises WireError where the message is larger than any peer would take; the session's
-        sequence is as before then.
+        Raises WireError if the message is larger than any peer accepts; the sequence is then
+        unchanged.
         """
         body = self._encoder.encode(message)
         if len(body) > FRAME_BYTES_MAX:
@@ -96,14 +96,14 @@ class FrameCodec(Generic[Incoming, Outgoing]):
         return b"".join((length, code, body))
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Store received bytes; they are judged by `next`."""
+        """Store received bytes; `next` checks them."""
         if self._fault is None:
             self._buffer += data
 
     def next(self) -> Incoming | None:
         """Return the next message, or None while its frame is incomplete.
 
-        Raises WireError for a frame that is no frame of this session, and for ever after.
+        Raises WireError for a frame that does not belong to this session, and on every later call.
         """
         if self._fault is not None:
             raise self._fault
@@ -122,7 +122,7 @@ class FrameCodec(Generic[Incoming, Outgoing]):
         return int.from_bytes(self._buffer[self._start : self._start + 4], "little")
 
     def _cut(self, length: int) -> bytes:
-        """Take the first frame, which is complete, out of the buffer and return its body."""
+        """Remove the first frame, which is complete, from the buffer and return its body."""
         head = bytes(self._buffer[self._start : self._start + HEAD_BYTES])
         end = self._start + HEAD_BYTES + length
         body = bytes(self._buffer[self._start + HEAD_BYTES : end])

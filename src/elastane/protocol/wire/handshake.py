@@ -5,12 +5,12 @@
     agent        32 bytes proof
     coordinator  u8 verdict | 32 bytes proof                           (proof with GO_ON only)
 
-MAGIC and version stand first in every version of the protocol, so that two versions can name
-each other. A refusal is one byte and the words are made by the side that reads it: no text of an
-unproven peer reaches a log. `wrong-job` is told before any proof, since a peer of another job
-cannot prove anything; it tells that this is another job's endpoint, and not whose.
+MAGIC and version come first in every version of the protocol, so two versions can name each other.
+A refusal is one byte, and the reader makes the words: no text of an unproven peer reaches a log.
+`wrong-job` comes before any proof, since a peer of another job cannot prove anything. It reveals
+that this is another job's endpoint, and not which.
 
-The agent proves first: a coordinator answers strangers with nothing that depends on the secret.
+The agent proves first: a stranger receives nothing that depends on the secret.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elastane.protocol.wire.frames import (
     codec_for_coordinator,
 )
 
-# A web server answers a line that ends, and an empty one, at once, instead of waiting for more.
+# A web server answers a complete line and an empty one at once, instead of waiting for more.
 MAGIC = b"ELASTANE\r\n\r\n"
 PROTOCOL = 1
 NONCE_BYTES = 32
@@ -43,7 +43,7 @@ _ANSWER_BYTES = len(MAGIC) + 3
 
 assert _HELLO_BYTES + _JOB_BYTES_MAX + PROOF_BYTES < HANDSHAKE_BYTES_MAX
 
-# How the first bytes of others begin, from either side of a connection.
+# How the first bytes of other protocols begin, from either side of a connection.
 _STRANGERS = (
     (b"\x16\x03", "TLS, where this side speaks without"),
     (b"\x15\x03", "a TLS alert: it expects TLS, and this side speaks without"),
@@ -67,10 +67,10 @@ class HandshakeVerdict(IntEnum):
 
 
 def derive_secret(job: str, token: str | None) -> bytes:
-    """Return the secret of a job from its token, or from its name where it has none.
+    """Return the secret of a job from its token, or from its name without a token.
 
-    A job's name is sent in clear: without a token the secret keeps out accidents (a stray agent,
-    a port scanner, another job), and nobody who means harm.
+    A job's name is sent in clear. Without a token the secret prevents accidents (a stray agent, a
+    port scanner, another job), and stops no attacker.
     """
     kind, text = ("job", job) if token is None else ("token", token)
     return hashlib.sha256(f"elastane secret of {kind}\0{text}".encode()).digest()
@@ -90,17 +90,17 @@ class Handshake(Protocol[Incoming, Outgoing]):
 
     @property
     def received_bytes(self) -> int:
-        """How much the peer has sent in all; 0 tells a probe of the port from a peer."""
+        """How much the peer has sent in all; 0 distinguishes a port probe from a peer."""
 
     @property
     def farewell(self) -> bytes:
         """After a WireError: what to send before the connection is closed."""
 
     def start(self) -> bytes:
-        """Return what this side says first, unasked."""
+        """Return what this side sends first."""
 
     def feed(self, data: bytes) -> bytes:
-        """Take received bytes and return what to answer; WireError where the peer is refused."""
+        """Accept received bytes and return the answer; WireError if the peer is refused."""
 
     def codec(self) -> FrameCodec[Incoming, Outgoing]:
         """Return the codec of the session, once `done`; bytes fed too early are in it."""
@@ -165,7 +165,7 @@ class ClientHandshake(_Side):
         return self._hello
 
     def feed(self, data: bytes) -> bytes:
-        """Take what the coordinator sent; return what to answer."""
+        """Accept bytes of the coordinator; return the answer."""
         self._store(data)
         answer = b""
         if self._keys is None:
@@ -247,7 +247,7 @@ class ClientHandshake(_Side):
 class ServerHandshake(_Side):
     """The coordinator's side; costs one buffer of a hello until the peer has proved itself.
 
-    `others` are secrets that count as well, while the job's is being changed.
+    `others` are secrets that also count, while the job's secret is being changed.
     """
 
     def __init__(
@@ -258,11 +258,11 @@ class ServerHandshake(_Side):
         self._transcript = b""
 
     def start(self) -> bytes:
-        """Return nothing: a stranger that does not speak hears nothing."""
+        """Return nothing: a silent stranger receives nothing."""
         return b""
 
     def feed(self, data: bytes) -> bytes:
-        """Take what the agent sent; return what to answer."""
+        """Accept bytes of the agent; return the answer."""
         self._store(data)
         answer = b""
         if not self._transcript:
@@ -338,7 +338,7 @@ def _version(data: bytes) -> int:
 
 
 def _check_magic(data: bytes, what: str, slug: str) -> None:
-    """Refuse as soon as the bytes cannot become MAGIC any more, and say what they look like."""
+    """Refuse as soon as the bytes cannot become MAGIC, and say what they look like."""
     if data[: len(MAGIC)] == MAGIC[: len(data)]:
         return
     looks = next((words for start, words in _STRANGERS if data.startswith(start)), "")
