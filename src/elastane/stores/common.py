@@ -1,6 +1,7 @@
-"""What the stores share: a holder's own count of its lease, and a watch that looks now and then.
+"""What stores share: the holder's own count of its lease, and a watch that polls.
 
-Knows nothing of how a store keeps things. How it fails: it does not; a store's own errors pass.
+Knows nothing of how a store keeps its keys. It raises no errors of its own; those of the store pass
+through.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from elastane.stores.protocol import Entry
 
 
 def boot_clock() -> float:
-    """Return seconds since boot, those of suspension included."""
+    """Return seconds since boot, suspension included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class HeldLease:
     """The holder's side of a lease: its term, and until when it may decide, by its own clock.
 
-    A store's lease derives from it, and calls `count_from` with the moment at which it began to
-    take or renew the lease, once it knows that this was done.
+    The lease of a store derives from it. After each taking or renewal that succeeded it calls
+    `count_from` with the moment at which it had sent the request.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class HeldLease:
         return self.remaining_s() > 0
 
     def count_from(self, begun_s: float) -> None:
-        """Count the ttl from `begun_s`, less the margin; a slower answer takes nothing back."""
+        """Count the ttl from `begun_s`, less the margin; an older start changes nothing."""
         self._until_s = max(self._until_s, begun_s + self._ttl_s * (1 - self._margin))
 
     def deposed(self, by: str, where: str = "") -> LeaseLostError:
-        """Count the lease as lost for good, and return the error that says by whom."""
+        """Count the lease as lost for good, and return the error that names the new holder."""
         self._lost = True
         return LeaseLostError(
             f"lease {self._key}: term {self._term} was followed by {by}",
@@ -73,7 +74,7 @@ class HeldLease:
 async def watch_by_looking(
     get: Callable[[], Awaitable[Entry | None]], after_version: int, pause_s: float
 ) -> AsyncGenerator[Entry | None, None]:
-    """Yield what Store.watch promises, for a store that tells nobody of a change."""
+    """Yield what Store.watch promises, by polling, for a store that announces no changes."""
     known = after_version
     while True:
         entry = await get()

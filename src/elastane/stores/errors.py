@@ -1,4 +1,4 @@
-"""What the errors of a shared folder's file system mean, and what to do about each."""
+"""The meaning of file system errors in a shared folder, with the next step for each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from elastane.errors import ConfigurationError, StoreError
 
 _NEXT_STEPS = {
-    errno.ENOSPC: "free space on that file system; the job goes on by itself",
-    errno.EDQUOT: "free space within this user's quota; the job goes on by itself",
+    errno.ENOSPC: "free space on that file system; the job continues by itself",
+    errno.EDQUOT: "free space within this user's quota; the job continues by itself",
     errno.EROFS: "mount that file system for writing on this node",
     errno.EACCES: "let this user read, write and search that folder",
     errno.EPERM: "let this user write there, on a file system that has hard links",
@@ -19,7 +19,7 @@ _NEXT_STEPS = {
     errno.EMLINK: "choose a folder on a file system that has hard links",
     errno.ENOENT: "restore the folder, or mount its file system on this node",
     errno.ENOTDIR: "name a folder, not a file",
-    errno.ESTALE: "mount that file system anew on this node",
+    errno.ESTALE: "mount that file system again on this node",
     errno.EIO: "look at the health of that file system and its server",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
@@ -43,7 +43,7 @@ def folder_changed(folder: Path) -> StoreError:
         f"file store: {folder} is not the folder it was: deleted, replaced or unmounted",
         slug="store-folder-gone",
         expected="the folder with which this job began, for as long as it runs",
-        next_step=f"restore or mount {folder}; the job goes on by itself",
+        next_step=f"restore or mount {folder}; the job continues by itself",
     )
 
 
@@ -57,7 +57,7 @@ def hangs(folder: Path, timeout_s: float) -> StoreError:
 
 
 def open_to_all(folder: Path, mode: int) -> ConfigurationError:
-    """Return the error for a folder in which anybody may put pages, the job's secret included."""
+    """Return the error for a folder in which every user may plant pages, the secret included."""
     is_shared = bool(mode & stat.S_ISVTX)  # as /tmp is, which has to stay so
     within = f"name a folder in it: --rdzv-endpoint {folder}/elastane"
     return ConfigurationError(
@@ -70,7 +70,7 @@ def open_to_all(folder: Path, mode: int) -> ConfigurationError:
 
 
 def foreign(path: Path, uid: int, root: Path) -> ConfigurationError:
-    """Return the error for what another user has put where the pages of a job are to be."""
+    """Return the error for a file of another user where the pages of a job belong."""
     return ConfigurationError(
         f"file store: {path}{' is a link that' * path.is_symlink()} belongs to user {uid}, and this"
         f" process is user {os.geteuid()}",
@@ -83,7 +83,7 @@ def foreign(path: Path, uid: int, root: Path) -> ConfigurationError:
 
 
 def damaged(path: Path, why: str) -> StoreError:
-    """Return the error for a newest page that cannot be read, behind which older ones lie."""
+    """Return the error for an unreadable newest page; older pages must not count."""
     return StoreError(
         f"file store: {path} cannot be read: {why}",
         slug="store-page-damaged",

@@ -1,23 +1,23 @@
-"""A store in a folder that all nodes of a job share, on NFS too.
+"""A store in a folder that all nodes of a job share, also on NFS.
 
 Owns the layout: `<folder>/<key>/@entry/` holds the versions of a key as numbered pages,
 `<folder>/<key>/@lease/` the terms of a lease as numbered pages and the holder's heartbeat,
 `<folder>/@identity/` tells this folder from an empty mount point. Knows nothing of jobs.
 
-A lease's rules, which make it safe without a server and without any two clocks being compared:
-1. Who links term n+1 holds it. A term is `held` or `free`; release links a `free` one.
+The rules of a lease, which is safe without a server and without comparing two clocks:
+1. The process that links term n+1 holds it. A term is `held` or `free`; release links a `free` one.
 2. The holder rewrites the small file `beat.<n>` at each renewal (in place, so that a full disk
    does not cost it the lease).
-3. Anybody else may link term n+1 once it has read the same heartbeat twice with at least the
-   holder's ttl between the end of the first read and the start of the second, by its own clock.
-4. The holder counts its ttl, less a margin, from before it wrote. So it stops before rule 3 can
-   be met. A renewal that came too late for that is none: then the holder too must link term
-   n+1, in the same race as the others, and nobody came between if it wins.
+3. Another process may link term n+1 once it has read the same heartbeat twice. Between the end of
+   the first read and the start of the second, at least the holder's ttl must pass by its own clock.
+4. The holder counts its ttl, less a margin, from before it wrote. So it stops before rule 3 can be
+   met. After that a renewal is not enough: the holder too must link term n+1, in the same race as
+   the others. If it wins, no other process held the lease meanwhile.
 
-A holder that was stopped (SIGSTOP, a suspended machine) finds out by its own clock, which counts
-suspension. What it has in flight is fenced as stores.protocol says.
+A holder that was stopped (SIGSTOP, a suspended machine) notices by its own clock, which counts
+suspension. Its write in flight is fenced as stores.protocol says.
 
-How it fails: ConfigurationError where other users may write, or have written, there. Else a
+It fails with ConfigurationError where other users may write, or have written. Otherwise with a
 StoreError that names the path and the next step. A folder that hangs costs a daemon thread and the
 operation's bound, never the event loop.
 """
@@ -61,12 +61,12 @@ _BEAT_BYTES = 20
 
 
 def _no_step(step: str) -> None:
-    """The step hook of an ordinary store."""
+    """Do nothing at a step; tests put a hook in its place."""
 
 
 @dataclass(frozen=True)
 class _Sighting:
-    """A heartbeat as this process saw it, and when its first read of it had ended."""
+    """A heartbeat as this process saw it, and the time when its first read had ended."""
 
     nonce: str
     content: bytes
@@ -95,7 +95,7 @@ class FileStore:
         self._identity: FolderPage | None = None
         self._sightings: dict[str, _Sighting] = {}
         self._skipped: set[Path] = set()
-        self._running = threading.local()  # of the operation that a thread runs: until when it may
+        self._running = threading.local()  # the deadline of the operation that a thread runs
 
     async def get(self, key: str) -> Entry | None:
         """See Store.get."""
@@ -110,7 +110,7 @@ class FileStore:
         return Entry(value, page.number)
 
     async def delete(self, key: str, expected_version: int) -> None:
-        """See Store.delete. The value itself is gone from the folder, it may be a secret."""
+        """See Store.delete. The value itself is removed from the folder: it may be a secret."""
         if expected_version < 1:
             raise ConflictError(key, expected_version, await self.get(key))
         await self.run(lambda: self._replace(key, expected_version, "gone", b""))
@@ -122,7 +122,7 @@ class FileStore:
         return await self.run(lambda: self._take(key, value, ttl_s))
 
     async def holder(self, key: str) -> Holder | None:
-        """See Store.holder. May name one that died up to a ttl ago, as seen by this process."""
+        """See Store.holder. May name a holder that died up to a ttl ago, as seen here."""
         return await self.run(lambda: self._holder(key))
 
     def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
@@ -139,7 +139,7 @@ class FileStore:
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run a blocking operation on the folder within the bound."""
-        # From here on, as for the caller: the operation itself may begin later.
+        # Counted from the call, as the caller does: the operation itself may begin later.
         until_s = self.clock() + self.timeout_s
 
         def checked() -> T:
@@ -161,8 +161,8 @@ class FileStore:
     def terms(self, key: str) -> Pages:
         """Return the terms of a lease.
 
-        A damaged newest term is passed over: its holder sees another term than its own and stops,
-        and the next term has a higher number.
+        A damaged newest term is skipped. Its holder sees another term than its own and stops, and
+        the next term has a higher number.
         """
         return Pages(_below(key) / "@lease", self._root, self._hooks())
 
@@ -208,7 +208,7 @@ class FileStore:
         return begun - seen.seen_s >= float(page.value.partition(b"\n")[0])
 
     def _check_identity(self) -> None:
-        """Make sure that this is the folder this store began with; the first time, make it."""
+        """Check that this is the folder with which the store began; the first call marks it."""
         pages = Pages(Path("@identity"), self._root, self._hooks())
         if self._identity is not None:
             try:
@@ -230,7 +230,7 @@ class FileStore:
         until_s = getattr(self._running, "until_s", self.clock() + self.timeout_s)
 
         def guard() -> None:
-            if self.clock() >= until_s:  # the caller was told so: do not write behind its back
+            if self.clock() >= until_s:  # the caller already has its TimeoutError: do not write now
                 raise hangs(self.folder, self.timeout_s)
 
         return Hooks(on_step=self.on_step, on_skip=self._skip, guard=guard)
@@ -278,7 +278,7 @@ class FileLease(HeldLease):
             raise self._deposed(reading)
         if self.held():
             self._beat(terms, reading.page)
-            if self.held():  # rule 4: in time, for all who look
+            if self.held():  # rule 4: it was in time for every reader
                 self.count_from(begun)
                 return
         if not self.take(terms, reading):
@@ -309,7 +309,7 @@ def _beat_name(page: FolderPage) -> str:
 
 
 def _read_beat(terms: Pages, page: FolderPage) -> bytes:
-    """Return the heartbeat's content; whatever it is, only whether it changes is looked at."""
+    """Return the heartbeat; only whether it changes matters, so any content will do."""
     try:
         return terms.read_beside(_beat_name(page), 4 * _BEAT_BYTES)
     except FileNotFoundError:

@@ -1,11 +1,14 @@
-"""What one job keeps in a store, and how it is written and read.
+"""What one job keeps in a store, and how it is encoded.
 
-Owns the keys below `<job>/`: `coordinator` (where it listens, and by which term), `token` (the
-job's secret), `record` (the durable state, under the term of its writer), and the lease `seat`.
-Knows nothing of who is elected. A finished job leaves its record, which holds the outcome, so an
-agent that comes late is told how the job ended; where the store has a server, that goes too after
-OUTCOME_KEPT_S, and nothing is left. How it fails: StoreError; a record that cannot
-be read is a ConfigurationError, since going on without it could settle a round twice.
+Owns the keys below `<job>/`: `coordinator` (its address and term), `token` (the job's secret),
+`record` (the durable state, under the term of its writer), and the lease `seat`. It knows nothing
+of elections.
+
+A finished job leaves its record, which holds the outcome, so that a late agent learns how the job
+ended. A store with a server removes the record after OUTCOME_KEPT_S.
+
+It fails with StoreError. An unreadable record is a ConfigurationError, since continuing without
+it could commit a round twice.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from elastane.stores.protocol import ConflictError, Entry, Store
 
 T = TypeVar("T")
 _TOKEN_BYTES = 32
-# The last part of the key that holds a job's token: the one value in a store that is confidential.
+# The last part of the key of a job's token, the only confidential value in a store.
 TOKEN_PART = "token"
-# Agents that race to make the token or to clean up; each turn of the loop is one that won.
+# Agents that race to make the token or to clean up; one agent wins each turn of the loop.
 _RACES_MAX = 1000
 
 
@@ -37,7 +40,7 @@ def new_token() -> str:
 
 
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the coordinator of a term listens."""
+    """The address of the coordinator of a term."""
 
     term: int
     node_id: str
@@ -45,7 +48,7 @@ class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Filed(msgspec.Struct, frozen=True, kw_only=True):
-    """The record as it is stored. `term` is its writer's; None: the job has no record yet."""
+    """The record as it is stored, with its writer's term; None for a job without a record."""
 
     term: int
     record: JobRecord | None
@@ -64,16 +67,16 @@ class JobNames:
 
 
 class JobKeys(JobNames):
-    """One job's place in a store, for agents and the coordinator alike."""
+    """The keys of one job in a store, for agents and the coordinator alike."""
 
     def __init__(self, store: Store, job: str) -> None:
         super().__init__(job)
         self.store = store
-        # A token that was given to the agent is not in the store, which may not even be asked.
+        # False for a job whose token was given to the agents: then the store has none to remove.
         self._has_token = False
 
     async def load(self) -> JobRecord | None:
-        """Return the job's record, or None where it has none."""
+        """Return the job's record, None while it has none."""
         filed, _ = await self.filed()
         return filed.record if filed else None
 
@@ -83,11 +86,11 @@ class JobKeys(JobNames):
         return (self.decode(entry), entry.version) if entry else (None, 0)
 
     def decode(self, entry: Entry) -> Filed:
-        """Return the record that an entry of the key `record` holds."""
+        """Return the record in an entry of the key `record`."""
         return _decode(entry, Filed, self.record)
 
     async def check_open(self) -> None:
-        """Raise RendezvousClosedError where the job has ended, with its outcome."""
+        """Raise JobClosedError, with the outcome, for a job that has ended."""
         record = await self.load()
         outcome = record.outcome if record else None
         if outcome is not None:
@@ -99,7 +102,7 @@ class JobKeys(JobNames):
             )
 
     async def token(self) -> str:
-        """Return the job's secret: the first agent makes it, 32 random bytes as hex."""
+        """Return the job's secret; the first agent makes it, 32 random bytes as hex."""
         self._has_token = True
         for _ in range(_RACES_MAX):
             entry = await self.store.get(self.token_key)
@@ -115,12 +118,12 @@ class JobKeys(JobNames):
         raise AssertionError("a token that appears and disappears for ever")
 
     async def seat(self) -> LeaderRecord | None:
-        """Return where the latest coordinator said that it listens; it may be dead by now."""
+        """Return the address that the latest coordinator published; it may be dead by now."""
         seat, _ = await self.seated()
         return seat
 
     async def seated(self) -> tuple[LeaderRecord | None, int]:
-        """Return the seat, and the version that a write must expect."""
+        """Return the coordinator's address, and the version that a write must expect."""
         entry = await self.store.get(self.coordinator)
         return (
             (_decode(entry, LeaderRecord, self.coordinator), entry.version) if entry else (None, 0)
@@ -129,7 +132,7 @@ class JobKeys(JobNames):
     async def locate(self) -> Endpoint | None:
         """Return the latest coordinator's address, None while there is none.
 
-        Raises RendezvousClosedError where the job has ended.
+        Raises JobClosedError for a job that has ended.
         """
         if (seat := await self.seat()) is not None:
             return seat.endpoint
@@ -137,9 +140,10 @@ class JobKeys(JobNames):
         return None
 
     async def tidy(self) -> None:
-        """Remove what only a running job needs: the address, the secret, the seat.
+        """Remove what only a running job needs: the address, the secret, the lease.
 
-        Only for a job whose outcome is on record, by one who does not hold the seat any more.
+        Only for a job whose outcome is on record, by an agent that does not hold the lease any
+        more.
         """
         for key in (self.coordinator, *((self.token_key,) if self._has_token else ())):
             for _ in range(_RACES_MAX):
@@ -153,7 +157,7 @@ class JobKeys(JobNames):
         await self.store.purge(self.seat_lease)
 
     async def purge(self) -> None:
-        """Remove all that the job left, its record included. Only for a job that has ended."""
+        """Remove everything of a job that has ended, its record included."""
         await self.store.purge(self.prefix)
 
 

@@ -1,8 +1,8 @@
-"""A store in this process's memory: for tests, for simulation, and as the shortest reading.
+"""A store in this process's memory, for tests and simulation, and as the shortest one to read.
 
 `MemoryBackend` is the server, `MemoryStore` one client of it. The clock and the faults are
-injected: a client can be out of reach, or lose the reply to a write that was done. Knows
-nothing of other processes; what it holds dies with this one.
+injected: a client can be out of reach, or lose the reply to a write that was done. The data dies
+with the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastane.stores.protocol import (
 
 @dataclass
 class _Seat:
-    """A lease as the backend keeps it: the latest holding, or that it is free."""
+    """A lease in the backend: its latest holding; `value` is None while it is free."""
 
     term: int = 0
     value: bytes | None = None
@@ -37,12 +37,12 @@ class _Seat:
 
 @dataclass
 class MemoryBackend:
-    """What all clients share. `clock` gives seconds and never goes back."""
+    """The data that all clients share. `clock` gives seconds and never goes back."""
 
     clock: Callable[[], float] = time.monotonic
     entries: dict[str, Entry] = field(default_factory=dict)
     seats: dict[str, _Seat] = field(default_factory=dict)
-    # When an entry goes by itself.
+    # The time at which the backend removes an entry.
     expiry: dict[str, float] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -54,7 +54,7 @@ class MemoryBackend:
         return entry
 
     def entry(self, key: str) -> Entry | None:
-        """Return what is there now: an entry whose time is over is not."""
+        """Return the current entry; None for one whose ttl has passed."""
         if self.clock() >= self.expiry.get(key, math.inf):
             self.entries.pop(key, None)
         return self.entries.get(key)
@@ -65,16 +65,16 @@ class MemoryBackend:
         self.changed = asyncio.Event()
 
     def seat(self, key: str) -> _Seat:
-        """Return the lease `key`, which is free where nobody took it yet."""
+        """Return the lease `key`, a free one where there is none yet."""
         return self.seats.setdefault(key, _Seat())
 
 
 @dataclass
 class StoreFaults:
-    """What is wrong between one client and the backend."""
+    """The faults between one client and the backend."""
 
     unreachable: bool = False
-    # So many writes are done, but answered with a StoreError.
+    # This many writes are done, but answered with a StoreError.
     replies_to_lose: int = 0
 
 
@@ -167,7 +167,7 @@ class MemoryStore:
         """See Store.close."""
 
     async def reach(self) -> None:
-        """Let others run, as every operation does, and fail where the fault says so."""
+        """Yield to other tasks, as every operation does, and fail where a fault says so."""
         await asyncio.sleep(0)
         if self.faults.unreachable:
             raise StoreError("memory store: out of reach", slug="store-unreachable")

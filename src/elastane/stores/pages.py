@@ -1,22 +1,22 @@
 """Numbered, immutable, checksummed files in a folder that several machines share, NFS included.
 
-Owns how a page comes into being and which one counts. A page is written to a temporary file,
-flushed to disk, and then given its number by link(2), which exactly one of several writers can
-do, on NFS too (no lock is used: those NFS may lose). So no reader ever sees half a page that
-was written here, whatever step its writer was killed at. The highest complete page counts;
-what is torn, foreign or garbage is skipped and named once, never overwritten.
+Owns how a page is made and which one counts. A page is written to a temporary file, flushed to
+disk, and then gets its number by link(2), which exactly one of several writers can do, also on NFS
+(no lock is used: NFS may lose those). So no reader sees half a page, whatever step its writer was
+killed at. The highest complete page counts. Torn and foreign files are skipped and logged once,
+never overwritten.
 
-Each page names the page before it. That is how a writer that was stopped for long between
-looking and linking can tell that it linked into a gap which pruning had left (nobody ever saw
-that page: a higher one existed) from a link that took effect.
+Each page names the page before it. A writer may be stopped for long between looking and linking,
+and then link into a gap that pruning had left. No reader saw that page, since a higher one existed;
+the name of the page before tells this case from a link that took effect.
 
-A page commands the job, so it counts only in folders and as a file of this user's (or root's):
-whoever may write to the folder of a store must not be able to plant the pages of a job.
+A page commands the job. So it counts only in folders, and as a file, of this user or root: a user
+who may write to the folder of a store must not be able to plant pages.
 
-Folders are opened anew for each listing and files for each read, since an open is what makes an
-NFS client ask the server (close-to-open); mounts with `nocto` or `actimeo` can delay what is
-seen, never who wins. How it fails: OSError, told by `trouble`; StoreError where the outcome of
-a write is unknown. All of it blocks: callers run it off the event loop.
+Folders are opened for each listing and files for each read, since an open makes an NFS client ask
+the server (close-to-open). Mounts with `nocto` or `actimeo` can delay what is seen, never decide
+which writer wins. It fails with OSError, which `trouble` turns into the store's error, and with
+StoreError where the outcome of a write is unknown. Every call blocks: callers use a thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ROOT_UID = 0
 
 
 class FolderPage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page. `nonce` tells writers apart, `before` is the nonce of the page it follows."""
+    """One page. `nonce` is its writer's own; `before` is the nonce of the page it follows."""
 
     number: int
     kind: str
@@ -67,7 +67,7 @@ class FolderPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageReading(msgspec.Struct, frozen=True):
-    """What a folder holds: the page that counts, and the highest number that is in use."""
+    """A folder's content: the page that counts, and the highest number in use."""
 
     page: FolderPage | None
     top: int
@@ -75,11 +75,11 @@ class PageReading(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What an operation is watched by.
+    """The observers of an operation.
 
-    `on_step` is told of each step of a write (tests kill the process there), `on_skip` of each
-    file that is passed over and why, `guard` is called before a write takes effect and may
-    raise: the caller has gone away meanwhile.
+    `on_step` gets each step of a write (tests kill the process there), `on_skip` each file that
+    is skipped and why. `guard` runs before a write takes effect; it raises where the caller has
+    given up meanwhile.
     """
 
     on_step: Callable[[str], None]
@@ -88,10 +88,10 @@ class Hooks:
 
 
 class Root:
-    """The folder of a store, and the rule which owners count in it.
+    """The folder of a store, and the rule which owners of files count in it.
 
-    They are this user, root, and the owner that files of this process get there: a file server
-    may map users to others.
+    They are this user, root, and the owner that new files of this process get: a file server may
+    map users to others.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +99,7 @@ class Root:
         self._mapped: int | None = None
 
     def check(self) -> None:
-        """ConfigurationError for a folder in which strangers may replace what is written."""
+        """ConfigurationError for a folder in which other users may replace what is written."""
         with self.opened(Path()) as at:
             found = os.fstat(at)
             if found.st_mode & stat.S_IWOTH:
@@ -112,7 +112,7 @@ class Root:
     def opened(self, below: Path, *, make: bool = False) -> Iterator[int]:
         """Open a folder below this one, part by part and without following a link.
 
-        ConfigurationError where a part of the way belongs to somebody else, or is open to all.
+        ConfigurationError where a part of the path belongs to another user, or is open to all.
         """
         at, where = os.open(self.path, _FOLDER), self.path
         try:
@@ -141,7 +141,7 @@ class Root:
                 raise
 
     def check_file(self, found: os.stat_result, at: int) -> None:
-        """ValueError for a file that somebody else has put there; `at` is a folder of ours."""
+        """ValueError for a file of another user; `at` is a checked folder of the store."""
         if not self._is_ours(found.st_uid, at):
             raise ValueError(f"it belongs to user {found.st_uid}")
 
@@ -159,7 +159,7 @@ class Root:
         return uid == self._mapped
 
     def _owner_of_new(self) -> int:
-        """Return whose a new file of this process is in the folder."""
+        """Return the owner that a new file of this process gets in the folder."""
         name = f".owner.{secrets.token_hex(8)}"
         root = os.open(self.path, _FOLDER)
         try:
@@ -178,8 +178,8 @@ class Root:
 class Pages:
     """The pages of one folder below a root, which need not exist yet.
 
-    `whole`: a newest page that was damaged is an error, and not passed over. An older page would
-    take the job back to a state that it has left.
+    With `whole`, a damaged newest page is an error and is not skipped. An older page would take
+    the job back to a state that it has left.
     """
 
     def __init__(self, below: Path, root: Root, hooks: Hooks, *, whole: bool = False) -> None:
@@ -202,7 +202,7 @@ class Pages:
         )
 
     def read(self, number: int) -> FolderPage | None:
-        """Return a page, None where its file is not one. Raises FileNotFoundError."""
+        """Return a page, None for a file that is no page. Raises FileNotFoundError."""
         name = _name(number)
         try:
             with self._opened() as at:
@@ -215,12 +215,12 @@ class Pages:
             return None
 
     def read_beside(self, name: str, bytes_max: int) -> bytes:
-        """Return the content of a small file beside the pages; ValueError where it is none."""
+        """Return the content of a small file next to the pages; ValueError for what is none."""
         with self._opened() as at:
             return self._content(at, name, bytes_max)
 
     def write_beside(self, name: str, content: bytes) -> None:
-        """Write to a small file beside the pages, in place."""
+        """Write to a small file next to the pages, in place."""
         with self._opened() as at:
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(name, flags, 0o600, dir_fd=at)
@@ -230,7 +230,7 @@ class Pages:
                 os.close(descriptor)
 
     def append(self, base: PageReading, kind: str, value: bytes) -> FolderPage | None:
-        """Write the page after `base` durably; None where somebody else did."""
+        """Write the page after `base` durably; None where another process did."""
         before = base.page.nonce if base.page else "-"
         page = FolderPage(
             number=base.top + 1, kind=kind, nonce=secrets.token_hex(8), before=before, value=value
@@ -247,7 +247,7 @@ class Pages:
             if not linked:
                 return None
             self._hooks.on_step("linked")
-            # At once: during the flush, others may write more pages than are kept.
+            # Immediately: during the flush, others may write more pages than are kept.
             if not self._took_effect(page):
                 return None
             sync_open(at)
@@ -257,13 +257,15 @@ class Pages:
     def tidy(self, page: FolderPage, keep: int = _PAGES_KEPT) -> None:
         """Remove what `page` has made obsolete.
 
-        A temporary file for this number or a lower one belongs to a writer that is dead, or
-        about to lose; without it, it can only lose.
+        A temporary file for this number or a lower one belongs to a writer that is dead or about to
+        lose; without the file it can only lose.
         """
         doomed = [name for name in self._names() if _is_obsolete(name, page.number, keep)]
         with self._opened() as at:
             for name in doomed:
-                with contextlib.suppress(OSError):  # somebody else tidies too; else the next time
+                with contextlib.suppress(
+                    OSError
+                ):  # another process tidies too, or the next call does
                     os.unlink(name, dir_fd=at)
 
     def _opened(self, *, make: bool = False) -> contextlib.AbstractContextManager[int]:
@@ -362,7 +364,7 @@ def _digest(head: str, value: bytes) -> str:
 
 
 def _decode(content: bytes, number: int) -> FolderPage:
-    """Return the page in `content`; raise ValueError that says what is wrong with it."""
+    """Return the page in `content`; ValueError names the fault."""
     line, newline, value = content.partition(b"\n")
     fields = line[:_HEADER_BYTES_MAX].decode("ascii", "replace").split(" ")
     if not newline or len(fields) != 8 or fields[:2] != ["elastane-page", "1"]:
@@ -382,7 +384,7 @@ def read_plain(
 ) -> bytes:
     """Return the content of a plain file in an open folder.
 
-    ValueError where it is none, is too large, or `check` says so.
+    ValueError for another kind of file, one that is too large, or one that `check` refuses.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO would block
     try:

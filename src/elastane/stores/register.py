@@ -1,17 +1,17 @@
 """A store over one register: a single value that can be read and conditionally replaced.
 
-Owns the layout of that value: every key, version and lease of the Store protocol in one document,
-which each write replaces by compare-and-set. So whoever can keep one value with a fencing token
-(torch's RendezvousBackend) has a store with elections. Knows nothing of jobs, nor of what keeps
-the register. Its calls may block: each runs in a thread, one at a time, within the bound.
+Owns the layout of that value: one document with every key, version and lease, which each write
+replaces by compare-and-set. So any service that keeps one value with a fencing token (torch's
+RendezvousBackend) becomes a store with elections. The calls of the register may block: each runs in
+a thread, one at a time, within the bound.
 
-Versions are one count over all writes, so they grow over deletion and re-creation. A lease is
-judged by each candidate: one that was not renewed for its ttl, by the candidate's own clock, may be
-taken. Taking and renewing are the same conditional write, so one of them wins; the holder counts
-its ttl, less a margin, from before it wrote.
+Versions are one count over all writes, so they grow over deletion and re-creation. Each candidate
+judges a lease by its own clock: one that was not renewed for its ttl may be taken. Taking and
+renewing are the same conditional write, so one of them wins. The holder counts its ttl, less a
+margin, from before it wrote.
 
-How it fails: StoreError when the register cannot be reached, or a write's outcome is unknown;
-ConfigurationError for a value that is not ours (nothing is ever unpickled) or too large.
+It fails with StoreError when the register is out of reach or the outcome of a write is unknown, and
+with ConfigurationError for a foreign value (nothing is ever unpickled) or one that is too large.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from elastane.stores.protocol import (
 )
 
 T = TypeVar("T")
-# A job's keys take some 120 KB for 1,024 nodes; a register that is larger is none of ours.
+# A job's keys take some 120 KB for 1,024 nodes; a larger register is not elastane's.
 REGISTER_BYTES_MAX = 4 * STORE_VALUE_BYTES_MAX
-# Of several writers one wins each time, so this many lost races are no race.
+# One of several writers wins each time, so this many lost races have another cause.
 _RACES_MAX = 1000
 _NONCE_BYTES = 9
 
@@ -50,12 +50,12 @@ class Register(Protocol):
     """One value with a fencing token; any call may block, and may raise anything."""
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the value and its token; None where there is no value yet."""
+        """Return the value and its token, None while there is no value."""
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Replace the value that `token` is of (None: where there is none).
+        """Replace the value if `token` is still its token (None: if there is no value yet).
 
-        Returns what is there afterwards, with its token, and whether it is what was written.
+        Returns the value that is there afterwards, its token, and whether it is the written one.
         """
 
 
@@ -74,7 +74,7 @@ class _Lease(msgspec.Struct, array_like=True):
 
 
 class _Document(msgspec.Struct, tag="elastane-register-1"):
-    """All that the register holds. `nonce` is of the write: no two writes leave the same bytes."""
+    """Everything in the register. Each write has a new `nonce`, so no two leave the same bytes."""
 
     count: int = 0
     nonce: str = ""
@@ -189,11 +189,10 @@ class RegisterStore:
         """See Store.close."""
 
     async def write(self, change: Callable[[_Document], T]) -> T:
-        """Apply `change` to what is in the register then, and return what it returned.
+        """Apply `change` to the current document, write it, and return what `change` returned.
 
-        It may be called again and again, each time with a fresh document, whose count is already
-        the one that this write gives. Where it returns None, nothing is written if nothing
-        changed.
+        After each lost race `change` is called again with a fresh document, whose count is that of
+        this write. Where it returns None and changed nothing, nothing is written.
         """
         found = await self._call(self._register.get_state)
         for _ in range(_RACES_MAX):
@@ -222,7 +221,7 @@ class RegisterStore:
         return self._decode(found[0]) if found is not None else _Document()
 
     def _is_free(self, key: str, found: _Lease, begun_s: float) -> bool:
-        """Whether nobody holds `found`, or its holder was seen not to renew it for its ttl."""
+        """Whether `found` is released, or was seen without a renewal for its ttl."""
         if found.value is None:
             return True
         seen = self._sightings.get(key)
@@ -232,7 +231,7 @@ class RegisterStore:
         return begun_s - seen.seen_s >= found.ttl_s
 
     async def _call(self, call: Callable[[], T]) -> T:
-        """Run one call of the register's, which may block for as long as it likes."""
+        """Run one call of the register, which may block, in a thread and within the bound."""
 
         def alone() -> T:
             if not self._turn.acquire(timeout=self._timeout_s):
@@ -293,7 +292,7 @@ class RegisterLease(HeldLease):
         self.count_from(begun_s)
 
     async def renew(self) -> None:
-        """See Lease.renew. A late renewal keeps its term: whoever came between has the next."""
+        """See Lease.renew. A late renewal keeps its term: any other holding has a higher one."""
         begun_s = self._store.clock()
 
         def beat(document: _Document) -> None:

@@ -1,11 +1,11 @@
-"""HTTP to a cluster of several endpoints: one that answers is kept, one that does not is left.
+"""HTTP to a cluster of several endpoints: the one that answers is kept, one that fails is left.
 
-Owns connections, failover, TLS and the login. Knows nothing of keys. How it fails: StoreError. Its
-slug is `store-unreachable` where nothing was asked (no server could be reached), `store-unsure`
-where a write may have been done, `store-refused` where a server said no.
+Owns connections, failover, TLS and the login; knows nothing of keys. It fails with StoreError. The
+slug is `store-unreachable` where no server got the request, `store-unsure` where a write may have
+been done, and `store-refused` where a server refused it.
 
-A read goes on to the next endpoint until one answers, within the bound; a write only while it is
-certain that none has seen it, since one that is sent twice may conflict with itself.
+A read tries the next endpoint until one answers, within the bound. A write does so only while it is
+certain that no server has it, since a write that is sent twice may conflict with itself.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ if TYPE_CHECKING:
     import httpx
 
 _log = logging.getLogger(__name__)
-# A member that is there answers in milliseconds; a lease of 2 s is kept over one that is not.
+# A running member answers in milliseconds; a lease of 2 s survives one that does not.
 CONNECT_TIMEOUT_S = 0.5
 ATTEMPT_TIMEOUT_S = 1.5
 # base64 of the largest value in a transaction's answer, and the names around it.
 ANSWER_BYTES_MAX = 2 * STORE_VALUE_BYTES_MAX
-# What a server says when it has not taken a request up: another member may be asked.
+# Errors of a server that did not accept a request: another member may be asked.
 _NOT_TAKEN = ("no leader", "not capable", "server stopped", "too many requests")
-# What it says when it may have: a write is not sent again.
+# Errors of a server that may have accepted it: a write is not sent again.
 _MAY_BE_TAKEN = ("leader changed", "timed out", "unavailable")
-# The host of a request over a socket is nobody's.
+# The host of a request over a socket; no server looks at it.
 _BY_SOCKET = "http://etcd"
 _NOT_ALLOWED = ("auth", "permission denied", "user name is empty")
 _TOKEN_IS_OLD = ("invalid auth token", "auth: token", "revision of auth store is old")
 
 
 class HttpAnswer:
-    """A server's answer, read to its end."""
+    """A server's complete answer."""
 
     def __init__(self, url: str, status: int, content: bytes, index: int = 0) -> None:
         self.url = url
         self.status = status
         self.content = content
-        # The state of the store as of the answer, where the server is a v2 one.
+        # The store's index as of the answer, from a v2 server.
         self.index = index
 
 
 class Gateway:
-    """Requests to whichever endpoint answers. Opens nothing before the first request."""
+    """Requests to any endpoint that answers. Opens nothing before the first request."""
 
     def __init__(self, settings: EtcdSettings, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
         self.settings = settings
@@ -77,7 +77,7 @@ class Gateway:
     ) -> HttpAnswer:
         """Return the answer of the first server that gives one, whatever its status.
 
-        `what` is handed to httpx (json=, data=, params=, headers=).
+        `what` is passed to httpx (json=, data=, params=, headers=).
         """
         trouble = ""
         try:
@@ -108,7 +108,7 @@ class Gateway:
     async def stream(
         self, method: str, path: str, *, silence_s: float, **what: Any
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Give the lines of an answer that goes on until it is silent; StoreError if it breaks."""
+        """Give the lines of an endless answer until it is silent; StoreError if it breaks."""
         import httpx
 
         url = self._url()
@@ -117,7 +117,7 @@ class Gateway:
             async with self._http().stream(method, url + path, timeout=timeout, **what) as response:
                 yield _lines(response)
         except httpx.ReadTimeout:
-            return  # Nothing happened for so long: the caller looks anew.
+            return  # No event for this long: the caller reads the key again.
         except (httpx.HTTPError, httpx.StreamError, ssl.SSLError) as error:
             self._next()
             raise self.unreachable(f"{url}: {_words(error)}") from error
@@ -130,7 +130,7 @@ class Gateway:
         self._opened.close()
 
     def unreachable(self, trouble: str) -> StoreError:
-        """Return the error for servers of which none took the request up."""
+        """Return the error for a request that no server accepted."""
         return StoreError(
             f"etcd: {trouble or 'no server answers'}",
             slug="store-unreachable",
@@ -149,7 +149,7 @@ class Gateway:
         )
 
     def refused(self, answer: HttpAnswer, text: str) -> StoreError | ConfigurationError:
-        """Return the error for a server that said no: to who we are, or to what was asked."""
+        """Return the error for a refusal: of the login, or of the request."""
         if answer.status in (401, 403) or any(sign in text for sign in _NOT_ALLOWED):
             return ConfigurationError(
                 f"etcd: {answer.url}: {text or 'not allowed'}",
@@ -189,7 +189,7 @@ class Gateway:
             raise _Unanswered(f"no answer within {ATTEMPT_TIMEOUT_S:g} s", sent=True) from None
 
     def _goes_on(self, answer: HttpAnswer, write: bool) -> bool:
-        """Whether another member is to be asked after an error of this one."""
+        """Whether another member is asked after an error of this one."""
         text = wire.trouble_of(answer.content)
         if any(sign in text for sign in _NOT_TAKEN):
             return True
@@ -207,7 +207,7 @@ class Gateway:
         return self.settings.urls[self._at % len(self.settings.urls)]
 
     def _next(self) -> None:
-        """Ask another server from now on; the connection that failed is not used again."""
+        """Ask another server from now on; the failed connection is not used again."""
         self._at += 1
 
     def _http(self) -> httpx.AsyncClient:
@@ -221,10 +221,10 @@ class Gateway:
                     expected="elastane with its extra etcd",
                     next_step="pip install 'elastane[etcd]'",
                 ) from None
-            # httpx tells each request at INFO; a lease is renewed twice a second.
+            # httpx logs each request at INFO; a lease is renewed twice a second.
             logging.getLogger("httpx").setLevel(logging.WARNING)
             timeout = httpx.Timeout(ATTEMPT_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-            # A proxy of the environment is for the world outside, never for the cluster.
+            # A proxy of the environment is for the internet, never for the cluster.
             self._client = httpx.AsyncClient(
                 transport=self._opened.enter_context(_transport(self.settings)),
                 timeout=timeout,
@@ -234,7 +234,7 @@ class Gateway:
 
 
 class GatewaySession:
-    """v3's JSON over a gateway: paths of the server's version, and the login's token."""
+    """v3's JSON over a gateway: the paths of the server's version, and the login's token."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -245,7 +245,7 @@ class GatewaySession:
     async def call(
         self, path: str, request: Mapping[str, Any], kind: type[wire.T], *, write: bool = False
     ) -> wire.T:
-        """Return the typed answer; StoreError where there is none, or the server refuses."""
+        """Return the typed answer; StoreError for no answer or a refusal."""
         for last in (False, True):
             await self._begin()
             answer = await self.gateway.ask(
@@ -265,12 +265,12 @@ class GatewaySession:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What identifies us to the server."""
+        """The headers that identify this user to the server."""
         return {"Authorization": self._token} if self._token else {}
 
     @property
     def root(self) -> str:
-        """What every path begins with, once a call was made."""
+        """The beginning of every path, once a call was made."""
         return self._root
 
     async def _begin(self) -> None:
@@ -286,7 +286,7 @@ class GatewaySession:
             self._token = self._decode(answer, wire.Token).token
 
     async def _find_root(self) -> str:
-        """Return where this server has its gateway: /v3 since etcd 3.4, /v3beta in 3.3."""
+        """Return the root of the server's gateway: /v3 since etcd 3.4, /v3beta in 3.3."""
         for root in ("/v3", "/v3beta"):
             answer = await self.gateway.ask("POST", f"{root}/kv/range", content=b'{"key":"AA=="}')
             if answer.status != 404:
@@ -311,7 +311,7 @@ class GatewaySession:
 
 
 class _Unanswered(Exception):
-    """No answer; `sent`: the server may have the request all the same."""
+    """No answer came; with `sent`, the server may have the request all the same."""
 
     def __init__(self, why: str, *, sent: bool) -> None:
         super().__init__(why)

@@ -1,8 +1,8 @@
-"""Which etcd servers are meant, and how to speak to them.
+"""Which etcd servers a command line names, and how to connect to them.
 
 Owns the reading of `--rdzv-endpoint` and of the keys of `--rdzv-conf` that concern etcd, in torch's
 spellings (`protocol`, `cert`, `key`, `cacert` of its etcd; `ssl_cert`, `ssl_cert_key`, `ca_cert` of
-its etcd-v2) and ours. It opens no file and no connection. How it fails: ConfigurationError.
+its etcd-v2) and ours. It opens no file and no connection. It fails with ConfigurationError.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONF_KEYS = {
 
 @dataclass(frozen=True)
 class EtcdSettings:
-    """Where the servers are (base URLs, in the user's order) and who we are to them."""
+    """The servers (base URLs, in the user's order) and the login."""
 
     urls: tuple[str, ...]
     prefix: str = PREFIX
@@ -51,7 +51,7 @@ class EtcdSettings:
 
     @property
     def socket(self) -> str:
-        """The path of the socket by which the server is reached; "" for one with a port."""
+        """The path of the server's socket; "" for a server with a port."""
         url = self.urls[0]
         return url.removeprefix(_UNIX) if url.startswith(_UNIX) else ""
 
@@ -62,7 +62,7 @@ class EtcdSettings:
 
 
 def read_settings(endpoint: str, conf: Mapping[str, str]) -> EtcdSettings:
-    """Read `HOST[:PORT],...` or URLs; ConfigurationError for what names no server."""
+    """Read `HOST[:PORT],...` or URLs; ConfigurationError for anything else."""
     values: dict[str, str] = {}
     for name, field_name in CONF_KEYS.items():
         if conf.get(name):
@@ -73,7 +73,7 @@ def read_settings(endpoint: str, conf: Mapping[str, str]) -> EtcdSettings:
         raise ConfigurationError(
             f"--rdzv-conf protocol = {given!r}", slug="bad-rdzv-conf", expected="http or https"
         )
-    if endpoint.startswith(f"{_UNIX}/"):  # The etcd that an agent brings along.
+    if endpoint.startswith(f"{_UNIX}/"):  # The etcd sidecar of an agent.
         urls: tuple[str, ...] = (endpoint,)
     else:
         urls = tuple(_url(part.strip(), protocol) for part in endpoint.split(",") if part.strip())
@@ -118,7 +118,7 @@ def _url(written: str, protocol: str) -> str:
             slug="endpoint-syntax",
             expected="HOST:PORT, http://HOST:PORT or https://HOST:PORT",
         )
-    if "@" in rest:  # Not shown: what stands before it is likely a password.
+    if "@" in rest:  # Not shown: the part before it is likely a password.
         raise ConfigurationError(
             f"--rdzv-endpoint {scheme}://***@{rest.rpartition('@')[2]}: it holds a user",
             slug="endpoint-syntax",

@@ -1,12 +1,12 @@
 """The store over etcd v2, for servers that still speak it (`--enable-v2`; gone with etcd 3.6).
 
 Owns how the Store's promises become v2's conditional requests: a version is a modifiedIndex, a
-lease a key with a TTL whose createdIndex is the term. v2 has no transactions, so beside each lease
-stands the term of its latest holder (`<lease>~last`), changed by compare-and-swap: a holder whose
-key ran out learns from it whether anybody came between. Values are base64, as v2 keeps text. A job
-has no folder of its own, since v2 never removes an empty one: a slash in a key is written `~`.
+lease a key with a TTL whose createdIndex is the term. v2 has no transactions. So a second key,
+`<lease>~last`, holds the term of the latest holder and is changed by compare-and-swap: a holder
+whose key ran out learns from it whether another holding came between. Values are base64, as v2
+keeps text. A slash in a key is written `~`: v2 never removes an empty folder, so a job has none.
 
-How it fails: as stores.protocol says; ConfigurationError where the server has no v2 API.
+It fails as stores.protocol says, and with ConfigurationError for a server without the v2 API.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EtcdNode(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """What the server says: of a key, or of an error."""
+    """The server's answer: about a key, or an error."""
 
     node: EtcdNode | None = None
     errorCode: int = 0  # noqa: N815
@@ -87,7 +87,7 @@ class EtcdV2Store:
         check_key(key)
         check_value(key, value)
         form = _guard(expected_version) | {"value": base64.b64encode(value).decode()}
-        # An empty TTL takes away one that the key had.
+        # An empty TTL removes that of the key.
         form["ttl"] = "" if ttl_s is None else str(math.ceil(check_ttl(key, ttl_s)))
         reply, _ = await self.ask("PUT", key, data=form)
         if reply.node is None:
@@ -149,7 +149,7 @@ class EtcdV2Store:
         await self.gateway.close()
 
     async def ask(self, method: str, key: str, **what: Any) -> tuple[Reply, int]:
-        """Return the reply and the store's index; one without a node: absent, or a conflict."""
+        """Return the reply and the store's index; a reply without a node: absent, or a conflict."""
         path = f"{self._folder}/{_flat(key)}" if key else self._folder
         answer = await self.gateway.ask(
             method, path, write=method != "GET", headers=self._headers, **what
@@ -162,7 +162,7 @@ class EtcdV2Store:
         return reply, answer.index
 
     async def _wait(self, key: str, index: int) -> None:
-        """Return when something happened from `index` on, or nothing for WATCH_SILENCE_S."""
+        """Wait for an event from `index` on, for WATCH_SILENCE_S at most."""
         opened = self.gateway.stream(
             "GET",
             f"{self._folder}/{_flat(key)}",
@@ -219,7 +219,7 @@ class EtcdV2Lease(HeldLease):
         taken = reply.node
         form = _guard(last.modifiedIndex if last else 0) | {"value": str(taken.createdIndex)}
         noted, _ = await self._store.ask("PUT", last_key, data=form)
-        if noted.node is None:  # Our key ran out meanwhile, and somebody else took it.
+        if noted.node is None:  # Our key ran out meanwhile, and another process took it.
             await self._store.ask("DELETE", self._key, params=_guard(taken.modifiedIndex))
             return None
         self._term, self._index = taken.createdIndex, taken.modifiedIndex
@@ -268,7 +268,7 @@ class EtcdV2Lease(HeldLease):
 
 
 def _guard(version: int) -> dict[str, str]:
-    # 0 as prevIndex would mean: whatever it is.
+    # prevIndex=0 would match any index.
     return {"prevIndex": str(version)} if version else {"prevExist": "false"}
 
 

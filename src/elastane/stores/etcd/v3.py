@@ -1,14 +1,15 @@
 """The store over etcd v3.
 
-Owns how the Store's promises become transactions: a version is a mod_revision, a conditional write
-a transaction with a guard on it, a lease a key bound to an etcd lease beside a key `<lease>/term`
-that outlives it and whose count of writes is the term. Knows nothing of jobs or connections.
+Owns how the Store's promises become transactions. A version is a mod_revision, a conditional write
+a transaction with a guard on it. A lease is a key bound to an etcd lease. Beside it the key
+`<lease>/term` outlives it, and its count of writes is the term. Knows nothing of jobs or
+connections.
 
-A lease of the server's ends at the earliest its TTL after it was granted or renewed (the server
-rounds up to whole seconds, 2 at least), so its holder, which counts the TTL that was asked from
-before it asked, less a margin, is always done first. The server judges; no clocks are compared.
+A lease of the server ends at the earliest its TTL after it was granted or renewed (the server
+rounds up to whole seconds, 2 at least). Its holder counts the requested TTL, less a margin, from
+before the request, so it always stops first. The server judges; no clocks are compared.
 
-How it fails: as stores.protocol says; see gateway for which StoreError means what.
+It fails as stores.protocol says; gateway says which StoreError means what.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from elastane.stores.protocol import (
     check_value,
 )
 
-# A watch that is silent for so long looks at the key by itself: its server may have been cut off
-# from the others, and would not know.
+# After this long without an event a watch reads the key: its server may have been cut off from the
+# others without noticing.
 WATCH_SILENCE_S = 10.0
-# Between two attempts to watch a server that ends each at once.
+# The pause between two watches of a server that ends each immediately.
 _WATCH_PAUSE_S = 0.1
 
 
@@ -53,7 +54,7 @@ class EtcdStore:
         self._prefix = f"/{settings.prefix}/"
 
     def name(self, key: str) -> bytes:
-        """Return the key as the server knows it."""
+        """Return the key's name in the server."""
         return (self._prefix + key).encode()
 
     async def get(self, key: str) -> Entry | None:
@@ -142,29 +143,29 @@ class EtcdStore:
         await self.session.gateway.close()
 
     async def grant(self, ttl_s: float) -> int:
-        """Make a lease of the server's of at least `ttl_s`, which is bound to nothing yet."""
+        """Grant a lease of the server of at least `ttl_s`, with no key bound to it yet."""
         granted = await self.session.call(
             "/lease/grant", {"TTL": str(math.ceil(ttl_s))}, wire.LeaseGrant, write=True
         )
         return granted.ID
 
     async def revoke(self, lease: int) -> None:
-        """End a lease of the server's, and with it what is bound to it."""
+        """End a lease of the server, and remove the keys bound to it."""
         paths = ("/lease/revoke", "/kv/lease/revoke")  # etcd 3.4 and later; 3.3
         path = paths[self.session.root == "/v3beta"]
         await self.session.call(path, {"ID": str(lease)}, wire.LeaseGrant, write=True)
 
     async def commit(self, transaction: dict[str, object]) -> wire.Txn:
-        """Carry a transaction out."""
+        """Run a transaction."""
         return await self.session.call("/kv/txn", transaction, wire.Txn, write=True)
 
     async def _read(self, key: str) -> tuple[Entry | None, int]:
-        """Return the key's entry, and the revision as of which that is so."""
+        """Return the key's entry, and the revision of that reading."""
         found = await self.session.call("/kv/range", {"key": self.name(key)}, wire.KeyRange)
         return _entry(found.first), found.header.revision
 
     async def _events(self, key: str, revision: int) -> AsyncIterator[wire.WatchEvent]:
-        """Give what happens from `revision` on, until the watch breaks, is silent or compacted."""
+        """Give the events from `revision` on, until the watch breaks, is silent or compacted."""
         name = base64.b64encode(self.name(key)).decode()
         request = {"create_request": {"key": name, "start_revision": str(revision)}}
         session = self.session
@@ -201,7 +202,7 @@ class EtcdLease(HeldLease):
     async def take(self, after_term: int | None) -> EtcdLease | None:
         """Take the lease if it is free, and if its latest term was `after_term` (None: any).
 
-        None where it is not. A grant whose transaction was lost ends by itself after its TTL.
+        Returns None otherwise. A grant whose transaction was lost ends by its TTL.
         """
         begun_s = boot_clock()
         lease = await self._store.grant(self._ttl_s)
@@ -242,11 +243,11 @@ class EtcdLease(HeldLease):
         if self._lost:
             return
         self._lost = True
-        with contextlib.suppress(StoreError):  # It has ended by itself, or will.
+        with contextlib.suppress(StoreError):  # Its TTL ends it.
             await self._store.revoke(self._id)
 
     async def _judge(self) -> None:
-        """After an end of the lease that could not be mended: lost, or only not yet free?"""
+        """Tell a lost lease from one whose key is not yet free, after a failed retaking."""
         holder = await self._store.holder(self._key)
         if holder is not None and holder.term == self._term and holder.value == self._value:
             raise StoreError(

@@ -1,6 +1,6 @@
 """etcd v3's messages as its JSON gateway writes them, typed and bounded.
 
-Bytes are base64, 64-bit integers are strings, and what is false, zero or empty is left out: so
+Bytes are base64, 64-bit integers are strings, and false, zero and empty values are left out. So
 every field has a default, and numbers are decoded leniently. Knows no connection.
 """
 
@@ -40,12 +40,12 @@ class KeyRange(msgspec.Struct):
 
     @property
     def first(self) -> KeyValue | None:
-        """The key that was asked for, None where it is absent."""
+        """The requested key, None for an absent one."""
         return self.kvs[0] if self.kvs else None
 
 
 class Put(msgspec.Struct):
-    """The answer to a write, with what was there before where that was asked for."""
+    """The answer to a write, with the previous entry where it was requested."""
 
     prev_kv: KeyValue | None = None
 
@@ -66,14 +66,14 @@ class Txn(msgspec.Struct):
 
 
 class LeaseGrant(msgspec.Struct):
-    """The answer to the making of a lease; TTL is in seconds, and may be more than was asked."""
+    """The answer to a grant; TTL is in seconds, and may be longer than requested."""
 
     ID: int = 0
     TTL: int = 0
 
 
 class KeepAlive(msgspec.Struct):
-    """The one line that a renewal answers; a TTL of 0: the lease is no more."""
+    """The answer to a renewal, one line; a TTL of 0 means that the lease has ended."""
 
     result: LeaseGrant = msgspec.field(default_factory=LeaseGrant)
 
@@ -106,7 +106,7 @@ class WatchLine(msgspec.Struct):
 
 
 class GatewayError(msgspec.Struct):
-    """What the gateway says of an error."""
+    """An error of the gateway."""
 
     error: str = ""
     message: str = ""
@@ -114,12 +114,12 @@ class GatewayError(msgspec.Struct):
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """Return the message; one of UNREADABLE for what is none."""
+    """Return the message; one of UNREADABLE for anything else."""
     return msgspec.json.decode(content, type=kind, strict=False)
 
 
 def trouble_of(content: bytes) -> str:
-    """Return what an error's body says, or its beginning where that is no message."""
+    """Return the text of an error's body, or its beginning where it is no message."""
     try:
         found = decode(content, GatewayError)
     except UNREADABLE:
