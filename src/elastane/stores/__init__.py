@@ -6,7 +6,7 @@ keeps. The stores are `file`, `etcd` (v3 and v2), `register` (one value with a f
 needs to bring a store (docs/custom-rendezvous.md).
 """
 
-from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
+from elastane.stores.common import HeldLease, boot_clock, watch_by_polling
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
@@ -33,5 +33,5 @@ __all__ = [
     "check_key",
     "check_ttl",
     "check_value",
-    "watch_by_looking",
+    "watch_by_polling",
 ]

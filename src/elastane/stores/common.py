@@ -71,7 +71,7 @@ class HeldLease:
         )
 
 
-async def watch_by_looking(
+async def watch_by_polling(
     get: Callable[[], Awaitable[Entry | None]], after_version: int, pause_s: float
 ) -> AsyncGenerator[Entry | None, None]:
     """Yield what Store.watch promises, by polling, for a store that announces no changes."""

@@ -35,7 +35,7 @@ from typing import TypeVar
 from elastane.errors import ConfigurationError, LeaseLostError
 from elastane.process.offload import Offload
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
-from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
+from elastane.stores.common import HeldLease, boot_clock, watch_by_polling
 from elastane.stores.errors import folder_changed, hangs, trouble
 from elastane.stores.pages import (
     FolderPage,
@@ -127,7 +127,7 @@ class FileStore:
 
     def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
-        return watch_by_looking(lambda: self.get(key), after_version, self._poll_s)
+        return watch_by_polling(lambda: self.get(key), after_version, self._poll_s)
 
     async def purge(self, prefix: str) -> None:
         """See Store.purge."""

@@ -30,7 +30,7 @@ from typing import Any
 from elastane.errors import ConfigurationError, StoreError
 from elastane.process.endpoint import parse_endpoint
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S
-from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
+from elastane.stores.common import HeldLease, boot_clock, watch_by_polling
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
@@ -283,7 +283,7 @@ class RedisStore:
 
     def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
-        return watch_by_looking(lambda: self.get(key), after_version, self._poll_s)
+        return watch_by_polling(lambda: self.get(key), after_version, self._poll_s)
 
     async def purge(self, prefix: str) -> None:
         """See Store.purge."""

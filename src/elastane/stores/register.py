@@ -28,7 +28,7 @@ from elastane.errors import ConfigurationError, ElastaneError, LeaseLostError, S
 from elastane.process.offload import Offload
 from elastane.protocol.limits import STORE_POLL_S, STORE_TIMEOUT_S, STORE_VALUE_BYTES_MAX
 from elastane.protocol.unreadable import UNREADABLE
-from elastane.stores.common import HeldLease, boot_clock, watch_by_looking
+from elastane.stores.common import HeldLease, boot_clock, watch_by_polling
 from elastane.stores.protocol import (
     ConflictError,
     Entry,
@@ -173,7 +173,7 @@ class RegisterStore:
 
     def watch(self, key: str, after_version: int) -> AsyncGenerator[Entry | None, None]:
         """See Store.watch."""
-        return watch_by_looking(lambda: self.get(key), after_version, self._poll_s)
+        return watch_by_polling(lambda: self.get(key), after_version, self._poll_s)
 
     async def purge(self, prefix: str) -> None:
         """See Store.purge."""
