@@ -27,7 +27,7 @@ from elastane.stores.etcd.server import (
     START_TIMEOUT_S,
     LocalServer,
     find_binary,
-    prepare_private,
+    prepare,
 )
 
 _POLL_S = 0.05
@@ -39,7 +39,7 @@ async def sidecar(environ: Mapping[str, str], leash: str) -> AsyncIterator[str]:
     binary, base = find_binary(environ), runtime_folder(environ)
     offload = Offload()
     for attempt in range(START_ATTEMPTS):
-        server = prepare_private(binary, base)
+        server = prepare(binary, base, private=True)
         process = await _start(server, environ, leash)
         try:
             if await _is_up(server, process, offload):

@@ -1,9 +1,8 @@
 """A local etcd server: its command line, its folder, and whether it answers.
 
-Owns what does not depend on who runs the process: the agent's sidecar and the API's EtcdServer
-start it each in its own way, and the sidecar's listens on no port. A folder is named after the
-process that made it, so the next start on this machine removes what a killed one left. How it
-fails: ConfigurationError where there is no binary; StoreError where the server does not come up.
+Owns what the sidecar of an agent and EtcdServer of the API share; each starts the process in its
+own way. A folder is named after the process that made it, so the next start on this machine removes
+what a killed one left. It fails with ConfigurationError where there is no binary.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from elastane.errors import ConfigurationError
 from elastane.process.files import process_start
 
 BINARY_VARIABLE = "TORCHELASTIC_ETCD_BINARY_PATH"
-# A first start writes its log ahead and elects itself: half a second here, more on a slow disk.
+# A first start writes its log and elects itself: half a second here, more on a slow disk.
 START_TIMEOUT_S = 60.0
 # Ports are free when they are chosen, and may be taken until they are used.
 START_ATTEMPTS = 3
@@ -33,28 +32,37 @@ _CLIENT_SOCKET, _PEER_SOCKET = "client.sock:1", "peer.sock:1"
 
 @dataclass(frozen=True)
 class LocalServer:
-    """A server of one member: where it keeps its data, and where it listens."""
+    """A server of one member: its data folder, and its ports.
+
+    Without ports it is private: it listens on sockets in its folder, whose mode is 0700. Every user
+    of the machine reaches a port of the loopback, and etcd authenticates no user by default. Start
+    it in its folder: etcd takes the name of a socket as HOST:PORT, relative to there.
+    """
 
     binary: str
     folder: Path
-    port: int
-    peer_port: int
+    port: int = 0
+    peer_port: int = 0
 
     @property
     def endpoint(self) -> str:
-        """What `--rdzv-endpoint` is given."""
-        return f"127.0.0.1:{self.port}"
+        """The value for `--rdzv-endpoint`."""
+        return f"127.0.0.1:{self.port}" if self.port else f"unix://{self.folder / _CLIENT_SOCKET}"
 
     @property
     def _urls(self) -> tuple[str, str]:
-        """Where clients and other members find it."""
-        return f"http://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
+        """The addresses for clients and for other members."""
+        if self.port:
+            return f"http://{self.endpoint}", f"http://127.0.0.1:{self.peer_port}"
+        return f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
 
     def _connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=_HEALTH_TIMEOUT_S)
+        if self.port:
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=_HEALTH_TIMEOUT_S)
+        return _SocketConnection(self.folder / _CLIENT_SOCKET)
 
     def command(self) -> list[str]:
-        """Return its command line; v2 is served too, where the binary still has it."""
+        """Return its command line; v2 is served too where the binary still has it."""
         client, peer = self._urls
         argv = [self.binary, "--name", "elastane", "--data-dir", str(self.folder / "data")]
         argv += ["--listen-client-urls", client, "--advertise-client-urls", client]
@@ -71,27 +79,6 @@ class LocalServer:
             return False
         finally:
             connection.close()
-
-
-@dataclass(frozen=True)
-class PrivateServer(LocalServer):
-    """A server of this user alone: it listens on sockets in its folder, whose mode is 0700.
-
-    Any user of the machine reaches a port of the loopback, and etcd authenticates nobody by
-    default. Start it in its folder: etcd takes a socket's name as HOST:PORT, relative to there.
-    """
-
-    @property
-    def endpoint(self) -> str:
-        """What `--rdzv-endpoint` is given."""
-        return f"unix://{self.folder / _CLIENT_SOCKET}"
-
-    @property
-    def _urls(self) -> tuple[str, str]:
-        return f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
-
-    def _connection(self) -> http.client.HTTPConnection:
-        return _SocketConnection(self.folder / _CLIENT_SOCKET)
 
 
 class _SocketConnection(http.client.HTTPConnection):
@@ -134,20 +121,17 @@ def find_binary(environ: Mapping[str, str]) -> str:
     return found
 
 
-def prepare(binary: str, base: Path) -> LocalServer:
-    """Return a server on free ports with a folder below `base`, whose leftovers are removed."""
+def prepare(binary: str, base: Path, *, private: bool = False) -> LocalServer:
+    """Return a server with an empty folder below `base`; `private`: on no port."""
     folder = _folder(base)
+    if private:
+        return LocalServer(binary, folder)
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
         for sock in sockets:
             sock.bind(("127.0.0.1", 0))
         port, peer_port = (sock.getsockname()[1] for sock in sockets)
     return LocalServer(binary, folder, port, peer_port)
-
-
-def prepare_private(binary: str, base: Path) -> PrivateServer:
-    """Return a server without ports, with a folder below `base` as `prepare` makes it."""
-    return PrivateServer(binary, _folder(base), 0, 0)
 
 
 def _folder(base: Path) -> Path:
