@@ -25,7 +25,7 @@ from elastane.protocol.model import JobRecord, JobSpec, Outcome
 from elastane.stores.jobs import JobKeys
 
 if TYPE_CHECKING:
-    from elastane.kubernetes.bridge.bridge import Attending
+    from elastane.kubernetes.bridge.bridge import OperatorBridge
 
 _log = logging.getLogger("elastane.hosting")
 Save = Callable[[JobRecord], Awaitable[None]]
@@ -35,18 +35,17 @@ async def keep_no_record(record: JobRecord) -> None:
     """Keep no record: the job has no store, and its agents hold what is known."""
 
 
-def operator_bridge_of(keys: JobKeys | None, environ: Mapping[str, str]) -> Attending | None:
+def operator_bridge_of(keys: JobKeys | None, environ: Mapping[str, str]) -> OperatorBridge | None:
     """Return the bridge to the operator of an ElasticJob; None if this is no pod of one."""
     job, pod = environ.get(JOB_VARIABLE, ""), environ.get(POD_VARIABLE, "")
     if not job or not pod or keys is None:
         return None
-    from elastane.kubernetes.bridge.bridge import Attending
-    from elastane.kubernetes.bridge.mailbox import Correspondence
+    from elastane.kubernetes.bridge.bridge import OperatorBridge, OperatorMailbox
     from elastane.kubernetes.store.store import KubernetesStore
 
     if not isinstance(keys.store, KubernetesStore):
         return None
-    return Attending(Correspondence(keys.store, job))
+    return OperatorBridge(OperatorMailbox(keys.store, job))
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class CoordinatorHost:
         spec: JobSpec,
         access: Access,
         tell: Callable[[Note], None],
-        attending: Attending | None = None,
+        attending: OperatorBridge | None = None,
     ) -> None:
         """`attending` is the bridge to the operator, if this job is an ElasticJob."""
         self.spec = spec

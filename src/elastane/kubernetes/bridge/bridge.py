@@ -1,95 +1,170 @@
-"""What an agent that holds the seat does for the operator of its ElasticJob.
+"""The operator's side channel to the coordinator of an ElasticJob, in the coordinator's process.
 
-Owns the two directions: the directive, as it changes, is handed to the coordinator (who is fenced,
-how many nodes the job may have), and what the coordinator knows is reported. It decides nothing.
-How it fails: it does not; while the API server is away the job goes on as it was last told, and
-what cannot be reported is reported later.
+Owns both directions. It hands each new directive (fenced pods, the range of nodes) to the
+coordinator, and reports the coordinator's state to the operator. They travel in two ConfigMaps that
+the operator makes: the operator writes `{job}-directive`, the coordinator `{job}-report`. Neither
+waits for the other, and this module decides nothing.
+
+It does not fail. While the API server is away the job continues under the last directive, and the
+report is written later. An unreadable directive counts as absent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from elastane.errors import ElastaneError
-from elastane.kubernetes.bridge.mailbox import Correspondence
-from elastane.kubernetes.bridge.messages import Directive, JobReport, MemberReport
+from elastane.kubernetes.bridge.messages import (
+    REPORT_KEY,
+    Directive,
+    JobReport,
+    MemberReport,
+    dead_in,
+    directive_name,
+    report_name,
+)
 from elastane.kubernetes.client import ApiUnreachableError
+from elastane.kubernetes.client.resource import CONFIGMAPS
+from elastane.kubernetes.client.single import follow_one
 from elastane.protocol.limits import REASON_CHARS_MAX
 from elastane.protocol.messages import AgentPresence, Report
 from elastane.protocol.model import Fence
+from elastane.protocol.unreadable import UNREADABLE
+
+if TYPE_CHECKING:
+    from elastane.kubernetes.store.store import KubernetesStore
 
 _log = logging.getLogger("elastane.attending")
-# A new coordinator admits nobody before it knows who is fenced, or could not find out for so long.
+# A new coordinator admits no node before it knows which pods are fenced, or after this long.
 FIRST_LOOK_S = 3.0
-# Between two attempts to reach an API server that is away.
+# The pause between two attempts to reach an API server that is away.
 RETRY_S = 2.0
-# What changes the picture is reported within this, and no more often; ...
+# A change of the picture is reported within this, and at most this often; ...
 REPORT_S = 2.0
-# ... steps alone are reported this often, and a report that says nothing new as often, for the
-# operator to know that it still holds. A thousand jobs are a hundred writes a second.
+# ... steps alone, and an unchanged picture, this often, so that the operator knows that it still
+# holds. A thousand jobs make a hundred writes a second.
 REFRESH_S = 10.0
-# The pace of steps is that of this long a past, and of no shorter one than the latter.
+# Steps per second are computed over this long a past, and never over one shorter than the latter.
 PACE_WINDOW_S = 60.0
 PACE_MIN_S = 2.0
-# Pods that are gone and still told as departed.
+# Pods that are gone and still reported as departed.
 DEPARTED_MAX = 64
+# Uids of pods in a directive; the operator keeps some hundreds.
+UIDS_MAX = 10_000
+
+
+class ConfigMap(msgspec.Struct):
+    """The data of a ConfigMap."""
+
+    data: dict[str, str] | None = None
+
+
+class OperatorMailbox:
+    """The two ConfigMaps of the ElasticJob `job`, over a store's connection."""
+
+    def __init__(self, store: KubernetesStore, job: str) -> None:
+        self._store = store
+        self._directive = directive_name(job)
+        self._report = report_name(job)
+
+    async def directives(self) -> AsyncGenerator[Directive | None, None]:
+        """Give the current directive, None where there is none, and each change of it."""
+        store = self._store
+        follow = follow_one(store.api, CONFIGMAPS, store.namespace, self._directive, ConfigMap)
+        async with contextlib.aclosing(follow) as changes:
+            async for found in changes:
+                yield None if found is None else read_directive(found.data or {})
+
+    async def last_report(self) -> JobReport | None:
+        """Return the last report, of this coordinator or one before."""
+        store = self._store
+        found = await store.api.find(CONFIGMAPS, store.namespace, self._report, ConfigMap)
+        try:
+            return msgspec.json.decode(
+                ((found and found.data) or {}).get(REPORT_KEY, ""), type=JobReport
+            )
+        except UNREADABLE:
+            return None
+
+    async def report(self, report: JobReport) -> None:
+        """Replace the last report."""
+        store = self._store
+        patch = {"data": {REPORT_KEY: msgspec.json.encode(report).decode()}}
+        await store.api.patch(CONFIGMAPS, store.namespace, self._report, patch, ConfigMap)
+
+
+def read_directive(data: dict[str, str]) -> Directive:
+    """Read the directive's data; a value that makes no sense counts as absent."""
+    nodes: tuple[int, int] | None = None
+    written = (data.get("min", ""), data.get("max", ""))
+    if all(text.isdecimal() and len(text) < 7 for text in written):
+        low, high = int(written[0]), int(written[1])
+        nodes = (low, high) if 1 <= low <= high else None
+    if nodes is None and any(written):
+        _log.warning("directive: min %r and max %r are no range of nodes", *written)
+    fenced = data.get("fenced", "").split()
+    return Directive(nodes, tuple(fenced[:UIDS_MAX]), tuple(dead_in(data)[:UIDS_MAX]))
 
 
 class OwnedCoordinator(Protocol):
-    """A coordinator, as far as its job's owner has a say."""
+    """The part of a coordinator that the operator of its job may command."""
 
     def fence(self, incarnations: tuple[str, ...], dead: tuple[str, ...]) -> None:
-        """Hear who is fenced, and who is dead."""
+        """Exclude the fenced pods, and expect nothing more from the dead ones."""
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
-        """Hear how many nodes the job may have."""
+        """Set how many nodes the job may have."""
 
 
-class Known(Protocol):
-    """What a coordinator knows."""
+class CoordinatorView(Protocol):
+    """The state of a coordinator, for reports."""
 
     def report(self) -> Report:
-        """Return what `elastane status` shows."""
+        """Return the state that `elastane status` shows."""
 
     def presence(self) -> list[AgentPresence]:
-        """Return who is here and who is not."""
+        """Return the agents that are present, away or departed."""
 
 
-class Attending:
-    """The correspondence of one seat with the operator; `run` lasts as long as the coordinator."""
+class OperatorBridge:
+    """The exchange of one coordinator with the operator; `run` lasts as long as the coordinator."""
 
-    def __init__(self, letters: Correspondence) -> None:
-        self._letters = letters
+    def __init__(self, mailbox: OperatorMailbox) -> None:
+        self._mailbox = mailbox
         self._trouble: dict[str, str] = {}
 
-    async def run(self, coordinator: OwnedCoordinator, known: Known, begun: asyncio.Event) -> None:
-        """Serve both directions until cancelled; sets `begun` once the directive is known.
+    async def run(
+        self, coordinator: OwnedCoordinator, state: CoordinatorView, begun: asyncio.Event
+    ) -> None:
+        """Serve both directions until cancelled; set `begun` once the directive is known.
 
-        It is set as well where that cannot be found out within FIRST_LOOK_S: then the store is
-        away, and no world can be formed either.
+        `begun` is also set after FIRST_LOOK_S without an answer: the store is away then, and no
+        world can be formed either.
         """
         loop = asyncio.get_running_loop()
         late = loop.call_later(FIRST_LOOK_S, begun.set)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._obey(coordinator, begun))
-                tasks.create_task(self._tell(known))
+                tasks.create_task(self._pass_directives(coordinator, begun))
+                tasks.create_task(self._report(state))
         finally:
             late.cancel()
             begun.set()
 
-    async def _obey(self, coordinator: OwnedCoordinator, begun: asyncio.Event) -> None:
-        """Hand each directive on."""
+    async def _pass_directives(self, coordinator: OwnedCoordinator, begun: asyncio.Event) -> None:
+        """Hand each new directive to the coordinator."""
         last: Directive | None = None
         while True:
             try:
-                async for directive in self._letters.directives():
+                async for directive in self._mailbox.directives():
                     self._note("directive", "")
                     if directive is not None and directive != last:
                         last = directive
@@ -100,19 +175,19 @@ class Attending:
             except ElastaneError as error:
                 self._note("directive", error.what)
                 if not isinstance(error, ApiUnreachableError):
-                    begun.set()  # It may not be read; to wait for it would be in vain.
+                    begun.set()  # It is unreadable: waiting longer would not help.
             await asyncio.sleep(RETRY_S)
 
-    async def _tell(self, known: Known) -> None:
-        """Report what is new, and now and then that nothing is."""
+    async def _report(self, state: CoordinatorView) -> None:
+        """Report each change, and an unchanged picture each REFRESH_S."""
         summary = Summary(await self._last_report())
-        told: JobReport | None = None
+        last: JobReport | None = None
         while True:
-            report = summary.take(known.report(), known.presence(), time.time())
-            if told is None or is_news(told, report):
+            report = summary.update(state.report(), state.presence(), time.time())
+            if last is None or is_due(last, report):
                 try:
-                    await self._letters.tell(report)
-                    told = report
+                    await self._mailbox.report(report)
+                    last = report
                     self._note("report", "")
                 except ElastaneError as error:
                     self._note("report", error.what)
@@ -121,20 +196,20 @@ class Attending:
     async def _last_report(self) -> JobReport | None:
         while True:
             try:
-                return await self._letters.last_report()
+                return await self._mailbox.last_report()
             except ElastaneError as error:
                 self._note("report", error.what)
             await asyncio.sleep(RETRY_S)
 
     def _note(self, what: str, trouble: str) -> None:
-        """Say once what keeps this seat from its operator, and once that it is over."""
+        """Log once that the operator cannot be reached, and once that it can again."""
         if trouble != self._trouble.get(what, ""):
             _log.warning("the operator's %s: %s", what, trouble or "goes on")
             self._trouble[what] = trouble
 
 
 class Summary:
-    """What was seen of a job, from one look to the next, as one report. `before` was the last."""
+    """A job's state over time, as one report. `before` is an earlier coordinator's last."""
 
     def __init__(self, before: JobReport | None) -> None:
         self._incident = before.incident if before else ""
@@ -145,11 +220,11 @@ class Summary:
         self._departed: dict[str, int] = {}
         self._joined: dict[str, int] = {}
 
-    def take(self, report: Report, roll: list[AgentPresence], now_s: float) -> JobReport:
+    def update(self, report: Report, agents: list[AgentPresence], now_s: float) -> JobReport:
         """Return the report of this moment; `now_s` is in seconds since the epoch."""
         if report.last_incident and report.last_incident != self._incident:
             self._incident, self._incident_at_s = report.last_incident, now_s
-        # After a change nobody has told a step yet: the last one stands.
+        # After a change no worker has reported a step yet: the last one stays.
         steps = [node.progress for node in report.nodes if node.progress is not None]
         step = self._step = min(steps, default=self._step)
         return JobReport(
@@ -165,7 +240,7 @@ class Summary:
             incident=self._incident[:REASON_CHARS_MAX],
             incident_at_s=round(self._incident_at_s, 3),
             restarts=report.restarts_used,
-            members=self._members(roll),
+            members=self._members(agents),
         )
 
     def _pace(self, fence: Fence | None, step: int, now_s: float) -> float:
@@ -181,9 +256,9 @@ class Summary:
             return 0.0
         return round((step - first) / (now_s - first_s), 3)
 
-    def _members(self, roll: list[AgentPresence]) -> tuple[MemberReport, ...]:
-        """Return all pods that are here, and the last of those that were."""
-        states = {called.incarnation.partition(".")[0]: called for called in roll}
+    def _members(self, agents: list[AgentPresence]) -> tuple[MemberReport, ...]:
+        """Return all present pods, and the newest of the departed ones."""
+        states = {agent.incarnation.partition(".")[0]: agent for agent in agents}
         here = {pod: one.node_rank for pod, one in states.items() if one.state != "departed"}
         lost = {pod: one.node_rank for pod, one in states.items() if one.state == "departed"}
         lost |= {pod: rank for pod, rank in self._joined.items() if pod not in here}
@@ -199,9 +274,9 @@ class Summary:
         )
 
 
-def is_news(told: JobReport, report: JobReport) -> bool:
-    """Whether a report is due: another picture, or the same for long enough."""
-    if report.at_s - told.at_s >= REFRESH_S or report.at_s < told.at_s:
+def is_due(last: JobReport, report: JobReport) -> bool:
+    """Whether a report is due: the picture changed, or the last one is old."""
+    if report.at_s - last.at_s >= REFRESH_S or report.at_s < last.at_s:
         return True
     moving = {"at_s": 0.0, "step": 0, "steps_per_s": 0.0}
-    return msgspec.structs.replace(told, **moving) != msgspec.structs.replace(report, **moving)
+    return msgspec.structs.replace(last, **moving) != msgspec.structs.replace(report, **moving)

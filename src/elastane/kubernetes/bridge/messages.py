@@ -1,24 +1,24 @@
-"""What an ElasticJob's operator and the job's coordinator say to each other: names and forms.
+"""The messages between an ElasticJob's operator and the job's coordinator.
 
 Pure, and for both sides: `kubernetes.reconcile` writes the directive and reads the report, the
-agent that holds the seat reads the one and writes the other (`correspondence`).
+coordinator's process does the reverse (`bridge`).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-# The key of the report's ConfigMap under which it stands, as JSON.
+# The key of the report in its ConfigMap; the value is JSON.
 REPORT_KEY = "report"
 
 
 def directive_name(job: str) -> str:
-    """Return the name of the ConfigMap by which the operator speaks to the job's coordinator."""
+    """Return the name of the ConfigMap from the operator to the job's coordinator."""
     return f"{job}-directive"
 
 
 def report_name(job: str) -> str:
-    """Return the name of the ConfigMap by which the job's coordinator speaks to the operator."""
+    """Return the name of the ConfigMap from the job's coordinator to the operator."""
     return f"{job}-report"
 
 
@@ -28,10 +28,10 @@ def dead_in(data: dict[str, str]) -> list[str]:
 
 
 class Directive(msgspec.Struct, frozen=True):
-    """What the operator wants: how many nodes, and which pods count no more.
+    """The operator's orders: the range of nodes, and the pods that do not count any more.
 
-    `nodes` is None where it says nothing that can be read. `fenced` are uids of pods that may live,
-    `dead` of such as a kubelet saw end.
+    `nodes` is None where the range is absent or unreadable. `fenced` are uids of pods that may
+    still run, `dead` those of pods that a kubelet saw end.
     """
 
     nodes: tuple[int, int] | None = None
@@ -48,7 +48,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What the job's coordinator says. Times are seconds since the epoch, by its host's clock."""
+    """The coordinator's report. Times are seconds since the epoch, by its host's clock."""
 
     at_s: float = 0.0
     phase: str = ""

@@ -1,9 +1,8 @@
-"""Keeps one cache at what the API server has: list, then watch, for ever.
+"""Keeps one cache equal to the API server's objects: list, then watch, without end.
 
-Owns the loop and its patience. How it fails: never for good. A connection that broke is told once,
-tried again with a back-off, and the watch goes on from the last version that was seen; a version
-that the server has no more is listed anew. What may not be read is told with the right that is
-missing.
+Owns the loop and its backoff. It never fails for good. A broken connection is logged once and
+retried with backoff, and the watch resumes from the last version seen. A version that the server
+has dropped leads to a new list. A missing right is logged by name.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from elastane.kubernetes.client import (
@@ -31,48 +31,69 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T", bound=HasMeta)
 
 
-class WatchStream:
+class WatchConnection:
     """The connection to the API server, as all informers together see it: lost, or back."""
 
     def __init__(self) -> None:
         self._lost: set[str] = set()
 
     def lost(self, kind: str, error: ApiError) -> None:
-        """Say so where nobody has yet."""
+        """Log the loss, once for all kinds."""
         if not self._lost:
             _log.warning("%s: tried again until it answers", error.what)
         self._lost.add(kind)
 
     def back(self, kind: str) -> None:
-        """Say so once all are."""
+        """Log the return once all kinds are back."""
         if kind in self._lost:
             self._lost.remove(kind)
             if not self._lost:
                 _log.warning("kubernetes: the API server answers again")
 
 
+@dataclass(frozen=True)
+class Watched(Generic[T]):
+    """The objects that an informer reads: those of one kind in a namespace, "" for all.
+
+    `optional`: the operator can work without this kind, so a missing right is no fault.
+    """
+
+    resource: Resource
+    namespace: str
+    kind: type[T]
+    selector: Selector = EVERYTHING
+    optional: bool = False
+
+
 class Informer(Generic[T]):
-    """Fills `cache` with the objects of a kind in a namespace, "" for all."""
+    """Fills `cache` with the watched objects.
+
+    `connection` is shared by all informers of an operator. `count` gets the name of a metric at
+    each repeated list and each failure.
+    """
 
     def __init__(
-        self, api: Api, resource: Resource, namespace: str, kind: type[T], cache: Cache[T]
+        self,
+        api: Api,
+        watched: Watched[T],
+        cache: Cache[T],
+        connection: WatchConnection,
+        count: Callable[[str], None],
     ) -> None:
         self._api = api
-        self._namespace = namespace if resource.namespaced else ""
-        self._kind = kind
+        self._namespace = watched.namespace if watched.resource.namespaced else ""
+        self._kind = watched.kind
+        self._selector = watched.selector
         self._cache = cache
-        self.line = WatchStream()
-        # Told of each list that is read anew, and of each failure.
-        self.count: Callable[[str], None] = lambda _: None
+        self._connection = connection
+        self._count = count
         self._version = ""
         self._failures = 0
-        self.resource = resource
-        self.selector: Selector = EVERYTHING
-        # What stands against it, for a person; empty while all is well.
+        self.resource = watched.resource
+        self.optional = watched.optional
+        # The fault that keeps it from reading, for a person; empty while there is none.
         self.trouble = ""
         self.ready = asyncio.Event()
-        # Set where the operator can work without this kind: then a missing right is borne.
-        self.optional = False
 
     async def run(self) -> None:
         """List and watch until cancelled."""
@@ -83,9 +104,9 @@ class Informer(Generic[T]):
                 await self._watch()
             except ApiGoneError:
                 self._version = ""
-                self.count("elastane_relists_total")
+                self._count("elastane_relists_total")
             except ApiError as error:
-                self._bear(error)
+                self._handle(error)
             pause_s = min(RELIST_MAX_S, RELIST_FIRST_S * 2 ** min(self._failures, 10))
             self._failures += 1
             await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))
@@ -93,8 +114,8 @@ class Informer(Generic[T]):
     async def _list(self) -> None:
         uids: set[str] = set()
         version = ""
-        pages = self._api.pages(self.resource, self._namespace, self._kind, self.selector)
-        # Page by page: a second list must not need twice the memory.
+        pages = self._api.pages(self.resource, self._namespace, self._kind, self._selector)
+        # Page by page, so that a second list does not need twice the memory.
         async for page in pages:
             for one in page.items:
                 uids.add(one.metadata.uid)
@@ -102,41 +123,41 @@ class Informer(Generic[T]):
             version = page.version
         self._cache.retain(uids, version)
         self._version = version
-        self._well()
+        self._succeeded()
         self.ready.set()
 
     async def _watch(self) -> None:
         events = self._api.watch(
-            self.resource, self._namespace, self._kind, self._version, self.selector
+            self.resource, self._namespace, self._kind, self._version, self._selector
         )
         try:
             async for seen in events:
-                self._well()
+                self._succeeded()
                 if seen.object is not None and seen.change == "DELETED":
                     self._cache.saw_gone(seen.object)
                 elif seen.object is not None:
                     self._cache.saw(seen.object)
-                # Only now: what was not taken in is to be told again.
+                # After the cache: an event that it did not get must be sent again.
                 self._version = seen.version or self._version
         finally:
             await events.aclose()
 
-    def _bear(self, error: ApiError) -> None:
-        self.count("elastane_watch_errors_total")
-        borne = self.optional and isinstance(error, ApiForbiddenError)
+    def _handle(self, error: ApiError) -> None:
+        self._count("elastane_watch_errors_total")
+        is_tolerated = self.optional and isinstance(error, ApiForbiddenError)
         if isinstance(error, ApiUnreachableError):
-            # Watches are cut by any load balancer; one that comes back at once is no news.
+            # Any load balancer cuts watches; one that comes back immediately is not logged.
             if self._failures:
-                self.line.lost(self.resource.kind, error)
+                self._connection.lost(self.resource.kind, error)
         elif error.what != self.trouble:
-            (_log.info if borne else _log.warning)("%s", error)
+            (_log.info if is_tolerated else _log.warning)("%s", error)
         self.trouble = error.what
-        if borne:
+        if is_tolerated:
             self.ready.set()
 
-    def _well(self) -> None:
+    def _succeeded(self) -> None:
         self._failures = 0
-        self.line.back(self.resource.kind)
+        self._connection.back(self.resource.kind)
         if self.trouble:
             _log.info("%s: seen again", self.resource.told(self._namespace))
             self.trouble = ""

@@ -1,9 +1,9 @@
-"""One operator's work while it has the lease: informers fill the view, workers keep the jobs.
+"""One operator's work while it has the lease: informers fill the view, workers reconcile the jobs.
 
-Owns the tasks and what becomes of a job whose reconciliation failed. Everything that it knows it
-has read since it got the lease: what an operator before it did is in there. How it fails:
-LeaseLostError where a write was to be done without the lease; a bug in a decision costs that job
-alone, which is tried again, and told.
+Owns the tasks, and the handling of a job whose reconciliation failed. Its whole knowledge was read
+since it got the lease, so it includes the writes of the operator before. It fails with
+LeaseLostError where a write came up without the lease. A bug in a decision stops that job alone,
+which is logged and retried.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 from elastane.errors import LeaseLostError
 from elastane.kubernetes.client import Api, ApiError, ApiForbiddenError, Resource
+from elastane.kubernetes.client.resource import EVERYTHING
 from elastane.kubernetes.model import Decision, ElasticJob, Observed, ReportedEvent
 from elastane.kubernetes.operator.bounds import RESYNC_S, WORKERS
 from elastane.kubernetes.operator.executor import Doer, StaleError, StatusRefusedError
-from elastane.kubernetes.operator.informer import Informer, WatchStream
+from elastane.kubernetes.operator.informer import Informer, WatchConnection, Watched
 from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, OURS, RESOURCES, type_of
 from elastane.kubernetes.operator.metrics import Metrics
 from elastane.kubernetes.operator.queue import KeyedQueue
@@ -33,9 +34,9 @@ Decide = Callable[[Observed, float], Decision]
 
 
 class OperatorSession:
-    """From the lists to the last write. `may_act` says whether the lease is held.
+    """The work from the first lists to the last write. `may_act` tells whether the lease is held.
 
-    `decide` is `reconcile`: what was seen and the time since 1970, and what is to be done.
+    `decide` is `reconcile`: from the observed objects and the time since 1970 to a decision.
     """
 
     def __init__(
@@ -54,26 +55,36 @@ class OperatorSession:
         self._metrics = metrics
         self._recorder = recorder
         self._doer = Doer(api, self.view, metrics, may_act)
-        self._line = WatchStream()
-        self._informers = [self._informer(api, namespace, resource) for resource in RESOURCES]
+        connection = WatchConnection()
+        self._informers = [
+            self._informer(api, namespace, resource, connection) for resource in RESOURCES
+        ]
         self._stopping = False
         self.synced = asyncio.Event()
 
-    def _informer(self, api: Api, namespace: str, resource: Resource) -> Informer[Any]:
+    def _informer(
+        self, api: Api, namespace: str, resource: Resource, connection: WatchConnection
+    ) -> Informer[Any]:
         kind = resource.kind
-        cache = self.view.cache_of(kind)
-        made: Informer[Any] = Informer(api, resource, namespace, type_of(kind), cache)
-        made.line = self._line
-        made.count = lambda name: self._metrics.count(name, kind=kind)
-        if resource not in (JOBS, _NODES):
-            made.selector = OURS
-        # An operator of one namespace may have no right to nodes; it then hears of them late.
-        made.optional = resource is _NODES
-        return made
+        watched: Watched[Any] = Watched(
+            resource,
+            namespace,
+            type_of(kind),
+            EVERYTHING if resource in (JOBS, _NODES) else OURS,
+            # An operator of one namespace may have no right to nodes; it notices their loss later.
+            optional=resource is _NODES,
+        )
+        return Informer(
+            api,
+            watched,
+            self.view.cache_of(kind),
+            connection,
+            lambda name: self._metrics.count(name, kind=kind),
+        )
 
     @property
     def troubles(self) -> list[str]:
-        """What stands against seeing the cluster, a line each; empty while all is well."""
+        """The faults that keep it from seeing the cluster, a line each."""
         return [one.trouble for one in self._informers if one.trouble and not one.optional]
 
     async def run(self) -> None:
@@ -90,7 +101,7 @@ class OperatorSession:
             group.create_task(self._resync(), name="resync")
 
     async def finish(self, timeout_s: float) -> None:
-        """Begin nothing new, and wait for what is under way, no longer than `timeout_s`."""
+        """Start no job any more, and wait for those under way, `timeout_s` at most."""
         self._stopping = True
         await self.queue.wait_returned(timeout_s)
 
@@ -108,7 +119,7 @@ class OperatorSession:
                 self._metrics.observe("elastane_reconcile_seconds", time.monotonic() - begun_s)
 
     async def _keep(self, key: str) -> None:
-        """Decide on one job and do it; whatever goes wrong, it is looked at again."""
+        """Decide on one job and carry it out; after a failure the job is retried."""
         job = self.view.jobs.get(key)
         if job is None:
             self.view.forget(key)
@@ -131,7 +142,7 @@ class OperatorSession:
         except LeaseLostError:
             raise
         except Exception:
-            # Ours to mend: this job stands still meanwhile, the others must not.
+            # Our bug: this job stands still until it is fixed, the others must not.
             self._count("bug")
             wait_s = self.queue.retry(key)
             _log.exception("job %s: cannot be decided upon, tried again in %.1f s", key, wait_s)
@@ -144,7 +155,7 @@ class OperatorSession:
                 self.queue.add_in(key, decision.again_in_s)
 
     def _give_up(self, key: str, job: ElasticJob, error: ApiError) -> None:
-        """Leave a job alone until it changes, or its turn comes with all others'."""
+        """Leave a job alone until it changes, or the next resync."""
         self._count("refused")
         self.queue.succeeded(key)
         _log.warning("job %s: %s", key, error)
@@ -169,7 +180,7 @@ class OperatorSession:
         self._metrics.count("elastane_reconciles_total", result=result)
 
     async def _resync(self) -> None:
-        """Look at every job now and then, whatever was missed, spread over the time."""
+        """Queue every job once per RESYNC_S, spread evenly, in case an event was missed."""
         while True:
             keys = self.view.keys()
             for key in keys:

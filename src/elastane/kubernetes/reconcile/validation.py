@@ -1,22 +1,23 @@
-"""What can be wrong in a manifest: each finding has the field's path, its value, the expectation.
+"""The faults of a manifest: each has the path of the field, its value, and the expectation.
 
-Types and bounds come from `model.spec`, field by field, so that one mistake does not hide the
-next; what fields say about one another is checked here. The API server has checked some of it by
-the schema, but neither between fields, nor in what the scale subresource writes, nor in an older
-definition; so all of it is checked again.
+Types and bounds come from `model.spec`, field by field, so that one mistake does not hide the next.
+Rules between fields are here. The API server checks some of it by the schema, but neither between
+fields, nor what the scale subresource writes, nor by an older definition. So all of it is checked
+again.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 
 from elastane.kubernetes.model.names import NAME_CHARS_MAX, NAME_PATTERN, pod_name
 from elastane.kubernetes.model.spec import ElasticJobSpec, RunPolicy
 from elastane.kubernetes.reconcile.bounds import TEXT_CHARS_MAX
-from elastane.kubernetes.reconcile.choices import choices
 from elastane.kubernetes.reconcile.rules import wrong_rules
 
 _NAME = re.compile(NAME_PATTERN)
@@ -185,3 +186,29 @@ def _wrong_rules(spec: ElasticJobSpec) -> list[Wrong]:
 
 def _wrong(path: str, value: Any, expected: str) -> Wrong:
     return Wrong(path=path, value=shown(value), expected=expected[:TEXT_CHARS_MAX])
+
+
+def choices(path: Sequence[str]) -> tuple[str, ...]:
+    """Return the values that are valid at a path such as ("replicaSpecs", "Worker", ...).
+
+    Empty where the field is no choice of words. Items of lists are not steps of the path.
+    """
+    info: Any = inspect.type_info(ElasticJobSpec)
+    for step in path:
+        fields = getattr(_plain(info), "fields", ())
+        info = next((field.type for field in fields if field.encode_name == step), None)
+    found = _plain(info)
+    return tuple(map(str, found.values)) if isinstance(found, inspect.LiteralType) else ()
+
+
+def _plain(info: Any) -> Any:
+    """Return the type without its bounds, its None and its list."""
+    while True:
+        if isinstance(info, inspect.Metadata):
+            info = info.type
+        elif isinstance(info, inspect.UnionType):
+            info = next(kind for kind in info.types if not isinstance(kind, inspect.NoneType))
+        elif isinstance(info, inspect.VarTupleType):
+            info = info.item_type
+        else:
+            return info

@@ -9,8 +9,7 @@ import pytest
 
 from elastane.errors import StoreError
 from elastane.kubernetes.bridge import bridge
-from elastane.kubernetes.bridge.bridge import Attending, Summary, is_news
-from elastane.kubernetes.bridge.mailbox import read_directive
+from elastane.kubernetes.bridge.bridge import OperatorBridge, Summary, is_due, read_directive
 from elastane.kubernetes.bridge.messages import Directive, JobReport
 from elastane.kubernetes.client.errors import unreachable
 from elastane.protocol.messages import AgentPresence, NodeStatus, Report
@@ -54,7 +53,7 @@ def rolled(**states):
 
 
 def test_a_report_says_round_world_step_and_who_is_in_it():
-    found = Summary(None).take(known(), rolled(a="joined", b="joined"), 1000.0)
+    found = Summary(None).update(known(), rolled(a="joined", b="joined"), 1000.0)
     assert (found.round, found.world_size, found.nodes, found.step) == (1, 2, 2, 3)
     assert (found.phase, found.restarts, found.incident) == ("running", 1, "")
     assert [(m.pod, m.state, m.rank) for m in found.members] == [
@@ -67,45 +66,45 @@ def test_a_report_says_round_world_step_and_who_is_in_it():
 
 def test_the_pace_is_that_of_a_while_within_one_round():
     summary = Summary(None)
-    paces = [summary.take(known((10 * i,)), [], 1000.0 + i).steps_per_s for i in range(5)]
+    paces = [summary.update(known((10 * i,)), [], 1000.0 + i).steps_per_s for i in range(5)]
     assert paces == [0.0, 0.0, 10.0, 10.0, 10.0]
-    assert summary.take(known((60,), round_=2), [], 1005.0).steps_per_s == 0.0
-    assert summary.take(known((70,), round_=2), [], 1010.0).steps_per_s == 2.0
-    assert summary.take(known((0,), round_=2), [], 1012.0).steps_per_s == 0.0, "steps begin anew"
+    assert summary.update(known((60,), round_=2), [], 1005.0).steps_per_s == 0.0
+    assert summary.update(known((70,), round_=2), [], 1010.0).steps_per_s == 2.0
+    assert summary.update(known((0,), round_=2), [], 1012.0).steps_per_s == 0.0, "steps begin anew"
 
 
 def test_an_incident_keeps_its_time_and_outlives_its_coordinator():
     summary = Summary(None)
-    first = summary.take(known(incident="node b departed"), [], 1000.0)
-    again = summary.take(known(incident="node b departed"), [], 1010.0)
+    first = summary.update(known(incident="node b departed"), [], 1000.0)
+    again = summary.update(known(incident="node b departed"), [], 1010.0)
     assert first.incident_at_s == again.incident_at_s == 1000.0
-    heir = Summary(again).take(known(), [], 1020.0)
+    heir = Summary(again).update(known(), [], 1020.0)
     assert (heir.incident, heir.incident_at_s) == ("node b departed", 1000.0)
-    assert Summary(again).take(known(incident="other"), [], 1030.0).incident_at_s == 1030.0
+    assert Summary(again).update(known(incident="other"), [], 1030.0).incident_at_s == 1030.0
 
 
 def test_a_pod_that_was_here_and_is_not_has_departed_until_it_comes_back():
     summary = Summary(None)
-    summary.take(known(), rolled(a="joined", b="joined"), 1000.0)
+    summary.update(known(), rolled(a="joined", b="joined"), 1000.0)
     states = lambda report: {m.pod: m.state for m in report.members}  # noqa: E731
-    gone = summary.take(known((3,)), rolled(a="joined"), 1002.0)
+    gone = summary.update(known((3,)), rolled(a="joined"), 1002.0)
     assert states(gone) == {"a": "joined", "b": "departed"}
-    kept = summary.take(known((3,)), rolled(a="joined"), 1004.0)
+    kept = summary.update(known((3,)), rolled(a="joined"), 1004.0)
     assert states(kept) == {"a": "joined", "b": "departed"}
-    back = summary.take(known(), rolled(a="joined", b="joined"), 1006.0)
+    back = summary.update(known(), rolled(a="joined", b="joined"), 1006.0)
     assert states(back) == {"a": "joined", "b": "joined"}
     for turn in range(200):
-        last = summary.take(known(), rolled(**{f"p{turn}": "joined"}), 1100.0 + turn)
+        last = summary.update(known(), rolled(**{f"p{turn}": "joined"}), 1100.0 + turn)
     assert len(last.members) == 1 + bridge.DEPARTED_MAX
 
 
 def test_what_is_news_is_told_at_once_and_steps_now_and_then():
-    told = Summary(None).take(known((3,)), [], 1000.0)
-    later = Summary(None).take(known((9,)), [], 1002.0)
-    assert not is_news(told, later)
-    assert is_news(told, msgspec.structs.replace(later, at_s=1000.0 + bridge.REFRESH_S))
-    assert is_news(told, msgspec.structs.replace(later, world_size=4))
-    assert is_news(told, msgspec.structs.replace(later, at_s=900.0)), "a clock that was set back"
+    told = Summary(None).update(known((3,)), [], 1000.0)
+    later = Summary(None).update(known((9,)), [], 1002.0)
+    assert not is_due(told, later)
+    assert is_due(told, msgspec.structs.replace(later, at_s=1000.0 + bridge.REFRESH_S))
+    assert is_due(told, msgspec.structs.replace(later, world_size=4))
+    assert is_due(told, msgspec.structs.replace(later, at_s=900.0)), "a clock that was set back"
 
 
 @pytest.mark.parametrize(
@@ -125,46 +124,46 @@ def test_a_directive_is_read_as_far_as_it_makes_sense(data, expected):
     assert read_directive(data) == expected
 
 
-class Letters:
-    """A correspondence of which the test decides what happens."""
+class FakeMailbox:
+    """A mailbox that gives the directives, and raises the errors, that the test names."""
 
-    def __init__(self, *said: Directive | Exception | None) -> None:
-        self.said = list(said)
-        self.told: list[JobReport] = []
-        self.read_and_told = asyncio.Event()
+    def __init__(self, *directives: Directive | Exception | None) -> None:
+        self.directives_left = list(directives)
+        self.reports: list[JobReport] = []
+        self.is_done = asyncio.Event()
 
     async def directives(self):
-        while self.said:
-            word = self.said.pop(0)
-            if isinstance(word, Exception):
-                raise word
-            yield word
-        self._look()
+        while self.directives_left:
+            directive = self.directives_left.pop(0)
+            if isinstance(directive, Exception):
+                raise directive
+            yield directive
+        self._check_done()
         await asyncio.Event().wait()
 
     async def last_report(self):
         return None
 
-    async def tell(self, report):
-        self.told.append(report)
-        self._look()
+    async def report(self, report):
+        self.reports.append(report)
+        self._check_done()
 
-    def _look(self):
-        if self.told and not self.said:
-            self.read_and_told.set()
+    def _check_done(self):
+        if self.reports and not self.directives_left:
+            self.is_done.set()
 
 
-class Heard:
-    """A coordinator that remembers what it heard."""
+class FakeCoordinator:
+    """A coordinator that records what it is ordered."""
 
     def __init__(self) -> None:
-        self.words: list[object] = []
+        self.orders: list[object] = []
 
     def fence(self, incarnations, dead):
-        self.words += [incarnations, dead] if dead else [incarnations]
+        self.orders += [incarnations, dead] if dead else [incarnations]
 
     def resize(self, low, high):
-        self.words.append((low, high))
+        self.orders.append((low, high))
 
     def report(self):
         return known()
@@ -173,43 +172,43 @@ class Heard:
         return rolled(a="joined")
 
 
-def attended(*said, limit_s=5.0):
-    """Let a seat attend until the directives are read; what it heard, and whether it had begun."""
+def bridged(*directives, limit_s=5.0):
+    """Run a bridge until every directive was read and a report was written."""
 
-    async def run() -> tuple[Heard, Letters]:
-        letters, heard, begun = Letters(*said), Heard(), asyncio.Event()
-        task = asyncio.create_task(Attending(letters).run(heard, heard, begun))
+    async def run() -> tuple[FakeCoordinator, FakeMailbox]:
+        mailbox, coordinator, begun = FakeMailbox(*directives), FakeCoordinator(), asyncio.Event()
+        task = asyncio.create_task(OperatorBridge(mailbox).run(coordinator, coordinator, begun))
         async with asyncio.timeout(limit_s):
             await begun.wait()
-            await letters.read_and_told.wait()
+            await mailbox.is_done.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        return heard, letters
+        return coordinator, mailbox
 
     return asyncio.run(run())
 
 
-def test_a_directive_is_handed_on_once_and_the_seat_begins():
+def test_a_directive_reaches_the_coordinator_once_and_lets_it_begin():
     one, two = Directive((1, 2), ("u",)), Directive(None, ("u", "v"), ("d",))
-    heard, letters = attended(one, one, two, None)
-    assert heard.words == [("u",), (1, 2), ("u", "v"), ("d",)]
-    assert letters.told[0].members[0].pod == "a"
+    coordinator, mailbox = bridged(one, one, two, None)
+    assert coordinator.orders == [("u",), (1, 2), ("u", "v"), ("d",)]
+    assert mailbox.reports[0].members[0].pod == "a"
 
 
-def test_without_a_directive_the_seat_begins_all_the_same():
-    heard, _ = attended(None)
-    assert heard.words == []
+def test_a_coordinator_begins_without_a_directive_too():
+    coordinator, _ = bridged(None)
+    assert coordinator.orders == []
 
 
 def test_an_api_server_that_is_away_holds_the_seat_up_for_a_moment_only(monkeypatch):
     monkeypatch.setattr(bridge, "FIRST_LOOK_S", 0.2)
     monkeypatch.setattr(bridge, "RETRY_S", 0.3)
     away = unreachable("get configmaps/x", "refused", where="here", sent=False)
-    heard, _ = attended(away, Directive((1, 2)))
-    assert heard.words == [(), (1, 2)], "and it hears of it once that is back"
+    coordinator, _ = bridged(away, Directive((1, 2)))
+    assert coordinator.orders == [(), (1, 2)], "and it hears of it once that is back"
 
 
 def test_a_seat_that_may_not_read_the_directive_does_not_wait_for_it(monkeypatch):
     monkeypatch.setattr(bridge, "FIRST_LOOK_S", 60.0)
-    heard, _ = attended(StoreError("forbidden", slug="store-refused"))
-    assert heard.words == []
+    coordinator, _ = bridged(StoreError("forbidden", slug="store-refused"))
+    assert coordinator.orders == []
