@@ -80,7 +80,8 @@ class Member:
         made = make(self.net)
         self.optimizers = made if isinstance(made, tuple) else (made,)
         self.optimizer = self.optimizers[-1]
-        self.group, tracked = Group(), RegisteredObjects()
+        self.group = Group()
+        tracked = self.tracked = RegisteredObjects()
         named = {f"o{number}": each for number, each in enumerate(self.optimizers)}
         tracked.add({**named, "net": self.net})
         self.undo = Undo(tracked)
@@ -277,14 +278,59 @@ def by_hand(member):
             parameter.data.sub_(parameter.grad, alpha=0.1)
 
 
-def test_parameters_that_a_body_changes_by_itself_are_copied_once_that_was_seen():
+def by_hand_and_step(member):
+    by_hand(member)
+    member.optimizer.step()
+
+
+@pytest.mark.parametrize("body", [by_hand, by_hand_and_step])
+def test_parameters_that_a_body_changes_by_itself_are_copied_once_that_was_seen(body):
     member = Member(adamw)
-    assert not member.loses(by_hand, 1), "nothing was known of it: the state is another member's"
+    assert not member.loses(body, 1), "nothing was known of it: the state is another member's"
     member = Member(adamw)
-    member.makes(by_hand)
+    member.makes(body)
     before = member.state()
-    assert member.loses(by_hand, 1)
+    assert member.loses(body, 1)
     assert all(map(torch.equal, before, member.state()))
+
+
+def test_parameters_that_a_body_lets_share_memory_are_put_back_without_a_write_to_that():
+    member = Member(adamw)
+    other = [torch.zeros_like(each) for each in member.net.parameters()]
+
+    def shares(member):
+        member.loss()
+        for parameter, each in zip(member.net.parameters(), other, strict=True):
+            parameter.data = each
+
+    member.makes(shares)
+    for parameter in member.net.parameters():
+        parameter.data = torch.ones_like(parameter)
+    assert member.loses(shares, 1)
+    assert all(bool((each == 1).all()) for each in member.net.parameters())
+    assert not any(bool(each.any()) for each in other)
+
+
+def test_settings_of_the_optimizer_and_a_tracked_scaler_are_as_before_the_lost_step():
+    member, scaler = Member(adamw), torch.amp.GradScaler("cpu", init_scale=4.0)
+    member.tracked.add({"scaler": scaler})
+
+    def body(member):
+        for group in member.optimizer.param_groups:
+            group["lr"] *= 0.5
+        member.passes += 1
+        member.group.lost = member.passes == member.lost_at
+        member.optimizer.zero_grad()
+        scaler.scale((member.net(X) - Y).square().mean()).backward()
+        scaler.unscale_(member.optimizer)  # It refuses a second time before `update`.
+        scaler.step(member.optimizer)
+        scaler.update()
+
+    member.makes(body)
+    assert member.loses(body, 1)
+    assert [group["lr"] for group in member.optimizer.param_groups] == [0.05]
+    member.makes(body)
+    assert [group["lr"] for group in member.optimizer.param_groups] == [0.025]
 
 
 def test_a_second_update_of_one_optimizer_can_be_taken_back_once_it_was_seen():
