@@ -11,6 +11,7 @@ from elastane.kubernetes.model import (
     CreateToken,
     DeleteObject,
     PatchObject,
+    Refusal,
 )
 from elastane.kubernetes.model.names import MADE_OF
 from elastane.kubernetes.store.names import token_of
@@ -246,8 +247,28 @@ def test_a_jobs_token_is_a_secret_that_its_pods_get_as_a_variable():
     (made,) = [one for one in decision.actions if isinstance(one, CreateToken)]
     assert made.manifest["metadata"]["ownerReferences"][0]["uid"] == "job00000-1"
     assert "data" not in made.manifest, "the shell draws it"
+    # The report's presence says that the token was made.
+    names = [one.name for one in decision.actions]
+    assert names.index(token_of("j-job00000")) < names.index("j-report")
     cluster.settle()
     assert sum(isinstance(one, CreateToken) for one in cluster.actions) == 1
+
+
+@pytest.mark.parametrize("spec", [spec_of(rdzvEndpoint="etcd:2379"), spec_of(launcher="torchrun")])
+def test_a_job_with_a_rendezvous_elsewhere_has_no_token_in_the_cluster(spec):
+    _, decision = begun(spec)
+    assert not [one for one in decision.actions if isinstance(one, CreateToken)]
+    assert "ELASTANE_TOKEN" not in [one["name"] for one in worker_of(spec)["env"]]
+
+
+def test_a_token_that_was_refused_is_tried_later_and_no_pod_is_made_before():
+    cluster = Cluster(spec=spec_of())
+    token = token_of("j-job00000")
+    refusal = Refusal(kind="Secret", name=token, code=403, message="quota", at_s=cluster.now_s)
+    cluster.refused = (refusal,)
+    decision, _ = cluster.operate()
+    assert not [one for one in decision.actions if isinstance(one, CreateToken | CreatePod)]
+    assert "FailedCreateSecret" in [told.reason for told in decision.events]
 
 
 def test_a_deleted_token_is_made_again_for_a_pod_that_lacks_it():
