@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kube_cluster import Cluster, spec_of
 
 from elastane.kubernetes.model import CreatePod, DeletePod, FreeSeat, as_wire, merge_patch
-from elastane.kubernetes.reconcile import reconcile
+from elastane.kubernetes.reconcile import pods, reconcile
 
 SOME = st.integers(0, 11)
 CODES = st.sampled_from([0, 0, 1, 69, 75, 137, 137, 139, 143, 255])
@@ -391,3 +391,30 @@ def test_a_pod_that_ended_well_before_it_was_deleted_as_asked_is_not_left(replic
         machine.somebody_edits(edit={"replicas": replicas}, is_seen=False)
     machine.a_pod_ends(code=0, is_seen=False, some=1)
     machine.all_settles()
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_a_directive_that_calls_a_pod_dead_whose_end_nobody_saw_is_found(monkeypatch, is_planted):
+    """The invariant finds the bug: the pod is deleted by force, and its node cannot be reached."""
+    if is_planted:
+        monkeypatch.setattr(pods, "_was_seen_to_end", lambda worker: True)
+    machine = ClusterMachine()
+    machine.begin(
+        replicas=2,
+        policy="ExitCode",
+        scale_down="HighestIndex",
+        limit=None,
+        clean=None,
+        is_running=True,
+    )
+    pod = machine.cluster.by_name("j-worker-1")
+    machine.cluster.lose(pod.node)
+    machine.cluster.ask(pod, 0)
+    machine.cluster.deliver(pod.uid)
+    machine.the_operator_decides(order=0, is_anew=False)
+    check = machine.no_pod_that_the_directive_calls_dead_has_processes
+    if not is_planted:
+        check()
+        return
+    with pytest.raises(AssertionError):
+        check()
