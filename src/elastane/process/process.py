@@ -57,7 +57,7 @@ class WorkerCommand:
 
 
 class WorkerProcess:
-    """One child of this process, the leader of its own session, held by a pidfd."""
+    """One child of this process, the leader of its session, held by a pidfd."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid

@@ -128,50 +128,21 @@ class BackgroundWriter:
         return item, dropped
 
 
-class Console:
+class Console(BackgroundWriter):
     """A descriptor for whole lines.
 
-    `put` accepts one or more whole lines. The descriptor's flags are never changed, because the
-    user's shell and the workers share it.
+    `put` accepts one or more whole lines. `offer` accepts any bytes, but fewer, so that a flood
+    drops no lines. The descriptor's flags are never changed, because the user's shell and the
+    workers share it. It stays open after `close`.
     """
 
     def __init__(self, fd: int, *, bytes_max: int = CONSOLE_BYTES_MAX) -> None:
+        super().__init__(self._write_lines, bytes_max, f"console-{fd}")
         self.fd = fd
         self.written_bytes = 0
         self._lost_writes = 0
-        self._writer = BackgroundWriter(self._write, bytes_max, f"console-{fd}")
 
-    @property
-    def room_bytes(self) -> int:
-        """Bytes that `put` accepts now without loss."""
-        return self._writer.room_bytes
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes that `offer` accepts now; fewer than `put` accepts, so a flood drops no lines."""
-        return self._writer.spare_bytes
-
-    def put(self, lines: bytes) -> bool:
-        """Queue whole lines; False if they were dropped."""
-        return self._writer.put(lines)
-
-    def offer(self, data: bytes) -> bool:
-        """Queue bytes, lines or not, if there is room; False if the caller has to keep them."""
-        return self._writer.offer(data)
-
-    def wait_spare(self, timeout_s: float) -> bool:
-        """Wait until `offer` accepts bytes; False after `timeout_s`."""
-        return self._writer.wait_spare(timeout_s)
-
-    def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until all lines are written; False after `timeout_s`."""
-        return self._writer.wait_empty(timeout_s)
-
-    def close(self, timeout_s: float) -> bool:
-        """Write the queue and end the thread; the descriptor stays open."""
-        return self._writer.close(timeout_s)
-
-    def _write(self, lines: bytes, dropped: int) -> None:
+    def _write_lines(self, lines: bytes, dropped: int) -> None:
         lost = self._lost_writes + dropped
         if lost:
             lines = b"elastane: %d pieces of output were lost on this console\n" % lost + lines

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from elastane.process.streams.bounds import (
     FINISH_S,
@@ -35,6 +34,7 @@ from elastane.process.streams.bounds import (
 from elastane.process.streams.console import Console, ConsoleTimeout
 from elastane.process.streams.files import IndexWriter, open_append
 
+_log = logging.getLogger("elastane.streams")
 LONG_LINE_MARK = b" [the line goes on]"
 
 
@@ -92,50 +92,19 @@ class LineCutter:
 _FINAL_PAUSE_S = 0.005
 
 
-class TailedFile(Protocol):
-    """One file that the thread checks. `lag_bytes`: output that its console still lacks."""
+class FollowedFile:
+    """One log file that the thread checks, with the position up to which it was read.
 
-    @property
-    def console(self) -> Console | None:
-        """The console for its lines; None for no display."""
+    A subclass reads the new output in `look`.
+    """
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the file is still being read."""
+    console: Console | None = None
+    poll_s = TEE_POLL_S
 
-    @property
-    def lag_bytes(self) -> int:
-        """Bytes that were written and not yet displayed."""
-
-    @property
-    def poll_s(self) -> float:
-        """The interval at which to check it."""
-
-    def look(self, *, final: bool = False) -> None:
-        """Read new output."""
-
-    def skip_rest(self) -> None:
-        """Give up the rest, and say so."""
-
-    def close(self) -> None:
-        """Close what is open."""
-
-
-class Tail:
-    """One log file, with the positions up to which it was seen and displayed."""
-
-    def __init__(self, path: Path, console: Console | None, prefix: bytes) -> None:
-        self.console = console
-        self.poll_s = TEE_POLL_S if console else INDEX_POLL_S
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._prefix = prefix
-        self._cutter = LineCutter(prefix)
-        self._index = IndexWriter(path, self.poll_s)
         self._fd = -1
-        self._size_bytes = 0
-        self._shown_bytes = 0
-        self._skipped_bytes = 0
-        self._announced_s = 0.0
+        self._read_bytes = 0
 
     @property
     def is_open(self) -> bool:
@@ -144,15 +113,53 @@ class Tail:
 
     @property
     def lag_bytes(self) -> int:
-        """Bytes that were written and not yet displayed."""
-        if self.console is None or not self.is_open:
-            return 0
-        return self._size_bytes - self._shown_bytes + self._cutter.pending_bytes
+        """Bytes that were written and not yet displayed on `console`."""
+        return 0
 
     def open(self) -> None:
         """Start at the file's present end, because earlier output belongs to an earlier run."""
         self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        self._size_bytes = self._shown_bytes = os.fstat(self._fd).st_size
+        self._read_bytes = os.fstat(self._fd).st_size
+
+    def look(self, *, final: bool = False) -> None:
+        """Read new output; `final`: also a last line without its end."""
+        raise NotImplementedError
+
+    def skip_rest(self) -> None:
+        """Give up the rest, and say so."""
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Tail(FollowedFile):
+    """One log file that is displayed on `console`, if there is one, and whose index is kept."""
+
+    def __init__(self, path: Path, console: Console | None, prefix: bytes) -> None:
+        super().__init__(path)
+        self.console = console
+        self.poll_s = TEE_POLL_S if console else INDEX_POLL_S
+        self._prefix = prefix
+        self._cutter = LineCutter(prefix)
+        self._index = IndexWriter(path, self.poll_s)
+        self._size_bytes = 0
+        self._skipped_bytes = 0
+        self._announced_s = 0.0
+
+    @property
+    def lag_bytes(self) -> int:
+        """Bytes that were written and not yet displayed."""
+        if self.console is None or not self.is_open:
+            return 0
+        return self._size_bytes - self._read_bytes + self._cutter.pending_bytes
+
+    def open(self) -> None:
+        """Start at the file's present end, because earlier output belongs to an earlier run."""
+        super().open()
+        self._size_bytes = self._read_bytes
         self._index.open()
 
     def look(self, *, final: bool = False) -> None:
@@ -174,33 +181,31 @@ class Tail:
 
     def close(self) -> None:
         """Close what is open."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        super().close()
         self._index.close()
 
     def _show(self, console: Console, *, final: bool) -> None:
-        if self._size_bytes < self._shown_bytes:  # the file was truncated
-            self._shown_bytes = 0
-        if self._size_bytes - self._shown_bytes > LAG_BYTES_MAX:
+        if self._size_bytes < self._read_bytes:  # the file was truncated
+            self._read_bytes = 0
+        if self._size_bytes - self._read_bytes > LAG_BYTES_MAX:
             self._skip_to(self._size_bytes - LAG_KEEP_BYTES)
         room_bytes = min(READ_BYTES_MAX, max(SHARE_BYTES_MIN, console.room_bytes))
         if not console.room_bytes:
             return
         now_s = time.monotonic()
         self._announce_skipped(now_s)
-        wanted_bytes = min(room_bytes, self._size_bytes - self._shown_bytes)
-        data = os.pread(self._fd, wanted_bytes, self._shown_bytes) if wanted_bytes else b""
-        self._shown_bytes += len(data)
+        wanted_bytes = min(room_bytes, self._size_bytes - self._read_bytes)
+        data = os.pread(self._fd, wanted_bytes, self._read_bytes) if wanted_bytes else b""
+        self._read_bytes += len(data)
         lines = self._cutter.feed(data, now_s) if data else b""
-        at_end = final and self._shown_bytes >= self._size_bytes
+        at_end = final and self._read_bytes >= self._size_bytes
         lines += self._cutter.flush(now_s, final=at_end)
         if lines:
             console.put(lines)
 
     def _skip_to(self, offset: int) -> None:
-        self._skipped_bytes += offset - self._shown_bytes + self._cutter.drop()
-        self._shown_bytes = offset
+        self._skipped_bytes += offset - self._read_bytes + self._cutter.drop()
+        self._read_bytes = offset
 
     def _announce_skipped(self, now_s: float) -> None:
         if not self._skipped_bytes or now_s - self._announced_s < SKIP_TELL_S:
@@ -213,12 +218,68 @@ class Tail:
             self.console.put(self._prefix + f"[elastane: {text}]\n".encode())
 
 
+class Filtered(FollowedFile):
+    """Copies the lines of `source` that contain any of `needles` to `target`.
+
+    A line is written whole, under the worker's console prefix. A file that can no longer be read or
+    written is given up, with one warning.
+    """
+
+    def __init__(self, source: Path, target: Path, needles: Sequence[str], prefix: bytes) -> None:
+        super().__init__(source)
+        self._target = target
+        self._needles = tuple(needle.encode("utf-8", "surrogateescape") for needle in needles)
+        self._prefix = prefix
+        self._cutter = LineCutter(b"")
+        self._write_fd = -1
+
+    def open(self) -> None:
+        """Start at the file's present end, because earlier output belongs to an earlier run."""
+        self._write_fd = open_append(self._target)
+        try:
+            super().open()
+        except OSError:
+            self.close()
+            raise
+
+    def look(self, *, final: bool = False) -> None:
+        """Copy the matching lines of the new output."""
+        try:
+            if os.fstat(self._fd).st_size < self._read_bytes:  # the file was truncated
+                self._read_bytes = 0
+            while data := os.pread(self._fd, READ_BYTES_MAX, self._read_bytes):
+                self._read_bytes += len(data)
+                self._copy(self._cutter.feed(data, time.monotonic()))
+            if final:
+                self._copy(self._cutter.flush(time.monotonic(), final=True))
+        except OSError as error:
+            _log.warning("%s gets no more lines: %s", self._target, error.strerror or error)
+            self.close()
+
+    def close(self) -> None:
+        """Close what is open."""
+        super().close()
+        if self._write_fd >= 0:
+            os.close(self._write_fd)
+            self._write_fd = -1
+
+    def _copy(self, lines: bytes) -> None:
+        found = [
+            self._prefix + line
+            for line in lines.splitlines(keepends=True)
+            if any(needle in line for needle in self._needles)
+        ]
+        data = b"".join(found)
+        while data:
+            data = data[os.write(self._write_fd, data) :]
+
+
 class Tailer:
     """The thread over all `Tail`s of a group; it starts with the first of them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tails: list[TailedFile] = []
+        self._tails: list[FollowedFile] = []
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._on_done: Callable[[], None] = lambda: None
@@ -228,7 +289,7 @@ class Tailer:
         """Whether there is output to wait for."""
         return self._thread is not None
 
-    def add(self, tail: TailedFile) -> None:
+    def add(self, tail: FollowedFile) -> None:
         """Watch one more open tail."""
         self._tails.append(tail)
         if self._thread is None:
@@ -273,72 +334,3 @@ class Tailer:
     def _is_behind(self, consoles: set[Console]) -> bool:
         lagging = any(tail.lag_bytes for tail in self._tails)
         return lagging or not all(console.wait_empty(0) for console in consoles)
-
-
-_log = logging.getLogger("elastane.streams")
-
-
-class Filtered:
-    """Copies the lines of `source` that contain any of `needles` to `target`."""
-
-    console: Console | None = None
-    lag_bytes = 0
-    poll_s = TEE_POLL_S
-
-    def __init__(self, source: Path, target: Path, needles: Sequence[str], prefix: bytes) -> None:
-        self._source = source
-        self._target = target
-        self._needles = tuple(needle.encode("utf-8", "surrogateescape") for needle in needles)
-        self._prefix = prefix
-        self._cutter = LineCutter(b"")
-        self._read_fd = self._write_fd = -1
-        self._seen_bytes = 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the file is still being read."""
-        return self._read_fd >= 0
-
-    def open(self) -> None:
-        """Start at the file's present end, because earlier output belongs to an earlier run."""
-        self._write_fd = open_append(self._target)
-        try:
-            self._read_fd = os.open(self._source, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self.close()
-            raise
-        self._seen_bytes = os.fstat(self._read_fd).st_size
-
-    def look(self, *, final: bool = False) -> None:
-        """Copy the matching lines of the new output."""
-        try:
-            if os.fstat(self._read_fd).st_size < self._seen_bytes:  # the file was truncated
-                self._seen_bytes = 0
-            while data := os.pread(self._read_fd, READ_BYTES_MAX, self._seen_bytes):
-                self._seen_bytes += len(data)
-                self._copy(self._cutter.feed(data, time.monotonic()))
-            if final:
-                self._copy(self._cutter.flush(time.monotonic(), final=True))
-        except OSError as error:
-            _log.warning("%s gets no more lines: %s", self._target, error.strerror or error)
-            self.close()
-
-    def skip_rest(self) -> None:
-        """Do nothing: the last check has read everything."""
-
-    def close(self) -> None:
-        """Close what is open."""
-        for fd in (self._read_fd, self._write_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._read_fd = self._write_fd = -1
-
-    def _copy(self, lines: bytes) -> None:
-        found = [
-            self._prefix + line
-            for line in lines.splitlines(keepends=True)
-            if any(needle in line for needle in self._needles)
-        ]
-        data = b"".join(found)
-        while data:
-            data = data[os.write(self._write_fd, data) :]

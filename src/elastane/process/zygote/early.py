@@ -178,7 +178,7 @@ class ImportNotes:
         self._note, self._pid = note, os.getpid()
 
     def begin(self) -> None:
-        """Report imports from now on, in this process and in none of its forks."""
+        """Report imports of this process from now on, but not of its forks."""
         sys.meta_path.insert(0, self)
 
     def find_spec(
