@@ -142,7 +142,7 @@ def test_a_demo_that_is_ended_takes_all_its_processes_along(tmp_path, number):
         assert nothing_left_of(marker), left_over(marker)
 
 
-def test_an_agent_that_cannot_train_ends_the_demo_with_its_own_words(tmp_path):
+def test_an_agent_that_cannot_train_ends_the_demo_with_its_own_message(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')\n")
     with demo(TMPDIR=str(tmp_path), PYTHONPATH=str(tmp_path)) as (process, marker):
         _, err = process.communicate(timeout=DEADLINE_S)
@@ -159,7 +159,7 @@ def test_settings_meant_for_another_job_do_not_reach_the_demo(tmp_path):
         wait_for_training(process, folder)
 
 
-def test_a_demo_that_takes_too_long_says_at_which_step_and_ends(tmp_path):
+def test_a_demo_that_takes_too_long_reports_its_step_and_ends(tmp_path):
     with demo("--timeout", "0.5", TMPDIR=str(tmp_path)) as (process, marker):
         _, err = process.communicate(timeout=30.0)
         assert process.returncode == 1

@@ -65,7 +65,7 @@ def test_any_program_is_found_by_the_workers_path(
     [("no-such-program", "/", "No such file"), ("/etc/passwd", "/", "Permission"),
      ("true", "/no/such/folder", "No such file")],
 )  # fmt: skip
-def test_what_cannot_run_is_said(
+def test_a_program_that_cannot_run_is_reported(
     runner: asyncio.Runner, spawner: ExecSpawner, target: str, cwd: str, why: str
 ) -> None:
     before = descriptors()
@@ -75,7 +75,7 @@ def test_what_cannot_run_is_said(
     assert descriptors() <= before  # what an earlier test left may have gone
 
 
-def test_signals_reach_the_worker_its_group_and_nobody_when_it_is_gone(
+def test_signals_reach_the_worker_and_its_group_and_no_process_once_it_is_gone(
     runner: asyncio.Runner, spawner: ExecSpawner, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
@@ -125,7 +125,7 @@ def test_many_may_wait_and_late(runner: asyncio.Runner, spawner: ExecSpawner) ->
     runner.run(scenario())
 
 
-def test_a_status_that_somebody_else_took_is_no_hang(runner: asyncio.Runner) -> None:
+def test_a_status_that_another_wait_consumed_is_no_hang(runner: asyncio.Runner) -> None:
     async def scenario() -> None:
         assert await ended(adopt(pid, pidfd)) == EXIT_UNKNOWN
 

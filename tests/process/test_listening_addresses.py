@@ -114,7 +114,7 @@ OWN = sorted(a for a in local_addresses() if "." in a and not a.startswith("127.
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.7", *OWN])
-def test_what_a_node_serves_is_bound_to_the_address_that_is_named(address):
+def test_a_node_binds_its_listeners_to_the_named_address(address):
     port = OfferedPort(listening=True, host=address)
     port.open()
     door = SnapshotListener(
@@ -142,7 +142,7 @@ def test_a_name_and_an_address_of_another_machine_are_served_on_all(host):
     ("local_addr", "alone", "expected"),
     [("", True, "127.0.0.1"), ("", False, ""), ("10.0.0.1", True, "10.0.0.1"), ("n", False, "n")],
 )
-def test_others_reach_a_node_where_it_says_or_not_at_all(local_addr, alone, expected):
+def test_others_reach_a_node_only_at_its_announced_address(local_addr, alone, expected):
     assert reach(local_addr, alone=alone) == expected
 
 
@@ -158,5 +158,5 @@ def test_others_reach_a_node_where_it_says_or_not_at_all(local_addr, alone, expe
         ("", "", False),
     ],
 )
-def test_agents_that_meet_at_the_loopback_are_of_one_machine(endpoint, local_addr, here):
+def test_agents_that_meet_at_the_loopback_are_on_one_machine(endpoint, local_addr, here):
     assert meets_here(endpoint, local_addr) is here

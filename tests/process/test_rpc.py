@@ -51,7 +51,7 @@ class Impostor:
         self.server.close()
 
 
-def test_an_endpoint_that_nobody_serves_is_named():
+def test_an_unserved_endpoint_is_named():
     async def scenario():
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = sock.getsockname()[1]
@@ -123,7 +123,7 @@ def test_another_job_or_token_is_refused_and_both_sides_say_why():
     play(scenario)
 
 
-def test_a_session_that_the_coordinator_ends_yields_what_came_before_and_then_none():
+def test_an_ended_session_yields_earlier_messages_and_then_none():
     async def scenario():
         async with Desk() as desk:
             session = await desk.join()
@@ -196,7 +196,7 @@ def test_a_peer_that_does_not_read_is_cut_at_the_bound_of_time(monkeypatch):
     play(scenario)
 
 
-def test_drain_returns_once_all_is_with_the_kernel():
+def test_drain_returns_once_the_kernel_has_everything():
     async def scenario():
         async with Desk() as desk:
             session = await desk.join()

@@ -183,7 +183,7 @@ for _ in range(15):
 """
 
 
-def test_worker_that_writes_100_mb_a_second_without_newlines_harms_nobody(agent, tmp_path):
+def test_worker_that_writes_100_mb_a_second_without_newlines_blocks_no_other(agent, tmp_path):
     process = agent([FLOOD, CLOCK], tee="1")
     delays = []
     shown_bytes, skipped = 0, 0
@@ -229,7 +229,7 @@ def test_console_that_is_gone_stops_no_worker_and_no_agent(agent, tmp_path):
     assert Path(report["paths"][0][0]).read_text() == "out 0\n"
 
 
-def test_log_folder_that_cannot_be_made_costs_the_files_and_one_warning(agent, tmp_path):
+def test_unusable_log_folder_loses_the_files_with_one_warning(agent, tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
     process = agent([SPEAKER.format(0), SPEAKER.format(1)], redirects="3", dir=str(blocker / "d"))
@@ -243,7 +243,7 @@ def test_log_folder_that_cannot_be_made_costs_the_files_and_one_warning(agent, t
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_full_disk_under_the_log_folder_costs_the_files_and_one_warning(agent, tmp_path):
+def test_full_disk_under_the_log_folder_loses_the_files_with_one_warning(agent, tmp_path):
     mount = tmp_path / "small"
     mount.mkdir()
     made = subprocess.run(

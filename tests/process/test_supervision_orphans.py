@@ -97,7 +97,7 @@ def test_a_killed_agent_takes_everything_along(
         one.gone(2)
 
 
-def test_a_killed_warden_is_replaced_by_another(tmp_path: Path) -> None:
+def test_a_killed_orphan_reaper_is_replaced(tmp_path: Path) -> None:
     def wardens() -> set[int]:
         return {pid for pid in children(one.pid) if "orphan_reaper.py" in command_line(pid)}
 
@@ -197,7 +197,7 @@ def test_ctrl_c_at_the_terminal_reaches_the_agent_and_not_its_workers(tmp_path: 
         assert [event["reason"] for event in one.events("signal")] == ["SIGINT: draining"]
 
 
-def test_what_a_successful_worker_leaves_behind_goes_when_the_job_ends(tmp_path: Path) -> None:
+def test_processes_that_a_successful_worker_left_behind_end_with_the_job(tmp_path: Path) -> None:
     body = f"{DAEMON}\nleave_a_daemon()\n"
     with agent(tmp_path, "--nproc-per-node", "2", body=body) as one:
         assert one.wait() == 0
@@ -206,7 +206,7 @@ def test_what_a_successful_worker_leaves_behind_goes_when_the_job_ends(tmp_path:
         one.gone(2)
 
 
-def test_what_a_failed_worker_left_behind_is_killed_before_the_next_attempt(
+def test_processes_that_a_failed_worker_left_behind_are_killed_before_the_next_attempt(
     tmp_path: Path,
 ) -> None:
     body = f"""{DAEMON}

@@ -172,7 +172,7 @@ def test_workers_outlive_their_zygote_and_the_next_attempt_starts(tmp_path: Path
         one.gone(2)
 
 
-def test_an_agent_that_stood_still_restarts_nothing(tmp_path: Path) -> None:
+def test_an_agent_that_was_blocked_restarts_nothing(tmp_path: Path) -> None:
     """A suspended machine, a migrated one: longer than any bound of silence."""
     body = 'tell("up", os.getpid())\nwait_for("go")\n'
     with agent(tmp_path, "--rdzv-conf", "heartbeat=0.2,silence=0.5", body=body) as one:

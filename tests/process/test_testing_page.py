@@ -44,7 +44,7 @@ def test_the_first_example_runs_to_its_end(run):
     run("-c", light(FIRST))
 
 
-def test_the_plan_tells_what_it_did(run):
+def test_the_plan_reports_what_it_did(run):
     told = run("-c", light(PLAN)).splitlines()
     assert told and all(re.match(r"\d+\.\d s: ", line) for line in told)
 

@@ -195,7 +195,7 @@ def test_a_zygote_that_cannot_live_is_given_up(tmp_path: Path) -> None:
     in_folder(tmp_path, scenario, "suicidal", warm=False)
 
 
-def test_a_preload_that_fails_is_told_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_failed_preload_is_reported_and_blocks_no_worker(tmp_path: Path) -> None:
     async def scenario(spawner: ZygoteSpawner, told: Told) -> None:
         assert [p.partition(":")[0] for p in told.of("problem")] == ["no_such", "raises", "leaves"]
         assert "ValueError: what" in told.of("problem")[1]
@@ -236,7 +236,7 @@ def test_a_preload_that_runs_a_thread_means_exec(tmp_path: Path) -> None:
      ({"PYTHONUNBUFFERED": "1"}, "PYTHONUNBUFFERED"), ({"OMP_NUM_THREADS": "2"}, "OMP_NUM"),
      ({"LANG": "C"}, "LANG"), ({"LD_LIBRARY_PATH": "/x"}, "LD_LIBRARY_PATH")],
 )  # fmt: skip
-def test_what_is_read_at_start_means_exec_with_the_reason(
+def test_a_variable_read_at_start_means_exec_with_the_reason(
     runner: asyncio.Runner,
     zygote: ZygoteSpawner,
     told: Told,
@@ -260,7 +260,7 @@ def test_a_variable_that_the_script_sets_before_it_imports_torch_means_exec(
     assert told.of("fallback") == ["the script sets PYTORCH_JIT in line 2, before it imports torch"]
 
 
-def test_a_variable_that_another_module_sets_is_said_when_torch_is_imported(
+def test_a_variable_that_another_module_sets_is_reported_when_torch_is_imported(
     runner: asyncio.Runner, zygote: ZygoteSpawner, told: Told, tmp_path: Path
 ) -> None:
     told.heard.clear()
@@ -337,7 +337,7 @@ def test_a_preload_that_keeps_the_rank_of_its_import_is_a_problem_and_means_exec
 
 
 @pytest.mark.parametrize("case", ["missing", "folder", "compiled", "hides", "preloaded"])
-def test_what_only_python_can_run_is_left_to_it(
+def test_files_that_only_python_can_run_mean_exec(
     runner: asyncio.Runner, zygote: ZygoteSpawner, told: Told, tmp_path: Path, case: str
 ) -> None:
     told.heard.clear()
@@ -362,7 +362,7 @@ def test_what_only_python_can_run_is_left_to_it(
     assert len(told.of("fallback")) == 1
 
 
-def test_a_missing_folder_is_said(runner: asyncio.Runner, zygote: ZygoteSpawner) -> None:
+def test_a_missing_folder_is_reported(runner: asyncio.Runner, zygote: ZygoteSpawner) -> None:
     from elastane.errors import ConfigurationError
 
     with pytest.raises(ConfigurationError, match="No such file"):

@@ -166,7 +166,9 @@ def _plain(text: str) -> str:
 
 @pytest.mark.parametrize("ending", ["uncaught", "exit-text", "interrupt", "bad-syntax"])
 @pytest.mark.parametrize("kind", ["module", "run-path"])
-def test_other_kinds_end_so_too(both: Both, kind: Any, ending: str, tmp_path: Path) -> None:
+def test_modules_and_paths_end_as_by_hand_too(
+    both: Both, kind: Any, ending: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDINGS[ending])
     target = "script" if kind == "module" else str(script)

@@ -59,7 +59,7 @@ BAD += ["a b", "h/x:1", "1:2:3", "http://h:1", "h:١", "[::1]:"]
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_an_endpoint_that_is_none_is_named(text: str) -> None:
+def test_a_malformed_endpoint_is_named(text: str) -> None:
     with pytest.raises(UsageError) as error:
         parse_endpoint(text)
     assert repr(text) in error.value.what
@@ -110,7 +110,7 @@ def test_a_resolver_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     answered.set()
 
 
-def test_one_process_gets_the_port_and_the_next_is_told_that_it_is_served() -> None:
+def test_the_second_process_learns_that_the_port_is_served() -> None:
     first = listen("node0", 0)
     assert first is not None
     with first:
@@ -135,7 +135,7 @@ def test_a_loopback_endpoint_is_out_of_reach_for_others() -> None:
             assert not sock.get_inheritable()
 
 
-def test_a_port_that_cannot_be_had_gives_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_port_gives_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: socket.socket, address: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -211,7 +211,7 @@ def entry(node: str, pid: int, process: str, job: str = "a/b", started: float = 
     )
 
 
-def test_the_registry_lists_those_that_run_and_forgets_the_rest(tmp_path: Path) -> None:
+def test_the_registry_lists_running_agents_and_deletes_the_others(tmp_path: Path) -> None:
     registry = JobRegistry(tmp_path)
     assert registry.running() == []
     own = process_start(os.getpid())

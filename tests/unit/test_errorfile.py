@@ -18,7 +18,7 @@ def raised(error):
         return caught
 
 
-def test_what_torch_writes_is_read(tmp_path, monkeypatch):
+def test_torchs_error_file_is_read(tmp_path, monkeypatch):
     path = str(tmp_path / "error.json")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
     before = int(time.time())
@@ -33,7 +33,7 @@ def test_what_torch_writes_is_read(tmp_path, monkeypatch):
     assert error.monotonic_ns == 0 and error.error_code is None
 
 
-def test_what_we_write_is_read_by_torch(tmp_path):
+def test_torch_reads_our_error_file(tmp_path):
     path = str(tmp_path / "error.json")
     write_error_file(path, raised(KeyError("of ours")))
     failure = ProcessFailure(local_rank=3, pid=7, exitcode=1, error_file=path)
@@ -64,7 +64,7 @@ def test_the_time_of_the_fault_may_be_given(tmp_path):
     "content",
     [b"", b"{", b"\xff\xfe", b"[]", b"7", b'"text"', b"[" * 100_000, b'{"message": {"mess'],
 )
-def test_what_is_torn_or_none_of_the_format_is_nothing(tmp_path, content):
+def test_a_torn_or_foreign_file_is_none(tmp_path, content):
     path = tmp_path / "error.json"
     path.write_bytes(content)
     assert read_error_file(str(path)) is None
@@ -94,7 +94,7 @@ def test_an_exit_code_is_read_and_nothing_else_is_taken_for_one(tmp_path):
         assert read_error_file(str(path)).error_code == code
 
 
-def test_an_exception_whose_text_cannot_be_had_is_written_all_the_same(tmp_path):
+def test_an_exception_with_a_broken_str_is_still_written(tmp_path):
     class Broken(Exception):
         def __str__(self):
             raise RuntimeError("no")

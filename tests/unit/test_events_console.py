@@ -40,7 +40,7 @@ def test_note_is_one_line_with_node_kind_and_fence(said):
     assert read() == "elastane[host-a] incident: worker died | badly?[2J (round 3 attempt 1)\n"
 
 
-def test_same_line_again_is_counted_and_not_said(said, monkeypatch):
+def test_repeated_line_is_counted_and_not_printed(said, monkeypatch):
     handler, read = said
     now = [100.0]
     monkeypatch.setattr(observe_logging.time, "monotonic", lambda: now[0])
@@ -78,7 +78,7 @@ def test_default_level_shows_what_a_person_must_know_and_no_more():
     assert note_level(failed) == logging.INFO, "the closing box says it"
 
 
-def test_setup_twice_says_each_line_once():
+def test_setup_twice_prints_each_line_once():
     try:
         observe_logging.setup("a")
         logger = observe_logging.setup("b", "INFO")
@@ -156,7 +156,7 @@ def test_box_tells_an_error_from_output_and_names_no_rank_that_a_worker_did_not_
     "message",
     ["x" * 5000, "\n".join(f"line {n}" for n in range(500)), "\x1b[2J\ttab", "a b " * 900],
 )
-def test_box_is_bounded_in_both_directions_whatever_a_worker_said(message):
+def test_box_is_bounded_in_both_directions_for_any_worker_output(message):
     lines = observe_logging.render_box(outcome(message), "/logs/" + "d" * 300).splitlines()
     assert {len(line) for line in lines} == {100}
     assert len(lines) < 50
@@ -171,7 +171,7 @@ def test_box_is_as_wide_as_its_frame_for_wide_characters_and_accents():
     assert {sum(map(columns, line)) for line in box.splitlines()} == {100}
 
 
-def test_box_shows_the_last_lines_for_there_the_error_is():
+def test_box_shows_the_last_lines_of_a_long_message():
     box = observe_logging.render_box(outcome("\n".join(f"line {n}" for n in range(500))))
     assert "line 499" in box
     assert "line 400" not in box

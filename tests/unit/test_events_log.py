@@ -85,7 +85,7 @@ def test_line_torn_by_a_death_costs_that_line_only(log, tmp_path):
     assert reasons(tmp_path / "job") == ["whole", "after"]
 
 
-def test_full_disk_is_said_once_and_the_loss_is_written_when_it_is_over(
+def test_full_disk_is_reported_once_and_the_loss_is_written_afterwards(
     log, tmp_path, monkeypatch, caplog
 ):
     full = os.open("/dev/full", os.O_WRONLY)
@@ -114,7 +114,7 @@ def test_folder_that_cannot_be_made_raises_nothing(log, tmp_path):
     assert each.flush()
 
 
-def test_disk_that_hangs_holds_up_nobody(log, monkeypatch, tmp_path):
+def test_hanging_disk_blocks_no_caller(log, monkeypatch, tmp_path):
     release = threading.Event()
     real = events_module.open_append
     monkeypatch.setattr(
@@ -169,7 +169,7 @@ def test_reader_gives_each_event_once_as_the_files_grow(log, tmp_path):
     assert reader.poll() == []
 
 
-def test_reader_from_now_leaves_out_what_was(log, tmp_path):
+def test_reader_from_now_skips_older_events(log, tmp_path):
     one = log()
     one.log(note("old"), "agent")
     assert one.flush()
@@ -180,7 +180,7 @@ def test_reader_from_now_leaves_out_what_was(log, tmp_path):
     assert [event.reason for event in reader.poll()] == ["new"]
 
 
-def test_follow_gives_all_and_ends_when_it_is_told_to(log, tmp_path):
+def test_follow_gives_all_and_ends_when_is_over_holds(log, tmp_path):
     one = log()
     for number in range(3):
         one.log(note(str(number)), "agent")
@@ -190,7 +190,7 @@ def test_follow_gives_all_and_ends_when_it_is_told_to(log, tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["folder", "file", "renamed"])
-def test_a_log_that_was_removed_is_begun_again_and_says_so(log, tmp_path, caplog, gone):
+def test_a_removed_log_is_made_again_with_a_warning(log, tmp_path, caplog, gone):
     one = log()
     one.log(note("before"), "agent")
     assert one.flush()

@@ -30,7 +30,7 @@ def event(note, seq=0):
     return make_event(note, TELLER, source="agent", seq=seq, now_ns=1_700_000_000_123_456_789)
 
 
-def test_event_comes_back_as_it_was_told():
+def test_event_is_decoded_as_it_was_logged():
     note = Note(
         kind=EventKind.RESTART,
         reason="1 of 3 restarts used",
@@ -45,7 +45,7 @@ def test_event_comes_back_as_it_was_told():
     assert (read.job, read.host, read.pid, read.source) == ("job", "host-a.example", 7, "agent")
 
 
-def test_event_that_names_no_node_is_the_tellers():
+def test_event_without_a_node_has_its_origins_node():
     assert event(Note(kind=EventKind.SIGNAL, reason="SIGTERM")).node == "host-a"
 
 
@@ -55,14 +55,14 @@ texts = st.text(st.characters(codec=None), max_size=3000)
 @given(
     reason=texts, data=st.dictionaries(texts, texts | st.floats() | st.integers() | st.booleans())
 )
-def test_whatever_is_told_gives_one_line_within_its_bound_that_can_be_read(reason, data):
+def test_any_note_gives_one_readable_line_within_the_bound(reason, data):
     line = encode_line(event(Note(kind=EventKind.INCIDENT, reason=reason, data=data)))
     assert len(line) <= LINE_BYTES_MAX
     assert line.count(b"\n") == 1
     assert decode_line(line).kind == "incident"
 
 
-def test_numbers_that_json_lacks_are_told_as_text():
+def test_numbers_that_json_lacks_are_logged_as_text():
     read = decode_line(encode_line(event(Note(kind="x", reason="", data={"loss": math.nan}))))
     assert read.data == {"loss": "nan"}
 

@@ -83,7 +83,7 @@ def folder(tmp_path):
     return place
 
 
-def test_each_attempt_is_told_with_its_root_cause_first(folder, capsys):
+def test_each_attempt_shows_its_root_cause_first(folder, capsys):
     assert main(["explain", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"job training: succeeded at {at(31)}: all workers succeeded",
@@ -168,11 +168,11 @@ def test_a_job_without_an_end_may_run_or_have_lost_all_its_agents():
         ),
     ],
 )
-def test_a_job_that_never_trained_is_told_by_what_was_last_heard(events, verdict):
+def test_a_job_that_never_trained_shows_its_last_event(events, verdict):
     assert told(*events)[0] == verdict
 
 
-def test_of_many_failures_the_cause_and_some_others_are_shown_and_the_rest_counted():
+def test_many_failures_show_the_cause_and_some_others_and_a_count():
     ends = [exited(5 + rank / 10, rank % 4, node_pid=rank) for rank in range(20)]
     lines = told(settled(0), *ends, restarted(9, "b", 3))
     shown = [line.split()[0] for line in lines if " rank " in line]
@@ -182,7 +182,7 @@ def test_of_many_failures_the_cause_and_some_others_are_shown_and_the_rest_count
     assert "  others     12 more failures (--json has all)" in lines
 
 
-def test_of_a_long_message_its_end_is_shown():
+def test_the_end_of_a_long_message_is_shown():
     message = "\n".join(f"frame {n}" for n in range(50))
     lines = told(settled(0), exited(1, 0, message=message))
     assert [line for line in lines if "frame" in line] == [
@@ -214,7 +214,7 @@ def test_a_job_one_of_whose_agents_is_here_may_run():
     assert "it runs, or all its agents were killed" in lines[0]
 
 
-def test_what_the_budget_paid_for_replacements_is_not_called_restarts():
+def test_replacements_are_not_counted_as_restarts():
     lines = told(
         settled(0),
         event(4, EventKind.INCIDENT, "worker of rank 1 on node a ended with SIGKILL"),
@@ -233,7 +233,7 @@ def test_what_the_budget_paid_for_replacements_is_not_called_restarts():
     assert sum(line.startswith("  ended ") for line in lines) == 1
 
 
-def test_a_worker_without_a_place_is_told_without_a_rank():
+def test_a_worker_without_a_rank_is_shown_without_one():
     lines = told(settled(0), exited(4, -1, local_rank=0))
     assert any("a worker without a rank on node a (local rank 0" in line for line in lines)
 
@@ -246,7 +246,7 @@ def test_a_failure_without_a_rank_is_not_marked_as_a_cause_without_a_rank():
     assert not any(line.startswith("  cause ") for line in lines)
 
 
-def test_what_a_worker_wrote_before_a_signal_is_called_its_output():
+def test_text_before_a_signal_is_called_output():
     lines = told(settled(0), exited(4, 0, "SIGKILL", message="UserWarning: x", output=True))
     at_output = lines.index("    its last output:")
     assert lines[at_output + 1] == "    | UserWarning: x"
@@ -272,13 +272,13 @@ def test_the_first_reason_for_an_attempts_end_is_the_reason():
     assert f"  ended      {at(2)} (after 2 s): node b is gone" in lines
 
 
-def test_an_attempt_whose_beginning_is_not_on_file_has_no_length():
+def test_an_attempt_without_a_logged_start_has_no_duration():
     lines = told(event(2, EventKind.DRAIN_STARTED, "preemption"))
     assert "round 0 attempt 0" in lines
     assert f"  ended      {at(2)}: preemption" in lines
 
 
-def test_figures_that_are_none_are_told_as_nothing():
+def test_invalid_figures_are_left_out():
     wrong = {"rank": "two", "pid": "x", "age_s": "later", "exit_code": 1}
     events = [
         settled(0, world_size="many"),
@@ -290,7 +290,7 @@ def test_figures_that_are_none_are_told_as_nothing():
     assert failure.time == at(1)
 
 
-def test_a_time_that_no_calendar_has_is_the_calendars_end():
+def test_a_time_beyond_the_calendar_is_the_calendars_end():
     [attempt] = story_of("folder", "/logs", [exited(1, 0, age_s=-1e30)]).attempts
     assert attempt.failures[0].time.startswith("9999-12-31T23:59:")
     [attempt] = story_of("folder", "/logs", [exited(1, 0, age_s=1e30)]).attempts

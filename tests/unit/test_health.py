@@ -27,7 +27,7 @@ def ask(words, silent_s):
 
 
 @pytest.mark.parametrize(("silent_s", "status"), [(0, b"200 OK"), (61, b"503 Service Unavailable")])
-def test_it_answers_by_how_long_ago_the_last_sign_of_life_was(silent_s, status):
+def test_the_answer_depends_on_the_age_of_the_last_sign_of_life(silent_s, status):
     answer = ask(b"GET /any HTTP/1.1\r\nHost: x\r\n\r\n", silent_s)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 " + status)

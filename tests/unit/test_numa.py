@@ -69,7 +69,7 @@ def test_core_complex_gives_each_worker_of_a_node_another_cache_largest_first():
     assert bind(fewer, "core-complex", 2) == (there.nodes[0] - left, left - {0})
 
 
-def test_core_complex_is_the_node_where_caches_are_not_told():
+def test_core_complex_is_the_node_if_caches_are_unknown():
     there = machine(gpus=(1,))
     bare = Topology(there.nodes, there.sockets, there.cores, {}, there.gpus)
     assert bind(bare, "core-complex", 1) == (there.nodes[1],)

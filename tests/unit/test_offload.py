@@ -50,7 +50,7 @@ def test_calls_one_after_the_other_use_one_thread_which_ends_when_idle(monkeypat
     asyncio.run(body())
 
 
-def test_calls_that_hang_are_left_alone_until_there_are_too_many() -> None:
+def test_hanging_calls_are_bounded_in_number() -> None:
     async def body() -> None:
         offload, answered = Offload(threads_max=2), threading.Event()
         for _ in range(2):
@@ -76,7 +76,7 @@ def test_more_calls_at_a_time_than_threads_idle_all_run() -> None:
     asyncio.run(body())
 
 
-def test_who_has_its_answer_finds_room_for_the_next_call() -> None:
+def test_a_caller_with_its_answer_finds_room_for_the_next_call() -> None:
     async def body() -> None:
         offload = Offload(threads_max=1)
         for number in range(500):

@@ -70,7 +70,7 @@ def test_it_works_bare_and_called_and_keeps_the_functions_name_and_arguments(err
     assert (bare.__name__, bare.__doc__) == ("bare", "Its words.")
 
 
-def test_a_handler_of_ones_own_is_asked(error_file):
+def test_a_users_own_handler_is_called(error_file):
     asked = []
 
     class Handler:

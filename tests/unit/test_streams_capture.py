@@ -118,7 +118,7 @@ def test_lines_of_two_workers_do_not_tear_each_other(sink, monkeypatch):
     assert len(lines) == 6000
 
 
-def test_the_beginning_of_a_line_waits_for_its_end_however_long_nothing_came_before_it():
+def test_a_partial_line_waits_for_its_end_even_after_a_long_pause():
     shown = []
     console = SimpleNamespace(
         fd=-1, spare_bytes=PIPE_BYTES, offer=lambda data: shown.append(data) or True
@@ -138,7 +138,7 @@ def test_the_beginning_of_a_line_waits_for_its_end_however_long_nothing_came_bef
     capture.close()
 
 
-def test_a_console_that_is_full_holds_the_worker_up_and_loses_nothing(sink):
+def test_a_full_console_blocks_the_worker_and_loses_nothing(sink):
     console, got, gate = sink
     gate.clear()
     pump, capture = Pump("test"), Capture(console)
@@ -168,7 +168,7 @@ def test_a_console_that_is_full_holds_the_worker_up_and_loses_nothing(sink):
     assert b"".join(got) == sent
 
 
-def test_a_stuck_console_does_not_hold_up_the_end(sink):
+def test_a_stuck_console_does_not_block_the_end(sink):
     console, got, gate = sink
     gate.clear()
     pump, capture = Pump("test"), Capture(console)
@@ -186,7 +186,7 @@ def test_a_stuck_console_does_not_hold_up_the_end(sink):
     assert b"".join(got)
 
 
-def test_without_a_console_only_the_end_is_kept():
+def test_without_a_console_only_the_tail_is_kept():
     pump, capture = Pump("test"), Capture(None)
     write = capture.open()
     pump.add(capture)
@@ -211,7 +211,7 @@ def test_no_descriptor_and_no_thread_is_left():
     assert len(os.listdir("/proc/self/fd")) <= before  # what an earlier test left may have gone
 
 
-def test_a_limit_on_file_sizes_costs_the_memory_and_no_output(sink, monkeypatch):
+def test_a_limit_on_file_sizes_loses_the_tail_and_no_output(sink, monkeypatch):
     console, got, _ = sink
     pump, capture = Pump("test"), Capture(console)
     write = capture.open()
@@ -248,7 +248,7 @@ def test_a_terminal_stays_the_workers_own(monkeypatch, terminal):
         os.close(fd)
 
 
-def test_a_flood_leaves_room_for_what_the_agent_itself_says(sink):
+def test_a_flood_leaves_room_for_the_agents_own_lines(sink):
     console, got, gate = sink
     gate.clear()
     while console.offer(b"x" * 1023 + b"\n"):
@@ -260,7 +260,7 @@ def test_a_flood_leaves_room_for_what_the_agent_itself_says(sink):
     assert b"lost" not in b"".join(got)
 
 
-def test_a_thread_that_ends_before_it_is_woken_harms_no_other_descriptor(monkeypatch):
+def test_waking_an_ended_thread_writes_to_no_other_descriptor(monkeypatch):
     """`stop` tells it to end, and then wakes it: it may be gone already."""
     pump, capture = Pump("test-race"), Capture(None)
     os.close(capture.open())

@@ -52,7 +52,7 @@ def test_matching_lines_of_all_teed_ranks_are_copied_whole_and_under_their_prefi
     assert not (folder / "filtered_stderr.log").exists()
 
 
-def test_each_node_has_a_file_of_its_own(tmp_path):
+def test_each_node_has_its_own_file(tmp_path):
     plan = LogPlan(
         str(tmp_path), tee={0: StreamChoice.OUT}, prefix="", needles={StreamChoice.OUT: ("x",)}
     )
@@ -77,7 +77,7 @@ def test_a_flood_that_the_console_skips_is_copied_in_full(tmp_path, monkeypatch)
     assert len(copied.read_bytes().splitlines()) == wanted
 
 
-def test_a_file_that_cannot_be_written_costs_the_copies_only(tmp_path, caplog):
+def test_an_unwritable_file_loses_only_the_copies(tmp_path, caplog):
     plan = LogPlan(str(tmp_path), tee={0: StreamChoice.OUT}, needles={StreamChoice.OUT: ("x",)})
     (plan.attempt_dir("job", Fence(1, 0)) / "filtered_stdout.log").mkdir(parents=True)
     run(plan, b"x\n", ranks=1)

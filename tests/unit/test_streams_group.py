@@ -10,7 +10,7 @@ from elastane.process.streams import GroupStreams, LogPlan, StreamChoice, group
 from elastane.protocol.model import Fence
 
 
-def test_log_folder_that_hangs_costs_the_files_once_and_never_the_event_loop(
+def test_hanging_log_folder_is_given_up_once_and_never_blocks_the_event_loop(
     tmp_path, monkeypatch, caplog
 ):
     answers = threading.Event()

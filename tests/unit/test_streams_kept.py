@@ -29,9 +29,7 @@ def keep(tmp_path, failures):
     return file
 
 
-def test_of_a_full_file_the_last_part_and_the_one_before_are_kept(
-    keep, failures, tmp_path, monkeypatch
-):
+def test_a_full_file_keeps_its_last_two_parts(keep, failures, tmp_path, monkeypatch):
     monkeypatch.setattr(capture, "KEPT_BYTES_MAX", 100)
     lines = [b"line %02d\n" % number for number in range(40)]
     for line in lines:
@@ -47,7 +45,7 @@ def test_of_a_full_file_the_last_part_and_the_one_before_are_kept(
         assert path.with_name(path.name + INDEX_SUFFIX).exists(), "times of its lines"
 
 
-def test_a_reader_goes_on_where_a_full_file_was_replaced(keep, tmp_path, monkeypatch):
+def test_a_reader_continues_after_a_full_file_was_replaced(keep, tmp_path, monkeypatch):
     monkeypatch.setattr(capture, "KEPT_BYTES_MAX", 100)
     keep.put(b"x" * 90 + b"\n")
     keep._writer.wait_empty(DEADLINE_S)
@@ -59,7 +57,7 @@ def test_a_reader_goes_on_where_a_full_file_was_replaced(keep, tmp_path, monkeyp
     assert [line.text for line in cursor.read(partial=False)] == [b"the next file begins"]
 
 
-def test_a_disk_that_takes_nothing_is_told_once(keep, failures, monkeypatch):
+def test_a_full_disk_is_reported_once(keep, failures, monkeypatch):
     def full(fd, data):
         raise OSError(28, "No space left on device")
 
@@ -70,7 +68,7 @@ def test_a_disk_that_takes_nothing_is_told_once(keep, failures, monkeypatch):
     assert [(path, error.errno) for path, error in failures] == [(keep.path, 28)]
 
 
-def test_output_beyond_the_queue_is_missing_in_the_copy_and_the_copy_says_so(keep, monkeypatch):
+def test_output_beyond_the_queue_is_reported_missing_in_the_copy(keep, monkeypatch):
     keep._write(b"then\n", 7)
     keep.close(DEADLINE_S)
     said = keep.path.read_bytes()

@@ -47,7 +47,7 @@ def test_long_line_is_cut_with_a_mark_and_held_in_bounded_memory():
 
 
 @given(st.lists(st.binary(max_size=50), max_size=20))
-def test_however_bytes_are_cut_up_no_line_is_lost_or_torn(pieces):
+def test_any_split_of_the_bytes_gives_the_same_lines(pieces):
     cutter = LineCutter(b"> ")
     shown = b"".join(cutter.feed(piece, 0.0) for piece in pieces) + cutter.flush(0.0, final=True)
     data = b"".join(pieces)
@@ -57,7 +57,7 @@ def test_however_bytes_are_cut_up_no_line_is_lost_or_torn(pieces):
     assert shown.count(b"\n") == data.count(b"\n") + has_partial
 
 
-def test_index_tells_when_a_byte_was_written(tmp_path):
+def test_index_gives_the_time_of_a_byte(tmp_path):
     log = tmp_path / "stdout.log"
     index = IndexWriter(log, 0.1)
     index.open()
@@ -74,7 +74,7 @@ def test_index_tells_when_a_byte_was_written(tmp_path):
     ]
 
 
-def test_torn_index_and_a_clock_set_back_make_times_coarser_and_nothing_worse(tmp_path):
+def test_torn_index_and_a_clock_set_back_only_make_times_coarser(tmp_path):
     log = tmp_path / "stdout.log"
     index = IndexWriter(log, 0.1)
     index.open()

@@ -78,13 +78,13 @@ def test_prefix_template_of_torchrun_is_honoured_with_our_names_besides():
 
 
 @pytest.mark.parametrize("base_dir", ["", "/dev/null"])
-def test_without_a_folder_nothing_is_kept_or_teed(base_dir):
+def test_without_a_folder_no_stream_has_a_file(base_dir):
     plan = LogPlan(base_dir, redirects={0: StreamChoice.ALL}, tee={0: StreamChoice.ALL})
     assert not plan.keeps(0, StreamChoice.OUT)
     assert not plan.tees(0, StreamChoice.OUT)
 
 
-def test_tee_implies_a_file_and_the_filter_takes_only_the_console_away():
+def test_tee_implies_a_file_and_the_rank_filter_affects_only_the_console():
     plan = LogPlan(
         "/logs", tee={0: StreamChoice.OUT, 1: StreamChoice.OUT}, console_ranks=frozenset({1})
     )

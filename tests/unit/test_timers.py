@@ -30,7 +30,7 @@ def test_a_timer_expires_at_its_deadline_and_not_before():
     assert table.due_s is None
 
 
-def test_a_negative_time_takes_the_timer_back_and_a_new_one_replaces_the_old():
+def test_a_negative_time_cancels_the_timer_and_a_new_one_replaces_the_old():
     table = TimerTable()
     table.update(timer(at=10.0))
     table.update(timer(at=20.0))
@@ -41,7 +41,7 @@ def test_a_negative_time_takes_the_timer_back_and_a_new_one_replaces_the_old():
     assert table.expired(20.0) == [timer(at=20.0)]
 
 
-def test_of_a_process_the_first_timer_with_a_signal_counts_and_all_its_others_go():
+def test_the_first_timer_with_a_signal_expires_and_drops_the_processs_others():
     table = TimerTable()
     for request in (timer("a", 1.0, signum=0), timer("c", 3.0), timer("b", 2.0), timer("d", 99.0)):
         table.update(request)
@@ -50,7 +50,7 @@ def test_of_a_process_the_first_timer_with_a_signal_counts_and_all_its_others_go
     assert len(table) == 0
 
 
-def test_there_are_only_so_many_timers():
+def test_the_number_of_timers_is_bounded():
     table = TimerTable()
     assert all(table.update(timer(str(n))) for n in range(TIMERS_MAX))
     assert not table.update(timer("one more"))
@@ -73,7 +73,7 @@ def test_the_lines_of_torchs_client_are_read():
      b'{"pid": 1, "scope_id": "", "expiration_time": 1, "signal": 65}',
      b'{"pid": "1", "scope_id": "", "expiration_time": 1}'],
 )  # fmt: skip
-def test_what_is_no_request_is_not_taken(line):
+def test_a_malformed_request_is_rejected(line):
     assert parse_request(line) is None
 
 

@@ -45,7 +45,7 @@ def add_gpu(root, number, *, node, model="H200", address=None):
     write(root / f"dev/nvidia{number}", "")
 
 
-def test_cpus_are_told_by_node_socket_core_and_largest_data_cache(root):
+def test_cpus_are_grouped_by_node_socket_core_and_largest_data_cache(root):
     there = read_topology({}, root)
     assert there.nodes == {0: {0, 1}, 1: {2}}, "a node of memory alone has no CPUs to bind to"
     assert there.sockets == {0: 0, 1: 0, 2: 1}
@@ -54,7 +54,7 @@ def test_cpus_are_told_by_node_socket_core_and_largest_data_cache(root):
     assert there.gpus == ()
 
 
-def test_a_kernel_that_tells_nothing_gives_one_node(tmp_path, monkeypatch):
+def test_a_kernel_without_topology_gives_one_node(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     there = read_topology({}, tmp_path)
     assert there.nodes == {0: {0, 1}}
@@ -95,7 +95,7 @@ def test_gpus_of_several_models_need_a_certain_order(root):
     assert read_topology({"CUDA_VISIBLE_DEVICES": "GPU-1f"}, root).gpus == (1,)
 
 
-def test_what_is_not_certain_is_refused(root):
+def test_uncertain_gpu_numbers_are_refused(root):
     add_gpu(root, 0, node=-1)
     with pytest.raises(ConfigurationError, match="firmware does not tell") as caught:
         read_topology({}, root)

@@ -100,14 +100,14 @@ def test_a_worker_that_was_asked_to_go_is_no_bad_news():
     assert view.lines[-1].tone == "plain"
 
 
-def test_a_reason_that_only_repeats_another_is_told_once():
+def test_a_reason_that_repeats_another_is_shown_once():
     stopping = event(EventKind.WORKERS_STOPPING, reason="rank 1 died")
     view = play(event(EventKind.INCIDENT, reason="rank 1 died"), stopping)
     assert [line.kind for line in view.lines] == ["incident"]
     assert view.node("node-a").state == "stopping"
 
 
-def test_a_departed_node_stays_gone_until_it_starts_anew():
+def test_a_departed_node_stays_gone_until_it_starts_again():
     view = play(started("node-b", 20), event(EventKind.NODE_DEPARTED, "node-b"))
     assert view.node("node-b").state == "gone"
     late = after_event(view, event(EventKind.WORKERS_STOPPED, "node-b"))

@@ -14,7 +14,7 @@ def _as_before():
     gc.set_threshold(*before)
 
 
-def test_there_are_none_and_afterwards_there_are():
+def test_collections_are_suspended_inside_and_enabled_afterwards():
     before, counted = gc.get_threshold(), gc.get_stats()[0]["collections"]
     with without_collections():
         cycles = [[] for _ in range(10 * before[0])]
@@ -25,14 +25,14 @@ def test_there_are_none_and_afterwards_there_are():
     assert gc.isenabled()
 
 
-def test_an_import_that_fails_leaves_them_as_they_were():
+def test_a_failed_import_restores_the_collections():
     before = gc.get_threshold()
     with pytest.raises(RuntimeError), without_collections():
         raise RuntimeError
     assert gc.get_threshold() == before
 
 
-def test_what_a_module_wishes_of_them_stays():
+def test_a_modules_own_threshold_stays():
     with without_collections():
         gc.set_threshold(50_000, 20, 20)
     assert gc.get_threshold() == (50_000, 20, 20)

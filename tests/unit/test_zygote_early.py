@@ -48,7 +48,7 @@ def other_version(tmp_path, monkeypatch, name):
     monkeypatch.syspath_prepend(str(tmp_path / "vendored"))
 
 
-def test_they_are_hidden_until_one_is_imported(early):
+def test_early_modules_are_hidden_until_one_is_imported(early):
     modules = early()
     specs = {name: module.__spec__ for name, module in modules.items()}
     loader = specs["early_one"].loader
@@ -62,16 +62,14 @@ def test_they_are_hidden_until_one_is_imported(early):
     assert not any(isinstance(finder, EarlyModules) for finder in sys.meta_path)
 
 
-def test_a_look_that_imports_nothing_shows_the_file_and_leaves_them_hidden(early):
+def test_find_spec_returns_the_file_and_leaves_the_modules_hidden(early):
     modules = early()
     spec = importlib.util.find_spec("early_one")
     assert spec.origin == modules["early_one"].__file__
     assert "early_one" not in sys.modules
 
 
-def test_a_package_that_is_first_on_the_path_by_now_is_the_one_that_is_imported(
-    early, tmp_path, monkeypatch
-):
+def test_a_package_put_first_on_the_path_is_imported_instead(early, tmp_path, monkeypatch):
     modules = early()
     other_version(tmp_path, monkeypatch, "early_one")
     import early_one
@@ -81,7 +79,7 @@ def test_a_package_that_is_first_on_the_path_by_now_is_the_one_that_is_imported(
     assert early_two is not modules["early_two"], "it may hold the other version"
 
 
-def test_a_package_is_imported_anew_where_another_one_of_its_unit_would_be_found_elsewhere(
+def test_a_package_is_imported_again_if_another_of_its_unit_has_another_file(
     early, tmp_path, monkeypatch
 ):
     modules = early()
@@ -105,9 +103,7 @@ def kept(monkeypatch):
     return frozenset({"early_one.part"})
 
 
-def test_what_a_module_kept_of_its_import_is_the_workers_own_where_it_is_given_out(
-    early, kept, monkeypatch
-):
+def test_a_renewed_module_has_the_workers_own_values(early, kept, monkeypatch):
     modules = early(renewed=kept)
     modules["early_one"].part.rank = 0
     monkeypatch.setenv("RANK", "5")
@@ -116,7 +112,7 @@ def test_what_a_module_kept_of_its_import_is_the_workers_own_where_it_is_given_o
     assert early_one is modules["early_one"] and early_one.part.rank == 5
 
 
-def test_a_worker_without_a_rank_imports_what_keeps_the_rank_by_itself(early, kept, monkeypatch):
+def test_a_worker_without_a_rank_imports_rank_keeping_modules_itself(early, kept, monkeypatch):
     modules = early(renewed=kept)
     monkeypatch.delenv("RANK", raising=False)
     import early_one.part
@@ -124,9 +120,7 @@ def test_a_worker_without_a_rank_imports_what_keeps_the_rank_by_itself(early, ke
     assert early_one is not modules["early_one"]
 
 
-def test_a_worker_has_the_variables_that_packages_set_when_they_were_imported(
-    early, monkeypatch, capsys
-):
+def test_a_worker_has_the_variables_that_packages_set_at_import(early, monkeypatch, capsys):
     writes = {
         "SET": ("early_one", "1"),
         "GONE": ("early_one", None),
@@ -147,9 +141,7 @@ def test_a_worker_has_the_variables_that_packages_set_when_they_were_imported(
 
 
 @pytest.mark.parametrize(("value", "same"), [("1", True), ("2", False)])
-def test_a_package_that_would_read_other_variables_now_is_imported_anew(
-    early, monkeypatch, value, same
-):
+def test_a_package_that_would_read_other_values_is_imported_again(early, monkeypatch, value, same):
     modules = early(reads={"SETTING": "1", "UNSET": None})
     monkeypatch.setenv("SETTING", value)
     import early_one
@@ -157,9 +149,7 @@ def test_a_package_that_would_read_other_variables_now_is_imported_anew(
     assert (early_one is modules["early_one"]) == same
 
 
-def test_of_what_torch_is_built_on_the_early_one_stays_and_that_is_said(
-    early, tmp_path, monkeypatch, capsys
-):
+def test_an_early_dependency_of_torch_stays_with_a_warning(early, tmp_path, monkeypatch, capsys):
     modules = early("early_one")
     other_version(tmp_path, monkeypatch, "early_one")
     import early_one
@@ -169,9 +159,7 @@ def test_of_what_torch_is_built_on_the_early_one_stays_and_that_is_said(
     assert "vendored/early_one/__init__.py is not used" in said and "--no-zygote" in said
 
 
-def test_a_variable_that_was_changed_is_said_once_and_only_if_torch_has_read_it(
-    early, monkeypatch, capsys
-):
+def test_a_changed_variable_is_reported_once_and_only_if_torch_reads_it(early, monkeypatch, capsys):
     early("early_one", env={"OMP_NUM_THREADS": "1"})
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -43,7 +43,7 @@ def installed(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_what_is_installed_is_imported_and_its_variables_are_known(installed, monkeypatch):
+def test_installed_packages_are_imported_and_their_variables_recorded(installed, monkeypatch):
     monkeypatch.setenv("LEARNED_SETTING", "here")
     names = ["learned_broken", "no_such_module", "learned_calm", "learned_calm.part"]
     found = import_learned(names, lambda: "")
@@ -62,7 +62,7 @@ def test_variables_that_a_package_sets_are_its_own_and_not_read(installed, monke
     assert found.reads["LEARNED_SET"] is None
 
 
-def test_the_users_own_modules_are_not(tmp_path, monkeypatch):
+def test_the_users_own_modules_are_not_imported(tmp_path, monkeypatch):
     (tmp_path / "learned_own.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert import_learned(["learned_own"], lambda: "").unsafe == set()

@@ -24,7 +24,7 @@ ENV = {"OMP_NUM_THREADS": "1"}
         ("if True:\n    os.environ['TORCH_LOGS'] = '+dynamo'", "TORCH_LOGS"),
     ],
 )
-def test_each_way_to_set_one_is_found(statement, name):
+def test_each_way_to_set_a_variable_is_found(statement, name):
     source = f"import os\nfrom os import environ\n{statement}\nimport torch\n"
     assert name in sets_too_late(source.encode(), ENV)
 
@@ -47,9 +47,9 @@ def test_each_way_to_set_one_is_found(statement, name):
         "nothing = 1",
     ],
 )
-def test_what_changes_nothing_that_torch_reads_is_left_alone(source):
+def test_changes_that_torch_does_not_read_are_ignored(source):
     assert sets_too_late(source.encode(), ENV) == ""
 
 
-def test_bytes_that_are_no_source_say_nothing():
+def test_bytes_that_are_no_source_have_no_findings():
     assert sets_too_late(b"\xff\xfe environ \x00", ENV) == ""

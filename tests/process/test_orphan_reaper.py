@@ -77,7 +77,7 @@ def test_a_stopped_zygote_and_a_stopped_worker_do_not_survive_either(
     until(lambda: not any(alive(pid) for pid in family), "all are gone", 10)
 
 
-def test_an_agent_that_stands_still_has_its_workers_killed_at_the_deadline(
+def test_the_workers_of_a_blocked_agent_are_killed_at_the_deadline(
     leash: str, tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
     server = subprocess.Popen(["sleep", "600"], env={"ELASTANE_SERVER_LEASH": leash})
@@ -91,7 +91,7 @@ def test_an_agent_that_stands_still_has_its_workers_killed_at_the_deadline(
     until(lambda: server.poll() is not None, "the agent's server ends with the agent")
 
 
-def test_another_warden_keeps_the_deadline_of_the_one_before(leash: str) -> None:
+def test_a_second_orphan_reaper_keeps_the_deadline_of_the_first(leash: str) -> None:
     async def scenario() -> None:
         warden = OrphanReaper(leash)
         await warden.start()
@@ -107,7 +107,7 @@ def test_another_warden_keeps_the_deadline_of_the_one_before(leash: str) -> None
         asyncio.run(scenario())
 
 
-def test_the_warden_looks_as_often_as_the_bounds_say() -> None:
+def test_the_orphan_reaper_checks_as_often_as_the_bounds_say() -> None:
     assert LOOK_S == STANDSTILL_LOOK_S
 
 
@@ -117,7 +117,7 @@ def test_an_orderly_end_leaves_nothing(leash: str, tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in family)
 
 
-def test_the_warden_ignores_polite_signals_and_can_be_started_again(leash: str) -> None:
+def test_the_orphan_reaper_ignores_polite_signals_and_can_be_started_again(leash: str) -> None:
     async def scenario() -> None:
         warden = OrphanReaper(leash)
         await warden.start()

@@ -81,7 +81,7 @@ def callers() -> Iterator[list[Caller]]:
         caller.process.communicate()
 
 
-def test_calls_are_counted_and_false_while_nobody_drains(
+def test_calls_are_counted_and_false_without_a_drain(
     page: StatusPage, callers: list[Caller]
 ) -> None:
     callers.append(Caller(page))
@@ -89,7 +89,7 @@ def test_calls_are_counted_and_false_while_nobody_drains(
     assert page.calls == 3
 
 
-def test_past_its_deadline_a_worker_begins_no_step_until_authority_is_proved_again(
+def test_past_its_deadline_a_worker_begins_no_step_before_a_new_deadline(
     page: StatusPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited_s: list[float] = []

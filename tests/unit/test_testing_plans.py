@@ -7,7 +7,7 @@ from elastane.testing import FaultPlan
 from elastane.testing.plans import Fault
 
 
-def test_a_worker_is_killed_though_its_world_is_followed_by_another_meanwhile():
+def test_a_worker_is_killed_even_if_its_world_was_replaced_meanwhile():
     worker = subprocess.Popen(["sleep", "600"])
     try:
         looks = iter([(worker.pid,)])
