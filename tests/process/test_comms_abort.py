@@ -11,7 +11,7 @@ OUT_S = 1.0
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_operation_that_waits_for_a_silent_member_comes_out(size, record_property):
+def test_aborting_ends_every_operation_that_waits_for_a_silent_member(size, record_property):
     names = list(OPERATIONS) if size == 3 else ["all_reduce", "barrier", "recv"]
     with Crew(size, "stuck_in", names, size) as crew:
         for name in names:
@@ -29,7 +29,7 @@ def test_every_operation_that_waits_for_a_silent_member_comes_out(size, record_p
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_survivors_of_a_lost_member_go_on_in_the_next_world(number, victim, record_property):
+def test_survivors_of_a_lost_member_continue_in_the_next_world(number, victim, record_property):
     # The victim is the last or the first by its place in the crew; ranks are by place.
     size = 3
     with Crew(size, "peer_lost", size) as crew:
@@ -45,7 +45,7 @@ def test_survivors_of_a_lost_member_go_on_in_the_next_world(number, victim, reco
 
 
 @pytest.mark.parametrize("operation", ["exchange", "irecv"])
-def test_a_message_that_cannot_begin_since_its_peer_is_dead_is_a_lost_peer(operation):
+def test_a_message_to_a_dead_peer_raises_peer_lost(operation):
     """It is the first to tell; as any other error it would end the worker."""
     with Crew(2, "begins_with_the_dead", operation) as crew:
         crew.hear_all()

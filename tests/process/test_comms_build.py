@@ -7,7 +7,7 @@ OUT_S = 1.0
 
 
 @pytest.mark.parametrize("peer", ["silent", "dead", "stopped"])
-def test_a_construction_that_waits_for_a_lost_member_comes_out(peer, record_property):
+def test_aborting_ends_a_construction_that_waits_for_a_lost_member(peer, record_property):
     """Silent: never at the store. Dead: nothing listens where it said. Stopped: never accepts."""
     with Crew(1, "builds_with", peer) as crew:
         outcomes = [crew.hear(0) for _ in range(4)]

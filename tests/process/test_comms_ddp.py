@@ -35,7 +35,7 @@ def test_a_survivor_and_a_joiner_make_the_same_collectives(kind):
         ("buffers", "buffers of DistributedDataParallel 0: ['body.1.more float32[2]'] on rank 0"),
     ],
 )
-def test_members_whose_ddps_differ_are_told_of_both_sides(otherwise, words):
+def test_differing_ddps_are_reported_with_both_values_on_all_members(otherwise, words):
     with Crew(2, "ddp_differs", 2, otherwise) as crew:
         for told in crew.hear_all():
             assert words in told and "[job-ddp]" in told, told

@@ -20,7 +20,7 @@ def test_a_taker_has_the_givers_state_and_each_byte_came_once(size, how):
 
 
 @WAYS
-def test_only_what_differs_is_sent_wherever_the_difference_lies(how):
+def test_only_differing_tensors_are_sent(how):
     with Crew(2, "transfer_of_some", how) as crew:
         assert crew.hear(0) == (4_000_000, ["state['weights'][2]"], 1)
 
@@ -28,7 +28,7 @@ def test_only_what_differs_is_sent_wherever_the_difference_lies(how):
 @WAYS
 @pytest.mark.parametrize("what", ["giver", "taker"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_transfer_that_was_cut_short_gives_no_state(how, what, number):
+def test_an_interrupted_transfer_gives_no_state(how, what, number):
     """With two givers; what lives is told that the world has ended, as its agent would tell it."""
     with Crew(3, "transfer_cut", 3, how, what) as crew:
         assert crew.hear_all() == ["in"] * 3

@@ -83,7 +83,7 @@ def test_a_worker_killed_in_a_validation_costs_no_epoch_and_no_other_process(
         assert steps == sorted(set(steps))
 
 
-def test_a_worker_killed_in_an_unguarded_validation_ends_the_others_and_they_say_what_is_lost(
+def test_a_loss_in_an_unguarded_validation_ends_all_workers_with_an_explanation(
     tmp_path,
 ):
     job = Epochs(tmp_path, "unguarded")

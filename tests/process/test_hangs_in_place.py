@@ -39,7 +39,7 @@ def told_to_hang(job, how, rank=1):
         ("loader", "waiting for its data loader", "in __getitem__"),
     ],
 )
-def test_a_worker_that_makes_no_progress_is_killed_with_its_stack_and_replaced(job, how, at, frame):
+def test_a_hanging_worker_is_killed_with_its_stack_and_replaced(job, how, at, frame):
     starts(job, "abc")
     hung, others = told_to_hang(job, how)
     after = job.wait_steps(5, 3)
@@ -52,7 +52,7 @@ def test_a_worker_that_makes_no_progress_is_killed_with_its_stack_and_replaced(j
     job.ends_exact()
 
 
-def test_a_worker_that_a_signal_stopped_is_replaced_whatever_it_was_at(job):
+def test_a_worker_stopped_by_a_signal_is_replaced(job):
     nodes = starts(job, "abc")
     [victim] = nodes[2].workers()
     nodes[2].kill_worker(number=signal.SIGSTOP)
@@ -63,7 +63,7 @@ def test_a_worker_that_a_signal_stopped_is_replaced_whatever_it_was_at(job):
     job.ends_exact()
 
 
-def test_workers_that_all_wait_for_one_another_go_on_in_another_world(job):
+def test_workers_in_a_deadlock_continue_in_another_world(job):
     starts(job, "ab")
     before = set(job.said())
     for rank in (0, 1):

@@ -88,9 +88,7 @@ class Healed:
     ],
     ids=["memory", "group", "memory-long", "group-long"],
 )
-def test_arrivals_get_what_they_lack_and_no_more_whoever_dies_meanwhile(
-    tmp_path, how, channel, givers, faults
-):
+def test_arrivals_receive_only_missing_state_despite_deaths(tmp_path, how, channel, givers, faults):
     job = Healed(tmp_path, how)
     with job.cluster:
         for name in "ab":
@@ -142,7 +140,7 @@ def test_a_replica_with_one_wrong_bit_is_named_and_takes_the_majoritys(tmp_path)
     assert set(job.said("committed")) == before, "nobody was replaced"
 
 
-def test_two_replicas_that_differ_are_refused(tmp_path):
+def test_two_differing_replicas_are_refused(tmp_path):
     job = Healed(tmp_path, verify_every=5, nnodes="1", nproc_per_node=2, max_restarts=0)
     with job.cluster:
         node = job.cluster.start("a")

@@ -158,7 +158,7 @@ def test_a_page_says_in_which_world_its_worker_last_met_the_others(job):
     assert settled.round > 1 and rounds_met(job) == {settled.round}
 
 
-def test_a_failure_is_told_by_the_rank_that_its_worker_had_last(job):
+def test_a_failure_is_reported_with_the_last_rank_of_its_worker(job):
     nodes = starts(job, "ab")
     ranks = {pid: lines[-1]["rank"] for pid, lines in job.said().items() if lines}
     # Which of the two came first is not for this test to say.
@@ -186,7 +186,7 @@ def fixed_size(folder, *victims, **options):
         job.ends_exact()
 
 
-def test_a_replacement_has_its_true_place_from_init_on_whoever_dies_while_it_builds(job):
+def test_a_replacement_has_its_rank_from_init_on_despite_deaths(job):
     nodes = starts(job, "abc")
     first, hold = _alive(job), job.folder / "said" / "hold"
 
@@ -230,7 +230,7 @@ def test_a_fixed_size_waits_in_memory_for_the_successor_or_for_two(tmp_path):
     fixed_size(tmp_path, [1], [1, 2])
 
 
-def test_without_a_zygote_the_worker_of_rank_0_serves_the_store_whoever_that_is(tmp_path):
+def test_without_a_zygote_the_worker_of_rank_0_serves_the_store(tmp_path):
     fixed_size(tmp_path, [0], no_zygote="1")
 
 
@@ -253,7 +253,7 @@ def test_faults_in_a_row_lose_no_step_and_do_none_twice(tmp_path, seed):
         assert any(len({*steps}) < len(steps) for steps in dealt), "no step was dealt again"
 
 
-def test_a_script_of_several_loops_takes_in_who_comes_and_replaces_who_is_lost(tmp_path):
+def test_a_script_of_several_loops_takes_arrivals_and_replaces_losses(tmp_path):
     job = InPlace(tmp_path, env={"STEPS_PER_LOOP": "7"})
     with job.cluster:
         starts(job, "ab")
@@ -267,7 +267,7 @@ def test_a_script_of_several_loops_takes_in_who_comes_and_replaces_who_is_lost(t
 
 
 @pytest.mark.soak
-def test_a_worker_that_dies_between_two_loops_costs_the_others_no_process(tmp_path):
+def test_a_death_between_two_loops_keeps_the_other_processes(tmp_path):
     job = InPlace(tmp_path, env={"STEPS_PER_LOOP": "20", "PAUSE_S": "1.5"})
     with job.cluster:
         starts(job, "abc")

@@ -328,7 +328,7 @@ def test_replicas_of_two_nodes_each_are_lost_and_come_back_whole(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(200)
-def test_survivors_of_a_replica_over_nodes_make_the_step_that_others_have_made(tmp_path):
+def test_survivors_of_a_replica_over_nodes_make_the_missing_step(tmp_path):
     job = Sharding(tmp_path, 2, CUT, nnodes="2:4", nproc_per_node=1)
     with job.cluster:
         for name in "abcd":
@@ -344,7 +344,7 @@ def test_survivors_of_a_replica_over_nodes_make_the_step_that_others_have_made(t
 @pytest.mark.soak
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("leaves", [True, False])
-def test_the_last_replica_over_nodes_goes_on_from_what_was_saved(tmp_path, leaves):
+def test_the_last_replica_over_nodes_restarts_from_a_save(tmp_path, leaves):
     job = Sharding(tmp_path, 2, where=str(tmp_path / "ck"), nnodes="2:3", nproc_per_node=1)
     with job.cluster:
         nodes = [job.cluster.start(name) for name in "ab"]

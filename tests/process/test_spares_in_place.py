@@ -44,7 +44,7 @@ def test_a_spare_takes_the_place_of_a_lost_worker_with_its_variables_and_its_log
     assert not alive(other)
 
 
-def test_a_spare_that_ends_is_followed_by_another_and_costs_the_job_nothing(job):
+def test_a_spare_that_ends_is_replaced_at_no_cost_to_the_job(job):
     job.wait_steps(5, 2)
     job.cluster.wait(lambda: spares(job), "a spare waits")
     [first] = spares(job)

@@ -66,7 +66,7 @@ def test_without_a_drain_every_call_is_counted_and_none_waits(page, clock):
     assert clock.now_s == 100.0
 
 
-def test_the_call_that_was_agreed_upon_is_the_one_and_those_before_it_go_on(page, clock):
+def test_only_the_agreed_call_checkpoints(page, clock):
     calls(2)
     page.gate()
     clock.after(0.5, lambda: page.aim(5))
@@ -88,7 +88,7 @@ def test_the_call_after_it_is_parked_until_the_drain_is_over(page, clock):
     assert calls(1) == [False]
 
 
-def test_a_drain_that_is_called_off_before_an_agreement_lets_the_worker_go_on(page, clock):
+def test_a_cancelled_drain_releases_a_waiting_worker(page, clock):
     page.gate()
     clock.after(1.0, page.release)
     assert calls(2) == [False, False]
@@ -97,14 +97,14 @@ def test_a_drain_that_is_called_off_before_an_agreement_lets_the_worker_go_on(pa
     assert calls(1) == [True], "the next drain is heard"
 
 
-def test_where_nobody_agrees_only_one_call_is_held_up(page, clock):
+def test_a_missing_agreement_delays_only_one_call(page, clock):
     page.gate()
     assert calls(3) == [False] * 3
     waited_s = clock.now_s - 100.0
     assert drain.AGREEMENT_TIMEOUT_S <= waited_s < drain.AGREEMENT_TIMEOUT_S + 1
 
 
-def test_a_worker_that_nobody_stops_trains_on_after_its_checkpoint(page, clock):
+def test_a_worker_that_is_not_stopped_continues_after_its_checkpoint(page, clock):
     page.gate()
     page.aim(1)
     assert calls(4) == [True, False, False, False]
@@ -126,7 +126,7 @@ def test_without_a_page_no_call_says_so_and_it_is_looked_for_once(page, monkeypa
 
 
 @pytest.mark.parametrize("content", [b"", bytes(PAGE_BYTES), MAGIC.to_bytes(8, "little") * 512])
-def test_a_page_that_is_none_is_left_alone(page, monkeypatch, content):
+def test_an_invalid_status_page_is_ignored(page, monkeypatch, content):
     fd = os.memfd_create("other")
     os.write(fd, content)
     monkeypatch.setenv(PAGE_FD_VARIABLE, str(fd))
@@ -189,7 +189,7 @@ def test_a_worker_in_place_waits_at_the_target_and_saves_nothing(page, clock, wo
     assert told == [(True, False)] and not saved
 
 
-def test_it_saves_once_where_all_are_stopped_also_when_that_turns_out_later(page, clock, worlds):
+def test_a_worker_saves_once_before_a_stop_that_is_announced_late(page, clock, worlds):
     worlds.restarts = "no replica"
     page.gate()
     page.aim(3, stops=False)

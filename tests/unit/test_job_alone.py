@@ -79,7 +79,7 @@ def test_micro_batches_of_a_step_add_up_to_its_mean(job):
     torch.testing.assert_close(nets[0].weight.grad, nets[1].weight.grad)
 
 
-def test_a_body_that_fails_by_itself_is_the_scripts_own_failure(job):
+def test_an_exception_of_the_body_is_raised_to_the_script(job):
     with pytest.raises(ZeroDivisionError):
         for step, _ in job.steps(loader_of(), until_step=3):
             with step:
@@ -95,12 +95,12 @@ def test_a_body_that_fails_by_itself_is_the_scripts_own_failure(job):
         (lambda job: [job.track(net=net_of()) for _ in range(2)], "one of this name"),
     ],
 )
-def test_what_cannot_work_is_refused_in_words(job, wrong, words):
+def test_invalid_uses_are_refused_with_an_explanation(job, wrong, words):
     with pytest.raises(JobError, match=words):
         wrong(job)
 
 
-def test_what_comes_too_late_is_refused(job):
+def test_calls_after_the_first_step_are_refused(job):
     for step, _ in job.steps(loader_of(), until_step=1):
         with step:
             pass
@@ -110,7 +110,7 @@ def test_what_comes_too_late_is_refused(job):
         next(iter(job.steps(loader_of(), until_step=2)))
 
 
-def test_what_is_tracked_comes_before_the_one_restore(job, tmp_path):
+def test_track_after_restore_is_refused(job, tmp_path):
     job.track(net=net_of())
     with elastane.Checkpointer(tmp_path / "ck") as checkpointer:
         checkpointer.restore(job)
@@ -177,7 +177,7 @@ def test_a_lost_step_leaves_nothing_behind(stepped):
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_a_buffer_that_the_lost_step_replaced_is_put_back():
+def test_a_buffer_replaced_in_a_failed_step_is_restored():
     net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))
     net[0].register_buffer("average", torch.zeros(2))
     tracked = RegisteredObjects()
@@ -194,7 +194,7 @@ def test_a_buffer_that_the_lost_step_replaced_is_put_back():
         net[0].average = net[0].average + step
 
 
-def test_a_scaler_that_has_unscaled_may_do_it_again_in_the_step_that_is_dealt_again():
+def test_a_scaler_can_unscale_again_in_a_retried_step():
     net = torch.nn.Linear(4, 1)
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
     tracked = RegisteredObjects()
@@ -237,7 +237,7 @@ def test_a_sharded_model_trains_in_a_job_of_one(job):
     assert not net[0].weight.full_tensor().equal(before)
 
 
-def test_what_a_committed_step_of_shards_has_changed_stays_when_a_world_begins(job):
+def test_a_committed_sharded_step_survives_a_new_world(job):
     from torch.distributed.fsdp import fully_shard
 
     from elastane.worker.shards import Shards
@@ -258,7 +258,7 @@ def test_what_a_committed_step_of_shards_has_changed_stays_when_a_world_begins(j
     assert sgd.param_groups[0]["lr"] == 0.25 and halved.last_epoch == 2
 
 
-def test_what_needs_whole_replicas_is_refused_with_a_sharded_model():
+def test_a_sharded_model_excludes_uses_that_need_whole_replicas():
     from torch.distributed.fsdp import fully_shard
 
     with elastane.init(deterministic=True) as job:
@@ -274,12 +274,12 @@ def test_what_needs_whole_replicas_is_refused_with_a_sharded_model():
             next(job.steps(loader_of(), until_step=2, verify_every=1))
 
 
-def test_a_mesh_that_the_world_cannot_be_made_of_is_refused(job):
+def test_a_mesh_that_does_not_divide_the_world_is_refused(job):
     with pytest.raises(JobError, match=r"shard=2\) in a world of 1 workers"):
         job.device_mesh(shard=2)
 
 
-def test_a_mesh_that_is_another_on_another_worker_is_refused(job, monkeypatch):
+def test_a_mesh_with_different_sizes_on_workers_is_refused(job, monkeypatch):
     others = "elastane.worker.world.gathered"
     monkeypatch.setattr(others, lambda group, said: [said, [*said[:2], 2, said[3]]])
     with pytest.raises(JobError, match=r"called with 1, 2, by rank"):
@@ -292,7 +292,7 @@ def test_a_job_has_one_mesh(job):
         job.device_mesh(shard=1)
 
 
-def test_a_worker_that_came_later_uses_no_collective_before_its_first_step(job):
+def test_a_joining_worker_uses_no_collective_before_its_first_step(job):
     mesh = job.device_mesh(shard=1)
     groups = [job.process_group, mesh.get_group("shard"), mesh.get_group("replicate")]
     job._world._set_apart(True)  # as a joining worker that has just received its place
@@ -306,7 +306,7 @@ def test_a_worker_that_came_later_uses_no_collective_before_its_first_step(job):
         torch.distributed.all_reduce(torch.ones(1), group=group)
 
 
-def test_a_ddp_with_a_hook_that_keeps_a_state_is_refused(job):
+def test_a_ddp_with_a_stateful_hook_is_refused(job):
     net = torch.nn.Linear(4, 1)
     model = torch.nn.parallel.DistributedDataParallel(net, process_group=job.process_group)
     state = powerSGD_hook.PowerSGDState(process_group=job.process_group)

@@ -41,7 +41,7 @@ def steps_of(job, net, count=1, loader=None, **more):
             yield step, optimizer
 
 
-def test_the_gradient_is_that_of_the_mean_over_the_global_batch_also_of_unequal_shards(job):
+def test_unequal_shards_give_the_gradient_of_the_mean_over_the_global_batch(job):
     net, seen = torch.nn.Linear(4, 1), []
     for step, optimizer in steps_of(job, net, count=5):  # the last has 2 samples for 4 shards
         seen = []
@@ -64,7 +64,7 @@ def test_micro_batches_are_more_shards(job):
         assert len([*step.batches]) == 3 * SHARDS
 
 
-def test_a_gradient_that_was_there_is_added_to_and_one_that_no_shard_has_stays_none(job):
+def test_existing_gradients_accumulate_and_untouched_ones_stay_none(job):
     net, unused = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
     job.track(unused=unused)
     for step, _ in steps_of(job, net):
@@ -79,7 +79,7 @@ def test_a_gradient_that_was_there_is_added_to_and_one_that_no_shard_has_stays_n
         assert unused.weight.grad is None
 
 
-def test_no_gradient_is_a_negative_zero_so_one_that_was_zeroed_is_as_one_that_was_none(job):
+def test_gradients_have_no_negative_zero(job):
     net = torch.nn.Linear(4, 1)
     for step, _ in steps_of(job, net):
         for _ in step.batches:
@@ -103,7 +103,7 @@ def test_buffers_become_the_mean_of_the_shards_and_constant_ones_stay_to_the_bit
         assert torch.equal(net.constant, constant)
 
 
-def test_a_buffer_that_a_shard_replaces_counts_as_one_that_it_changes(job):
+def test_a_replaced_buffer_counts_as_changed(job):
     net, shared = torch.nn.Linear(4, 1), torch.zeros(2)
     for name in ("replaced", "changed", "shared"):
         net.register_buffer(name, shared if name == "shared" else torch.zeros(2))
@@ -121,7 +121,7 @@ def test_a_buffer_that_a_shard_replaces_counts_as_one_that_it_changes(job):
     assert net.inner.shared is shared
 
 
-def test_each_shard_has_streams_of_its_own_that_tracked_generators_belong_to(job):
+def test_each_shard_seeds_its_own_streams_and_tracked_generators(job):
     generator, net = torch.Generator(), torch.nn.Linear(4, 1)
     job.track(generator=generator)
     drawn = []
@@ -133,7 +133,7 @@ def test_each_shard_has_streams_of_its_own_that_tracked_generators_belong_to(job
     assert len(set(drawn)) == len(drawn) == 2 * 2 * SHARDS * 4
 
 
-def test_what_is_built_after_init_begins_with_the_seed():
+def test_init_seeds_the_model_that_is_built_after_it():
     nets = []
     for seed in (5, 5, 6):
         torch.rand(7)
@@ -142,7 +142,7 @@ def test_what_is_built_after_init_begins_with_the_seed():
     assert torch.equal(nets[0], nets[1]) and not torch.equal(nets[0], nets[2])
 
 
-def test_a_body_that_failed_leaves_the_job_open_to_collectives(job):
+def test_collectives_are_allowed_after_a_failed_body(job):
     job.track(net=torch.nn.Linear(4, 1))
     with pytest.raises(ZeroDivisionError):
         for step, _ in job.steps(loader_of(), until_step=1):
@@ -190,7 +190,7 @@ def a_collective_inside(step, net, optimizer):
         (a_collective_inside, "allreduce was called inside a shard"),
     ],
 )
-def test_a_body_that_would_go_wrong_in_some_world_is_refused(job, body, words):
+def test_a_body_that_depends_on_the_world_is_refused(job, body, words):
     net = torch.nn.Linear(4, 1)
     net.register_buffer("seen", torch.zeros(0, 4))
     with pytest.raises(JobError, match=words):
@@ -233,7 +233,7 @@ def sparse(job):
     ],
     ids=["sparse", "sync", "untracked", "small", "world"],
 )
-def test_what_cannot_be_the_same_everywhere_is_refused_in_words(job, wrong, words):
+def test_world_dependent_configurations_are_refused_with_an_explanation(job, wrong, words):
     with pytest.raises(JobError, match=words):
         wrong(job)
 

@@ -58,7 +58,7 @@ def member(loops=1, kind="between"):
     return calls
 
 
-def test_a_call_that_one_survivor_has_completed_is_over_for_all_and_else_for_none(monkeypatch):
+def test_a_call_completed_by_one_survivor_is_completed_for_all(monkeypatch):
     for kind in ("between", "behind"):
         done, behind = member(kind=kind), member(kind=kind)
         first, second = done.begin("f", 4), behind.begin("f", 4)

@@ -284,7 +284,7 @@ def by_hand_and_step(member):
 
 
 @pytest.mark.parametrize("body", [by_hand, by_hand_and_step])
-def test_parameters_that_a_body_changes_by_itself_are_copied_once_that_was_seen(body):
+def test_parameters_are_copied_once_a_body_changed_them_without_an_optimizer(body):
     member = Member(adamw)
     assert not member.loses(body, 1), "nothing was known of it: the state is another member's"
     member = Member(adamw)
@@ -348,7 +348,7 @@ def test_a_second_update_of_one_optimizer_can_be_taken_back_once_it_was_seen():
     assert all(map(torch.equal, before, member.state()))
 
 
-def test_a_state_that_cannot_be_put_back_is_held_no_longer():
+def test_a_state_that_cannot_be_restored_is_no_longer_held():
     member = Member(adamw)
     member.health.whole()
     member.begin()
@@ -366,13 +366,13 @@ def test_a_body_cut_behind_its_update_is_retried_where_the_update_can_be_taken_b
     assert member.health.keeps(member.undo, is_cut=False) is True
 
 
-def test_a_body_that_broke_off_behind_its_update_gives_way_to_one_that_ended():
+def test_a_completed_body_wins_over_one_interrupted_after_its_update():
     whole, cut = MemberStatus(5, True), MemberStatus(5, True, cut_short=True)
     assert decide([cut, whole, whole]).right == (1, 2)
     assert decide([cut, cut, MemberStatus(4, True)]).right == (0,)
 
 
-def test_an_optimizer_that_is_not_tracked_does_not_step_on_what_is():
+def test_an_untracked_optimizer_may_not_step_tracked_parameters():
     member = Member(adamw)
     other = torch.optim.SGD(member.net.parameters(), lr=0.1)
     member.begin()

@@ -25,7 +25,7 @@ NEW = NO_SEAT
         ([5, 5, 5], "abc", 1, [0, 1, 2]),
     ],
 )
-def test_who_holds_a_shard_keeps_it_and_others_get_what_is_free(claims, nodes, shards, expected):
+def test_holders_keep_their_shard_and_others_get_free_ones(claims, nodes, shards, expected):
     assert seated(claims, [*map(ord, nodes)], shards) == expected
 
 

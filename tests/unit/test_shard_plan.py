@@ -34,18 +34,18 @@ def test_the_groups_of_a_seat_are_its_row_and_its_column_by_the_ranks_of_the_wor
     assert not (replicate.serves or shard.serves)
 
 
-def test_where_nobody_lacks_anything_nothing_is_given():
+def test_complete_members_exchange_nothing():
     found = plan([claim(0), claim(1), claim(0), claim(1)], 2)
     assert (found.handovers, found.advancing, found.lost) == ((), (), ())
 
 
-def test_who_holds_nothing_gets_its_shard_from_one_that_holds_the_same():
+def test_an_empty_member_receives_its_shard_from_a_holder_of_the_same_one():
     found = plan([claim(0), claim(1), claim(0, **NEW), claim(1)], 2)
     assert found.handovers == (Handover(2, (0,), near=True),)
     assert not found.advancing
 
 
-def test_who_is_ready_makes_the_update_that_others_have_made_and_then_gives():
+def test_a_ready_member_makes_the_missing_update_before_it_gives():
     one_behind = {"committed": 4, "ready": True}
     found = plan([claim(0), claim(1, **one_behind), claim(0), claim(1, **NEW)], 2)
     assert found.committed == 5 and found.leader == 0
@@ -53,7 +53,7 @@ def test_who_is_ready_makes_the_update_that_others_have_made_and_then_gives():
     assert found.handovers == (Handover(3, (1,), near=True),)
 
 
-def test_where_nobody_that_lives_has_made_the_update_it_is_dealt_again():
+def test_an_update_that_no_living_member_made_is_retried():
     found = plan([claim(shard, ready=True) for shard in (0, 1, 0)] + [claim(1, **NEW)], 2)
     assert found.committed == 5 and not found.advancing
 
@@ -63,18 +63,18 @@ def test_half_a_shard_is_not_one():
     assert found.lost == (1,)
 
 
-def test_before_the_first_step_what_each_has_built_is_right():
+def test_before_the_first_step_the_initial_state_is_valid():
     found = plan([claim(shard, **FRESH) for shard in (0, 1, 0, 1)], 2)
     assert not (found.lost or found.advancing or found.handovers)
     some = plan([claim(0, committed=0), claim(0, **FRESH), claim(1, **FRESH), claim(1, **NEW)], 2)
     assert not some.lost
 
 
-def test_workers_that_all_came_later_do_not_begin_anew():
+def test_joining_workers_alone_do_not_restart_from_the_initial_state():
     assert plan([claim(shard, **NEW) for shard in (0, 1, 0, 1)], 2).lost == (0, 1)
 
 
-def test_in_every_world_of_four_each_shard_comes_from_its_own_holders_or_is_lost():
+def test_every_shard_of_four_workers_comes_from_its_holders_or_is_lost():
     kinds = [{}, NEW, {"committed": 4, "ready": True}, {"committed": 5, "holds": False}]
     for chosen in itertools.product(kinds, repeat=4):
         claims = [claim(rank % 2, **kind) for rank, kind in enumerate(chosen)]

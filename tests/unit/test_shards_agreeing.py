@@ -26,7 +26,7 @@ def member(monkeypatch):
     return make
 
 
-def test_each_optimizer_waits_once_in_its_turn_and_the_end_for_none_that_has_stepped(member):
+def test_each_optimizer_agrees_once_in_its_turn(member):
     shards, undo, waits = member()
     for optimizer in (ONE, ONE, TWO):
         shards.agree(optimizer)
@@ -42,7 +42,7 @@ def test_a_body_in_which_not_all_stepped_waits_at_its_end(member):
     assert len(waits) == 2
 
 
-def test_in_one_replica_nobody_waits(member):
+def test_a_single_replica_needs_no_agreement(member):
     shards, _, waits = member(sole=True)
     shards.agree(ONE)
     shards.agree(None)

@@ -46,7 +46,7 @@ def test_a_tally_says_how_many_of_which_kind():
     ],
     ids=["order", "size", "fewer", "more", "name"],
 )
-def test_two_members_that_did_other_things_are_found(names, count):
+def test_members_with_different_collectives_are_found(names, count):
     same = record("allreduce", "broadcast")
     assert odd_pair([same, record(*names, count=count), same]) == (0, 1)
     assert odd_pair([record(*names, count=count), same, same]) == (0, 1)
@@ -76,18 +76,18 @@ AT_COMMIT = record("allreduce", reached=ENDED)
         (record("allreduce", "allreduce", world=0), None),
     ],
 )
-def test_survivors_of_a_broken_world_are_compared_as_far_as_that_is_certain(other, found):
+def test_survivors_of_a_broken_world_are_compared_only_where_the_order_is_certain(other, found):
     assert odd_survivors([AT_COMMIT, other]) == found
     assert odd_survivors([other, AT_COMMIT]) == found
     came_later = CollectiveRecord(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
     assert odd_survivors([came_later, other]) is None
 
 
-def test_members_that_keep_no_update_may_have_made_anything():
+def test_members_that_keep_no_update_are_not_compared():
     assert odd_survivors([record("allreduce"), record("barrier")]) is None
 
 
-def test_an_update_that_was_cut_off_from_the_rest_of_its_body_is_compared_too():
+def test_an_update_of_an_interrupted_body_is_compared():
     kept = record("allreduce", "broadcast", reached=UPDATED)
     further = record("allreduce", "broadcast", "barrier", reached=UPDATED)
     assert odd_survivors([kept, further]) is None

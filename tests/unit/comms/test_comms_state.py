@@ -60,7 +60,7 @@ def _same(a, b):
     return type(a) is type(b) and a == b
 
 
-def test_a_state_of_everything_that_is_taken_comes_back_the_same():
+def test_a_state_of_every_supported_type_survives_a_round_trip():
     state = _state()
     again = build(*flatten(state)[:2])
     assert _same(state, again)
@@ -76,13 +76,13 @@ def test_a_state_of_everything_that_is_taken_comes_back_the_same():
     ],
     ids=["object", "set", "function", "array", "random", "sparse", "nested"],
 )
-def test_what_cannot_be_sent_is_named_with_its_place(value):
+def test_an_unsupported_value_is_reported_with_its_position(value):
     with pytest.raises(ConfigurationError, match=r"state\['a'\]\[1\]") as refused:
         flatten({"a": [0, value]})
     assert refused.value.slug == "state-kind"
 
 
-def test_a_state_that_holds_itself_is_refused():
+def test_a_state_that_contains_itself_is_refused():
     state = []
     state.append(state)
     with pytest.raises(ConfigurationError, match="nested deeper"):
@@ -94,7 +94,7 @@ def test_a_state_that_holds_itself_is_refused():
     [b"", b"\xc1", ["T", 0], ["x"], ["T"], ["d", [[1]]], ["a", "O", [1], 0], ["s", "f4", b"1"]],
     ids=["nothing", "garbage", "number", "kind", "parts", "pairs", "objects", "scalar"],
 )
-def test_bytes_that_are_no_state_are_an_error_of_ours(tree):
+def test_bytes_that_are_no_state_raise_state_error(tree):
     with pytest.raises(StateError):
         build(tree if isinstance(tree, bytes) else msgspec.msgpack.encode(tree), [])
 
@@ -165,7 +165,7 @@ def _same_parts(a, b):
 
 @settings(max_examples=400, deadline=None)
 @given(states=st.lists(STATES, min_size=2, max_size=4))
-def test_a_state_that_is_taken_apart_again_gives_what_flatten_gives(states):
+def test_flattening_again_equals_flatten(states):
     flattening = Flattening(states[0])
     for state in states[1:]:
         if not flattening.again(state):
@@ -184,7 +184,7 @@ def test_a_training_state_is_taken_apart_again_while_it_is_made_of_the_same_thin
     assert not flattening.again(second)
 
 
-def test_tensors_that_come_in_the_place_of_others_are_found_however_deep_they_lie():
+def test_replaced_tensors_are_found_at_any_depth():
     first, second, other = (torch.full((2,), number) for number in (1.0, 2.0, 3.0))
     state = {"flat": {"a": first, "b": second}, "deep": {0: {"x": first}, 1: {"x": second}}}
     flattening = Flattening(state)
@@ -243,7 +243,7 @@ def test_a_parameter_is_taken_as_it_lives_and_without_its_history():
     ],
     ids=["other", "half", "turned", "part", "swapped", "elsewhere"],
 )
-def test_a_parameter_that_is_the_same_object_with_other_memory_is_new(change):
+def test_a_parameter_with_new_memory_counts_as_new(change):
     state = {"x": torch.nn.Parameter(torch.arange(4.0).view(2, 2)), "y": torch.zeros(1)}
     flattening = Flattening(state)
     assert flattening.has_new

@@ -62,7 +62,7 @@ def test_shards_are_dealt_once_and_evenly(shards):
         assert max(map(len, held)) - min(map(len, held)) <= 1
 
 
-def test_a_world_that_divides_the_shards_into_powers_of_two_brings_one_block_a_rank():
+def test_a_world_with_power_of_two_shards_per_rank_has_one_block_per_rank():
     for shards, world_size in [(8, 1), (8, 2), (8, 4), (8, 8), (32, 4), (12, 3)]:
         for rank in range(world_size):
             assert len(blocks_of(shards_of(rank, world_size, shards), shards)) == 1

@@ -61,7 +61,7 @@ def test_waits_at_once_take_a_thread_each():
     end_of(ledger, own)
 
 
-def test_what_failed_is_told_once_and_the_next_wait_is_well():
+def test_a_failure_is_raised_once_and_the_next_wait_succeeds():
     ledger, before = WorkLog(), waiters()
     with pytest.raises(RuntimeError, match="connection closed"):
         Waited(Step("connection closed"), ledger, [], sliced=False).wait()
@@ -70,7 +70,7 @@ def test_what_failed_is_told_once_and_the_next_wait_is_well():
     end_of(ledger, [thread for thread in waiters() if thread not in before])
 
 
-def test_a_wait_that_never_ends_is_given_up_with_its_world_and_its_thread_is_not_used_again():
+def test_aborting_a_world_ends_its_waits_and_drops_their_threads():
     ledger, before = WorkLog(), waiters()
     stuck = Step(over=False)
     threading.Timer(0.05, ledger.released.set).start()
@@ -93,7 +93,7 @@ class Pending(Step):
 
 
 @pytest.mark.parametrize("sliced", [True, False])
-def test_a_work_that_may_have_ended_unseen_is_in_flight_and_not_waited_for(sliced):
+def test_a_work_with_an_unknown_end_is_in_flight_but_not_waited_for(sliced):
     ledger, work = WorkLog(), Pending(over=False)
     waited = Waited(work, ledger, [], sliced=sliced)
     ledger.add(waited)

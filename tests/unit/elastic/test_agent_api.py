@@ -152,7 +152,7 @@ def test_a_signal_shuts_down_with_that_signal_and_is_raised_again():
         RuntimeError("a handler of somebody else's"),
     ],
 )
-def test_a_handler_that_is_away_stops_no_healthy_worker(error, caplog):
+def test_an_unreachable_handler_stops_no_healthy_worker(error, caplog):
     handler = Handler(waiting=[error, error, 0, error])
     agent = agent_of(ours, ["HEALTHY"] * 5 + ["SUCCEEDED"], handler, max_restarts=0)
     assert not agent.run().is_failed()

@@ -43,7 +43,7 @@ def kept():
     return handler
 
 
-def test_a_number_goes_to_its_groups_handler_and_others_nowhere(kept):
+def test_a_metric_goes_to_the_handler_of_its_group_only(kept):
     metrics.put_metric("n", 3, "mine")
     metrics.put_metric("n", 4)
     metrics.getStream("mine").add_value("m", 5)
@@ -147,7 +147,7 @@ with expires(after=0.2, scope="stuck"):
 """
 
 
-def test_the_file_timer_ends_a_process_that_does_not_come_back(tmp_path):
+def test_the_file_timer_ends_a_process_that_misses_its_timer(tmp_path):
     told = []
     server = timer.FileTimerServer(
         str(tmp_path / "pipe"), "run", 0.1, log_event=lambda name, request: told.append(name)
@@ -164,7 +164,7 @@ def test_the_file_timer_ends_a_process_that_does_not_come_back(tmp_path):
     assert not (tmp_path / "pipe").exists()
 
 
-def test_a_file_timer_that_is_released_ends_nobody_and_run_once_judges(tmp_path):
+def test_a_released_file_timer_ends_no_process(tmp_path):
     server = timer.FileTimerServer(str(tmp_path / "pipe"), "run", 0.1)
     client = timer.FileTimerClient(str(tmp_path / "pipe"), signal=0)
     client.acquire("a", time.time() - 1)
@@ -210,13 +210,13 @@ def in_threads(world, work):
     return results
 
 
-def test_synchronize_gives_everybody_everything_in_order():
+def test_synchronize_returns_all_data_in_rank_order():
     store = HashStore()
     found = in_threads(3, lambda rank: synchronize(store, f"{rank}".encode(), rank, 3, "k", 20))
     assert found == [[b"0", b"1", b"2"]] * 3
 
 
-def test_a_barrier_names_who_did_not_come():
+def test_a_barrier_names_the_missing_ranks():
     store = HashStore()
 
     def arrive(rank):
@@ -231,7 +231,7 @@ def test_a_barrier_names_who_did_not_come():
         barrier(store, 2, "b", 1, None, str)
 
 
-def test_a_stores_timeout_comes_back_after_an_error():
+def test_the_store_timeout_is_restored_after_an_error():
     store = HashStore()
     store.set_timeout(timedelta(seconds=9))
     with pytest.raises(ValueError, match="x"), store_timeout(store, 1.5):
@@ -258,7 +258,7 @@ def test_a_store_of_ones_own_is_served_and_a_taken_port_is_refused():
 @pytest.mark.parametrize("length", [1, 7, 100])
 @pytest.mark.parametrize("worlds", [(1, 3), (4, 2), (3, 5)])
 @pytest.mark.parametrize("start", [0, 3, 50])
-def test_an_epoch_that_goes_on_elsewhere_gives_each_sample_once(length, worlds, start):
+def test_an_epoch_resumed_in_another_world_uses_each_sample_once(length, worlds, start):
     if start >= length:
         with pytest.raises(ValueError, match="should be less than dataset size"):
             ElasticDistributedSampler(range(length), 1, 0, start)

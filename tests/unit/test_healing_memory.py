@@ -55,6 +55,6 @@ def test_no_twin_is_made_of_others_optimizers():
     assert Others.made == 1
 
 
-def test_what_cannot_step_without_more_is_passed_over():
+def test_optimizers_that_cannot_be_probed_are_skipped():
     _, optimizer = made(torch.optim.LBFGS)
     assert room_for([optimizer]) == []
