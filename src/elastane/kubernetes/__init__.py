@@ -1,5 +1,7 @@
-"""Jobs on Kubernetes: the ElasticJob resource and the operator that keeps it.
+"""Jobs on Kubernetes: the ElasticJob resource and its operator, and Kubernetes as a store.
 
-`model` holds the types, `schema` the resource's definition, `reconcile` decides and is pure,
-`operator` is the shell that sees and does. Nothing here imports torch.
+`client` speaks to the API server, `store` keeps a job in it, `model` holds the types, `schema` the
+resource's definition, `reconcile` decides and is pure, `operator` is its shell, `bridge` the
+exchange with a job's coordinator, `manifests` the objects for an installation. Nothing here imports
+torch.
 """

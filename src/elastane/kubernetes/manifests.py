@@ -1,7 +1,7 @@
-"""Manifests for people to apply: the operator with its rights, an ElasticJob of a few words.
+"""Manifests for people to apply: the operator with its rights, and a small ElasticJob.
 
-Pure: from a few values to objects in the order that they are to be applied in. The rights are the
-least that the operator can work with; each line of RIGHTS says what it is for.
+Pure: from a few values to objects in the order in which they must be applied. The rights are the
+fewest that the operator can work with; each line of RIGHTS states its purpose.
 """
 
 from __future__ import annotations

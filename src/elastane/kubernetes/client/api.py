@@ -1,9 +1,8 @@
 """The client: typed requests for objects, one method for each verb of the API.
 
-Owns what is asked and what is made of the answer. Connections are `transport`'s, paths are
-`resource`'s. It never asks again by itself where that could do something twice. How it fails: with
-one of `errors`, each of which says what was asked; ConfigurationError where no credentials can be
-had.
+Owns the requests and the types of their answers. `transport` owns connections, `resource` paths. It
+never repeats a request that could then be done twice. It fails with one of `errors`, each of which
+names the request, and with ConfigurationError without credentials.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What an API server says no with, as types.
+"""The errors of an API server, as types.
 
-Owns the classes and which answer becomes which. `status` is the HTTP status (0: no answer),
+Owns the classes, and which answer becomes which. `status` is the HTTP status (0: no answer),
 `reason` Kubernetes' own word (`AlreadyExists`, `Expired`), `causes` those of its details, `message`
-the server's sentence. Who asks decides by the class and those words; only a person reads the text.
+the server's sentence. Callers decide by the class and those words; the text is for people.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class ApiNotFoundError(ApiError):
 
 
 class ApiGoneError(ApiError):
-    """410: the version or page that was asked for is no longer there; list anew."""
+    """410: the requested version or page is no longer there; list again."""
 
     slug = "kube-gone"
 
 
 class ApiForbiddenError(ApiError):
-    """403: who we are may not do that."""
+    """403: this identity may not do that."""
 
     exit_code = ExitCode.CONFIGURATION
     slug = "kube-forbidden"
@@ -82,7 +82,7 @@ class ApiForbiddenError(ApiError):
 
 
 class ApiUnauthorizedError(ApiError):
-    """401: the server does not know who we are, also after the credentials were read anew."""
+    """401: the server rejects this identity, also after the credentials were read again."""
 
     exit_code = ExitCode.CONFIGURATION
     slug = "kube-unauthorized"

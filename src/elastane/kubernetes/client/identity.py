@@ -1,9 +1,9 @@
-"""Who we are to the server, and how that stays true: tokens and certificates that are renewed.
+"""The identity towards the server, kept valid: tokens and certificates that are renewed.
 
 Owns when a file is read again and when a plugin is run again. A token that a kubelet rotates is
-valid long after its successor is there, so a look once in a while is enough; a server that says no
-has it read at once. How it fails: ConfigurationError for what was never readable; what was read
-once is kept while its file cannot be read.
+valid long after its successor is there, so an occasional look is enough; a rejection by the server
+leads to an immediate one. It fails with ConfigurationError for a file that was never readable.
+After one reading the old content is kept while the file cannot be read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILE_BYTES_MAX = 1 << 20
 
 
 class ClientProof(msgspec.Struct, frozen=True):
-    """What a request shows: the Authorization header, and a client certificate (PEM texts)."""
+    """The proof in a request: the Authorization header, and a client certificate (PEM texts)."""
 
     authorization: str = ""
     certificate: str = ""
@@ -42,14 +42,14 @@ class ClientProof(msgspec.Struct, frozen=True):
 
 
 class Identity(Protocol):
-    """Somebody whom the server knows."""
+    """An identity that the server knows."""
 
     async def proof(self) -> ClientProof:
         """Return what to show now."""
         ...
 
     def renew(self) -> bool:
-        """Have the next proof made anew; False where it would be the same again."""
+        """Make the next proof a new one; return False where it would be the same again."""
         ...
 
 

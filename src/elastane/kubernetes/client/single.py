@@ -1,7 +1,7 @@
-"""One object, as it is and as it changes.
+"""One object and its changes.
 
-Owns the looking and watching of a single name, which a Role can allow where a list of all is too
-much. How it fails: ApiError where a look does; a watch that breaks is only a reason to look again.
+Owns the reading and watching of a single name, which a Role can allow where a list of all is too
+much. It fails with ApiError of a read. A broken watch only leads to another read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastane.kubernetes.client.errors import ApiError, ApiGoneError
 from elastane.kubernetes.client.resource import Resource, one
 
 T = TypeVar("T")
-# A watch that is silent for so long is followed by a look: its server may be cut off.
+# After this long without an event the object is read: the server may be cut off.
 LOOK_S = 10.0
 _PAUSE_S = 0.1
 # ... and after a watch that broke, or is not allowed.
@@ -29,7 +29,7 @@ _BROKEN_PAUSE_S = 1.0
 async def follow_one(
     api: Api, resource: Resource, namespace: str, name: str, kind: type[T]
 ) -> AsyncGenerator[T | None, None]:
-    """Give the object as it stands, None where there is none, and again at each change and look."""
+    """Give the current object, None where there is none, and again at each change and read."""
     begin = ""
     while True:
         raw = await api.find(resource, namespace, name, msgspec.Raw)
@@ -40,7 +40,7 @@ async def follow_one(
             told, where = f"get {resource.told(namespace, name)}", api.access.where
             version = decoded(raw, Versioned, told, where).metadata.resourceVersion
             yield decoded(raw, kind, told, where)
-        # From the version that was read; where the server knows that no more, from now on.
+        # From the version that was read, or from now on where the server has dropped that version.
         watch = api.watch(
             resource, namespace, kind, "" if begin == "gone" else version, one(name), LOOK_S
         )
@@ -50,7 +50,7 @@ async def follow_one(
         async with contextlib.aclosing(watch):
             try:
                 while True:
-                    # Not around the yield, where whoever iterates would be cancelled by it.
+                    # Not around the yield: it would cancel the iterating task there.
                     async with asyncio.timeout_at(until_s):
                         seen = await anext(watch)
                     if seen.change != "BOOKMARK":
@@ -59,6 +59,6 @@ async def follow_one(
                 pass
             except ApiGoneError:
                 begin = "gone"
-            except ApiError:  # The next look says whether the server is away.
+            except ApiError:  # The next read shows whether the server is away.
                 pause_s = _BROKEN_PAUSE_S
         await asyncio.sleep(pause_s)

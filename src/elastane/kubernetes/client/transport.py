@@ -1,11 +1,11 @@
-"""HTTP to one API server: connections, TLS, who we are, bounds.
+"""HTTP to one API server: connections, TLS, identity, bounds.
 
-Owns the only use of httpx here. Knows nothing of objects. How it fails: `errors`, with `sent` set
-where a request may have been carried out although nothing was heard of it.
+Owns the only use of httpx here; knows nothing of objects. It fails with `errors`, with `sent` set
+where a request may have been carried out although no answer came.
 
-Asked again by itself is only what was certainly not done: a request that found no connection while
-it reads, one that was refused for an old token (once, after the token was read anew), and one that
-the server put off (429), all within the bound of the one request.
+It repeats only requests that were certainly not carried out: one that found no connection, one that
+was rejected for an old token (once, after the token was read again), and one that the server
+postponed (429). All of it happens within the bound of the one request.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Transport:
             ):
                 yield response
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            # Certificates may have been renewed on disk: the next connection reads them anew.
+            # Certificates may have been renewed on disk: the next connection reads them again.
             pool.stale = pool.stale or _is_tls(error)
             raise self._unreachable(request, error, sent=False) from error
         except (httpx.HTTPError, httpx.StreamError, ssl.SSLError) as error:
@@ -187,7 +187,7 @@ class Transport:
                 expected="elastane with its extra kubernetes",
                 next_step="pip install 'elastane[kubernetes]'",
             ) from None
-        # httpx tells each request at INFO; a lease is renewed twice a second.
+        # httpx logs each request at INFO; a lease is renewed twice a second.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         most = self._connections_max
         return httpx.AsyncClient(

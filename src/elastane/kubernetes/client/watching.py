@@ -1,9 +1,9 @@
-"""What changes, as it changes: one watch after another from the last version that was seen.
+"""Changes as they happen: one watch after another, each from the last version seen.
 
-Owns the stream of events. A server ends each watch after a while, which is nothing; one that says
-nothing for longer than that, not even a bookmark, is taken for a broken connection. How it fails:
-ApiGoneError where the version is too old (list anew), ApiUnreachableError where the connection
-broke (go on from the version of the last event), ApiAnswerError for what is no event.
+Owns the stream of events. A server ends each watch after a while, which is normal. A watch that is
+silent for longer than that, without even a bookmark, counts as a broken connection. It fails with
+ApiGoneError for a version that is too old (list again), ApiUnreachableError for a broken connection
+(resume from the version of the last event), and ApiAnswerError for anything that is no event.
 """
 
 from __future__ import annotations

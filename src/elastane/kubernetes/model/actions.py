@@ -1,7 +1,7 @@
-"""What a decision asks of the shell.
+"""The actions of a decision, which the shell carries out.
 
-Each action is idempotent by what it names: a creation by its name, a deletion by uid. All of one
-decision may be repeated, or cut off anywhere, and the next decision makes up for it.
+Each is idempotent by its object: a creation by name, a deletion by uid. All actions of one decision
+may be repeated, or cut off anywhere, and the next decision makes up for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every object of the API server carries, as far as it is read here.
+"""The metadata of every object of the API server, as far as it is read here.
 
-Times are kept as the strings that the server sent: one that cannot be read must not make an
-object unreadable. `since_epoch` and `as_time` translate.
+Times are kept as the strings that the server sent: an unreadable one must not make an object
+unreadable. `since_epoch` and `as_time` translate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is read of the objects that a decision rests upon: of each only the fields that count.
+"""The objects behind a decision: of each only the fields that count.
 
-Fields that are not named here are skipped while decoding; at 20,000 pods that is most of the
-memory. Nothing here decides.
+Fields without a name here are skipped while decoding; at 20,000 pods that is most of the memory.
+Nothing here decides.
 """
 
 from __future__ import annotations

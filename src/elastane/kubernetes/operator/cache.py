@@ -1,13 +1,14 @@
-"""What the API server was last seen to have of one kind, and what this process itself wrote to it.
+"""The last known objects of one kind, and this process's own writes to them.
 
-Owns the objects, by namespace and name, and the indexes over them. Knows no wire and no time. It
+Owns the objects, by namespace and name, and the indexes over them. Knows no wire and no time, and
 cannot fail. Three sources write into it: a list, the watch after it, and the answers to our own
-writes. The last are what Kubernetes' controllers call expectations: a pod that we created, a
-status that we wrote is there at once, before the watch tells of it, so no decision is ever made on
-less than this process already did. Of two views of an object the one of the higher version stays
-(versions of one kind grow; the API promises that they may be compared since Kubernetes 1.35, and
-all servers before it kept to it). An object that is gone does not come back by an answer that was
-late: its uid is remembered.
+writes. The last are what Kubernetes' controllers call expectations: a created pod or a written
+status is there immediately, before the watch reports it. So no decision rests on less than this
+process already did.
+
+Of two views of an object the one with the higher version stays. Versions of one kind grow; the API
+promises since Kubernetes 1.35 that they may be compared, and all servers before it kept to that. A
+deleted object does not come back by a late answer: its uid is remembered.
 """
 
 from __future__ import annotations

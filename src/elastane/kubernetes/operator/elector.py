@@ -1,7 +1,7 @@
-"""Which of several operators acts: the one that holds a Lease, as jobs' coordinators hold theirs.
+"""Which of several operators acts: the holder of a Lease, as with the coordinators of jobs.
 
-How it fails: LeaseLostError from `keep` once the lease is not held any more; what stands against
-reading or writing it is told once and tried again.
+It fails with LeaseLostError from `keep` once the lease is lost. A failure to read or write it is
+logged once and retried.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Carries out one decision about one job, in the order that the decision obliges to.
+"""Carries out one decision about one job, in the order that the decision demands.
 
-Owns what becomes of each answer of the API server. What was done goes into the caches at once;
-what was refused for good is kept for the next decision; anything else is an exception, and the
-whole is decided anew after a back-off. Nothing is done twice by doing this twice: pods and objects
-are created by name, deleted by uid, patched with their uid; the status is written into the version
-it was made of.
+Owns the handling of each answer of the API server. A write that was done goes into the caches
+immediately. One that was refused for good is kept for the next decision. Any other failure is an
+exception, and the whole decision is made again after a backoff.
+
+Repeating it does nothing twice: pods and objects are created by name, deleted by uid, and patched
+with their uid; the status is written into the version that it was made from.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _ENDS = (DeletePod, DeleteJob)
 
 
 class StaleError(Exception):
-    """What was decided upon is not what is there any more: decide again."""
+    """The decision rests on an object that has changed: decide again."""
 
 
 class StatusRefusedError(Exception):
@@ -86,7 +87,7 @@ class Doer:
         if decision.status_first:
             await self._write_status(job, decision)
         refused = await self._objects(key, job, decision)
-        # After the directive: whoever takes the seat reads there who is dead.
+        # After the directive: the next coordinator reads there which pods are dead.
         for action in decision.actions:
             if isinstance(action, FreeSeat):
                 await self._free_seat(job.metadata.namespace, action)

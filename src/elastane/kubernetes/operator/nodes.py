@@ -1,10 +1,9 @@
-"""What is known of nodes, and which of that is too little to act upon.
+"""The state of nodes, and when that knowledge is too old to act upon.
 
-Pods on a lost node are fenced and deleted by force, so a node counts as lost only when it was
-looked at just now: nodes and pods come by watches that know nothing of each other, and one that
-stalls would make a new node look gone, or a healthy one unreachable. Owns those looks. How it
-fails: ApiError of a look, and then nothing is decided; where nodes may not be read at all, all of
-them are healthy.
+Pods on a lost node are fenced and deleted by force. So a node counts as lost only after a fresh
+read: nodes and pods come by separate watches, and a stalled one would make a new node look gone, or
+a healthy one unreachable. Owns those reads. It fails with ApiError of a read, and then nothing is
+decided. Where nodes may not be read at all, all of them count as healthy.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Nodes:
 
     def _changed(self, before: KubernetesNode | None, after: KubernetesNode | None) -> None:
         if before is not None and after is not None and node_state(before) == node_state(after):
-            return  # a kubelet tells of its node every few minutes, mostly nothing new
+            return  # a kubelet updates its node every few minutes, mostly without a change
         one = after if after is not None else before
         assert one is not None
         self._tell(one.metadata.name)

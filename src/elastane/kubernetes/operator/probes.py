@@ -1,4 +1,4 @@
-"""What others may ask of an operator by HTTP: is it alive, is it ready, and its figures.
+"""The operator's HTTP interface: liveness, readiness, and its figures.
 
 Owns the paths and the metrics' names. Answers from memory only. A gauge of one job is labelled by
 its namespace and name, so there are as many series as jobs in the cluster, times `_OF_A_JOB`.

@@ -1,8 +1,8 @@
-"""Keys that wait for a worker: each once, never with two workers, with a back-off of its own.
+"""Keys that wait for a worker: each once, never with two workers, each with its own backoff.
 
-Owns order and delay; knows nothing of what a key stands for. One event loop; nothing here waits
-but `take`. A key that is added while a worker has it waits until that worker is done, and is then
-given out again: what happened meanwhile is looked at, once.
+Owns order and delay; knows nothing of the jobs behind the keys. It belongs to one event loop, and
+only `take` waits. A key that is added while a worker has it is given out again, once, after that
+worker is done.
 """
 
 from __future__ import annotations

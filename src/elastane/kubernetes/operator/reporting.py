@@ -1,8 +1,8 @@
 """Events on objects, as `kubectl describe` shows them: each once, counted, at a bounded rate.
 
-Owns the core/v1 Events of this operator. An event's name is derived of what it says, so one that
-an operator before us wrote is counted on, and none is there twice. How it fails: an event that
-cannot be written is dropped and counted; nobody ever waits for one.
+Owns the core/v1 Events of this operator. The name of an event is derived from its text. So an event
+of an earlier operator is counted further, and none is there twice. It does not fail: an event that
+cannot be written is dropped and counted, and no caller waits for one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """An operator's life: the lease, the work while it is held, and the end.
 
-It ends in three ways. Asked to (SIGTERM), it finishes what is under way and gives the lease back,
-so that the next one acts at once. When it loses the lease it stops in the middle of whatever it
-does, and ends with LeaseLostError; its Deployment starts it anew. When it is killed nothing is
-lost: the next one takes over once the lease has run out.
+It ends in three ways. On SIGTERM it finishes the jobs under way and gives the lease back, so that
+the next operator acts immediately. On the loss of the lease it stops in the middle and ends with
+LeaseLostError; its Deployment starts it again. If it is killed nothing is lost: the next operator
+takes over once the lease has run out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All that is known of each job, out of the caches: what `reconcile` is given.
+"""All that is known of each job, collected from the caches for `reconcile`.
 
-Owns the caches, which job each object concerns, and what the API server refused. Reads no wire. It
-cannot fail: what another program wrote and nobody can read (a report) is as good as absent.
+Owns the caches, the mapping of objects to jobs, and the refusals of the API server. Reads no wire
+and cannot fail: an unreadable report of another program counts as absent.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What is to be done about one ElasticJob: a pure function of what is seen of it.
+"""The decision about one ElasticJob: a pure function of the observed objects.
 
-`reconcile` is level-triggered: it asks what is, never what has happened, so an event that was
-lost, came twice or came late changes nothing but when it is asked. It is idempotent: what is
-there is not made again, what is being deleted is not deleted again. Its only memory is the job's
-status, which is written before what it accounts for is done.
+`reconcile` is level-triggered: it looks at the state and never at events, so an event that was
+lost, came twice or came late changes only when it is called. It is idempotent: existing objects are
+not made again, and deletions under way are not repeated. Its only memory is the job's status, which
+is written before the actions that it accounts for.
 
-No clock, no I/O, no randomness. How it fails: it does not; what it cannot read is told in a
-condition. A job's life, in the order of the rules: it is being deleted; its spec is wrong; it has
-ended; pods of lost nodes are fenced; ends are counted; it ends; it is suspended; it finishes; it
-runs.
+No clock, no I/O, no randomness. It does not fail: what it cannot read is reported in a condition. A
+job's life, in the order of the rules: it is being deleted; its spec is wrong; it has ended; pods of
+lost nodes are fenced; ends are counted; it ends; it is suspended; it finishes; it runs.
 """
 
 from __future__ import annotations

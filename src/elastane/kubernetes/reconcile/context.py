@@ -1,7 +1,7 @@
-"""A decision while it is made: what is known, what has been counted, what shall be done.
+"""A decision while it is made: what is known, what was counted, and the actions so far.
 
-One draft for one call of `reconcile`; the only thing here that changes. Rules read it and call
-its methods; nothing outlives the call.
+One context for one call of `reconcile`, and the only mutable object here. Rules read it and call
+its methods; it does not outlive the call.
 """
 
 from __future__ import annotations

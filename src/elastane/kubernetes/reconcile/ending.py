@@ -1,8 +1,8 @@
-"""How a job ends, and what is done once it has; an end is final.
+"""The ways in which a job ends, and the actions after its end, which is final.
 
-Pods that still run when a job has ended hold what nobody uses any more. So cleanPodPolicy, where
-it is not set, deletes those, and keeps the others for their logs; None, where it is written,
-touches nothing, but for a job that is ended because its time was up.
+Pods that still run after the end hold resources without use. So an unset cleanPodPolicy deletes
+those, and keeps the others for their logs. An explicit None touches no pod, except in a job that
+ended because its time was up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A job whose spec is wrong: it says what is wrong and waits for an edit, and tries nothing.
+"""A job with a wrong spec: it reports the faults and waits for an edit.
 
-One that has not begun fails at once, for that edition of its spec: an edit lets it begin. One
-that runs is left as it is, whatever its pods do: a slip of the pen must not end a training.
+A job that has not begun fails immediately, for that edition of its spec; an edit lets it begin. One
+that runs is left as it is, whatever its pods do: a typing error must not end a training.
 """
 
 from __future__ import annotations

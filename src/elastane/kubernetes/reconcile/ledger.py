@@ -1,11 +1,11 @@
-"""What has ended is counted, each end exactly once, and what follows from the counts.
+"""Counts each end of a pod exactly once, and derives what follows from the counts.
 
-The uid of a pod is in `counted` before the pod may be deleted (the status is written first), so
-an operator that is killed between the two neither counts twice nor forgets. The uid leaves the
-list some time after the pod has.
+The uid of a pod is in `counted` before the pod may be deleted, since the status is written first.
+So an operator that is killed between the two neither counts twice nor forgets. The uid leaves the
+list some time after the pod.
 
-A pod that is being deleted, and is not in the list, was taken away by somebody else: a person, a
-drain, a preemption. That is no failure.
+A pod that is being deleted, and is not in the list, was taken away from outside: by a person, a
+drain, or a preemption. That is no failure.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Pods of lost nodes: when a node is lost, and that its pods are fenced before they are replaced.
+"""Pods of lost nodes: when a node is lost, and the fencing of its pods before their replacement.
 
-A pod on a node that cannot be reached may run on for ever. So its uid goes into the job's
-directive first; whoever reads that neither lets it rejoin nor publish. Once the directive is
-seen to hold the uid, and not before, the pod is deleted by force and replaced.
+A pod on an unreachable node may run on. So its uid goes into the job's directive first; a
+coordinator that has read it neither lets the pod rejoin nor publish. Once the directive is seen to
+hold the uid, and not before, the pod is deleted by force and replaced.
 
-A node is lost when it is deleted; when it is unreachable and the job's coordinator, later than
-that, says that it has lost the pod as well; or when it has been unreachable for nodeLostSeconds
-and the coordinator does not say that the pod is alive. A cluster whose control plane cannot reach
-its nodes, while these reach one another, so goes on training; where the coordinator cannot say so
-either, and none of several nodes is to be reached, ALL_LOST_S is waited for.
+A node is lost in one of three cases. It was deleted. Or it is unreachable, and the job's
+coordinator later reports that it has lost the pod as well. Or it has been unreachable for
+nodeLostSeconds, and the coordinator does not report the pod as alive.
+
+So a cluster whose control plane cannot reach its nodes, while these reach one another, trains on.
+Where the coordinator cannot report either, and all of several nodes are unreachable, the operator
+waits for ALL_LOST_S.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One pod, judged: what it is to the job, whether it lives, how it ended, why it does not run.
+"""One pod, classified: what it is to the job, whether it lives, how it ended, why it does not run.
 
-Translates what kubelets, schedulers and eviction say into a few words. It decides nothing about
-the job.
+Translates the words of kubelets, schedulers and eviction into a few of ours. It decides nothing
+about the job.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether a job gets on: its last step, and failures that come again without one.
+"""A job's progress: its last step, and failures that repeat without a new one.
 
-A worker that fails is restarted by its agent in its pod, so all pods run while a job gets nowhere.
-The coordinator's report has its step and the restarts of its workers. What must outlast a
-decision is in the status: when the step last rose, and the failures since it was at its highest.
+An agent restarts a failed worker inside its pod, so all pods run while a job makes no progress. The
+coordinator's report has its step and the restarts of its workers. The status keeps what must
+outlast a decision: when the step last rose, and the failures since it was at its highest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pods made and deleted, so that of each wanted index one lives, and of no other any.
+"""Pods made and deleted, so that each wanted index has one live pod and no other index has any.
 
-Of one index there is never a second pod that lives and is not fenced: whoever is being deleted is
-waited for, unless its node is lost (then it is fenced) or its processes have ended.
+An index never has two live pods that are not fenced: a pod that is being deleted is waited for,
+unless its node is lost (then it is fenced) or its processes have ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The whole status of a job, out of a draft: what people read, and what the operator remembers."""
+"""The whole status of a job, made from a decision context: for people and for the next decision."""
 
 from __future__ import annotations
 

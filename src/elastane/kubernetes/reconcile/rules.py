@@ -1,18 +1,18 @@
-"""What an exit code means, as the user's rules, the documentation and elastane itself say.
+"""The meaning of an exit code, by the user's rules, the documentation and elastane.
 
 | exit code | restartPolicy ExitCode |
 |---|---|
 | 0 | the pod succeeded |
 | 1 to 127 | permanent: the job fails |
 | 128 to 255 | retryable: a new pod, counted |
-| 69, `NODE_UNFIT` | retryable, on another node: the agent said that this one cannot take part |
-| 75, `TRY_AGAIN` | retryable: the rendezvous or its store could not be had |
-| 143, `DRAINED` | a new pod, not counted: the agent left because it was asked to (SIGTERM) |
+| 69, `NODE_UNFIT` | retryable, on another node: the agent reported that this one cannot take part |
+| 75, `TRY_AGAIN` | retryable: the rendezvous or its store was out of reach |
+| 143, `DRAINED` | a new pod, not counted: the agent left on SIGTERM |
 
-The other codes of elastane are as of the documentation: 1, since the job's own restart budget is
-used up; 2 and 78, since the same command would fail again. The documentation of the original
-says 128 to 255; its code knew only 130, 137, 138 and 143, and took 134, 139 and 255 for permanent.
-With `launcher: torchrun`, 69 and 75 are a user's own codes, hence permanent, and 143 is counted.
+The other codes of elastane follow the documentation: 1, since the job's own restart budget is used
+up; 2 and 78, since the same command would fail again. The documentation of the original says 128 to
+255; its code knew only 130, 137, 138 and 143, and treated 134, 139 and 255 as permanent. With
+`launcher: torchrun`, 69 and 75 are a user's own codes, hence permanent, and 143 is counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which indices there should be pods of.
+"""The indices that should have pods.
 
-Index slices, as the original: 0 to replicas - 1, so the highest leave first. With PendingFirst
-those that do not run yet leave before those, so the indices may have gaps.
+Index slices, as in the original: 0 to replicas - 1, so the highest leave first. With PendingFirst
+pods that do not run yet leave before those that do, so the indices may have gaps.
 """
 
 from __future__ import annotations

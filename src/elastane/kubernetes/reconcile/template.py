@@ -1,8 +1,8 @@
-"""Mistakes in a pod template that the API server would refuse at each creation, for ever.
+"""Mistakes in a pod template that the API server would refuse at each creation.
 
-The schema of the definition lets a template through as it is, so these are met only when the
-first pod is made. Checked here is what people get wrong; whatever else the server refuses comes
-back as a refusal, and ends in the same condition.
+The schema of the definition lets a template through as it is, so they show only when the first pod
+is made. This module checks the common ones; any other comes back as a refusal of the server, and
+ends in the same condition.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the API server refused: what of it ends the job, what is tried again, and when.
+"""Refusals of the API server: which of them end the job, and when the others are retried.
 
-400 and 422 say that the manifest is no pod: it will never be one, so the job does not start (see
-`refused_template`). Anything else may pass: a quota, a missing account, a name that is taken, a
+400 and 422 mean that the manifest is no valid pod and never will be, so the job does not start (see
+`refused_template`). Any other refusal may pass: a quota, a missing account, a name that is taken, a
 right to patch or to delete that the operator lacks.
 """
 
@@ -23,7 +23,7 @@ _NEVER = (400, 422)
 
 
 def refused_template(draft: Draft) -> Refusal | None:
-    """Return the refusal of a pod that will be refused for ever, if there is one."""
+    """Return a final refusal of the pod template, if there is one."""
     for refusal in draft.seen.refused:
         if (refusal.deed, refusal.kind) == ("create", "Pod") and refusal.code in _NEVER:
             return refusal

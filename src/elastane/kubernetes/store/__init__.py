@@ -1,6 +1,6 @@
 """Kubernetes as a store: a ConfigMap for each key, a Secret for a token, a Lease for each lease.
 
-`settings` reads what the user wrote, `names` says which object is which key, `objects` is what is
-read and written of them, `trouble` makes the store's errors of the API's, `store` and `lease` are
-the store. A job needs no server of its own for it, only a Role for its pods.
+`settings` reads the command line and holds the backend, `names` maps keys to objects, `objects` are
+the fields that are read and written, `trouble` maps errors of the API to those of a store, `store`
+and `lease` are the store. A job needs no server of its own for it, only a Role for its pods.
 """

@@ -1,11 +1,11 @@
 """A lease as a coordination.k8s.io Lease: of a job's store, and of the operators.
 
-Every change is a write into the version that was read last, so of several who want it one has it.
-The term is the version that a taking replaced: it grows with every taking, also where the Lease was
-deleted in between. leaseTransitions counts along, for people. When a Lease has run out is judged by
-each candidate, from when it saw the last renewal; the times that it holds are for people, too.
+Every change is a write into the version that was read last, so one of several candidates wins. The
+term is the version that the new holder replaced. It grows with every taking, also where the Lease
+was deleted in between. leaseTransitions is counted for people. Each candidate judges expiry by its
+own clock, from when it saw the last renewal; the times in the Lease are for people, too.
 
-How it fails: as `LeasePlace.ask` says; LeaseLostError where somebody else has it.
+It fails as `LeasePlace.ask` says, and with LeaseLostError where another process has it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LeasePlace:
     _sighting: _LeaseSighting | None = field(default=None, init=False)
 
     async def find(self) -> LeaseObject | None:
-        """Return the object, None where there is none."""
+        """Return the object, None for an absent one."""
         name = self.metadata()["name"]
         asking = self.api.find(LEASES, self.namespace, name, LeaseObject)
         return await self.ask("get leases", asking)
@@ -101,7 +101,7 @@ class LeasePlace:
         return await self.ask("update leases", asking)
 
     def is_free(self, found: LeaseObject | None) -> bool:
-        """Whether it is held by nobody, or stood still for its holder's ttl, as seen from here."""
+        """Whether it is released, or stood still for its holder's ttl, as seen from here."""
         if found is None or not found.holder:
             return True
         now_s, version = self.clock(), found.metadata.resourceVersion
@@ -136,14 +136,14 @@ class KubernetesLease(HeldLease):
         super().__init__(key, ttl_s, place.clock, margin)
         self._place = place
         self._value = value
-        # Another one with each candidacy: what an earlier one wrote in vain is nobody's.
+        # A new one for each candidacy: a lost write of an earlier candidacy must not count as ours.
         self._identity = f"{value.decode(errors='replace')[:100]}_{secrets.token_hex(8)}"
         self._version = 0
         self._transitions = 0
         self._acquired = ""
 
     async def take(self) -> bool:
-        """Take the lease where it is free; False where it is not, or somebody was quicker."""
+        """Take the lease if it is free; False if it is not, or another candidate was quicker."""
         found = await self._place.find()
         # What this one wrote, and heard no answer of, is its own.
         is_own = found is not None and found.holder == self._identity
@@ -207,7 +207,9 @@ class KubernetesLease(HeldLease):
         """After a write that conflicted: go on from our own object, or be deposed."""
         found = await self._place.find()
         if found is None:
-            self._version = 0  # Somebody deleted it: made anew, unless another one was quicker.
+            self._version = (
+                0  # It was deleted: make it again, unless another candidate was quicker.
+            )
             return
         if found.holder != self._identity:
             raise self._deposed(found.holder or "nobody's")

@@ -1,7 +1,7 @@
-"""The ConfigMaps, Secrets and Leases of the store: what is read of them, and what is written.
+"""The ConfigMaps, Secrets and Leases of the store: the fields that are read and written.
 
-Owns their shapes. Whatever the wire may hold, it is read as one of these or not at all; a field
-that somebody edited to nonsense counts as absent. A version that is no number is a StoreError.
+Owns their shapes. Anything else on the wire is refused, and a field that was edited to nonsense
+counts as absent. A version that is no number is a StoreError.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TERM_ANNOTATION = "elastane.dev/term"
 VALUE_ANNOTATION = "elastane.dev/value"
 # The uid of the pod in which the holder is, for who knows that the pod is dead.
 POD_ANNOTATION = "elastane.dev/pod-uid"
-# A lease's holder may say whatever it likes of how long it holds; nobody waits longer than a day.
+# The holder of a lease writes its duration; no candidate waits longer than a day.
 TTL_S_MAX = 86_400
 
 
@@ -53,7 +53,7 @@ class Data(msgspec.Struct):
 
 
 class ConfigMapObject(msgspec.Struct):
-    """A ConfigMap that holds the value of one key; null where somebody emptied it."""
+    """A ConfigMap that holds the value of one key; null where it was emptied."""
 
     metadata: StoredMeta
     binaryData: Data | None = None  # noqa: N815 the wire's
@@ -65,7 +65,7 @@ class ConfigMapObject(msgspec.Struct):
 
 
 class SecretObject(msgspec.Struct):
-    """A Secret that holds the value of one key; null where somebody emptied it."""
+    """A Secret that holds the value of one key; null where it was emptied."""
 
     metadata: StoredMeta
     data: Data | None = None
@@ -100,7 +100,7 @@ class LeaseObject(msgspec.Struct):
 
     @property
     def holder(self) -> str:
-        """Who holds it, "" where nobody does."""
+        """The holder's identity, "" for a free lease."""
         return self.spec.holderIdentity or ""
 
     @property
@@ -121,7 +121,7 @@ class LeaseObject(msgspec.Struct):
 
     @property
     def value(self) -> bytes:
-        """What its holder gave as its value."""
+        """The value that the holder gave."""
         written = (self.metadata.annotations or {}).get(VALUE_ANNOTATION, "")
         try:
             return bytes.fromhex(written)
@@ -149,7 +149,7 @@ def manifest_of(
 
 
 def micro_time() -> str:
-    """Return the time of day as a MicroTime: for people; nobody compares it with his own."""
+    """Return the time of day as a MicroTime, for people; no program compares it."""
     now = datetime.datetime.now(datetime.UTC)
     return now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 

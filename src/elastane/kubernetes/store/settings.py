@@ -1,7 +1,7 @@
-"""Which cluster and namespace a command line means, and what the objects belong to.
+"""Which cluster and namespace a command line names, and the owner of new objects.
 
-Owns the keys of `--rdzv-conf` that concern Kubernetes. It opens no file and no connection. How it
-fails: ConfigurationError.
+Owns the keys of `--rdzv-conf` that concern Kubernetes, and the backend. It opens no file and no
+connection before `access`. It fails with ConfigurationError.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 # Set in the pods of an ElasticJob by its operator.
 JOB_VARIABLE = "ELASTANE_ELASTICJOB"
 POD_VARIABLE = "ELASTANE_POD_UID"
-# A cluster's API server is everybody's: one write a second for each job, not two. kubelets renew
+# All jobs share the cluster's API server: one write a second for each job, not two. kubelets renew
 # theirs every 10 s, and there are at most some thousands of either.
 TIMING = msgspec.structs.replace(Timing(), lease_ttl_s=3.0, lease_renew_s=1.0)
 
 
 @dataclass(frozen=True)
 class KubernetesSettings:
-    """Where the objects are. Empty fields: as the pod's service account or the kubeconfig says."""
+    """The place of the objects. Empty fields: those of the service account or the kubeconfig."""
 
     namespace: str = ""
     kubeconfig: str = ""
@@ -40,17 +40,17 @@ class KubernetesSettings:
 
     @property
     def elastic_job(self) -> str:
-        """The ElasticJob whose pod this is, "" where it is none's."""
+        """The ElasticJob of this pod, "" outside of one."""
         # Workers have a variable of that name as well, with the name of the run.
         return self.environ.get(JOB_VARIABLE, "") if self.pod else ""
 
     @property
     def pod(self) -> str:
-        """The uid of that pod, "" where this is in none."""
+        """The uid of this pod, "" outside of one."""
         return self.environ.get(POD_VARIABLE, "")
 
     def access(self) -> ClusterAccess:
-        """Find the API server; ConfigurationError where there is none. Reads small files."""
+        """Find the API server, reading small files; ConfigurationError where there is none."""
         from elastane.kubernetes.client import find_access
 
         return find_access(

@@ -1,11 +1,11 @@
 """The store over the Kubernetes API.
 
 Owns how the Store's promises become requests: a version is a resourceVersion, which grows over the
-whole cluster's life, a conditional write a PUT that carries it. Knows nothing of jobs. The objects
-belong to the ElasticJob whose pod this is, if it is one's, and are collected with it; elsewhere
-what a job leaves stays until `purge`, or until somebody deletes it by its label.
+whole cluster's life, and a conditional write a PUT that carries it. Knows nothing of jobs. In a pod
+of an ElasticJob the objects belong to that job, and are deleted with it. Elsewhere they stay until
+`purge`, or until a person deletes them by their label.
 
-How it fails: as stores.protocol says; see trouble for which error of the API is which.
+It fails as stores.protocol says; `trouble` maps the errors of the API.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class KubernetesStore:
     async def compare_and_set(
         self, key: str, value: bytes, expected_version: int, ttl_s: float | None = None
     ) -> Entry:
-        """See Store.compare_and_set. The API forgets nothing by itself: `ttl_s` has no effect."""
+        """See Store.compare_and_set. The API removes nothing on a timer: `ttl_s` has no effect."""
         check_key(key)
         check_value(key, value)
         if ttl_s is not None:
@@ -193,7 +193,7 @@ class KubernetesStore:
         return await self._trouble.told(deed, self.namespace, asking)
 
     async def find_owner(self) -> None:
-        """Find out what new objects are to belong to: what the operator made for this job."""
+        """Look up the owner of new objects: one that the operator made for this job."""
         if self._owner_sought:
             return
         name = f"{self._settings.elastic_job}-report"
@@ -203,7 +203,7 @@ class KubernetesStore:
         except StoreError:
             return  # Another write finds out.
         except ConfigurationError:
-            found = None  # It may not be read: what this job leaves belongs to nobody.
+            found = None  # It may not be read: new objects of this job get no owner.
         self._owner_sought = True
         if found is not None:
             self._owner = {

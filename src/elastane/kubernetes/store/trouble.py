@@ -1,9 +1,9 @@
-"""What the API's errors mean to a store, and when being forbidden is more than a moment's matter.
+"""The meaning of the API's errors for a store, and when a 403 is more than temporary.
 
-Owns the mapping. A 403 is for good where nothing of that kind was ever allowed: it is a
-ConfigurationError then, with the Role that is needed. But an API server that was just started says
-403 until it has read its Roles, and so does one that has not yet heard of a new Role. So a refusal
-counts only after a moment, and never once the same was allowed before.
+Owns the mapping. A 403 is final where that kind of request was never allowed: then it is a
+ConfigurationError with the Role that is needed. But an API server that was just started answers 403
+until it has read its Roles, and a running one until it has heard of a new Role. So a refusal counts
+only after a moment, and never once the same request was allowed before.
 """
 
 from __future__ import annotations
