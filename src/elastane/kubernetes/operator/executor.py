@@ -70,7 +70,7 @@ class StatusRefusedError(Exception):
         self.error = error
 
 
-class Doer:
+class Executor:
     """Does what decisions say. `may_act` is asked before each write."""
 
     def __init__(

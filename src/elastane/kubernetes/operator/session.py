@@ -20,7 +20,7 @@ from elastane.kubernetes.client import Api, ApiError, ApiForbiddenError, Resourc
 from elastane.kubernetes.client.resource import EVERYTHING
 from elastane.kubernetes.model import Decision, ElasticJob, Observed, ReportedEvent
 from elastane.kubernetes.operator.bounds import RESYNC_S, WORKERS
-from elastane.kubernetes.operator.executor import Doer, StaleError, StatusRefusedError
+from elastane.kubernetes.operator.executor import Executor, StaleError, StatusRefusedError
 from elastane.kubernetes.operator.informer import Informer, WatchConnection, Watched
 from elastane.kubernetes.operator.kinds import BY_KIND, JOBS, OURS, RESOURCES, type_of
 from elastane.kubernetes.operator.metrics import Metrics
@@ -54,7 +54,7 @@ class OperatorSession:
         self._decide = decide
         self._metrics = metrics
         self._recorder = recorder
-        self._doer = Doer(api, self.view, metrics, may_act)
+        self._executor = Executor(api, self.view, metrics, may_act)
         connection = WatchConnection()
         self._informers = [
             self._informer(api, namespace, resource, connection) for resource in RESOURCES
@@ -132,7 +132,7 @@ class OperatorSession:
                 raise StaleError("it went away")
             job = seen.job
             decision = self._decide(seen, time.time())
-            await self._doer.carry_out(key, job, decision)
+            await self._executor.carry_out(key, job, decision)
         except StaleError as stale:
             self._count("stale")
             _log.info("job %s: %s: decided anew", key, stale)

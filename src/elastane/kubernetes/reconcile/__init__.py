@@ -21,7 +21,7 @@ from elastane.kubernetes.model import (
     read_status,
 )
 from elastane.kubernetes.reconcile.bounds import LOOK_AGAIN_S
-from elastane.kubernetes.reconcile.context import Draft, JobVerdict
+from elastane.kubernetes.reconcile.context import DecisionContext, JobVerdict
 from elastane.kubernetes.reconcile.ending import (
     begin_anew,
     clean_up,
@@ -57,10 +57,10 @@ def reconcile(seen: Observed, now_s: float) -> Decision:
         return refuse(seen, before, reading.wrong, now_s)
     if may_begin_anew(before, seen.job.metadata.edition):
         before = begin_anew(before)
-    draft = Draft(seen, before, reading.settings, now_s)
-    _sort(draft, reading.settings)
-    verdict = _decided(draft)
-    return _decision(draft, status_of(draft, verdict))
+    context = DecisionContext(seen, before, reading.settings, now_s)
+    _sort(context, reading.settings)
+    verdict = _decided(context)
+    return _decision(context, status_of(context, verdict))
 
 
 def _leave(seen: Observed, before: JobStatus) -> Decision:
@@ -80,51 +80,51 @@ def _leave(seen: Observed, before: JobStatus) -> Decision:
     return Decision(status=before, actions=actions)
 
 
-def _sort(draft: Draft, settings: JobSettings) -> None:
-    for pod in draft.seen.pods:
-        judged = judge(pod, draft.job, settings)
+def _sort(context: DecisionContext, settings: JobSettings) -> None:
+    for pod in context.seen.pods:
+        judged = judge(pod, context.job, settings)
         if judged is None:
             continue
         if judged.whose in ("ours", "orphan"):
-            draft.pods.append(judged)
+            context.pods.append(judged)
         else:
-            draft.others.append(judged)
-    for pod in draft.seen.gone:
-        judged = judge(pod, draft.job, settings, is_gone=True)
+            context.others.append(judged)
+    for pod in context.seen.gone:
+        judged = judge(pod, context.job, settings, is_gone=True)
         if judged is not None and judged.whose == "ours":
-            draft.gone.append(judged)
-    draft.pods.sort(key=lambda pod: (pod.index, pod.name))
+            context.gone.append(judged)
+    context.pods.sort(key=lambda pod: (pod.index, pod.name))
 
 
-def _decided(draft: Draft) -> JobVerdict | None:
+def _decided(context: DecisionContext) -> JobVerdict | None:
     """Apply the rules; return the verdict of a job that has ended, now or before."""
-    ended = has_ended(draft.before)
-    fence(draft, counting=not ended)
-    draft.slots = wanted_slots(draft)
+    ended = has_ended(context.before)
+    fence(context, counting=not ended)
+    context.slots = wanted_slots(context)
     if ended:
-        draft.verdict = _standing(draft.before)
+        context.verdict = _standing(context.before)
     else:
-        draft.start_time = None if draft.settings.is_suspended else _active_since(draft)
-        count(draft)
-        judge_end(draft)
-        draft.slots = wanted_slots(draft)
-    verdict = draft.verdict
+        context.start_time = None if context.settings.is_suspended else _active_since(context)
+        count(context)
+        judge_end(context)
+        context.slots = wanted_slots(context)
+    verdict = context.verdict
     if verdict is not None:
-        draft.completion_time = draft.completion_time or as_time(draft.now_s)
-        clean_up(draft, verdict.reason)
-        keep_directive(draft)
-    elif draft.settings.is_suspended:
-        pause(draft)
-    elif draft.ended_well_time is not None:
-        finish(draft)
+        context.completion_time = context.completion_time or as_time(context.now_s)
+        clean_up(context, verdict.reason)
+        keep_directive(context)
+    elif context.settings.is_suspended:
+        pause(context)
+    elif context.ended_well_time is not None:
+        finish(context)
     else:
-        live(draft)
-    hold_refused(draft)
+        live(context)
+    hold_refused(context)
     return verdict
 
 
-def _active_since(draft: Draft) -> str:
-    return draft.start_time or as_time(draft.now_s)
+def _active_since(context: DecisionContext) -> str:
+    return context.start_time or as_time(context.now_s)
 
 
 def _standing(before: JobStatus) -> JobVerdict:
@@ -138,13 +138,13 @@ def _standing(before: JobStatus) -> JobVerdict:
     )
 
 
-def _decision(draft: Draft, status: JobStatus) -> Decision:
-    if draft.wants:
-        draft.wake(draft.now_s + LOOK_AGAIN_S)
-    wakes_s = [at_s - draft.now_s for at_s in draft.wakes_s]
+def _decision(context: DecisionContext, status: JobStatus) -> Decision:
+    if context.wants:
+        context.wake(context.now_s + LOOK_AGAIN_S)
+    wakes_s = [at_s - context.now_s for at_s in context.wakes_s]
     return Decision(
         status=status,
-        actions=tuple(draft.actions),
-        events=tuple(draft.events),
+        actions=tuple(context.actions),
+        events=tuple(context.events),
         again_in_s=min(wakes_s) if wakes_s else None,
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import msgspec
 
 from elastane.kubernetes.model import Condition, as_time
-from elastane.kubernetes.reconcile.context import Draft, JobVerdict
+from elastane.kubernetes.reconcile.context import DecisionContext, JobVerdict
 from elastane.kubernetes.reconcile.progress import JobProgress, stalled_since
 
 _ORDER = (
@@ -52,43 +52,43 @@ class PodTally(msgspec.Struct, frozen=True, kw_only=True):
         return self.running < least
 
 
-def tally(draft: Draft) -> PodTally:
+def tally(context: DecisionContext) -> PodTally:
     """Count the pods."""
-    staying = [pod for pod in draft.own if pod.lives and not pod.is_leaving]
-    slots = set(draft.slots)
+    staying = [pod for pod in context.own if pod.lives and not pod.is_leaving]
+    slots = set(context.slots)
     return PodTally(
         running=sum(pod.state == "running" for pod in staying),
         living=len(staying),
         restarting=tuple(
-            sorted(i for i, trouble in draft.troubles.items() if trouble.waiting and i in slots)
+            sorted(i for i, trouble in context.troubles.items() if trouble.waiting and i in slots)
         ),
     )
 
 
 def conditions_of(
-    draft: Draft, verdict: JobVerdict | None, count: PodTally, progress: JobProgress
+    context: DecisionContext, verdict: JobVerdict | None, count: PodTally, progress: JobProgress
 ) -> dict[str, Condition]:
     """Return what is to be said, by type; conditions that do not apply are absent."""
-    name = draft.job.name
+    name = context.job.name
     made = {"Created": _true("Created", "ElasticJobCreated", f"ElasticJob {name} is created.")}
     if verdict is not None:
         made[verdict.kind] = _true(verdict.kind, verdict.reason, verdict.message)
         made["Running"] = _false("Running", verdict.reason, verdict.message)
         return made
-    if draft.settings.is_suspended:
+    if context.settings.is_suspended:
         text = "spec.suspend is true: no pod may run"
         made["Suspended"] = _true("Suspended", "ElasticJobSuspended", text)
         made["Running"] = _false("Running", "ElasticJobSuspended", text)
         return made
-    if draft.ended_well_time is not None:
+    if context.ended_well_time is not None:
         text = f"a pod has succeeded; {count.living} are finishing"
         made["Running"] = _true("Running", "ElasticJobFinishing", text)
         return made
-    made["Running"] = _running(draft, count)
-    degraded = _degraded(draft, count)
+    made["Running"] = _running(context, count)
+    degraded = _degraded(context, count)
     if degraded:
         made["Degraded"] = degraded
-    made |= _without_progress(draft, progress)
+    made |= _without_progress(context, progress)
     if count.restarting:
         shown = ", ".join(str(index) for index in count.restarting[:8])
         shown += ", ..." if len(count.restarting) > 8 else ""
@@ -97,55 +97,57 @@ def conditions_of(
     return made
 
 
-def _without_progress(draft: Draft, progress: JobProgress) -> dict[str, Condition]:
+def _without_progress(context: DecisionContext, progress: JobProgress) -> dict[str, Condition]:
     """Return what is to be said of a job whose step does not rise."""
     made = {}
     if progress.is_crashing:
-        crashes, incident = progress.crashes, draft.before.last_incident
+        crashes, incident = progress.crashes, context.before.last_incident
         where = f"above {crashes.step}" if crashes.step else "at all"
         text = f"{crashes.count} failures in a row without a step {where}"
         said = f"{text}; the last: {incident.cause}" if incident else text
         made["CrashLooping"] = _true("CrashLooping", "FailuresWithoutProgress", said)
-        draft.tell("Warning", "CrashLooping", f"failures in a row, no step {where}", crashes.count)
-    since = stalled_since(draft, progress)
+        context.tell(
+            "Warning", "CrashLooping", f"failures in a row, no step {where}", crashes.count
+        )
+    since = stalled_since(context, progress)
     if since:
-        step = draft.before.step or 0
+        step = context.before.step or 0
         text = f"no step above {step} since {since}; spec.stalledSeconds is"
-        text += f" {draft.settings.spec.stalled_seconds}"
+        text += f" {context.settings.spec.stalled_seconds}"
         made["Stalled"] = _true("Stalled", "NoProgress", text)
     return made
 
 
-def _running(draft: Draft, count: PodTally) -> Condition:
-    least, wanted = draft.settings.min, draft.settings.desired
+def _running(context: DecisionContext, count: PodTally) -> Condition:
+    least, wanted = context.settings.min, context.settings.desired
     if not count.is_short(least):
-        return _true("Running", "ElasticJobRunning", f"ElasticJob {draft.job.name} is running.")
+        return _true("Running", "ElasticJobRunning", f"ElasticJob {context.job.name} is running.")
     text = f"{count.running} of {wanted} pods run, at least {least} are needed"
-    if draft.wants:
-        return _false("Running", draft.wants[0][0], f"{text}: {_wants(draft)}")
+    if context.wants:
+        return _false("Running", context.wants[0][0], f"{text}: {_wants(context)}")
     return _false("Running", "PodsPending", text)
 
 
-def _degraded(draft: Draft, count: PodTally) -> Condition | None:
-    least, wanted = draft.settings.min, draft.settings.desired
-    has_run = draft.first_start_time is not None
+def _degraded(context: DecisionContext, count: PodTally) -> Condition | None:
+    least, wanted = context.settings.min, context.settings.desired
+    has_run = context.first_start_time is not None
     is_short = count.is_short(least) and has_run
-    if not is_short and not draft.wants:
+    if not is_short and not context.wants:
         return None
     text = f"{count.running} of {wanted} pods run"
     if count.is_short(least):
         text += f", at least {least} are needed"
-    if draft.wants:
-        text += f": {_wants(draft)}"
-    reason = draft.wants[0][0] if draft.wants else "PodsLost"
+    if context.wants:
+        text += f": {_wants(context)}"
+    reason = context.wants[0][0] if context.wants else "PodsLost"
     if is_short and reason not in ("InvalidSpec", "InvalidTemplate"):
         reason = "BelowMinimum"
     return _true("Degraded", reason, text)
 
 
-def _wants(draft: Draft) -> str:
-    more = len(draft.wants) - 1
-    return draft.wants[0][1] + (f" (and {more} more)" if more else "")
+def _wants(context: DecisionContext) -> str:
+    more = len(context.wants) - 1
+    return context.wants[0][1] + (f" (and {more} more)" if more else "")
 
 
 def _true(kind: str, reason: str, message: str) -> Condition:
@@ -205,11 +207,11 @@ def last_is(conditions: tuple[Condition, ...], phase: str) -> tuple[Condition, .
     return tuple(sorted(conditions, key=lambda one: one.type == phase))
 
 
-def tell_changes(draft: Draft, after: tuple[Condition, ...]) -> None:
+def tell_changes(context: DecisionContext, after: tuple[Condition, ...]) -> None:
     """Have an Event told for each condition that has become True, as the original named them."""
     for one in after:
-        old = draft.before.condition(one.type)
+        old = context.before.condition(one.type)
         was = old is not None and old.status == "True"
         if one.status == "True" and not was and one.type not in _QUIET:
             reason = f"ElasticJob{one.type}"
-            draft.tell("Warning" if one.type in _WARNINGS else "Normal", reason, one.message)
+            context.tell("Warning" if one.type in _WARNINGS else "Normal", reason, one.message)

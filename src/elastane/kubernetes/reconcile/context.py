@@ -33,10 +33,10 @@ class JobVerdict(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-class Draft:
-    """What one call of `reconcile` gathers.
+class DecisionContext:
+    """The inputs, counts and actions that one call of `reconcile` gathers.
 
-    `pods` are those that are, or shall be, the job's: ours and orphans. `others` hold names.
+    `pods` are those that are, or become, the job's: ours and orphans. `others` hold names.
     `gone` are pods of the job that were deleted, in their last state.
     Counters begin as the status has them; `restarts` are those that the operator counts itself.
     """

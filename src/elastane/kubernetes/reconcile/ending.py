@@ -11,7 +11,7 @@ import msgspec
 
 from elastane.kubernetes.model import DeleteJob, JobStatus, as_time, since_epoch
 from elastane.kubernetes.reconcile.bounds import STARTLESS_S
-from elastane.kubernetes.reconcile.context import Draft
+from elastane.kubernetes.reconcile.context import DecisionContext
 from elastane.kubernetes.reconcile.pods import CANNOT_START, NEVER_STARTS
 from elastane.kubernetes.reconcile.waiting import refused_template, told
 
@@ -49,100 +49,100 @@ def begin_anew(status: JobStatus) -> JobStatus:
     )
 
 
-def judge_end(draft: Draft) -> None:
+def judge_end(context: DecisionContext) -> None:
     """End the job where its time is up, its work is done, or it cannot begin."""
-    _check_success(draft)
-    _check_deadline(draft)
-    _check_template(draft)
-    _check_start(draft)
+    _check_success(context)
+    _check_deadline(context)
+    _check_template(context)
+    _check_start(context)
 
 
-def _check_success(draft: Draft) -> None:
-    if draft.ended_well_time is None:
+def _check_success(context: DecisionContext) -> None:
+    if context.ended_well_time is None:
         return
-    if not any(pod.lives for pod in draft.own):
-        draft.end("Succeeded", "PodsSucceeded", f"ElasticJob {draft.job.name} has succeeded.")
+    if not any(pod.lives for pod in context.own):
+        context.end("Succeeded", "PodsSucceeded", f"ElasticJob {context.job.name} has succeeded.")
 
 
-def _check_deadline(draft: Draft) -> None:
-    deadline_s = draft.settings.spec.active_deadline_seconds
-    begun_s = since_epoch(draft.start_time)
+def _check_deadline(context: DecisionContext) -> None:
+    deadline_s = context.settings.spec.active_deadline_seconds
+    begun_s = since_epoch(context.start_time)
     if deadline_s is None or begun_s is None:
         return
-    if draft.now_s < begun_s + deadline_s:
-        draft.wake(begun_s + deadline_s)
-    elif draft.ended_well_time is not None:
-        text = f"ElasticJob {draft.job.name} has succeeded; some pods did not end in time."
-        draft.end("Succeeded", DEADLINE, text)
+    if context.now_s < begun_s + deadline_s:
+        context.wake(begun_s + deadline_s)
+    elif context.ended_well_time is not None:
+        text = f"ElasticJob {context.job.name} has succeeded; some pods did not end in time."
+        context.end("Succeeded", DEADLINE, text)
     else:
         text = f"active for longer than activeDeadlineSeconds, {deadline_s}"
-        draft.end("Failed", DEADLINE, text)
+        context.end("Failed", DEADLINE, text)
 
 
-def _check_template(draft: Draft) -> None:
+def _check_template(context: DecisionContext) -> None:
     """A pod that the API server will never take ends a job that has none; else it is told."""
-    refusal = refused_template(draft)
+    refusal = refused_template(context)
     if refusal is None:
         return
     text = f"{_TEMPLATE}: the API server refused pod {refusal.name}: {told(refusal)}"
-    if any(pod.lives for pod in draft.own):
-        draft.wants.insert(0, ("InvalidTemplate", text))
-        draft.tell("Warning", "InvalidTemplate", text, count=1)
+    if any(pod.lives for pod in context.own):
+        context.wants.insert(0, ("InvalidTemplate", text))
+        context.tell("Warning", "InvalidTemplate", text, count=1)
     else:
-        draft.end("Failed", "InvalidTemplate", text)
+        context.end("Failed", "InvalidTemplate", text)
 
 
-def _check_start(draft: Draft) -> None:
+def _check_start(context: DecisionContext) -> None:
     """A job of which no pod ever ran, and none can, fails after a while.
 
     That while begins again with an edit of the template: pods of an older one do not count.
     """
-    if any(pod.has_started for pod in draft.pods) and draft.first_start_time is None:
-        draft.first_start_time = as_time(draft.now_s)
+    if any(pod.has_started for pod in context.pods) and context.first_start_time is None:
+        context.first_start_time = as_time(context.now_s)
     stuck = [
         pod
-        for pod in draft.own
+        for pod in context.own
         if pod.hindrance and pod.hindrance.reason in CANNOT_START and not pod.is_outdated
     ]
-    if draft.first_start_time is not None or not stuck or draft.settings.is_suspended:
-        draft.stuck_since_time = None
+    if context.first_start_time is not None or not stuck or context.settings.is_suspended:
+        context.stuck_since_time = None
         return
-    draft.stuck_since_time = draft.stuck_since_time or as_time(draft.now_s)
-    since_s = since_epoch(draft.stuck_since_time) or draft.now_s
+    context.stuck_since_time = context.stuck_since_time or as_time(context.now_s)
+    since_s = since_epoch(context.stuck_since_time) or context.now_s
     hindrance = stuck[0].hindrance
     if hindrance is None:
         return
     is_final = hindrance.reason == NEVER_STARTS
-    if is_final or draft.now_s >= since_s + STARTLESS_S:
+    if is_final or context.now_s >= since_s + STARTLESS_S:
         text = f"{_TEMPLATE}: {stuck[0].name}: {hindrance.reason}: {hindrance.message}"
-        draft.end("Failed", "InvalidTemplate", text)
+        context.end("Failed", "InvalidTemplate", text)
     else:
-        draft.wake(since_s + STARTLESS_S)
+        context.wake(since_s + STARTLESS_S)
 
 
-def clean_up(draft: Draft, reason: str) -> None:
+def clean_up(context: DecisionContext, reason: str) -> None:
     """Delete what cleanPodPolicy says; the job itself once its time to live is over."""
-    policy = draft.settings.spec.clean_pod_policy or "Running"
+    policy = context.settings.spec.clean_pod_policy or "Running"
     if policy == "None" and reason == DEADLINE:
         policy = "Running"
-    for pod in draft.pods:
+    for pod in context.pods:
         # Under Always the kubelet starts the container of a pod that succeeded again, for ever.
         still_runs = not pod.is_over
         is_unwanted = policy == "All" or (policy == "Running" and still_runs)
-        is_endless = still_runs and draft.settings.policy == "Always"
-        if (is_unwanted or is_endless) and pod.uid not in draft.fenced:
-            draft.dismiss(pod, f"the job has ended, cleanPodPolicy {policy}")
-    _live_out(draft)
+        is_endless = still_runs and context.settings.policy == "Always"
+        if (is_unwanted or is_endless) and pod.uid not in context.fenced:
+            context.dismiss(pod, f"the job has ended, cleanPodPolicy {policy}")
+    _live_out(context)
 
 
-def _live_out(draft: Draft) -> None:
-    ttl_s = draft.settings.spec.ttl_seconds_after_finished
-    ended_s = since_epoch(draft.completion_time)
+def _live_out(context: DecisionContext) -> None:
+    ttl_s = context.settings.spec.ttl_seconds_after_finished
+    ended_s = since_epoch(context.completion_time)
     if ttl_s is None or ended_s is None:
         return
-    if draft.now_s < ended_s + ttl_s:
-        draft.wake(ended_s + ttl_s)
+    if context.now_s < ended_s + ttl_s:
+        context.wake(ended_s + ttl_s)
         return
     text = f"ttlSecondsAfterFinished, {ttl_s}, is over: the job is deleted"
-    draft.tell("Normal", "TimeToLiveOver", text)
-    draft.act(DeleteJob(uid=draft.job.uid))
+    context.tell("Normal", "TimeToLiveOver", text)
+    context.act(DeleteJob(uid=context.job.uid))

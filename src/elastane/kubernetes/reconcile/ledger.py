@@ -25,7 +25,7 @@ from elastane.kubernetes.reconcile.bounds import (
     NODES_KEPT,
     QUICK_S,
 )
-from elastane.kubernetes.reconcile.context import Draft
+from elastane.kubernetes.reconcile.context import DecisionContext
 from elastane.kubernetes.reconcile.injection import backend, rdzv_id
 from elastane.kubernetes.reconcile.pods import Judged, PodEnd, ending_text
 from elastane.kubernetes.reconcile.rules import documented, ruled
@@ -33,69 +33,69 @@ from elastane.kubernetes.reconcile.settings import JobSettings
 from elastane.kubernetes.store.names import lease_of
 
 
-def count(draft: Draft) -> None:
+def count(context: DecisionContext) -> None:
     """Count what has ended since the last decision; end the job where a failure is permanent."""
-    own, known = draft.own, set(draft.counted)
+    own, known = context.own, set(context.counted)
     for pod in own:
         # First of all: what fails once the job has ended well is no failure of it.
-        if pod.state == "succeeded" and pod.by_itself and pod.uid not in draft.counted:
-            _count_success(draft, pod)
+        if pod.state == "succeeded" and pod.by_itself and pod.uid not in context.counted:
+            _count_success(context, pod)
     for pod in own:
-        _count_in_place(draft, pod)
-        if pod.uid in draft.counted or (pod.state == "succeeded" and pod.by_itself):
+        _count_in_place(context, pod)
+        if pod.uid in context.counted or (pod.state == "succeeded" and pod.by_itself):
             continue
         if pod.ending is not None and pod.by_itself:
-            _count_failure(draft, pod, pod.ending)
+            _count_failure(context, pod, pod.ending)
         elif pod.is_leaving and pod.whose == "ours":
-            _count_departure(draft, pod)
-    _free_seat(draft, known)
-    _heal(draft)
-    _check_limit(draft)
-    _forget(draft)
+            _count_departure(context, pod)
+    _free_seat(context, known)
+    _heal(context)
+    _check_limit(context)
+    _forget(context)
 
 
-def _count_success(draft: Draft, pod: Judged) -> None:
+def _count_success(context: DecisionContext, pod: Judged) -> None:
     """Remember that the job ended well, even if the pod is deleted; the pod itself may stay."""
-    if draft.ended_well_time is None:
-        draft.ended_well_time = as_time(draft.now_s)
-        draft.tell("Normal", "WorkerSucceeded", f"{pod.name} succeeded: no pod is made any more")
+    if context.ended_well_time is None:
+        context.ended_well_time = as_time(context.now_s)
+        context.tell("Normal", "WorkerSucceeded", f"{pod.name} succeeded: no pod is made any more")
 
 
-def _count_failure(draft: Draft, pod: Judged, ending: PodEnd) -> None:
-    action = action_of(ending, draft.settings)
-    if action == "Fail" and _may_lack_rendezvous(draft, ending):
+def _count_failure(context: DecisionContext, pod: Judged, ending: PodEnd) -> None:
+    action = action_of(ending, context.settings)
+    if action == "Fail" and _may_lack_rendezvous(context, ending):
         action = "Ignore"
         text = f"{pod.name}: {ending.text}; its rendezvous may not be up yet: started again"
-        draft.tell("Warning", "FirstStart", text)
-    draft.counted[pod.uid] = None
+        context.tell("Warning", "FirstStart", text)
+    context.counted[pod.uid] = None
     if ending.cause == "OOM":
-        draft.tell("Warning", "PodOOM", f"{pod.name} on {pod.node}: {ending.text}")
+        context.tell("Warning", "PodOOM", f"{pod.name} on {pod.node}: {ending.text}")
     elif ending.code is not None:
-        draft.tell("Warning", "ExitedWithCode", f"{pod.name}: {ending.text}")
+        context.tell("Warning", "ExitedWithCode", f"{pod.name}: {ending.text}")
     if ending.cause not in ("App", "OOM"):
-        draft.disruptions += 1
-        draft.tell("Warning", f"Pod{ending.cause}", f"{pod.name} on {pod.node}: {ending.text}")
+        context.disruptions += 1
+        context.tell("Warning", f"Pod{ending.cause}", f"{pod.name} on {pod.node}: {ending.text}")
     else:
         text = f"{pod.name} on {pod.node}: {ending.text}"
-        draft.last_failure = IncidentStatus(cause=text, time=as_time(draft.now_s))
+        context.last_failure = IncidentStatus(cause=text, time=as_time(context.now_s))
     if ending.cause in ("App", "OOM") and action != "Ignore":
-        draft.failures += 1
-        charge_node(draft, pod.node, unfit=ending.code == ExitCode.NODE_UNFIT)
+        context.failures += 1
+        charge_node(context, pod.node, unfit=ending.code == ExitCode.NODE_UNFIT)
     # An agent of elastane ends with 0 when the whole job has; torchrun's speaks for its own node.
-    is_over = draft.ended_well_time is not None and draft.settings.spec.launcher == "elastane"
+    is_over = context.ended_well_time is not None and context.settings.spec.launcher == "elastane"
     if action == "Fail" and not is_over:
-        draft.end("Failed", "PodFailed", f"{pod.name} on {pod.node}: {ending.text}, permanent")
-    elif draft.ended_well_time is None:
-        draft.restarts += 1
-        note_early_end(draft, pod, ending.cause, lived_s=ending.lived_s)
+        context.end("Failed", "PodFailed", f"{pod.name} on {pod.node}: {ending.text}, permanent")
+    elif context.ended_well_time is None:
+        context.restarts += 1
+        note_early_end(context, pod, ending.cause, lived_s=ending.lived_s)
 
 
-def _free_seat(draft: Draft, known: set[str]) -> None:
+def _free_seat(context: DecisionContext, known: set[str]) -> None:
     """Have nobody wait for the Lease of a coordinator in a pod that was counted just now."""
-    new = [pod for pod in draft.own if pod.uid in draft.counted and pod.uid not in known]
+    new = [pod for pod in context.own if pod.uid in context.counted and pod.uid not in known]
     dead = {pod.uid: pod.name for pod in new if pod.is_dead}
-    if dead and backend(draft.job, draft.settings) == "kubernetes":
-        draft.act(FreeSeat(lease=lease_of(rdzv_id(draft.job, draft.settings)), pods=dead))
+    if dead and backend(context.job, context.settings) == "kubernetes":
+        context.act(FreeSeat(lease=lease_of(rdzv_id(context.job, context.settings)), pods=dead))
 
 
 def action_of(ending: PodEnd, settings: JobSettings) -> RuleAction:
@@ -112,120 +112,122 @@ def action_of(ending: PodEnd, settings: JobSettings) -> RuleAction:
     return "Fail" if settings.policy == "Never" else "Retry"
 
 
-def _may_lack_rendezvous(draft: Draft, ending: PodEnd) -> bool:
+def _may_lack_rendezvous(context: DecisionContext, ending: PodEnd) -> bool:
     """Whether a pod may have failed since the rendezvous that the user named is not up yet.
 
     Only by exit code 1, which says nothing, and where no rule of the user's says what it means.
     """
-    settings, begun_s = draft.settings, since_epoch(draft.start_time)
-    if backend(draft.job, settings) == "kubernetes" or settings.policy != "ExitCode":
+    settings, begun_s = context.settings, since_epoch(context.start_time)
+    if backend(context.job, settings) == "kubernetes" or settings.policy != "ExitCode":
         return False
     if ending.code != 1 or ruled(1, settings.spec.exit_code_rules) is not None:
         return False
     is_quick = ending.lived_s is not None and ending.lived_s < FIRST_START_LIVED_S
-    return is_quick and begun_s is not None and draft.now_s < begun_s + FIRST_START_S
+    return is_quick and begun_s is not None and context.now_s < begun_s + FIRST_START_S
 
 
-def _count_departure(draft: Draft, pod: Judged) -> None:
-    draft.counted[pod.uid] = None
-    draft.disruptions += 1
-    if draft.ended_well_time is None:
-        draft.restarts += 1
-        note_early_end(draft, pod, "Deleted", lived_s=QUICK_S)
-    draft.tell("Normal", "PodDeleted", f"{pod.name} is being deleted by somebody: replaced")
+def _count_departure(context: DecisionContext, pod: Judged) -> None:
+    context.counted[pod.uid] = None
+    context.disruptions += 1
+    if context.ended_well_time is None:
+        context.restarts += 1
+        note_early_end(context, pod, "Deleted", lived_s=QUICK_S)
+    context.tell("Normal", "PodDeleted", f"{pod.name} is being deleted by somebody: replaced")
 
 
-def _count_in_place(draft: Draft, pod: Judged) -> None:
+def _count_in_place(context: DecisionContext, pod: Judged) -> None:
     """Count restarts by the kubelet, of which the pod tells the sum."""
-    known = draft.in_place.get(pod.uid, InPlace(uid=pod.uid)).restarts
-    if not draft.settings.restarts_in_place or pod.restarts <= known:
+    known = context.in_place.get(pod.uid, InPlace(uid=pod.uid)).restarts
+    if not context.settings.restarts_in_place or pod.restarts <= known:
         return
     more = pod.restarts - known
-    draft.in_place[pod.uid] = InPlace(uid=pod.uid, restarts=pod.restarts)
-    draft.restarts += more
+    context.in_place[pod.uid] = InPlace(uid=pod.uid, restarts=pod.restarts)
+    context.restarts += more
     if pod.crash is None or pod.crash.exit_code != 0:
-        draft.failures += more
+        context.failures += more
     code = pod.crash.exit_code if pod.crash else "unknown"
     text = f"{pod.name} was restarted in place {pod.restarts} times; the last exit code is {code}"
     if pod.crash is not None and pod.crash.exit_code != 0:
         said = ending_text(pod.crash)
         cause = f"{pod.name} on {pod.node}: {said}"
-        draft.last_failure = IncidentStatus(cause=cause, time=as_time(draft.now_s))
-    draft.tell("Warning", "RestartedInPlace", text)
+        context.last_failure = IncidentStatus(cause=cause, time=as_time(context.now_s))
+    context.tell("Warning", "RestartedInPlace", text)
 
 
-def note_early_end(draft: Draft, pod: Judged, why: str, *, lived_s: float | None) -> None:
+def note_early_end(
+    context: DecisionContext, pod: Judged, why: str, *, lived_s: float | None
+) -> None:
     """Have the next pod of the index wait, if pods of it end quickly again and again."""
-    before = draft.troubles.get(pod.index, PodTrouble(index=pod.index))
+    before = context.troubles.get(pod.index, PodTrouble(index=pod.index))
     is_quick = lived_s is None or lived_s < QUICK_S
     quick = before.quick + 1 if is_quick else 0
     pause_s = 0.0
     if quick >= 2:
         pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(quick - 2, 16))
     # Rounded up: the time is kept in whole seconds, and a pause must not become shorter.
-    not_before = as_time(draft.now_s + pause_s + 0.999) if pause_s else None
-    draft.troubles[pod.index] = PodTrouble(
+    not_before = as_time(context.now_s + pause_s + 0.999) if pause_s else None
+    context.troubles[pod.index] = PodTrouble(
         index=pod.index, quick=quick, waiting=True, not_before=not_before, node=pod.node, why=why
     )
 
 
-def charge_node(draft: Draft, name: str, *, unfit: bool = False) -> None:
+def charge_node(context: DecisionContext, name: str, *, unfit: bool = False) -> None:
     """Remember a failure on a node."""
     if name:
-        before = draft.nodes.pop(name, NodeTrouble(name=name))
-        draft.nodes[name] = NodeTrouble(
+        before = context.nodes.pop(name, NodeTrouble(name=name))
+        context.nodes[name] = NodeTrouble(
             name=name, failures=before.failures + 1, unfit=before.unfit or unfit
         )
 
 
-def avoided(draft: Draft) -> list[str]:
+def avoided(context: DecisionContext) -> list[str]:
     """Return the nodes in quarantine."""
-    rule = draft.settings.spec.node_quarantine
+    rule = context.settings.spec.node_quarantine
     if rule is None:
         return []
-    nodes = draft.nodes.values()
+    nodes = context.nodes.values()
     return sorted(one.name for one in nodes if one.unfit or one.failures >= rule.failures)
 
 
-def unfit(draft: Draft) -> list[str]:
+def unfit(context: DecisionContext) -> list[str]:
     """Return the nodes of which an agent said that they cannot take part."""
-    return sorted(one.name for one in draft.nodes.values() if one.unfit)
+    return sorted(one.name for one in context.nodes.values() if one.unfit)
 
 
-def _heal(draft: Draft) -> None:
+def _heal(context: DecisionContext) -> None:
     """Forget an index's trouble once a pod of it has run for long, and say when one runs."""
-    for pod in draft.own:
-        trouble = draft.troubles.get(pod.index)
+    for pod in context.own:
+        trouble = context.troubles.get(pod.index)
         if trouble is None or pod.state != "running" or pod.is_leaving:
             continue
         since_s = pod.running_since_s
-        if since_s is not None and draft.now_s - since_s >= QUICK_S:
-            del draft.troubles[pod.index]
+        if since_s is not None and context.now_s - since_s >= QUICK_S:
+            del context.troubles[pod.index]
         elif trouble.waiting:
-            draft.troubles[pod.index] = msgspec.structs.replace(
+            context.troubles[pod.index] = msgspec.structs.replace(
                 trouble, waiting=False, not_before=None
             )
 
 
-def _check_limit(draft: Draft) -> None:
-    limit = draft.settings.spec.backoff_limit
-    if limit is not None and draft.failures > limit and draft.ended_well_time is None:
-        text = f"{draft.failures} failures; backoffLimit bears {limit}"
-        draft.end("Failed", "BackoffLimitExceeded", text)
+def _check_limit(context: DecisionContext) -> None:
+    limit = context.settings.spec.backoff_limit
+    if limit is not None and context.failures > limit and context.ended_well_time is None:
+        text = f"{context.failures} failures; backoffLimit bears {limit}"
+        context.end("Failed", "BackoffLimitExceeded", text)
 
 
-def _forget(draft: Draft) -> None:
+def _forget(context: DecisionContext) -> None:
     """Keep what is remembered within its bounds."""
-    present = {pod.uid for pod in draft.pods}
-    for uid in [uid for uid in draft.counted if uid not in present][:-COUNTED_KEPT]:
-        del draft.counted[uid]
-    draft.in_place = {uid: one for uid, one in draft.in_place.items() if uid in present}
-    for name in list(draft.nodes)[: -NODES_KEPT or None]:
-        del draft.nodes[name]
+    present = {pod.uid for pod in context.pods}
+    for uid in [uid for uid in context.counted if uid not in present][:-COUNTED_KEPT]:
+        del context.counted[uid]
+    context.in_place = {uid: one for uid, one in context.in_place.items() if uid in present}
+    for name in list(context.nodes)[: -NODES_KEPT or None]:
+        del context.nodes[name]
 
 
-def pause_ends_s(draft: Draft, index: int) -> float | None:
+def pause_ends_s(context: DecisionContext, index: int) -> float | None:
     """Return until when the next pod of an index has to wait; None: it need not."""
-    trouble = draft.troubles.get(index)
+    trouble = context.troubles.get(index)
     at_s = since_epoch(trouble.not_before) if trouble else None
-    return at_s if at_s is not None and at_s > draft.now_s else None
+    return at_s if at_s is not None and at_s > context.now_s else None

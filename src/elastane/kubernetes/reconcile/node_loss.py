@@ -17,65 +17,65 @@ from __future__ import annotations
 
 from elastane.kubernetes.bridge.messages import JobReport, directive_name
 from elastane.kubernetes.reconcile.bounds import ALL_LOST_S, FENCED_KEPT, REPORT_FRESH_S
-from elastane.kubernetes.reconcile.context import Draft
+from elastane.kubernetes.reconcile.context import DecisionContext
 from elastane.kubernetes.reconcile.ledger import charge_node, note_early_end
 from elastane.kubernetes.reconcile.pods import Judged
 
 
-def fence(draft: Draft, *, counting: bool) -> None:
+def fence(context: DecisionContext, *, counting: bool) -> None:
     """Fence pods of lost nodes; delete by force those whose fence is in the directive.
 
     Without `counting`, as in a job that has ended, counters stay as they are.
     """
-    known = {pod.uid for pod in draft.pods}
-    patience_s = _patience_s(draft)
-    lost = [pod for pod in draft.own if not pod.is_over and _is_lost(draft, pod, patience_s)]
+    known = {pod.uid for pod in context.pods}
+    patience_s = _patience_s(context)
+    lost = [pod for pod in context.own if not pod.is_over and _is_lost(context, pod, patience_s)]
     for pod in lost:
-        draft.fenced[pod.uid] = None
+        context.fenced[pod.uid] = None
         if counting:
-            _count(draft, pod)
+            _count(context, pod)
     # Of those that are gone from the API server the newest are kept: their processes may live.
-    gone = [uid for uid in draft.fenced if uid not in known]
+    gone = [uid for uid in context.fenced if uid not in known]
     for uid in gone[:-FENCED_KEPT]:
-        del draft.fenced[uid]
-    for pod in draft.pods:
-        if pod.uid in draft.fenced and is_fenced_for_all(draft, pod.uid):
-            draft.dismiss(pod, f"its node {pod.node} is lost, and it is fenced", grace_s=0)
+        del context.fenced[uid]
+    for pod in context.pods:
+        if pod.uid in context.fenced and is_fenced_for_all(context, pod.uid):
+            context.dismiss(pod, f"its node {pod.node} is lost, and it is fenced", grace_s=0)
 
 
-def is_fenced_for_all(draft: Draft, uid: str) -> bool:
+def is_fenced_for_all(context: DecisionContext, uid: str) -> bool:
     """Whether the directive that the job reads is seen to fence a pod."""
-    name = directive_name(draft.job.name)
-    for owned in draft.seen.objects:
+    name = directive_name(context.job.name)
+    for owned in context.seen.objects:
         if owned.kind == "ConfigMap" and owned.metadata.name == name:
             return uid in owned.data.get("fenced", "").split()
     return False
 
 
-def _is_lost(draft: Draft, pod: Judged, patience_s: float) -> bool:
+def _is_lost(context: DecisionContext, pod: Judged, patience_s: float) -> bool:
     if not pod.node:
         return False
-    node = draft.node(pod.node)
+    node = context.node(pod.node)
     if not node.exists:
         return True
     since_s = node.unreachable_since_s
     if since_s is None:
         return False
-    state = _said_of(draft.seen.report, pod.uid, since_s, draft.now_s)
+    state = _said_of(context.seen.report, pod.uid, since_s, context.now_s)
     if state == "departed":
         return True
     lost_at_s = since_s + patience_s
     if state == "joined":
-        lost_at_s = max(lost_at_s, draft.now_s + REPORT_FRESH_S)
-    draft.wake(lost_at_s)
-    return lost_at_s <= draft.now_s
+        lost_at_s = max(lost_at_s, context.now_s + REPORT_FRESH_S)
+    context.wake(lost_at_s)
+    return lost_at_s <= context.now_s
 
 
-def _patience_s(draft: Draft) -> float:
+def _patience_s(context: DecisionContext) -> float:
     """Return how long an unreachable node is waited for."""
-    patience_s: float = draft.settings.spec.node_lost_seconds
-    names = {pod.node for pod in draft.own if pod.node and not pod.is_over}
-    nodes = [draft.node(name) for name in names]
+    patience_s: float = context.settings.spec.node_lost_seconds
+    names = {pod.node for pod in context.own if pod.node and not pod.is_over}
+    nodes = [context.node(name) for name in names]
     if len(nodes) > 1 and all(node.unreachable_since_s is not None for node in nodes):
         return max(patience_s, ALL_LOST_S)
     return patience_s
@@ -88,11 +88,11 @@ def _said_of(report: JobReport | None, uid: str, since_s: float, now_s: float) -
     return next((member.state for member in report.members if member.pod == uid), "")
 
 
-def _count(draft: Draft, pod: Judged) -> None:
-    if pod.uid not in draft.counted:
-        draft.counted[pod.uid] = None
-        draft.disruptions += 1
-        draft.restarts += 1
-        note_early_end(draft, pod, "NodeLost", lived_s=None)
-        charge_node(draft, pod.node)
-    draft.tell("Warning", "NodeLost", f"{pod.name} was on {pod.node}, which is lost: fenced")
+def _count(context: DecisionContext, pod: Judged) -> None:
+    if pod.uid not in context.counted:
+        context.counted[pod.uid] = None
+        context.disruptions += 1
+        context.restarts += 1
+        note_early_end(context, pod, "NodeLost", lived_s=None)
+        charge_node(context, pod.node)
+    context.tell("Warning", "NodeLost", f"{pod.name} was on {pod.node}, which is lost: fenced")

@@ -34,7 +34,7 @@ from elastane.kubernetes.model.names import (
     pod_name,
 )
 from elastane.kubernetes.reconcile.bounds import DEAD_KEPT
-from elastane.kubernetes.reconcile.context import Draft
+from elastane.kubernetes.reconcile.context import DecisionContext
 from elastane.kubernetes.reconcile.injection import backend, named_pods, needs_access, rdzv_id
 from elastane.kubernetes.reconcile.manifest import Manifest, owner
 from elastane.kubernetes.reconcile.waiting import waits_for_refusal
@@ -43,31 +43,31 @@ from elastane.kubernetes.store.names import token_of
 _RBAC = "rbac.authorization.k8s.io"
 
 
-def keep_objects(draft: Draft) -> bool:
+def keep_objects(context: DecisionContext) -> bool:
     """Make, mend and take over what the job needs; return whether pods may be made now.
 
     They may when all of it is there, or is made by this decision, which does that first.
     """
-    return _keep(draft, _wanted(draft))
+    return _keep(context, _wanted(context))
 
 
-def keep_directive(draft: Draft) -> None:
+def keep_directive(context: DecisionContext) -> None:
     """Keep up to date which pods are fenced or dead, also when no pod is made any more.
 
     The pods of a suspended job go one by one, and the next coordinator reads who is dead.
     """
-    name = directive_name(draft.job.name)
+    name = directive_name(context.job.name)
     is_there = any(
-        (one.kind, one.metadata.name) == ("ConfigMap", name) for one in draft.seen.objects
+        (one.kind, one.metadata.name) == ("ConfigMap", name) for one in context.seen.objects
     )
-    if is_there or any(pod.uid in draft.fenced for pod in draft.pods):
-        _keep(draft, [_directive(draft)])
+    if is_there or any(pod.uid in context.fenced for pod in context.pods):
+        _keep(context, [_directive(context)])
 
 
-def _keep(draft: Draft, wanted: list[Manifest]) -> bool:
-    seen = {("Service", one.metadata.name): one.metadata for one in draft.seen.services}
+def _keep(context: DecisionContext, wanted: list[Manifest]) -> bool:
+    seen = {("Service", one.metadata.name): one.metadata for one in context.seen.services}
     data: dict[str, dict[str, str]] = {}
-    for owned in draft.seen.objects:
+    for owned in context.seen.objects:
         seen[owned.kind, owned.metadata.name] = owned.metadata
         if owned.kind == "ConfigMap":
             data[owned.metadata.name] = owned.data
@@ -76,57 +76,59 @@ def _keep(draft: Draft, wanted: list[Manifest]) -> bool:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         found = seen.get((kind, name))
         if kind == "Secret":
-            was_begun = ("ConfigMap", report_name(draft.job.name)) in seen
-            ready &= _create_token(draft, manifest, was_begun)
+            was_begun = ("ConfigMap", report_name(context.job.name)) in seen
+            ready &= _create_token(context, manifest, was_begun)
         elif found is None:
-            ready &= _create(draft, manifest)
-        elif found.controller not in ("", draft.job.uid):
-            ready &= _replace(draft, kind, found)
+            ready &= _create(context, manifest)
+        elif found.controller not in ("", context.job.uid):
+            ready &= _replace(context, kind, found)
         else:
-            _mend(draft, manifest, found, data.get(name))
+            _mend(context, manifest, found, data.get(name))
     return ready
 
 
-def _create(draft: Draft, manifest: Manifest) -> bool:
+def _create(context: DecisionContext, manifest: Manifest) -> bool:
     kind, name = manifest["kind"], manifest["metadata"]["name"]
-    if waits_for_refusal(draft, kind, name):
+    if waits_for_refusal(context, kind, name):
         return False
-    draft.act(CreateObject(kind=kind, name=name, manifest=manifest))
+    context.act(CreateObject(kind=kind, name=name, manifest=manifest))
     return True
 
 
-def _create_token(draft: Draft, manifest: Manifest, was_begun: bool) -> bool:
+def _create_token(context: DecisionContext, manifest: Manifest, was_begun: bool) -> bool:
     """Create the job's token; once, since the operator cannot see whether it is there.
 
     It comes before the report, whose presence says that it was created. A pod that cannot start
     for its configuration may lack it: somebody deleted it.
     """
     name = manifest["metadata"]["name"]
-    lacks = any(pod.lacks_configuration for pod in draft.own)
+    lacks = any(pod.lacks_configuration for pod in context.own)
     if was_begun and not lacks:
         return True
-    if waits_for_refusal(draft, "Secret", name):
+    if waits_for_refusal(context, "Secret", name):
         return False
-    draft.act(CreateToken(name=name, manifest=manifest))
+    context.act(CreateToken(name=name, manifest=manifest))
     return True
 
 
-def _replace(draft: Draft, kind: str, found: Meta) -> bool:
+def _replace(context: DecisionContext, kind: str, found: Meta) -> bool:
     """Deal with an object that another controls: of this job's predecessor, or of a stranger."""
     is_leftover = any(
-        one.controller and one.kind == "ElasticJob" and one.name == draft.job.name
+        one.controller and one.kind == "ElasticJob" and one.name == context.job.name
         for one in found.owner_references
     )
     if is_leftover and not found.is_leaving:
-        draft.act(DeleteObject(kind=kind, name=found.name, uid=found.uid))
+        context.act(DeleteObject(kind=kind, name=found.name, uid=found.uid))
     if not is_leftover:
         text = f"{kind} {found.name} belongs to another controller: it has to go"
-        draft.wants.append(("NameTaken", text))
-        draft.tell("Warning", "NameTaken", text, count=1)
+        context.wants.append(("NameTaken", text))
+        context.tell("Warning", "NameTaken", text, count=1)
     return False
 
 
-def _mend(draft: Draft, manifest: Manifest, found: Meta, data: dict[str, str] | None) -> None:
+def _mend(
+    context: DecisionContext, manifest: Manifest, found: Meta, data: dict[str, str] | None
+) -> None:
     """Adopt the object, and bring it up to date, by a patch where anything differs."""
     if found.is_leaving:
         return
@@ -144,28 +146,28 @@ def _mend(draft: Draft, manifest: Manifest, found: Meta, data: dict[str, str] | 
             pass
         elif manifest["kind"] == "RoleBinding":
             # The API server does not allow a change of roleRef. The next decision makes it anew.
-            draft.act(DeleteObject(kind="RoleBinding", name=found.name, uid=found.uid))
+            context.act(DeleteObject(kind="RoleBinding", name=found.name, uid=found.uid))
             return
         else:
             patch["metadata"] = patch.get("metadata", {}) | {"annotations": {MADE_OF: made_of}}
             patch |= {key: manifest[key] for key in ("spec",) if key in manifest}
     if patch:
         patch["metadata"] = patch.get("metadata", {}) | {"uid": found.uid}
-        draft.act(PatchObject(kind=manifest["kind"], name=found.name, patch=patch))
+        context.act(PatchObject(kind=manifest["kind"], name=found.name, patch=patch))
 
 
-def _wanted(draft: Draft) -> list[Manifest]:
-    job, settings = draft.job, draft.settings
-    made = [_service(job, job.name, job_labels(job.name)), _directive(draft)]
+def _wanted(context: DecisionContext) -> list[Manifest]:
+    job, settings = context.job, context.settings
+    made = [_service(job, job.name, job_labels(job.name)), _directive(context)]
     named = named_pods(job, settings)
-    indices = draft.slots if named is None else sorted(named & set(draft.slots))
+    indices = context.slots if named is None else sorted(named & set(context.slots))
     for index in indices:
         made.append(_service(job, pod_name(job.name, index), pod_labels(job.name, index)))
     if backend(job, settings) == "kubernetes":
         made.append(_object(job, "v1", "Secret", token_of(rdzv_id(job, settings))))
         made.append(_object(job, "v1", "ConfigMap", report_name(job.name)))
     if needs_access(job, settings):
-        made += _access(draft)
+        made += _access(context)
     return made
 
 
@@ -191,43 +193,43 @@ def _service(job: Meta, name: str, selected: dict[str, str]) -> Manifest:
     return _object(job, "v1", "Service", name, spec=spec)
 
 
-def _directive(draft: Draft) -> Manifest:
-    settings = draft.settings
+def _directive(context: DecisionContext) -> Manifest:
+    settings = context.settings
     data = {
         "min": str(settings.min),
         "max": str(settings.max),
         "replicas": str(settings.desired),
-        "fenced": " ".join(draft.fenced),
-        "dead": " ".join(_dead(draft)),
+        "fenced": " ".join(context.fenced),
+        "dead": " ".join(_dead(context)),
     }
-    return _object(draft.job, "v1", "ConfigMap", directive_name(draft.job.name), data=data)
+    return _object(context.job, "v1", "ConfigMap", directive_name(context.job.name), data=data)
 
 
-def _dead(draft: Draft) -> list[str]:
+def _dead(context: DecisionContext) -> list[str]:
     """Return uids of pods that a kubelet saw end: those that are here, and the newest others.
 
     Nobody waits for these to come back, nor doubts what they do (`coordinator.rules.admission`).
     """
-    name = directive_name(draft.job.name)
+    name = directive_name(context.job.name)
     known = [
         uid
-        for owned in draft.seen.objects
+        for owned in context.seen.objects
         if owned.kind == "ConfigMap" and owned.metadata.name == name
         for uid in dead_in(owned.data)
     ]
-    here = sorted(pod.uid for pod in draft.own if pod.is_dead)
-    gone = dict.fromkeys([*known, *(pod.uid for pod in draft.gone if pod.is_dead)])
+    here = sorted(pod.uid for pod in context.own if pod.is_dead)
+    gone = dict.fromkeys([*known, *(pod.uid for pod in context.gone if pod.is_dead)])
     # A suspended job loses all of its pods at once.
-    kept = max(DEAD_KEPT, draft.settings.max)
+    kept = max(DEAD_KEPT, context.settings.max)
     return [*[uid for uid in gone if uid not in here][-kept:], *here]
 
 
-def _access(draft: Draft) -> list[Manifest]:
+def _access(context: DecisionContext) -> list[Manifest]:
     """Return an account that may do what agents do with Leases and ConfigMaps of its namespace.
 
     Kubernetes checks that the operator may `bind` that one ClusterRole, and nothing else.
     """
-    job = draft.job
+    job = context.job
     ref = {"apiGroup": _RBAC, "kind": "ClusterRole", "name": JOB_ROLE}
     subject = {"kind": "ServiceAccount", "name": job.name, "namespace": job.namespace}
     return [

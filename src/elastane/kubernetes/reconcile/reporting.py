@@ -17,41 +17,41 @@ from elastane.kubernetes.reconcile.conditions import (
     tally,
     tell_changes,
 )
-from elastane.kubernetes.reconcile.context import Draft, JobVerdict
+from elastane.kubernetes.reconcile.context import DecisionContext, JobVerdict
 from elastane.kubernetes.reconcile.pods import Judged
 from elastane.kubernetes.reconcile.progress import current_report, follow
 
 
-def status_of(draft: Draft, verdict: JobVerdict | None) -> JobStatus:
+def status_of(context: DecisionContext, verdict: JobVerdict | None) -> JobStatus:
     """Return the status; tells Events of what has changed in it."""
-    edition = draft.job.edition
-    count = tally(draft)
-    progress = follow(draft)
-    made = conditions_of(draft, verdict, count, progress)
-    conditions = merged(draft.before.conditions, made, edition, draft.now_s)
-    phase = phase_of(made, has_run=draft.first_start_time is not None)
-    tell_changes(draft, conditions)
-    slots = set(draft.slots)
-    said = _said(draft)
+    edition = context.job.edition
+    count = tally(context)
+    progress = follow(context)
+    made = conditions_of(context, verdict, count, progress)
+    conditions = merged(context.before.conditions, made, edition, context.now_s)
+    phase = phase_of(made, has_run=context.first_start_time is not None)
+    tell_changes(context, conditions)
+    slots = set(context.slots)
+    said = _said(context)
     return JobStatus(
         phase=phase,
         observed_generation=edition,
         conditions=last_is(conditions, phase),
-        replica_statuses={REPLICA_TYPE: _replicas(draft)},
+        replica_statuses={REPLICA_TYPE: _replicas(context)},
         replicas=count.living,
         ready_replicas=count.running,
-        desired_replicas=draft.settings.desired,
-        outdated=sum(pod.lives and pod.is_outdated for pod in draft.own),
-        selector=selector(draft.job.name),
-        start_time=draft.start_time,
-        completion_time=draft.completion_time,
-        ended_well_time=draft.ended_well_time,
-        first_start_time=draft.first_start_time,
-        stuck_since_time=draft.stuck_since_time,
-        restarts=draft.restarts + progress.worker_restarts,
+        desired_replicas=context.settings.desired,
+        outdated=sum(pod.lives and pod.is_outdated for pod in context.own),
+        selector=selector(context.job.name),
+        start_time=context.start_time,
+        completion_time=context.completion_time,
+        ended_well_time=context.ended_well_time,
+        first_start_time=context.first_start_time,
+        stuck_since_time=context.stuck_since_time,
+        restarts=context.restarts + progress.worker_restarts,
         worker_restarts=progress.worker_restarts,
-        failures=draft.failures,
-        disruptions=draft.disruptions,
+        failures=context.failures,
+        disruptions=context.disruptions,
         round=said.round,
         world_size=said.world_size,
         step=said.step,
@@ -59,19 +59,19 @@ def status_of(draft: Draft, verdict: JobVerdict | None) -> JobStatus:
         last_progress_time=progress.last_time,
         crashes=progress.crashes if progress.crashes != Crashes() else None,
         last_incident=said.last_incident,
-        last_failure=draft.last_failure,
-        workers=_workers(draft),
-        workers_omitted=max(0, len(draft.own) - WORKERS_TOLD_MAX),
-        counted=tuple(draft.counted),
-        fenced=tuple(draft.fenced),
-        in_place=tuple(draft.in_place.values()),
-        troubles=tuple(one for i, one in sorted(draft.troubles.items()) if i in slots),
-        nodes=tuple(draft.nodes.values()),
+        last_failure=context.last_failure,
+        workers=_workers(context),
+        workers_omitted=max(0, len(context.own) - WORKERS_TOLD_MAX),
+        counted=tuple(context.counted),
+        fenced=tuple(context.fenced),
+        in_place=tuple(context.in_place.values()),
+        troubles=tuple(one for i, one in sorted(context.troubles.items()) if i in slots),
+        nodes=tuple(context.nodes.values()),
     )
 
 
-def _replicas(draft: Draft) -> ReplicaStatus:
-    own = draft.own
+def _replicas(context: DecisionContext) -> ReplicaStatus:
+    own = context.own
     return ReplicaStatus(
         active=sum(pod.lives for pod in own),
         succeeded=sum(pod.state == "succeeded" for pod in own),
@@ -79,26 +79,26 @@ def _replicas(draft: Draft) -> ReplicaStatus:
     )
 
 
-def _said(draft: Draft) -> JobStatus:
+def _said(context: DecisionContext) -> JobStatus:
     """Return what the coordinator last reported about the pods that live.
 
     Without a report, or before its coordinator knows any pod, the status stays as it is. A report
     that names none of the living pods is about a world of before, as after a suspension.
     """
-    report: JobReport | None = draft.seen.report
-    living = {pod.uid for pod in draft.own if pod.lives and not pod.is_leaving}
+    report: JobReport | None = context.seen.report
+    living = {pod.uid for pod in context.own if pod.lives and not pod.is_leaving}
     if not living:
-        stands = _reported(draft, report) if report else draft.before
+        stands = _reported(context, report) if report else context.before
         return msgspec.structs.replace(stands, world_size=0, steps_per_second=0.0)
     if report is None or not report.members:
-        return draft.before
-    if current_report(draft) is None:
-        incident = draft.before.last_incident
+        return context.before
+    if current_report(context) is None:
+        incident = context.before.last_incident
         return JobStatus(world_size=0, steps_per_second=0.0, last_incident=incident)
-    return _reported(draft, report)
+    return _reported(context, report)
 
 
-def _reported(draft: Draft, report: JobReport) -> JobStatus:
+def _reported(context: DecisionContext, report: JobReport) -> JobStatus:
     incident = None
     if report.incident:
         text = " ".join(report.incident.split())[:TEXT_CHARS_MAX]
@@ -108,15 +108,15 @@ def _reported(draft: Draft, report: JobReport) -> JobStatus:
         world_size=report.world_size,
         step=report.step,
         steps_per_second=float(f"{report.steps_per_s:.3g}"),
-        last_incident=incident or draft.before.last_incident,
+        last_incident=incident or context.before.last_incident,
     )
 
 
-def _workers(draft: Draft) -> tuple[WorkerStatus, ...]:
+def _workers(context: DecisionContext) -> tuple[WorkerStatus, ...]:
     """Return the pods for people: those in trouble first, so that these are never left out."""
-    report = draft.seen.report
+    report = context.seen.report
     ranks = {one.pod: one.rank for one in report.members} if report else {}
-    in_trouble_first = sorted(draft.own, key=lambda pod: (_is_well(pod), pod.index, pod.name))
+    in_trouble_first = sorted(context.own, key=lambda pod: (_is_well(pod), pod.index, pod.name))
     told = sorted(in_trouble_first[:WORKERS_TOLD_MAX], key=lambda pod: (pod.index, pod.name))
     return tuple(_worker(pod, ranks.get(pod.uid, -1)) for pod in told)
 

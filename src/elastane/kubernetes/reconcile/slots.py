@@ -6,23 +6,23 @@ pods that do not run yet leave before those that do, so the indices may have gap
 
 from __future__ import annotations
 
-from elastane.kubernetes.reconcile.context import Draft
+from elastane.kubernetes.reconcile.context import DecisionContext
 from elastane.kubernetes.reconcile.injection import backend
 
 
-def wanted_slots(draft: Draft) -> list[int]:
+def wanted_slots(context: DecisionContext) -> list[int]:
     """Return the indices, in ascending order."""
-    settings = draft.settings
+    settings = context.settings
     if settings.spec.scale_down_policy == "HighestIndex":
         return list(range(settings.desired))
     places: dict[int, int] = dict.fromkeys(
-        (index for index, trouble in draft.troubles.items() if trouble.waiting), 1
+        (index for index, trouble in context.troubles.items() if trouble.waiting), 1
     )
-    for pod in draft.own:
+    for pod in context.own:
         if not pod.is_leaving and pod.whose in ("ours", "orphan"):
             place = 1 if pod.state == "pending" else 0
             places[pod.index] = min(place, places.get(pod.index, 1))
-    if backend(draft.job, settings) == "c10d" and 0 in places:
+    if backend(context.job, settings) == "c10d" and 0 in places:
         places[0] = -1  # It holds the store: without it the others lose their world.
     kept = sorted(places, key=lambda index: (places[index], index))[: settings.desired]
     free = 0
