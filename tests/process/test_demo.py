@@ -1,4 +1,4 @@
-"""The demo, whole: real agents, real kills, a real classifier; and nothing is left of it."""
+"""The whole demo, with real agents, kills and a real classifier; it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nothing_left_of(marker: str) -> bool:
 
 @contextmanager
 def demo(*options: str, **env: str):
-    """Start the demo; give its process and the marker that all its processes inherit."""
+    """Start the demo; yield its process and the marker that all its processes inherit."""
     marker = f"demo-test-{uuid.uuid4().hex}"
     process = subprocess.Popen(
         [sys.executable, "-m", "elastane", "demo", *options],
@@ -66,7 +66,7 @@ def wait_for_training(process: subprocess.Popen, folder: Path) -> None:
 
 
 def played(folder: Path, *options: str) -> dict:
-    """Return the result of a whole demo, whose acts have all come and cost something."""
+    """Return the result of a whole demo, in which every act came and had a cost."""
     with demo("--fast", "--json", "--keep", str(folder), *options) as (process, marker):
         out, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, err
@@ -77,7 +77,7 @@ def played(folder: Path, *options: str) -> dict:
     assert all(act["recovery_s"] > 0 for act in result["acts"])
     for told in ("SIGKILL to the worker", "workers are gone with it", "round-settled", "incident"):
         assert told in err
-    # Every step of the training was done in the end, in order, by some world.
+    # Some world completed every step of the training, in order.
     lines = (folder / "progress.jsonl").read_text().splitlines()
     steps = {json.loads(line)["step"] for line in lines}
     assert steps == set(range(1, result["steps"] + 1))
@@ -86,7 +86,7 @@ def played(folder: Path, *options: str) -> dict:
 
 def test_the_demo_recovers_in_place_from_every_fault_and_learns_the_digits(tmp_path):
     acts = played(tmp_path / "kept")["acts"]
-    # The two workers that arrive are taken in at once, or one after the other where one is late.
+    # The two arriving workers are accepted at once, or one after the other if one is late.
     assert [act["world_size"] for act in acts] in ([3, 2, 4], [3, 2, 3])
     assert [act["redone_steps"] for act in acts] == [0, 0, 0]
     lines = (tmp_path / "kept" / "progress.jsonl").read_text().splitlines()
@@ -104,7 +104,7 @@ def test_chaos_ends_with_the_weights_of_an_undisturbed_run(tmp_path, example):
         assert nothing_left_of(marker), left_over(marker)
     result = json.loads(out)
     assert len(result["acts"]) == 6 and result["seed"] == 5
-    # What was done by all but one, who died: else the job began anew.
+    # All but the killed worker completed these steps; otherwise the job started again.
     assert max(act["redone_steps"] for act in result["acts"]) <= 1
     assert result["weights"] == result["undisturbed"] and len(result["weights"]) == 1
 
@@ -122,7 +122,7 @@ def test_options_that_exclude_each_other_are_refused(options):
 def test_the_demo_restarts_a_script_that_knows_nothing_of_it(tmp_path):
     acts = played(tmp_path / "kept", "--restart")["acts"]
     assert [act["world_size"] for act in acts] == [4, 2, 4]
-    # At most what lies between two checkpoints is redone; a planned change redoes nothing.
+    # At most the steps between two checkpoints are repeated; a planned change repeats none.
     assert max(act["redone_steps"] for act in acts[:2]) <= 20
     assert acts[2]["redone_steps"] == 0
 

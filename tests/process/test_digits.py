@@ -1,4 +1,4 @@
-"""The example script by itself: it resumes from its checkpoint, and stops when it is told to."""
+"""The example script without elastane: it resumes from its checkpoint, and stops on request."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_after_sigkill_it_goes_on_from_the_checkpoint_at_another_world_size(tmp_
     with training(tmp_path, 2):
         again = first_new_step(tmp_path, len(lines))
     last_checkpoint = lines[-1]["step"] // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-    # The kill may have come between the step's line and the end of its checkpoint.
+    # The kill may come between the step's line and the end of its checkpoint.
     assert again in (last_checkpoint + 1, last_checkpoint + 1 - CHECKPOINT_EVERY)
 
 

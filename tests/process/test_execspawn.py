@@ -72,7 +72,7 @@ def test_a_program_that_cannot_run_is_reported(
     with pytest.raises(ConfigurationError, match=why) as caught:
         runner.run(spawner.spawn(command("exec", target, cwd=Path(cwd))))
     assert caught.value.slug == "worker-start"
-    assert descriptors() <= before  # what an earlier test left may have gone
+    assert descriptors() <= before  # descriptors of an earlier test may have been closed
 
 
 def test_signals_reach_the_worker_and_its_group_and_no_process_once_it_is_gone(
@@ -170,7 +170,7 @@ def test_a_worker_dies_with_its_agent(tmp_path: Path) -> None:
     agent = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert agent.returncode == -signal.SIGKILL
     pid = int(agent.stdout)
-    # Its pipe, which `run` read to the end, was closed a moment before the process is a zombie.
+    # Its pipe, which `run` read to the end, is closed a moment before the process is a zombie.
     until(lambda: not process_start(pid), "the worker dies with its agent")
 
 

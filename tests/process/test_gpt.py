@@ -1,4 +1,4 @@
-"""The example of a small GPT by itself: under plain python, and it learns."""
+"""The example of a small GPT under plain python: it runs and learns."""
 
 from __future__ import annotations
 

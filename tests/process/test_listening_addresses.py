@@ -1,4 +1,4 @@
-"""Where the processes of a job listen: no further than its machines need."""
+"""The listening addresses of a job's processes: no wider than its machines need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However an agent ends, nothing of it is left, and nothing else is touched."""
+"""However an agent ends, none of its processes is left, and no other process is touched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def leash() -> str:
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """A process with another leash, one that begins alike."""
+    """A process with another mark that begins with the same characters."""
     with subprocess.Popen(["sleep", "600"], env={"ELASTANE_LEASH": "other"}) as process:
         yield process
         process.kill()

@@ -1,4 +1,4 @@
-"""A killed worker is recovered every time, whatever the number of workers and nodes.
+"""A killed worker is always recovered, for any number of workers and nodes.
 
 torchrun 2.13 by default lets an attempt read the store of the one before, and recovered a killed
 worker in 7 of 26 runs on a machine like this (0 of 14 with four workers).
@@ -22,7 +22,7 @@ CHECKPOINT_EVERY = 10
 
 
 def kill_in_a_row(folder: Path, workers: int, nodes: int, kills: int) -> Job:
-    """Kill a worker of each attempt of one job, any rank, once it trains; all must be recovered."""
+    """Kill a worker of each attempt of one job, of any rank, once it trains; all must recover."""
     rng = random.Random(f"{workers} workers, {nodes} nodes")
     budget = ("--max-restarts", str(kills))
     with Job(folder, nnodes=str(nodes), options=budget, conf="crash_loop=0") as job:

@@ -1,4 +1,4 @@
-"""Sessions over real sockets: every way not to get one, and what a peer may do to one."""
+"""Sessions over real sockets: every failure to open one, and every fault of a peer."""
 
 import asyncio
 import socket
@@ -29,7 +29,7 @@ async def failure(host, port, **changes):
 
 
 class Impostor:
-    """A server that does what it is told to each connection."""
+    """A server that treats each connection as the test says."""
 
     def __init__(self, reply):
         self.reply = reply

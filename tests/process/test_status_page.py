@@ -1,4 +1,4 @@
-"""The page that agent and worker share, and should_checkpoint() on top of it."""
+"""The status page that agent and worker share, and should_checkpoint() on top of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastane.worker.drain import should_checkpoint
 for line in sys.stdin:
     print(should_checkpoint(), flush=True)
 """
-# A DataLoader's worker asks before and after its parent does.
+# A DataLoader's worker calls before and after its parent does.
 FORKING = """
 import multiprocessing, sys
 from elastane.worker import drain
@@ -35,7 +35,7 @@ for _ in range(2):
 
 
 class Caller:
-    """A process that asks once for each line that it is sent."""
+    """A process that calls once for each line that it receives."""
 
     def __init__(self, page: StatusPage | None, variable: str | None = None) -> None:
         env = {name: value for name, value in os.environ.items() if name != "ELASTANE_PAGE_FD"}

@@ -1,6 +1,6 @@
-"""Worker output with real processes: what the console shows, what files keep, what it costs.
+"""Worker output with real processes: the console, the files, and the cost of faults.
 
-Each test runs a small agent of its own (`AGENT`), whose stdout and stderr are the console.
+Each test runs a small agent (`AGENT`), whose stdout and stderr are the console.
 """
 
 import json
@@ -73,7 +73,7 @@ SPEAKER = 'import sys; sys.stdout.write("out {0}\\n"); sys.stderr.write("err {0}
 
 @pytest.fixture
 def agent(tmp_path):
-    """Start an agent over workers; gives its process, for a test that watches it live."""
+    """Start an agent over workers; yield its process, for a test that watches it live."""
     started = []
 
     def start(workers, stdout=subprocess.PIPE, **options):
@@ -97,7 +97,7 @@ def agent(tmp_path):
 
 
 def ended(process, tmp_path):
-    """Wait for an agent; return its console's two halves and its report."""
+    """Wait for an agent; return its console's stdout and stderr, and its report."""
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err.decode()
     return (out or b"").decode(), err.decode(), json.loads((tmp_path / "report.json").read_text())

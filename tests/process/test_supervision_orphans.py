@@ -13,7 +13,7 @@ import pytest
 from process_harness import until
 from supervise import Agent, agent, alive, children, command_line, state, write_script
 
-# A worker with a child as a DataLoader makes them, and a daemon of another session below it.
+# A worker with a child like a DataLoader's, and below it a daemon in another session.
 FAMILY = """
 import multiprocessing, subprocess, sys
 child = multiprocessing.get_context("fork").Process(target=hang, daemon=True)
@@ -22,7 +22,7 @@ daemon = subprocess.Popen(["setsid", "sleep", "600"])
 tell("family", f"{os.getpid()} {child.pid} {daemon.pid}")
 hang()
 """
-# Leaves a process behind that is nobody's child, in a session of its own.
+# Leaves a process behind without a parent, in its own session.
 DAEMON = """
 def leave_a_daemon():
     read, write = os.pipe()
@@ -41,7 +41,7 @@ def leave_a_daemon():
 
 
 def family_of(one: Agent) -> set[int]:
-    """Return all processes of the job once it runs: 2 x 3 of workers, agent, warden at least."""
+    """Return all processes of the running job: at least 2 x 3 of workers, agent, orphan reaper."""
     told = {int(word) for rank in (0, 1) for word in one.told(f"family.{rank}.0").split()}
     assert len(told) == 6
     found = one.family()
@@ -52,7 +52,7 @@ def family_of(one: Agent) -> set[int]:
 
 @contextlib.contextmanager
 def terminal(folder: Path, body: str) -> Iterator[tuple[Agent, int]]:
-    """Run two workers from a terminal; gives the agent and the terminal's other end."""
+    """Run two workers from a terminal; yield the agent and the terminal's other end."""
     write_script(folder, body)
     (folder / "err").touch()
     one = Agent(folder)

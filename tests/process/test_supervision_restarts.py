@@ -1,4 +1,4 @@
-"""Failed workers start again: quickly, with nothing of the last attempt, and never for ever."""
+"""Failed workers start again: quickly, with nothing of the last attempt, within a budget."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_first_failure_is_the_cause_and_not_the_lowest_rank(tmp_path: Path) 
 
 
 def test_the_error_file_speaks_for_the_worker_wherever_its_folder_is(tmp_path: Path) -> None:
-    """What torch's `record` writes; the script has changed its folder before."""
+    """torch's `record` writes the file after the script has changed its folder."""
     body = """
     import json
     os.chdir("/")
@@ -141,7 +141,7 @@ def test_a_crash_loop_ends_with_its_reason_and_keeps_every_file(tmp_path: Path) 
 
 
 def test_a_stopped_worker_keeps_its_place(tmp_path: Path) -> None:
-    """Nothing here judges hangs: a debugger may hold a worker for as long as it likes."""
+    """Nothing here judges hangs: a debugger may hold a worker for any time."""
     body = 'tell("up", os.getpid())\nwait_for("go")\n'
     with agent(tmp_path, body=body) as one:
         pid = int(one.told("up.0.0"))
@@ -173,7 +173,7 @@ def test_workers_outlive_their_zygote_and_the_next_attempt_starts(tmp_path: Path
 
 
 def test_an_agent_that_was_blocked_restarts_nothing(tmp_path: Path) -> None:
-    """A suspended machine, a migrated one: longer than any bound of silence."""
+    """A suspended or migrated machine is silent for longer than any bound."""
     body = 'tell("up", os.getpid())\nwait_for("go")\n'
     with agent(tmp_path, "--rdzv-conf", "heartbeat=0.2,silence=0.5", body=body) as one:
         worker = int(one.told("up.0.0"))

@@ -1,4 +1,4 @@
-"""A signal to the agent drains its workers; a second one hurries; nothing waits for imports."""
+"""A signal to the agent drains its workers; a second one shortens that; imports delay neither."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from supervise import agent, children, words_agent, write_script
 
 DRAINED = 143
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# Notes how it was asked to go, and goes.
+# Records the signal that stopped it, and exits.
 POLITE = """
 def leave(signum, frame):
     tell("asked", signal.Signals(signum).name)

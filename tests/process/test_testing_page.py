@@ -1,4 +1,4 @@
-"""docs/testing.md: its code does what it says."""
+"""The code of docs/testing.md does what the page says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastane.testing.plans import KINDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text("utf-8")
 FIRST, PLAN, FIXTURE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-# Longer than what the page does to it between two of its starts.
+# Longer than the page's faults between two of its starts.
 SCRIPT = "import time\ntime.sleep(4)\n"
 
 
@@ -35,7 +35,7 @@ def run(tmp_path, monkeypatch):
 
 
 def light(code: str) -> str:
-    """The page's code, with agents that start sooner and for a shorter time."""
+    """The page's code, with agents that start faster and run for a shorter time."""
     code = code.replace("LocalCluster([", 'LocalCluster(preload="json", script=[')
     return code.replace("duration_s=30, every_s=3", "duration_s=4, every_s=1")
 

@@ -1,4 +1,4 @@
-"""The zygote itself: what it forks, what it leaves to exec, and what its faults cost."""
+"""The zygote itself: its forks, its fallbacks to exec, and the cost of its faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Scenario = Callable[[ZygoteSpawner, Told], Coroutine[None, None, None]]
 
 
 def with_bare_zygote(scenario: Scenario, *preload: str, warm: bool = True) -> None:
-    """Run a scenario with a zygote of its own, that has imported `preload` only."""
+    """Run a scenario with a separate zygote that has imported only `preload`."""
 
     become_subreaper()
 
@@ -157,7 +157,7 @@ def test_a_spawn_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
         before = children_of(os.getpid())
         os.kill(spawner.pid, signal.SIGSTOP)
         spawn = asyncio.create_task(spawner.spawn(command("exec", "true")))
-        assert await ended(await spawn) == 0  # what needs no zygote does not wait for it
+        assert await ended(await spawn) == 0  # a program that needs no zygote does not wait for it
         spawn = asyncio.create_task(spawner.spawn(command("run-path", SCRIPTS / "family.py")))
         await eventually(lambda: spawner._requests, "the zygote was asked")
         spawn.cancel()
@@ -165,7 +165,7 @@ def test_a_spawn_that_is_cancelled_leaves_no_worker(tmp_path: Path) -> None:
             await spawn
         os.kill(spawner.pid, signal.SIGCONT)
         assert await ended(await spawner.spawn(command("script", quick(tmp_path, 4)))) == 4
-        # Children of tests before this one may end meanwhile.
+        # Children of earlier tests may end meanwhile.
         await eventually(lambda: not set(children_of(os.getpid())) - set(before), "it is gone")
         assert told.of("fallback") == []
 

@@ -1,4 +1,4 @@
-"""Lightning and torchmetrics, imported by the zygote: each worker has the rank that is its own."""
+"""Lightning and torchmetrics, imported by the zygote: each worker has its own rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forked worker cannot be told from the same program started by hand."""
+"""A forked worker equals the same program started by hand."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_script_ends_as_it_would_by_hand(both: Both, ending: str, tmp_path: Pa
 
 
 def _plain(text: str) -> str:
-    """Without addresses, and what a fork's stacks of a fatal signal have besides."""
+    """Return output without addresses, and without a fork's additions to fatal stacks."""
     text = re.sub("0x[0-9a-f]+", "0x", text)
     head, fatal, stack = text.partition("Fatal Python error")
     return head + fatal + stack.partition("in <module>")[0] if fatal else text

@@ -1,4 +1,4 @@
-"""Functions pickled by value keep what a traceback shows of them."""
+"""Functions pickled by value keep their files and lines in tracebacks."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Endpoints: what is accepted, who owns an address, who gets the port; slots and the registry."""
+"""Endpoints: their syntax, local addresses, ports in use; node slots and the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--event-log-handler: lines that torch's own reader takes."""
+"""--event-log-handler: lines that torch's own reader accepts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is said on stderr, and the closing box."""
+"""The stderr log, and the closing box."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from elastane.protocol.model import NO_RANK, Cause, Failure, Fence, Outcome
 
 @pytest.fixture
 def said():
-    """Give a handler on a pipe, and what arrived there."""
+    """Return a handler on a pipe, and a reader of the pipe."""
     read_end, write_end = os.pipe()
     console = Console(write_end)
 

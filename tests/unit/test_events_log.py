@@ -1,4 +1,4 @@
-"""The event log's files: written by several, read by time, and what a bad disk costs."""
+"""The event log's files: several writers, reading by time, and the losses of a bad disk."""
 
 import logging
 import os

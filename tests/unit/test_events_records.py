@@ -102,7 +102,7 @@ def test_every_field_of_a_line_is_documented():
 
 
 def told_fields():
-    """Yield kind and data fields of each call of the sources that tells an event."""
+    """Yield kind and data fields of each call in the sources that logs an event."""
     for path in (Path(__file__).parents[2] / "src" / "elastane").rglob("*.py"):
         for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
             named = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -110,7 +110,7 @@ def told_fields():
             if not (isinstance(kind, ast.Attribute) and ast.unparse(kind.value) == "EventKind"):
                 continue
             data = named.pop("data", None)
-            # None is a ** of fields that a test of their own holds to the page.
+            # None is a ** of fields, which another test compares with the page.
             fields = set(named) - {"kind", "reason", "node_id", "fence", None}
             if isinstance(data, ast.Dict):
                 fields |= {key.value for key in data.keys if isinstance(key, ast.Constant)}

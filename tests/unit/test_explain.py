@@ -1,4 +1,4 @@
-"""`elastane explain`: the story that a job's events tell, from logs made up here."""
+"""`elastane explain`: the story of a job from invented event logs."""
 
 import json
 
@@ -228,7 +228,7 @@ def test_replacements_are_not_counted_as_restarts():
         "restart budget used: 8, 2 of it for replacements of lost workers, while the others went on"
     )
     assert "  root cause killed" in lines
-    # A worker without a place ended: the world goes on.
+    # A worker without a rank ended: the world continues.
     assert "a successor's" not in "".join(lines)
     assert sum(line.startswith("  ended ") for line in lines) == 1
 

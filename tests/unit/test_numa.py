@@ -1,4 +1,4 @@
-"""Which CPUs a worker is bound to, on machines that are made up."""
+"""The CPUs that a worker is bound to, on invented machines."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from elastane.process.numa import Topology, bind, spread
 
 
 def machine(nodes=2, cores=8, *, sockets=None, gpus=(), caches=1, threads=2):
-    """`nodes` of `cores` cores; the second threads come after all the first ones, as on x86."""
+    """`nodes` of `cores` cores; the second threads follow after all the first ones, as on x86."""
     total = nodes * cores
     home = {
         thread * total + node * cores + core: (node, node * cores + core, core * caches // cores)

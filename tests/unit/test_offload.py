@@ -1,4 +1,4 @@
-"""Blocking calls: bounded in time and number, on threads that are used again and go away."""
+"""Blocking calls: bounded in time and number, on threads that are reused and end."""
 
 from __future__ import annotations
 

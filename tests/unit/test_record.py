@@ -1,4 +1,4 @@
-"""`elastane.record` does what torch's does, and more precisely."""
+"""`elastane.record` behaves like torch's, with more precise times."""
 
 import subprocess
 import sys

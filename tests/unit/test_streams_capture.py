@@ -1,4 +1,4 @@
-"""A stderr that passes through the agent: every byte, in order, and a memory of its end."""
+"""Captured stderr: every byte reaches the console in order, and its tail is kept."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def sink():
-    """A console that is a pipe, with a thread that reads it away."""
+    """A console that is a pipe, with a thread that reads it."""
     read, write = os.pipe()
     got = []
     gate = threading.Event()
@@ -89,7 +89,7 @@ def test_a_line_without_its_end_is_shown_soon(sink):
 
 
 def test_lines_of_two_workers_do_not_tear_each_other(sink, monkeypatch):
-    # On a loaded machine a line's end may come late, and then its beginning is shown without it.
+    # On a loaded machine a line's end may come late, and its beginning is then displayed alone.
     monkeypatch.setattr("elastane.process.streams.capture.CAPTURE_PARTIAL_S", DEADLINE_S)
     console, got, _ = sink
     pump = Pump("test")
@@ -158,7 +158,7 @@ def test_a_full_console_blocks_the_worker_and_loses_nothing(sink):
             quiet += 1
             time.sleep(0.005)
     assert len(sent) < 3 * PIPE_BYTES
-    # A worker that ends now is settled all the same, within a bound: its last words are known.
+    # A worker that ends now is still drained, within a bound, so its last lines are known.
     os.close(write)
     assert not pump.drain(capture)
     with open(capture.tail_path, "rb") as tail:
@@ -182,7 +182,7 @@ def test_a_stuck_console_does_not_block_the_end(sink):
     assert time.monotonic() - begun_s < 3.0
     gate.set()
     until(lambda: console.wait_empty(0.1))
-    # The console is full: the word is counted as lost, or told.
+    # If the console is full, the notice is counted as lost or displayed.
     assert b"".join(got)
 
 
@@ -208,7 +208,8 @@ def test_no_descriptor_and_no_thread_is_left():
         pump.add(capture)
     finish(pump)
     until(lambda: "test-left" not in [thread.name for thread in threading.enumerate()])
-    assert len(os.listdir("/proc/self/fd")) <= before  # what an earlier test left may have gone
+    # descriptors of an earlier test may have been closed
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_limit_on_file_sizes_loses_the_tail_and_no_output(sink, monkeypatch):
@@ -261,7 +262,7 @@ def test_a_flood_leaves_room_for_the_agents_own_lines(sink):
 
 
 def test_waking_an_ended_thread_writes_to_no_other_descriptor(monkeypatch):
-    """`stop` tells it to end, and then wakes it: it may be gone already."""
+    """`stop` asks the thread to end, then wakes it; the thread may have ended already."""
     pump, capture = Pump("test-race"), Capture(None)
     os.close(capture.open())
     pump.add(capture)

@@ -64,7 +64,7 @@ def test_each_node_has_its_own_file(tmp_path):
 
 
 def test_a_flood_that_the_console_skips_is_copied_in_full(tmp_path, monkeypatch):
-    # How long the last lines may take is not what this is about; a loaded machine takes longer.
+    # The time for the last lines is not the subject; a loaded machine takes longer.
     for part in (group, tailer):
         monkeypatch.setattr(part, "FINISH_S", 60.0)
     plan = LogPlan(

@@ -1,4 +1,4 @@
-"""The copy of what goes to the console: bounded, never in the way, and read back in order."""
+"""The copy of console output in a file: bounded, never blocking, and read back in order."""
 
 import asyncio
 import os

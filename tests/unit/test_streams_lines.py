@@ -1,4 +1,4 @@
-"""Bytes into console lines, and the time index of a file."""
+"""Bytes cut into console lines, and the time index of a file."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Where worker output goes: parsing, names, prefixes."""
+"""The plan for worker output: parsing, names, prefixes."""
 
 import pytest
 

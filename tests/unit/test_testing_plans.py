@@ -1,4 +1,4 @@
-"""A plan of faults meets a cluster that changes while it looks."""
+"""A fault plan for a cluster that changes while the plan reads it."""
 
 import subprocess
 from types import SimpleNamespace

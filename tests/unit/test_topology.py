@@ -1,4 +1,4 @@
-"""The machine as /sys and /proc tell it: read from folders that are made up."""
+"""The machine in /sys and /proc, read from invented folders."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The view model: what a person is shown follows from events and progress alone."""
+"""The view model: the display follows from events and progress alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's contract, ours, and what must not leak."""
+"""The environment of a worker: torchrun's contract, elastane's additions, and secrets."""
 
 from dataclasses import replace
 
@@ -150,7 +150,7 @@ def test_the_macro_is_replaced_in_every_argument():
 
 
 def test_torchruns_own_list_of_variables_is_covered():
-    """The names are read from the source of the installed torch, so that a new one is noticed."""
+    """The names come from the source of the installed torch, so that a new one is noticed."""
     import re
     from importlib.util import find_spec
     from pathlib import Path
@@ -165,7 +165,7 @@ def test_torchruns_own_list_of_variables_is_covered():
     assert names <= env().keys()
 
 
-# What a node may change for its workers
+# The variables that a node may change for its workers.
 
 
 @pytest.mark.parametrize(

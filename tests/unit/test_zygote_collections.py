@@ -1,4 +1,4 @@
-"""Collections while the zygote imports: none, and afterwards as they were or as a module says."""
+"""Garbage collection is suspended while the zygote imports, and restored afterwards."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Modules imported before the script imports them: hidden, and given out if they are its own."""
+"""Early modules are hidden until the script imports them, and provided if they are the same."""
 
 import atexit
 import importlib
@@ -16,7 +16,7 @@ NAMES = ("early_one", "early_two")
 
 @pytest.fixture
 def early(tmp_path, monkeypatch):
-    """Two packages that were imported early, and how to hide them."""
+    """Two packages that were imported early, and a way to hide them."""
     for name in NAMES:
         package = tmp_path / "site" / name
         package.mkdir(parents=True)
@@ -93,7 +93,7 @@ def test_a_package_is_imported_again_if_another_of_its_unit_has_another_file(
 
 @pytest.fixture
 def kept(monkeypatch):
-    """A module that keeps its rank from its import, and how it is renewed."""
+    """A module that keeps the rank of its import, and its renewal."""
 
     def renew(module):
         module.rank = int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""What the zygote imports because workers did: what is installed, and is alike for all of them."""
+"""The zygote imports what workers imported, if it is installed and the same for all of them."""
 
 import os
 import site
@@ -78,7 +78,7 @@ def test_a_package_that_reads_a_rank_is_unsafe_and_so_is_what_imports_it(install
 
 @pytest.fixture
 def renewal(monkeypatch):
-    """How `learned_renewed` is renewed; its parts are the test's to break."""
+    """The renewal of `learned_renewed`; a test may break its parts."""
 
     def renew(module):
         module.rank = os.environ.get("RANK", "0")
