@@ -31,8 +31,7 @@ from elastane.process.files import JobRegistry, NodeSlot, runtime_folder, safe_n
 from elastane.process.health import HealthServer
 from elastane.process.kernel import become_subreaper
 from elastane.process.orphan_reaper import LEASH_VARIABLE, OrphanReaper
-from elastane.process.process import Spawner
-from elastane.process.strays import kill_strays
+from elastane.process.process import Spawner, kill_strays
 from elastane.process.worker_environment import without_secrets
 from elastane.process.zygote.client import ZygoteSpawner
 from elastane.protocol.diagnosis import exit_text

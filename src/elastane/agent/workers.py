@@ -31,9 +31,8 @@ from elastane.agent.uninterruptible import SLUG
 from elastane.agent.worker import EXIT_NOT_STARTED, LocalWorker
 from elastane.errors import ElastaneError
 from elastane.process import control_socket
-from elastane.process.process import WorkerProcess
+from elastane.process.process import WorkerProcess, kill_strays
 from elastane.process.status_page import StatusPage
-from elastane.process.strays import kill_strays
 from elastane.process.streams import GroupStreams, process_console
 from elastane.process.timers import WorkerTimer
 from elastane.protocol.events import (

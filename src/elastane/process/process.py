@@ -1,9 +1,13 @@
-"""A worker's process: its description, and how the agent waits for it, signals it and reaps it.
+"""A worker's process: how the agent describes it, waits for it, signals it and reaps it.
 
 This module owns the pidfds of all children of the agent, and reaps the orphans that the agent
 adopts as subreaper. It installs no SIGCHLD handler and waits by pid only for its own children, so a
 signal never hits another process that got the same number. It does not know how processes are made
 (execspawn, zygote). A signal to a process that is gone is no error.
+
+A descendant that made its own session or forked twice becomes the agent's child once its parent is
+gone. After a worker group has ended, every child that the agent did not start is such a stray. The
+kernel's list of children makes this cheap: no scan of /proc.
 
 Contract: the agent starts every child through a Spawner or passes it to `adopt`; any other child is
 taken for an orphan and reaped.
@@ -211,3 +215,38 @@ def reap_orphans() -> list[int]:
         os.waitid(os.P_PID, info.si_pid, os.WEXITED | os.WNOHANG)
         reaped.append(info.si_pid)
     return reaped
+
+
+# The children of a killed stray become strays in turn; no deeper tree than this is expected.
+_ROUNDS_MAX = 50
+_PAUSE_S = 0.002
+
+
+def strays() -> list[int]:
+    """Return the pids of children that this process did not start."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            text = (task / "children").read_text(encoding="ascii")
+        except OSError:
+            continue  # a thread that ended meanwhile, or a kernel without this list
+        found += [pid for pid in map(int, text.split()) if not is_ours(pid)]
+    return found
+
+
+async def kill_strays() -> int:
+    """Kill all strays and their children in turn; return how many there were."""
+    killed: set[int] = set()
+    for _ in range(_ROUNDS_MAX):
+        reap_orphans()
+        left = strays()
+        if not left:
+            break
+        for pid in left:
+            killed.add(pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        await asyncio.sleep(_PAUSE_S)
+    return len(killed)
