@@ -17,7 +17,7 @@ from elastane.protocol.log_events import EventKind
 SHUTDOWN_S = "600"
 # A worker in `init()`, as far as its line goes, that ignores SIGTERM.
 WAITER = """
-import signal, sys
+import signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 from elastane.worker.control_socket import AgentLine
 line = AgentLine.inherited()
@@ -26,7 +26,8 @@ if sys.argv[1] == "waits":
     print("waits", end="")
 line.begin(lambda: None, lambda: None)
 if sys.argv[1] == "works":
-    sys.stdin.read()
+    while not line._ends:  # The thread of the line has read the word.
+        time.sleep(0.001)
     print("worked", end="")
 line.next_place()
 """
