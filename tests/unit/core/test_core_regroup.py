@@ -3,7 +3,7 @@
 import pytest
 from core_driver import Driver, job_spec
 
-from elastane.protocol.limits import LOST_PEER_S, STALLS_MAX
+from elastane.protocol.limits import LOST_PEER_S, SAME_CRASHES_MAX, STALLS_MAX
 from elastane.protocol.log_events import EventKind
 from elastane.protocol.messages import (
     Able,
@@ -185,6 +185,38 @@ def test_a_joiner_that_dies_disturbs_nobody_and_the_budget_pays_for_the_next():
     assert job.persisted[-1].restarts_used == 1
     dies(job, "c", pid=77)
     assert job.persisted[-1].restarts_used == 1, "it was told twice"
+
+
+def replacements(job):
+    """What the event log has of what the budget paid for, each with its data."""
+    paid = (EventKind.REPLACEMENT, EventKind.RESTART)
+    return [(note.kind, note.data) for note in job.notes if note.kind in paid]
+
+
+def test_a_replacement_is_logged_as_one_and_a_joiner_has_no_rank_in_the_log():
+    job = in_place(nodes="ab")
+    dies(job, "a", local_rank=1)
+    job.join("c")
+    job.assigned["c"] = job.assigned["b"]
+    dies(job, "c", pid=77)
+    (first, of_member), (second, of_joiner) = replacements(job)
+    assert first is second is EventKind.REPLACEMENT
+    assert of_member["cause_rank"] == 0 and "worker of rank 0" in of_member["cause"]
+    assert "cause_rank" not in of_joiner and "worker without a rank" in of_joiner["cause"]
+
+
+def test_joiners_that_crash_at_one_place_do_not_end_a_job_that_trains():
+    job = in_place(nodes="ab", restarts=9)
+    job.join("c")
+    job.assigned["c"] = job.assigned["a"]
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: bad\n'
+    for pid in range(SAME_CRASHES_MAX + 2):
+        crash = Failure(
+            local_rank=0, rank=0, pid=70 + pid, exit_code=1, message=trace, error_file="error.json"
+        )
+        job.says("c", Failed(fence=job.assigned["c"].fence, failures=(crash,)))
+    assert len(replacements(job)) == SAME_CRASHES_MAX + 2
+    assert job.machine.phase == "running"
 
 
 def test_a_node_that_leaves_goes_at_a_steps_boundary_and_is_released():
