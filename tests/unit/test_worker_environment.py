@@ -102,6 +102,12 @@ def test_a_users_own_thread_count_and_nccl_setting_stay():
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
 
 
+def test_gloo_listens_on_the_loopback_for_a_job_on_one_machine_unless_the_user_says_otherwise():
+    assert env(on_one_machine=True)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in env()
+    assert env({"GLOO_SOCKET_IFNAME": "eth1"}, on_one_machine=True)["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
 def test_a_single_worker_keeps_all_threads():
     assert "OMP_NUM_THREADS" not in env(local_rank=0, local_world_size=1)
 
