@@ -7,6 +7,8 @@ nothing of worlds. How it fails: JobError for a wrong registration.
 
 from __future__ import annotations
 
+import _random
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -165,14 +167,68 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
                 optimizer.state[parameter][key] = value
 
 
+class LastState:
+    """The state of one random stream, which is made again only where its memory has changed.
+
+    NumPy takes 31 us to make its state, Python 8 us; both take three times as long where the
+    caches hold other things. To compare the memory takes 1 us (AMD EPYC, 2026-11-24).
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[object, Any] = (None, None)
+
+    def read(self, memory: Callable[[], object], state: Callable[[], Any]) -> Any:
+        """Return `state()`. `memory` gives all that decides it, or None where that is unknown."""
+        before = memory()
+        kept, value = self._last
+        if before is None or before != kept:
+            value = state()
+            # Another thread may have drawn a number meanwhile.
+            self._last = (before if before == memory() else None, value)
+        return value
+
+
+_of_python, _of_numpy = LastState(), LastState()
+_IS_CPYTHON = sys.implementation.name == "cpython"
+# Of the generator that numpy.random uses: 624 words of 32 bits, and a place in them.
+_MT19937_BYTES = 625 * 4
+
+
+def _fields(thing: object, kind: type) -> bytes:
+    """Return the memory of an object that `kind` has laid out in C: all but the object's header."""
+    head = object.__basicsize__
+    return ctypes.string_at(id(thing) + head, kind.__basicsize__ - head)
+
+
+def _python_memory() -> object:
+    owner = getattr(random.getstate, "__self__", None)
+    if type(owner) is not random.Random or not _IS_CPYTHON:
+        return None
+    return id(owner), vars(owner)["gauss_next"], _fields(owner, _random.Random)
+
+
+def _numpy_memory() -> object:
+    """The words of the generator, and the object beside it, which keeps one number drawn ahead."""
+    source = sys.modules["numpy"].random
+    owner = getattr(source.get_state, "__self__", None)
+    generator: Any = getattr(source, "get_bit_generator", lambda: None)()
+    is_known = type(owner) is source.RandomState and type(generator) is source.MT19937
+    if not is_known or not _IS_CPYTHON:
+        return None
+    words = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    return id(owner), _fields(owner, source.RandomState), words
+
+
 class RandomStreams:
     """The random streams of this process, as they were at construction."""
 
     def __init__(self) -> None:
-        self._python = random.getstate()
+        self._python = _of_python.read(_python_memory, random.getstate)
         self._torch = torch.get_rng_state()
         numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
+        self._numpy = None
+        if numpy is not None:
+            self._numpy = _of_numpy.read(_numpy_memory, numpy.random.get_state)
         # Reading its state would initialize the GPU.
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda = torch.cuda.get_rng_state() if used else None
