@@ -443,11 +443,104 @@ def ddp_differs(worker, size, otherwise):
     worker.hear()
 
 
-def commits_with(worker, odd):
-    """Members commit; then rank 1 makes one all-reduce more, and stands in it, or it passed."""
+def first_world(worker):
     elastic = ElasticGroup()
     elastic.register()
     elastic.replace(build(worker, "first", worker.number, 3))
+    return elastic
+
+
+def what_happens(action):
+    """Return "done", or what an error says."""
+    try:
+        action()
+    except (RuntimeError, MispairedError, PeerLostError) as error:
+        return str(error)
+    return "done"
+
+
+def step_of(elastic, step):
+    """One step as a job makes it: a reduction, and a round that runs beside the update."""
+    dist.all_reduce(torch.ones(8))
+    elastic.pairing.start(step)
+    elastic.pairing.agree(step)
+
+
+def commits_early(worker, odd):
+    """Members begin rounds before their updates; in the last step rank 1 does `odd`."""
+    elastic = first_world(worker)
+    pairing, is_odd = elastic.pairing, worker.number == 1
+    for step in range(3):
+        step_of(elastic, step)
+    dist.all_reduce(torch.ones(8))
+    if odd == "before" and is_odd:
+        pairing.tally.note("allreduce", [torch.ones(8)])  # as if paired with a later one
+    if not (odd == "no update" and is_odd):
+        pairing.start(3)
+    dist.all_reduce(torch.ones(8))
+    if not (odd == "no second update" and is_odd):
+        pairing.start(3)
+    dist.all_reduce(torch.ones(8))  # a metric, behind the updates
+    if odd == "behind" and is_odd:
+        pairing.tally.note("allreduce", [torch.ones(8)])
+    worker.say(what_happens(lambda: pairing.agree(3)))
+    worker.say(what_happens(lambda: step_of(elastic, 4)))
+    worker.hear()
+
+
+def starts_alone(worker):
+    """Rank 0 begins a round while the others have not come to theirs."""
+    elastic = first_world(worker)
+    dist.all_reduce(torch.ones(8))
+    if worker.number:
+        worker.hear()
+    elastic.pairing.start(0)
+    worker.say("begun")
+    elastic.pairing.agree(0)
+    worker.say("committed")
+    worker.hear()
+
+
+def next_step(pairing):
+    """Make a step whose reduction was paired with a surplus one of another member's."""
+    pairing.tally.note("allreduce", [torch.ones(8)])
+    pairing.start(4)
+    pairing.agree(4)
+
+
+def goes_ahead(worker, then):
+    """Rank 1 makes one collective more behind its update; the others commit, and go on."""
+    elastic = first_world(worker)
+    pairing = elastic.pairing
+    for step in range(3):
+        step_of(elastic, step)
+    dist.all_reduce(torch.ones(8))
+    pairing.start(3)
+    told = worker.when_told(elastic.abort)
+    if worker.number == 1:
+        if then == "stand":
+            worker.say(what_happens(dist.barrier))  # nobody else makes one
+        else:
+            pairing.tally.note("allreduce", [torch.ones(8)])
+            worker.say(what_happens(lambda: pairing.agree(3)))
+    else:
+        pairing.agree(3)
+        worker.say("committed")
+        actions = {
+            "stand": lambda: pairing.agree(4),
+            "step": lambda: next_step(pairing),
+            "insist": pairing.insist,
+        }
+        worker.say(what_happens(actions[then]))
+    told.join()
+    elastic.replace(build(worker, "second", worker.number, 3))
+    worker.say(what_happens(lambda: pairing.meet(updated=worker.number == 1)))
+    worker.hear()
+
+
+def commits_with(worker, odd):
+    """Members commit; then rank 1 makes one all-reduce more, and stands in it, or it passed."""
+    elastic = first_world(worker)
     for step in range(3):
         dist.all_reduce(torch.ones(8))
         elastic.pairing.agree(step)

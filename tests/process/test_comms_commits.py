@@ -10,6 +10,7 @@ from elastane.testing import LocalCluster
 
 SCRIPT = Path(__file__).parent / "scripts" / "odd_collectives.py"
 
+SURPLUS = SCRIPT.with_name("surplus_collective.py")
 COUNTED = "rank 0 made 1 all-reduce since the last commit, and rank 1 2 all-reduces"
 
 
@@ -33,6 +34,50 @@ def test_members_whose_collectives_differ_all_hear_of_both_sides(odd):
         assert odd == "stands" or all(COUNTED in each for each in said), said
 
 
+def test_a_round_begins_without_the_others_and_a_commit_waits_for_them():
+    with Crew(3, "starts_alone") as crew:
+        assert crew.hear(0) == "begun"
+        assert crew.is_silent(0, 0.2), "it committed before the others had come"
+        crew.say_all(1, 2)
+        assert crew.hear_all(1, 2) == ["begun"] * 2
+        assert crew.hear_all() == ["committed"] * 3
+
+
+@pytest.mark.parametrize("odd", ["none", "no update", "no second update"])
+def test_members_that_began_other_rounds_commit_where_their_collectives_are_the_same(odd):
+    with Crew(3, "commits_early", odd) as crew:
+        assert crew.hear_all() == ["done"] * 3
+        assert crew.hear_all() == ["done"] * 3
+
+
+@pytest.mark.parametrize("odd", ["before", "behind"])
+def test_a_round_that_began_before_the_update_lets_no_other_collectives_pass(odd):
+    with Crew(3, "commits_early", odd) as crew:
+        said = crew.hear_all()
+    both = "rank 0 made 3 all-reduces since the last commit, and rank 1 4 all-reduces"
+    assert all(both in each for each in said), said
+
+
+AHEAD = "rank 0 made 1 all-reduce since the last commit, and rank 1 "
+
+
+@pytest.mark.parametrize("then", ["insist", "step", "stand"])
+def test_who_goes_ahead_of_a_member_with_a_surplus_collective_commits_and_saves_no_more(then):
+    with Crew(3, "goes_ahead", then) as crew:
+        assert crew.hear_all(0, 2) == ["committed"] * 2
+        if then == "stand":
+            assert crew.is_silent(0, 0.2), "nobody joins its round"
+            crew.say_all()
+            crew.hear_all()
+        else:
+            said = crew.hear_all()
+            crew.say_all()
+            assert all(AHEAD + "2 all-reduces" in each for each in said), said
+        met = crew.hear_all()
+    surplus = "1 all-reduce, 1 barrier" if then == "stand" else "2 all-reduces"
+    assert all(AHEAD + surplus in each for each in met), met
+
+
 def test_a_job_commits_no_step_in_which_ranks_made_different_collectives(tmp_path):
     options = {"nproc_per_node": 3, "max_restarts": 0, "tee": "3", "preload": PRELOAD_OPTIMIZER}
     with LocalCluster([str(SCRIPT)], folder=tmp_path, **options) as cluster:
@@ -42,3 +87,16 @@ def test_a_job_commits_no_step_in_which_ranks_made_different_collectives(tmp_pat
     assert said.count("committed 2") == 3 and "committed 3" not in said
     assert "rank 0 and rank 1 each made 1 all-reduce in one step, in another order" in said
     assert said.count("[job-collectives]") >= 3
+
+
+@pytest.mark.parametrize("then", ["end", "retry", "save", "verify"])
+def test_what_follows_a_commit_is_not_believed_before_all_made_the_same(tmp_path, then):
+    options = {"nproc_per_node": 3, "max_restarts": 0, "tee": "3", "preload": PRELOAD_OPTIMIZER}
+    words = [str(SURPLUS), then, str(tmp_path / "saves")]
+    with LocalCluster(words, folder=tmp_path, **options) as cluster:
+        node = cluster.start("a")
+        assert node.wait() == 1
+        said = node.output
+    assert said.count("committed 3") == 2, "rank 1 alone does not commit"
+    assert AHEAD + "1 all-reduce, 1 broadcast" in said
+    assert f"went on to {then}" not in said

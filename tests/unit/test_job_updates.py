@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from elastane.checkpoint.registered import RegisteredObjects
+from elastane.comms.elastic import ElasticGroup
 from elastane.comms.state_plan import MemberStatus, decide
 from elastane.errors import JobError, PeerLostError
 from elastane.worker.healing import Health
@@ -59,7 +60,7 @@ class SAM(torch.optim.Optimizer):
         self.base_optimizer.param_groups = self.param_groups
 
 
-class Group:
+class Group(ElasticGroup):
     """A group that a peer is lost of as soon as `lost` is set."""
 
     lost = False
@@ -115,7 +116,7 @@ class Member:
 
     def begin(self):
         self.undo.begin()
-        self.updates.in_body = True
+        self.updates.step_number = 0
 
     def makes(self, body):
         """One step that nothing happens to."""
@@ -382,9 +383,9 @@ def test_an_untracked_optimizer_may_not_step_tracked_parameters():
     assert caught.value.slug == "job-update"
     own = torch.nn.Linear(1, 1)
     torch.optim.SGD(own.parameters(), lr=0.1).step()
-    member.updates.in_body = False
+    member.updates.step_number = None
     torch.optim.SGD(member.net.parameters(), lr=0.1).step()  # The script's own, between steps.
-    member.updates.in_body = True
+    member.updates.step_number = 0
     member.updates.close()
     other.step()
 

@@ -257,15 +257,27 @@ class ElasticGroup(ProcessGroup):
         self._works.add(waited)
         return waited
 
-    def aside(self, begin: Callable[[Any], Work]) -> None:
-        """Wait for what `begin` begins over a second context between the members of the world.
+    def begin_aside(self, begin: Callable[[Any], Work]) -> Work:
+        """Begin an operation over a second context between the members of the world.
 
-        That has no place in the order of this group's collectives. For worlds of several.
+        That has no place in the order of this group's collectives. For worlds of several. Nobody
+        waits for the operation but `end_aside`, so until then it is not in flight.
         """
         world = self._usable()
         assert world.aside is not None, "a world of one, or a group of some members"
         try:
-            Waited(begin(world.aside), self._works, [], sliced=True).wait()
+            return begin(world.aside)
+        except RuntimeError as error:
+            self._works.note(error)
+            raise self._lost() from error
+
+    def end_aside(self, work: Work) -> None:
+        """Wait for what `begin_aside` began; raises PeerLostError where a member is lost."""
+        try:
+            if work.is_completed():
+                work.wait()
+            else:
+                Waited(work, self._works, [], sliced=True).wait()
         except RuntimeError as error:
             self._works.note(error)
             raise self._lost() from error

@@ -5,6 +5,13 @@ than the others has it paired with a later one of theirs, and the sums are wrong
 `CollectiveTally` counts what this member made. `Pairing` compares the tallies of all members at
 each commit, over connections that have no part in that order, and again when the survivors of a
 broken world meet in the next one. Fails with MispairedError on all members, and as the group does.
+
+Comparisons are rounds: in each, every member adds up one number, its mark, with those of the
+others. `start` begins a round before an update and does not wait, so the round runs beside the
+update. `agree` takes its result where the member has made no collective since; else it begins
+another round and waits for it. A member commits only after a round in which all members had the
+mark that it has at its commit. Where marks were unlike, all members compare whole records, each
+once it is at a commit. Members that began rounds at other places then have the same records.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Work
 
 from elastane.errors import JobError
 
@@ -40,6 +48,7 @@ _KIND_BY_NAME = (
 _SIZED = (0, 1)
 # The sum of 65,536 of them has 64 bits.
 _MARK_BYTES = 6
+_NUMBERS = struct.Struct(f"<{5 + len(KINDS)}q")
 _DIGEST_BITS = 62
 _MASK = (1 << _DIGEST_BITS) - 1
 # Any odd number that spreads small differences over all bits (Knuth's, for 62 bits).
@@ -79,7 +88,7 @@ class CollectiveRecord:
 
     def mark(self) -> int:
         """Return a number that differs where a record does; the sum of many has 64 bits."""
-        packed = struct.pack(f"<{5 + len(KINDS)}q", *self.packed())
+        packed = _NUMBERS.pack(*self.packed())
         return int.from_bytes(hashlib.blake2b(packed, digest_size=_MARK_BYTES).digest(), "little")
 
     @classmethod
@@ -92,6 +101,9 @@ class CollectiveRecord:
         """Say in words what it made."""
         parts = [_several(n, kind) for n, kind in zip(self.made, KINDS, strict=True) if n]
         return ", ".join(parts) or "no collective"
+
+
+_NOTHING = CollectiveRecord(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
 
 
 class CollectiveTally:
@@ -110,7 +122,9 @@ class CollectiveTally:
         """Count a collective, by the name of torch's operation; `tensors` are its first ones."""
         code, kind = self._codes.get(name) or self._code(name)
         if kind in _SIZED:
-            code += sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
+            for each in tensors:
+                if isinstance(each, torch.Tensor):
+                    code += each.nbytes
         self._digest = (self._digest * _FACTOR + code + 1) & _MASK
         self._made[kind] += 1
 
@@ -132,31 +146,50 @@ def odd_pair(records: Sequence[CollectiveRecord]) -> tuple[int, int]:
     return first, second
 
 
-def odd_survivors(records: Sequence[CollectiveRecord]) -> tuple[int, int] | None:
+def odd_survivors(
+    records: Sequence[CollectiveRecord], committed: Sequence[CollectiveRecord] = ()
+) -> tuple[int, int] | None:
     """Return two ranks of which one keeps an update that was not paired rightly. Pure.
 
-    `records`: of the last world that each was in. Members may have been at different places of a
-    body. So only this is certain: at the same collective they had made the same, and nobody had
-    made more than a member that was further. Where nobody keeps an update, nothing is wrong yet.
+    `records`: of the last world that each was in. `committed`: what each had made there at its last
+    commit. Members may have been at different places of a body. So only this is certain: at the
+    same collective they had made the same, and nobody had made more than a member that was further.
+    Where nobody keeps an update, nothing is wrong yet.
     """
-    for (one, a), (two, b) in combinations(enumerate(records), 2):
-        if not a.world or (a.world, a.commits) != (b.world, b.commits):
-            continue
-        if max(a.reached, b.reached) == IN_BODY:
-            continue
-        is_same = a.digest == b.digest and a.made == b.made
-        if a.count == b.count or a.reached == b.reached == ENDED:
-            is_wrong = not is_same
-        else:
-            further, other = (a, b) if a.reached > b.reached else (b, a)
-            is_wrong = further.reached > other.reached and other.count > further.count
-        if is_wrong:
+    for one, two in combinations(range(len(records)), 2):
+        a, b = at_one_commit(records, committed or records, (one, two))
+        if a.world and (a.world, a.commits) == (b.world, b.commits) and _contradict(a, b):
             return one, two
     return None
 
 
+def at_one_commit(
+    records: Sequence[CollectiveRecord],
+    committed: Sequence[CollectiveRecord],
+    pair: tuple[int, int],
+) -> tuple[CollectiveRecord, CollectiveRecord]:
+    """Return the records of two ranks: of one that is a commit ahead, what it committed. Pure."""
+    one, two = pair
+    a, b = records[one], records[two]
+    if a.commits == b.commits + 1:
+        return committed[one], b
+    if b.commits == a.commits + 1:
+        return a, committed[two]
+    return a, b
+
+
+def _contradict(a: CollectiveRecord, b: CollectiveRecord) -> bool:
+    """Whether one of two members keeps an update, and both cannot have made the same."""
+    if max(a.reached, b.reached) == IN_BODY:
+        return False
+    if a.count == b.count or a.reached == b.reached == ENDED:
+        return a.digest != b.digest or a.made != b.made
+    further, other = (a, b) if a.reached > b.reached else (b, a)
+    return further.reached > other.reached and other.count > further.count
+
+
 class Pairing:
-    """One member's: `agree` at each commit, `meet` as each world begins, by all members.
+    """One member's: `start` and `agree` in each step, `meet` as each world begins, by all members.
 
     The group calls `left` as it goes over to another world.
     """
@@ -167,82 +200,170 @@ class Pairing:
         self._commits = 0
         self._step = 0
         self._reached = IN_BODY
-        # Of the last world that broke, until it was compared.
-        self._left: CollectiveRecord | None = None
+        # The last round in this world, and the number that each round of it adds up.
+        self._round: _Round | None = None
+        self._total = torch.zeros(1, dtype=torch.int64)
+        # What this member had made at its last commit in this world.
+        self._committed = _NOTHING
+        # The present record and that one, of the last world that broke, until they were compared.
+        self._left: tuple[CollectiveRecord, CollectiveRecord] | None = None
 
     def left(self, fence: str, size: int, *, broke: bool) -> None:
         """Leave a world; keep what was done there if it broke, and begin to count anew."""
         if broke and self._left is None and size > 1:
-            self._left = self._record(zlib.crc32(fence.encode()) or 1)
+            world = zlib.crc32(fence.encode()) or 1
+            self._left = self._record(world), replace(self._committed, world=world)
+        # A round that was cut off may still write into its number.
+        self._round, self._total = None, torch.zeros(1, dtype=torch.int64)
         self.begin()
 
     def begin(self) -> None:
         """Begin to count anew, where all members are at one place."""
         self.tally.clear()
-        self._commits, self._reached = 0, IN_BODY
+        self._commits, self._reached, self._committed = 0, IN_BODY, _NOTHING
 
     def passed(self) -> None:
         """Count what all members have done together outside of a step as done, like a commit."""
+        self._committed = self._at_commit()
         self.tally.clear()
         self._commits += 1
 
+    def start(self, step: int) -> None:
+        """Begin a round for `step`, where the last one is over and was of other collectives.
+
+        Never waits: another member may be in its body yet, and wait for a collective of this one.
+        Raises PeerLostError where the world has ended.
+        """
+        self._step = step
+        if self._group.size() == 1:
+            return
+        last = self._round
+        if last is not None and not last.is_over:
+            if not last.work.is_completed() or self._total.item() != last.total:
+                return  # `agree` sees how it ends.
+            last.is_over = last.is_equal = True
+        if last is None or last.record != self._at_commit():
+            self._begin_round()
+
     def agree(self, step: int) -> None:
-        """Wait until all members are at the commit of `step`, having made the same collectives.
+        """Commit `step`, once all members have made the collectives that this one has made.
 
         Raises MispairedError where they did not, PeerLostError where one is lost.
         """
         self._step = step
-        if self._group.size() > 1:
-            self._reached = ENDED
-            self._insist(self._record(0))
-        self._commits += 1
+        self._wait_agreed()
         self._reached = IN_BODY
-        self.tally.clear()
+        self.passed()
+
+    def insist(self) -> None:
+        """Wait until all members are where this one is, having made the same since the last commit.
+
+        For what follows a commit and is believed: a save, a value, the end of the steps. Another
+        member may have made more in the body of that step than this one, and stand in it. Raises as
+        `agree` does. Where no step was committed, the members have just met.
+        """
+        if self._commits:
+            try:
+                self._wait_agreed()
+            finally:
+                self._reached = IN_BODY
 
     def meet(self, *, updated: bool) -> None:
         """Compare what the members of this world did in the one before, where they were there.
 
         `updated`: this one keeps the update of a body that was cut short.
         """
-        mine = self._left or CollectiveRecord(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
+        mine, committed = self._left or (_NOTHING, _NOTHING)
         if updated and mine.reached == IN_BODY:
             mine = replace(mine, reached=UPDATED)
-        said = torch.tensor(mine.packed(), dtype=torch.int64)
+        said = torch.tensor([mine.packed(), committed.packed()], dtype=torch.int64)
         heard = [torch.zeros_like(said) for _ in range(self._group.size())]
         dist.all_gather(heard, said, group=self._group)
-        records = [CollectiveRecord.unpacked(each.tolist()) for each in heard]
-        found = odd_survivors(records)
+        records, last = _unpacked(heard)
+        found = odd_survivors(records, last)
         if found is not None:
-            raise _mispaired(records, found)
+            raise _mispaired(found, *at_one_commit(records, last, found))
         self._left = None
 
-    def _insist(self, mine: CollectiveRecord) -> None:
-        """Raise MispairedError on all members, where one has another record.
+    def _wait_agreed(self) -> None:
+        if self._group.size() > 1:
+            self._reached = ENDED
+            while not self._is_agreed():
+                self._begin_round()
+
+    def _begin_round(self) -> None:
+        """Begin the next round.
 
         A sum of one number is the quickest that gloo has: four workers on two busy cores took
         0.7 ms for it, and 4 ms for an all-gather of the records (2026-11-24).
         """
-        total = torch.tensor([mine.mark()])
-        self._group.aside(lambda aside: aside.allreduce([total]))
-        if total.item() == self._group.size() * mine.mark():
-            return
-        said = torch.tensor(mine.packed())
-        heard = torch.empty((self._group.size(), len(said)), dtype=torch.int64)
-        self._group.aside(lambda aside: aside.allgather([[*heard]], [said]))
-        records = [CollectiveRecord.unpacked(each) for each in heard.tolist()]
-        raise _mispaired(records, odd_pair(records))
+        record = self._at_commit()
+        mark = record.mark()
+        self._total.fill_(mark)
+        work = self._group.begin_aside(lambda aside: aside.allreduce([self._total]))
+        self._round = _Round(record, mark * self._group.size(), work)
+
+    def _is_agreed(self) -> bool:
+        """Wait for the last round; whether it was of what this member has made by now.
+
+        Unlike marks are followed up before the next round: all members do both in one order.
+        """
+        current = self._round
+        if current is None:
+            return False
+        if not current.is_over:
+            self._group.end_aside(current.work)
+            current.is_over = True
+            current.is_equal = self._total.item() == current.total
+            if not current.is_equal:
+                self._compare()
+        return current.is_equal and current.record == self._at_commit()
+
+    def _compare(self) -> None:
+        """Compare whole records, after a round of unlike marks; each member is at a commit."""
+        said = torch.tensor([self._record(0).packed(), self._committed.packed()])
+        heard = torch.empty((self._group.size(), *said.shape), dtype=torch.int64)
+        gather = self._group.begin_aside(lambda aside: aside.allgather([[*heard]], [said]))
+        self._group.end_aside(gather)
+        records, last = _unpacked([*heard])
+        if len({*records}) > 1:
+            found = odd_pair(records)
+            raise _mispaired(found, *at_one_commit(records, last, found))
+
+    def _at_commit(self) -> CollectiveRecord:
+        """What was counted, as it is to be compared at the next commit."""
+        return self.tally.record(0, self._step, self._commits, ENDED)
 
     def _record(self, world: int) -> CollectiveRecord:
         return self.tally.record(world, self._step, self._commits, self._reached)
+
+
+@dataclass(slots=True)
+class _Round:
+    """One round: what this member had made, the sum of marks if all had, and how it ended."""
+
+    record: CollectiveRecord
+    total: int
+    work: Work
+    is_over: bool = False
+    is_equal: bool = False
+
+
+def _unpacked(
+    heard: Sequence[torch.Tensor],
+) -> tuple[list[CollectiveRecord], list[CollectiveRecord]]:
+    """Return the present record of each rank, and that of its last commit."""
+    pairs = [each.tolist() for each in heard]
+    records = [CollectiveRecord.unpacked(now) for now, _ in pairs]
+    return records, [CollectiveRecord.unpacked(then) for _, then in pairs]
 
 
 class MispairedError(JobError):
     """Members made different collectives: what they computed together is wrong."""
 
 
-def _mispaired(records: Sequence[CollectiveRecord], pair: tuple[int, int]) -> MispairedError:
+def _mispaired(pair: tuple[int, int], a: CollectiveRecord, b: CollectiveRecord) -> MispairedError:
     rank, other = pair
-    a, b = records[rank], records[other]
     if a.step != b.step and a.reached == b.reached == ENDED:
         what = f"rank {rank} commits step {a.step}, and rank {other} step {b.step}"
     elif a.made == b.made:

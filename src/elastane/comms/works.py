@@ -46,6 +46,8 @@ class Waited(Work):
         """Wait, the first time; a later call returns at once."""
         if self._waited:
             return True
+        if self._sliced and self._work.is_completed():
+            return self._end()
         self._ledger.count_waiting(1)
         try:
             if timeout:
@@ -57,6 +59,15 @@ class Waited(Work):
         finally:
             self._waited = True
             self._ledger.count_waiting(-1)
+
+    def _end(self) -> bool:
+        """See how a work went that is over: nobody waits for it."""
+        self._waited = True
+        try:
+            return self._work.wait()
+        except RuntimeError as error:
+            self._ledger.note(error)
+            raise
 
     def _wait_sliced(self) -> bool:
         while not self._ledger.released.is_set():
@@ -268,6 +279,8 @@ class WorkLog:
 
     def sift(self) -> None:
         """Let go of works that have completed, noting those that failed."""
+        if not self._open:
+            return
         with self.lock:
             done = [work for work in self._open if work.is_completed()]
             if done:
@@ -277,6 +290,8 @@ class WorkLog:
 
     def wait(self) -> None:
         """Wait for all that is open; what fails is noted. On a device, only in its stream."""
+        if not self._open:
+            return
         with self.lock:
             waiting, self._open = self._open, []
         for work in waiting:

@@ -243,7 +243,9 @@ class Job:
     def _is_run(self, call: RetriedCall, function: Callable[[], Any]) -> bool:
         """Run the function of a call; False where a peer was lost and it is to run again."""
         try:
-            call.ran, call.value = False, function()
+            call.ran = False
+            self.process_group.pairing.insist()
+            call.value = function()
             call.ran = True
             self.process_group.check()
             torch.distributed.barrier(group=self.process_group)
@@ -282,12 +284,12 @@ class Job:
         self._world.pulse.at(Activity.BODY)
         self._calls.in_step()
         self._undo.begin()
-        self._updates.in_body = True
+        self._updates.step_number = step.number
 
     def end_step(self, step: Step, error: Exception | None) -> bool:
         """End the body of a step; returns whether `error` was that of a lost peer."""
         self._calls.behind_step()
-        self._updates.in_body = False
+        self._updates.step_number = None
         self.mode.leave()
         is_cut = error is not None
         if error is None:
@@ -423,6 +425,7 @@ class Job:
         self._world.pulse.at(Activity.ENTERING)
         self._saved.settle()
         try:
+            self.process_group.pairing.insist()
             self._replicas.verify(self.committed)
         except (ElastaneError, RuntimeError) as error:
             self._world.lose(error)
@@ -463,6 +466,7 @@ class Job:
         if self._met:
             return
         try:
+            self.process_group.pairing.insist()
             torch.distributed.barrier(group=self.process_group)
             self.process_group.check()
             self._met = True

@@ -6,7 +6,7 @@ this member had made those steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from elastane.checkpoint.members import GroupMembers, Members, SingleProcess
 from elastane.checkpoint.registered import RegisteredObjects
 from elastane.checkpoint.state_source import require_names
+from elastane.comms.elastic import ElasticGroup
 from elastane.data.cursor import DataPosition
 from elastane.errors import PeerLostError
 from elastane.worker import sharding
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
 
 # Cannot clash with the user's names, which are keyword arguments and have no dot.
 DATA = "elastane.data"
+
+
+class _JobMembers(GroupMembers):
+    """The members of a world, who meet only where all have made the same collectives."""
+
+    def __init__(self, group: ElasticGroup) -> None:
+        super().__init__(group)
+        self._pairing = group.pairing
+
+    def _numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        self._pairing.insist()
+        return super()._numbers(numbers)
 
 
 class SavedJob:
@@ -80,9 +93,9 @@ class SavedJob:
 
     def members(self) -> Members:
         """Return the members of the current world."""
-        return (
-            GroupMembers(self._worlds.group) if self._worlds.group.size() > 1 else SingleProcess()
-        )
+        if self._worlds.group.size() > 1:
+            return _JobMembers(self._worlds.group)
+        return SingleProcess()
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the registered optimizers."""

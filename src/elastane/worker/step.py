@@ -110,8 +110,8 @@ class Updates:
         self._settle: Callable[[], None] = lambda: None
         self._handles: list[Any] = []
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # Whether a body runs: what an optimizer does elsewhere is the script's own.
-        self.in_body = False
+        # The step whose body runs: what an optimizer does elsewhere is the script's own.
+        self.step_number: int | None = None
 
     def watch(self, mode: Mode, settle: Callable[[], None]) -> None:
         """Be asked from now on; `settle` waits until what is tracked may be changed."""
@@ -166,6 +166,8 @@ class Updates:
         self._group.check()
         self._mode.insist_on_all()
         self._health.agree(optimizer)
+        if self.step_number is not None:
+            self._group.pairing.start(self.step_number)
 
     def _begin_early(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer begin that changes parameters before its closure has run."""
@@ -187,7 +189,7 @@ class Updates:
 
     def _before_any(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse an optimizer that changes what is tracked, and is not tracked itself."""
-        if not self.in_body or optimizer in self._known:
+        if self.step_number is None or optimizer in self._known:
             return
         ours = self._tracked.optimizers
         if not any(optimizer is each or optimizer.state is each.state for each in ours):

@@ -10,6 +10,7 @@ from elastane.comms.pairing import (
     UPDATED,
     CollectiveRecord,
     CollectiveTally,
+    at_one_commit,
     odd_pair,
     odd_survivors,
 )
@@ -94,3 +95,25 @@ def test_an_update_of_an_interrupted_body_is_compared():
     assert odd_survivors([kept, record("allreduce")]) is None
     assert odd_survivors([kept, record("allreduce", "barrier")]) == (0, 1)
     assert odd_survivors([kept, record("allreduce", "broadcast", "barrier")]) == (0, 1)
+
+
+AHEAD = record(commits=3)
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (record("allreduce", reached=ENDED), None),
+        (record(), None),  # it was behind
+        (record("allreduce", "allreduce"), (0, 1)),  # stood in a surplus one behind its update
+        (record("allreduce", "allreduce", reached=ENDED), (0, 1)),
+        (record("broadcast", reached=UPDATED), (0, 1)),
+        (record("allreduce", "allreduce", world=7), None),
+        (record("allreduce", "allreduce", commits=1), None),  # two commits behind: no longer known
+    ],
+)
+def test_a_survivor_that_is_a_commit_ahead_is_compared_by_what_it_committed(other, found):
+    nothing = CollectiveRecord(0, 0, 0, IN_BODY, 0, (0,) * len(KINDS))
+    assert odd_survivors([AHEAD, other], [AT_COMMIT, nothing]) == found
+    assert odd_survivors([other, AHEAD], [nothing, AT_COMMIT]) == found
+    assert at_one_commit([AHEAD, other], [AT_COMMIT, nothing], (0, 1))[1] == other
