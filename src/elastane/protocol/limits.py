@@ -1,112 +1,113 @@
 """Every bound of the control plane: name, unit, default and reason, checked against each other.
 
-Durations are seconds, sizes are bytes. `Timing` holds the bounds that a user may set through
-`--rdzv-conf`; the module's constants are fixed. `check` refuses a set whose bounds contradict
-one another, at import for the defaults and at the door for a user's.
+Durations are seconds, sizes are bytes. `Timing` holds the bounds that a user may set with
+`--rdzv-conf`; the module's constants are fixed. `check` refuses a set whose bounds contradict each
+other: at import for the defaults, when an agent starts for a user's.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-# One frame of the wire protocol. The largest honest frame is a status reply about 1,024 nodes,
-# some 300 KB; anything larger is an attack or a bug.
+# One frame of the wire protocol. The largest honest frame is a status report of 1,024 nodes, some
+# 300 KB; anything larger is an attack or a bug.
 FRAME_BYTES_MAX = 4 << 20
-# What a peer may send before it has proved that it knows the job's secret.
+# Bytes that a peer may send before it has proved that it knows the job's secret.
 HANDSHAKE_BYTES_MAX = 4 << 10
-# An honest handshake is two small frames; a peer that needs longer holds a descriptor for nothing.
+# An honest handshake is two small frames; a slower peer only occupies a descriptor.
 HANDSHAKE_TIMEOUT_S = 5.0
-# Connections that have not proved it yet, at once; more wait in the kernel's backlog. An honest
-# handshake takes about a millisecond, so 1,024 agents pass through this in a second.
+# Unproven connections at a time; more wait in the kernel's backlog. An honest handshake takes about
+# a millisecond, so 1,024 agents pass in a second.
 UNPROVEN_MAX = 256
-# At that bound, one that has been there for this long makes room for the next.
+# At that bound, a connection of this age makes room for the next.
 UNPROVEN_TIMEOUT_S = 1.0
-# Sessions of one coordinator; sixteen times the largest job that was measured.
+# Sessions of one coordinator: sixteen times the largest job that was measured.
 SESSIONS_MAX = 16_384
 # Descriptors that a coordinator leaves to the agent it runs in, for pidfds, logs and pipes.
 DESCRIPTORS_SPARED = 128
-# Bytes that wait for a peer that does not read, before it is cut; holds the largest frame twice.
+# Bytes queued for a peer that does not read, before it is cut off; twice the largest frame fits.
 SEND_BYTES_MAX = 8 << 20
-# A peer for which bytes have waited in this process for so long, without a break, is cut.
+# A peer for which bytes have been queued for this long without a break is cut off.
 SEND_STALL_S = 10.0
-# Received bytes that wait for their turn; beyond, the session is not read any further.
+# Received bytes that wait for their turn; beyond this the session is not read.
 INBOX_BYTES_MAX = 64 << 10
-# What one session may ask of the coordinator; an honest agent sends about one message a second,
-# and a few dozen at once when its workers fail.
+# The message rate of one session. An honest agent sends about one message a second, and a few dozen
+# at once when its workers fail.
 MESSAGES_PER_S_MAX = 100.0
 MESSAGES_BURST_MAX = 400
 # Sent bytes that a peer's kernel leaves unacknowledged for this long break the connection; the
 # backstop of heartbeats, which notice in a few seconds.
 TCP_USER_TIMEOUT_S = 20.0
-# Notes about refused connections in one such interval; the rest are counted.
+# Logged refusals of connections in one such interval; the rest are counted.
 REFUSAL_NOTES_MAX = 10
 REFUSAL_NOTES_INTERVAL_S = 10.0
 # Text that one worker's failure may carry: a traceback is about 4 KB.
 FAILURE_TEXT_CHARS_MAX = 8 << 10
-# Failures of which all agents are told at the job's end, and the text that each of them carries
-# beyond the first ones: 64 KB to each agent at most, once.
+# Failures in an outcome, and the text that each carries after the first ones: 64 KB to each agent
+# at most, once.
 OUTCOME_FAILURES_MAX = 64
 OUTCOME_FAILURES_WHOLE = 4
 OUTCOME_FAILURE_CHARS_MAX = 500
 # Failures that one report may carry; a node has at most a few dozen workers.
 FAILURES_MAX = 256
 # Counts that cross the wire: rounds, ranks, calls of should_checkpoint(). JSON carries them
-# exactly, and 64 bits hold the one more that a coordinator makes of each.
+# exactly, and 64 bits hold a coordinator's increment of each.
 COUNT_MAX = 1 << 53
-# Rounds beyond this are nobody's: one a second for 34 years, as of the highest that is believed.
+# No job has more rounds: one a second for 34 years. It bounds the highest round that is believed.
 ROUND_MAX = 1 << 30
-# Text of an agent's wish to leave or to end the job, as it is kept and told.
+# Text of an agent's request to leave or to end the job.
 REASON_CHARS_MAX = 1000
 # Characters of a job or node name: it becomes part of paths, which POSIX bounds at 255.
 NAME_CHARS_MAX = 200
 # Workers of one node: more than any machine has of cores or accelerators worth a process each.
 LOCAL_WORLD_SIZE_MAX = 4096
-# A session that broke may come back as quickly as a TCP connect and two frames; until then its
-# node is not yet a departure. Short, since a dead agent's broken session must count at once.
+# A broken session may come back as quickly as a TCP connect and two frames; only then has its node
+# departed. Short, since a dead agent's broken session must count at once.
 REJOIN_GRACE_S = 0.1
-# The node of a coordinator that was followed by another has so long to come back, once all others
-# have: dead it most likely is, but one that only lost its lease looks for the seat as they did.
+# How long to wait for the last coordinator's node once all others are back. Most likely it is dead;
+# one that only lost its lease looks for the new coordinator as the others did.
 HOLDER_GRACE_S = 0.5
-# A second agent with a node id that is in use has it once the first was silent for this long.
+# A second agent gets a node id in use once the first was silent for this long.
 CONTEST_S = 1.0
-# Before a job is ended for its failures, evidence of a departure that caused them may come.
+# Before failures end a job, evidence of a departure that caused them may arrive.
 VERDICT_S = 0.3
-# A worker that lost a peer waits for the news of what became of it; after that a world that makes
-# no step is ended without a cause.
+# After a worker lost a peer, a report of what became of that peer may follow. Then a world that
+# makes no step ends without a known cause.
 LOST_PEER_S = 1.0
-# Workers that recover in place are looked at this often for signs of progress ...
+# Workers that recover in place are observed this often ...
 HANG_LOOK_S = 0.25
-# ... and asked whether they wait for others once they have shown none for this long, again each
-# such time; who does not answer within the second is held to be busy.
+# ... and asked whether they wait for others once they have shown no progress for this long, and
+# again after each such time. Without an answer within the second time a worker counts as busy.
 HANG_ASK_S = 0.5
 HANG_ANSWER_S = 1.0
-# One that a signal has stopped (state T; not a debugger's t) hangs, whatever it was at.
+# A worker that a signal has stopped (state T; not a debugger's t) hangs, whatever it was doing.
 HANG_STOPPED_S = 1.0
-# Nobody else hangs before Timing.hang_floor_s, nor before this many times of what the same work
-# took at the longest, of late; ...
+# No other worker hangs before Timing.hang_floor_s, nor before this multiple of the longest recent
+# time of the same work; ...
 HANG_FACTOR = 10.0
 HANG_WINDOW_S = 1800.0
-# ... and everybody does after this: torch gives up a collective over gloo then. It is the limit
-# too for a process's first steps, which warm up and compile, and for all compilation.
+# ... and every worker hangs after this: torch gives up a collective over gloo then. It is also the
+# limit for a process's first steps, which warm up and compile, and for all compilation.
 HANG_CEILING_S = 1800.0
 HANG_STEPS_FIRST = 3
-# What users do between two steps (evaluation, checkpoints) may take as long as this.
+# User code between two steps (evaluation, checkpoints) may take this long.
 HANG_BETWEEN_S = 3600.0
-# Members that all wait for one another in a collective, while no byte moves between them and nobody
-# is busy. A network's hiccup may well take seconds. Where bytes cannot be counted (NCCL), this is
-# the floor of what is learned from earlier waits.
+# Members stall if all wait for one another in a collective, no byte moves between them and none is
+# busy. A network's hiccup may take seconds. Where bytes cannot be counted (NCCL), this is the least
+# limit learned from earlier waits.
 HANG_STALL_S = 10.0
-# Characters of where one worker waits: a collective, a file's name, a line and a function.
+# Characters of the place where one worker waits: a collective, a file's name, a line and a
+# function.
 WHERE_CHARS_MAX = 200
-# Workers of one node of which a heartbeat says where they wait; more do not make it clearer.
+# Workers of one node whose place a heartbeat names; more do not make it clearer.
 WAITING_MAX = 128
-# Members that all wait to meet, while nobody is missing, cannot reach one another.
+# Members that all wait to meet, while none is missing, cannot reach one another.
 HANG_ENTER_S = 120.0
-# A worker that hangs is asked for its stack by SIGABRT, and killed after this; one that SIGKILL
-# does not end within the same time again is told as failed while it lives.
+# A hanging worker gets SIGABRT for its stack, and SIGKILL after this. If SIGKILL does not end it
+# within the same time again, it is reported as failed while it lives.
 HANG_STACK_S = 0.5
-# So many worlds in a row whose members only wait for one another, without a step between: their
-# machines do not let them connect, and no further world will.
+# After this many worlds in a row that stalled without a step, the machines do not let their workers
+# connect, and a further world is of no use.
 STALLS_MAX = 3
 # The longest pause between two attempts of a crash loop, and the first.
 BACKOFF_FIRST_S = 0.5
@@ -115,55 +116,54 @@ BACKOFF_MAX_S = 30.0
 STOP_MARGIN_S = 10.0
 # How long the coordinator waits, after the job's end, for agents to take notice.
 CLOSE_S = 5.0
-# An agent that is to leave waits so long for a coordinator that can let it go, and which another
-# follows sooner if its host has died.
+# How long an agent that wants to leave waits for a coordinator to release it; a new one is elected
+# sooner if the last one's host has died.
 LEAVE_ALONE_S = 10.0
-# An agent of a store-backed job that has heard of no authority for this long stops its workers:
-# another side may have formed a world by then. Longer than a minute's outage of the store.
+# An agent of a job with a store stops its workers after this long without authority: another side
+# may have formed a world by then. Longer than a minute's outage of the store.
 ISOLATION_LIMIT_S = 120.0
-# ... and gives them no longer than this to end, however long --shutdown-timeout is.
+# ... and gives them no longer than this to end, whatever --shutdown-timeout is.
 ISOLATION_GRACE_S = 5.0
-# The warden kills the workers of an agent that stands still once authority was confirmed this long
-# ago. Later than the agent's own stop ends, ...
+# The orphan reaper kills the workers of a stopped agent once authority was last confirmed this long
+# ago. It is later than the end of the agent's own stop, ...
 STANDSTILL_LIMIT_S = 126.0
-# ... which leaves the warden this long to find and kill them, ...
+# ... which leaves the orphan reaper this long to find and kill them, ...
 STANDSTILL_SWEEP_S = 1.0
 # ... before a coordinator that reaches no member of the last world stops waiting for it, ...
 FENCE_WAIT_S = 135.0
-# ... though clocks of two hosts run at speeds that differ by this share from the true one. A
-# quartz is wrong by less than 0.0001.
+# ... though the clocks of two hosts may be wrong by this share. A quartz is wrong by less than
+# 0.0001.
 CLOCK_DRIFT_MAX = 0.03
-# The warden reads its deadline this often, since a suspended host delays its timer.
+# The orphan reaper reads its deadline this often, since a suspended host delays its timer.
 STANDSTILL_LOOK_S = 1.0
 # A store's value: the record of 1,024 nodes is some 120 KB; etcd refuses more than 1.5 MiB.
 STORE_VALUE_BYTES_MAX = 1 << 20
 STORE_KEY_CHARS_MAX = 512
 # One operation on a store; NFS and a dead server would otherwise block for minutes.
 STORE_TIMEOUT_S = 5.0
-# A coordinator tries for so long to make one decision durable before it gives its seat up: members
-# of an etcd that lost its leader elect another in two seconds or so.
+# How long a coordinator retries to make one decision durable before it gives up leadership: the
+# members of an etcd that lost its leader elect another in about two seconds.
 SAVE_TIMEOUT_S = 10.0
-# A coordinator that lost so many nodes that no world can be formed gives up its seat after this
-# long: those that it does not reach may reach each other, and the store. Longer than a restart of
-# a node, which is nothing to move a coordinator for.
+# A coordinator with too few nodes for a world steps down after this long: the lost nodes may reach
+# each other and the store. Longer than a node's restart, which is no reason to move.
 STEP_DOWN_S = 5.0
-# How often a watcher or a candidate of the file store looks: with it, take-over after a SIGKILL
-# of the holder costs the lease's time and at most 0.3 s.
+# How often a watcher or a candidate polls the file store. Take-over after a SIGKILL of the holder
+# costs the lease's time and at most 0.3 s with it.
 STORE_POLL_S = 0.1
-# A store answers the looks of so many, each STORE_POLL_S, without noticing.
+# This many nodes may poll a store every STORE_POLL_S without a noticeable load.
 STORE_CROWD = 8
-# How long the record of a job that ended stays in a store with a server of its own: an agent that
-# a scheduler starts again just after the end must be told of it, and not begin the job anew.
+# How long the record of an ended job stays in a store with a server: an agent that a scheduler
+# starts again just after the end must learn of it, and not begin the job again.
 OUTCOME_KEPT_S = 900.0
-# The share of a lease's time after which its holder stops deciding before anybody may take it:
-# covers clocks that run at different speeds.
+# The share of a lease's time by which its holder stops deciding early: covers clocks that run at
+# different speeds.
 LEASE_MARGIN = 0.1
 # Blocking calls of one process that may hang at a time (each holds a thread) before more fail.
 OFFLOAD_THREADS_MAX = 8
-# One look-up of a name; the resolver's own default is 5 s a server and two tries.
+# One look-up of a name; the resolver's default is 5 s per server and two tries.
 RESOLVE_TIMEOUT_S = 10.0
-# A checkpoint's file: 1 PiB, far beyond any. A record that says more is garbage, and is refused
-# before anything is allocated for it.
+# A checkpoint's file: 1 PiB, far beyond any. A record with a larger number is garbage, and is
+# refused before anything is allocated for it.
 CHECKPOINT_FILE_BYTES_MAX = 1 << 50
 # Files of one checkpoint: 16 for each of the 16,384 sessions that a coordinator takes.
 CHECKPOINT_FILES_MAX = 1 << 18
@@ -176,89 +176,91 @@ CHECKPOINT_RECORD_BYTES_MAX = 64 << 20
 CHECKPOINT_TENSORS_MAX = 1 << 20
 CHECKPOINT_PIECES_MAX = 1 << 22
 CHECKPOINT_DIMENSIONS_MAX = 64
-# A save without a manifest to which nothing was written for this long is of writers that died. One
-# put to a slow store may take minutes, and while it lasts nothing is seen of it.
+# A save without a manifest whose files have not changed for this long belongs to writers that died.
+# One put to a slow store may take minutes, and shows nothing meanwhile.
 CHECKPOINT_LITTER_S = 3600.0
-# Between two looks for the other writers' records: the first, and the longest. A look costs a
+# The first and the longest pause between two looks for the other writers' records. A look costs a
 # fraction of a millisecond on a disk, and a request on an object store.
 CHECKPOINT_POLL_S = 0.01
 CHECKPOINT_POLL_MAX_S = 0.5
 # Checkpoints by the clock are no more frequent than this, whatever they cost, ...
 CHECKPOINT_INTERVAL_MIN_S = 10.0
-# ... and no rarer: estimates of what is rare are poor, and nobody likes to lose an hour.
+# ... and no rarer: estimates of rare events are poor, and an hour is much work to lose.
 CHECKPOINT_INTERVAL_MAX_S = 1800.0
-# Where saves are due more often than storage takes them, it is written so much of the time, or a
-# little more: that slows the steps beside it (an optimizer's, bound by memory, by an eighth), ...
+# If saves are due more often than storage can take them, writing takes about this share of the
+# time. Writing slows the steps (an optimizer's, bound by memory, by an eighth), ...
 CHECKPOINT_WRITING_SHARE = 0.0625
-# ... but it rests no longer than this: what a slow storage takes is not made rarer.
+# ... but a pause is no longer than this: saves to a slow storage become no rarer.
 CHECKPOINT_REST_MAX_S = 10.0
-# Before anything has failed, a job is taken to be one that fails once a day: between the 3 hours of
-# Llama 3's 16,384 GPUs and the weeks of one machine.
+# Before any failure, the assumed time between failures is a day: between the 3 hours of Llama 3's
+# 16,384 GPUs and the weeks of one machine.
 CHECKPOINT_MTBF_S = 86_400.0
 
-# What one worker may ask of its keeper in one message: a state's small files, of which a tree of
-# many thousand tensors and what is no tensor take a few megabytes each.
+# One message of a worker to its snapshot server: the small files of a state. A tree of many
+# thousand tensors takes a few megabytes, and so do other objects.
 KEEPER_FRAME_BYTES_MAX = 128 << 20
 # So a reader refuses a small file of a checkpoint that is larger, before it reads any of it.
 CHECKPOINT_SMALL_BYTES_MAX = KEEPER_FRAME_BYTES_MAX
-# ... and what it may be answered: all whole snapshots' small files together.
+# ... and one answer to it: the small files of all whole snapshots together.
 KEEPER_ANSWER_BYTES_MAX = 1 << 30
 # Slots of one worker: three are enough, see snapshots/rules/snapshots.py.
 KEEPER_SLOTS_MAX = 16
-# Connections of one keeper; each is a thread that sleeps.
+# Connections of one snapshot server; each is a sleeping thread.
 KEEPER_CONNECTIONS_MAX = 1024
 # Groups of workers with states of their own; a job has one, or a few.
 KEEPER_GROUPS_MAX = 64
-# What a worker may send before it has said who it is.
+# Bytes that a worker may send before it has identified itself.
 KEEPER_HELLO_BYTES_MAX = 32 << 10
-# Layouts that no snapshot refers to (yet) are kept up to this number: one a worker is sent first.
+# How many layouts without a snapshot are kept: a worker sends one before its first snapshot.
 KEEPER_LAYOUTS_MAX = 64
-# Failures that a keeper remembers for whoever waits for one of them.
+# Failures that a snapshot server remembers for workers that wait for a save.
 KEEPER_FAILURES_MAX = 8
-# A keeper answers at once, unless its host swaps or it was stopped.
+# A snapshot server answers at once, unless its host swaps or it was stopped.
 KEEPER_ANSWER_S = 30.0
-# ... but for new slots: the host backs memory that was never used at a third of a GB a second.
+# ... except for new slots: the host backs fresh memory at a third of a GB a second.
 KEEPER_SLOTS_S = 600.0
-# A save waits so long for a keeper that does not answer, once for each silence. Then saves are
-# dropped until it does: steps of a few tenths of a second are common, and this is not to be many.
+# How long a save waits for a silent snapshot server, once per silence. Then saves are dropped until
+# it answers: steps of a few tenths of a second are common, and the wait must not be many.
 KEEPER_PATIENCE_S = 0.5
-# What a keeper stands still for in the middle of a message that a worker sends; once.
+# How long a snapshot server waits in the middle of a worker's message; once.
 KEEPER_SAY_S = 5.0
-# The agent looks this often whether a signal has stopped its keeper, ...
+# The agent checks this often whether a signal has stopped its snapshot server, ...
 KEEPER_LOOK_S = 1.0
-# ... and replaces one that has been stopped at each look for so long: nobody can save meanwhile.
+# ... and replaces one that was stopped at every check for this long: no worker can save meanwhile.
 KEEPER_STOPPED_S = 5.0
-# A peer in the middle of a message has so long for the rest of it.
+# The time for the rest of a message that has begun to arrive.
 KEEPER_STALL_S = 30.0
-# All workers of a node are gone for this long before what they saved last is written to storage:
-# workers that are started anew are there before that, and go on.
+# How long all workers of a node are gone before their last snapshot is written to storage.
+# Restarted workers come back before that, and continue.
 KEEPER_RETURN_S = 5.0
-# A keeper whose agent is gone, or is to go, writes for so long at most; then it ends. Storage that
+# How long a snapshot server writes after its agent is gone or leaving; then it ends. Storage that
 # takes 4 GB at 50 MB/s takes 80 s.
 KEEPER_END_S = 120.0
 # ... and waits no longer than this for the other writers of a save: they end now, too.
 KEEPER_HURRY_S = 20.0
-# A keeper that left the last gasp to another looks for it this often, and does it after this time.
+# A snapshot server that left the final flush to another checks for it this often, and does it after
+# this time.
 KEEPER_CLAIM_POLL_S = 0.2
 KEEPER_CLAIM_S = 40.0
-# Between two starts of a keeper, the first and the longest pause: one that cannot live is cheap.
+# The first and the longest pause between two starts of a snapshot server: one that cannot live is
+# cheap.
 KEEPER_PAUSE_S = 0.1
 KEEPER_PAUSE_MAX_S = 30.0
-# What is left of the memory of the host or the cgroup beside new slots: a worker's next allocation
-# must not be the one that has it killed.
+# Memory that new slots leave free on the host or in the cgroup: a worker's next allocation must not
+# get it killed.
 KEEPER_SPARE_BYTES = 64 << 20
-# Of checkpoints that follow each other more closely than this, the event log has the last.
+# Of checkpoints closer together than this, the event log has only the last.
 KEEPER_NEWS_S = 10.0
-# A keeper that sends a copy to another node's, or waits for one: to be connected, without a byte on
-# its way (of 16 MiB: half a MB a second is too slow to be of use), and in all.
+# The limits of sending or receiving a copy: to connect, without a byte on its way (of 16 MiB: half
+# a MB a second is too slow to be of use), and in all.
 KEEPER_DIAL_S = 5.0
 KEEPER_COPY_STALL_S = 15.0
 KEEPER_COPY_S = 600.0
-# Snapshot servers of other nodes that send a copy at one time: there is one neighbour, and few
+# Snapshot servers of other nodes that send a copy at a time: there is one replica store, and few
 # others while the world changes.
 KEEPER_CALLERS_MAX = 16
-# Connections to a snapshot server that have not proved themselves yet; each is a thread. More wait
-# in the kernel's queue, which is no longer than what an honest caller can wait for.
+# Unproven connections to a snapshot server; each is a thread. More wait in the kernel's queue, for
+# no longer than an honest caller can wait.
 KEEPER_UNPROVEN_MAX = 64
 KEEPER_BACKLOG = 128
 assert (KEEPER_BACKLOG / KEEPER_UNPROVEN_MAX + 1) * UNPROVEN_TIMEOUT_S < HANDSHAKE_TIMEOUT_S
@@ -269,22 +271,22 @@ assert KEEPER_PATIENCE_S < KEEPER_LOOK_S < KEEPER_STOPPED_S < KEEPER_ANSWER_S
 
 
 def look_s(nodes: int, longest_s: float) -> float:
-    """Return how often each of so many nodes looks at what all of them look at.
+    """Return how often each of `nodes` polls what all of them poll.
 
-    A thousand that looked as often as eight do would keep a store busy, which has other jobs to
-    serve; the first of them still looks within milliseconds.
+    A thousand nodes that polled as often as eight would keep a store busy, which serves other jobs
+    too. The first of them still polls within milliseconds.
     """
     return max(STORE_POLL_S, min(STORE_POLL_S * nodes / STORE_CROWD, longest_s))
 
 
-# Attempts in a row that fail in the same way end the job: a third has shown that it is no chance.
+# This many attempts in a row that fail alike end the job: the third shows that it is no chance.
 SAME_CRASHES_MAX = 3
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The durations that a job may set, in seconds; every node of a job has the same ones.
 
-    Precedent for each default is torchrun's, which ARCHITECTURE.md compares side by side.
+    The comments compare the defaults with torchrun's where it has the bound.
     """
 
     # Too few nodes for this long ends the job; torchrun's join_timeout.
@@ -297,33 +299,33 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     gather_s: float = 1.0
     # ... and at most this long, so that five arrivals are one change.
     gather_max_s: float = 5.0
-    # How often an agent and its coordinator tell each other that they live.
+    # How often an agent and its coordinator exchange heartbeats.
     heartbeat_s: float = 1.0
-    # A peer that was silent for this long is dead.
+    # A peer that was silent for this long counts as dead.
     silence_s: float = 3.0
     # Workers may take this long to checkpoint before a planned change.
     drain_timeout_s: float = 30.0
     # SIGTERM to SIGKILL, wherever workers are stopped; torchrun's --shutdown-timeout.
     shutdown_timeout_s: float = 30.0
-    # An attempt that failed sooner than this after its start counts towards a crash loop, and
-    # from the second in a row on there is a pause; 0 for none.
+    # An attempt that failed sooner than this counts towards a crash loop; from the second in a row
+    # there is a pause; 0 for none.
     crash_loop_s: float = 3.0
-    # An attempt that failed sooner than this, by the same error at the same line as those before
-    # it and without a step, counts towards SAME_CRASHES_MAX; 0 for never. A script that shows no
-    # steps may have made some, so what lived longer does not count.
+    # An attempt that failed sooner than this, by the same error at the same line as those before it
+    # and without a step, counts towards SAME_CRASHES_MAX; 0 for never. A script that reports no
+    # steps may have made some, so a longer life does not count.
     same_crash_s: float = 60.0
-    # No worker is taken to hang sooner than this: a shared disk may well take seconds to answer,
-    # and who is taken to hang costs a restart of the budget.
+    # No worker counts as hanging sooner than this: a shared disk may take seconds to answer, and a
+    # hang costs a restart of the budget.
     hang_floor_s: float = 20.0
     # A new coordinator waits this long for the agents of the last world.
     reregister_s: float = 2.0
-    # A lease on the store, where there is one, is void so long after it was last renewed, ...
+    # A lease on the store is void this long after its last renewal, ...
     lease_ttl_s: float = 2.0
     # ... and is renewed this often.
     lease_renew_s: float = 0.5
 
 
-# A grace of nothing is SIGKILL at once, and a crash loop of nothing never pauses.
+# A grace of 0 is SIGKILL at once, and a crash loop of 0 never pauses.
 _MAY_BE_ZERO = ("shutdown_timeout_s", "crash_loop_s", "same_crash_s")
 # Bounds that constrain each other: (small, large, factor, why) demands small * factor <= large.
 PAIRS = (
@@ -336,7 +338,7 @@ PAIRS = (
 
 
 def check(timing: Timing) -> list[str]:
-    """Return what is contradictory in `timing`, a sentence each; empty when it is sound."""
+    """Return the contradictions in `timing`, a sentence each; empty if it is sound."""
     faults = [
         f"{field} = {value:g} s: must be positive"
         for field in timing.__struct_fields__
@@ -356,12 +358,13 @@ def check(timing: Timing) -> list[str]:
 
 assert not check(Timing()), check(Timing())
 assert Timing().silence_s < ISOLATION_LIMIT_S
-# The agent stops its workers before the warden would, and the warden before others may train.
+# The agent stops its workers before the orphan reaper would, and the reaper before others may
+# train.
 assert ISOLATION_LIMIT_S + ISOLATION_GRACE_S < STANDSTILL_LIMIT_S
 assert STANDSTILL_LIMIT_S / (1 - CLOCK_DRIFT_MAX) + STANDSTILL_SWEEP_S < FENCE_WAIT_S / (
     1 + CLOCK_DRIFT_MAX
 )
-# A group that starts gets a deadline that the warden has read before it passes.
+# A group that starts gets a deadline that the orphan reaper has read before it passes.
 assert STANDSTILL_LOOK_S < STANDSTILL_LIMIT_S - ISOLATION_LIMIT_S
 assert Timing().silence_s + Timing().lease_ttl_s < LEAVE_ALONE_S < ISOLATION_LIMIT_S
 assert REJOIN_GRACE_S < VERDICT_S < CONTEST_S < Timing().silence_s
