@@ -11,7 +11,7 @@ import msgspec
 from simulation.history import History, HistoryFailedError
 from simulation.setup import setup_of
 
-# Seeds of one task: about a second.
+# Seeds of one task: about a second of work.
 _CHUNK = 200
 
 

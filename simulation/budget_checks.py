@@ -29,13 +29,13 @@ class BudgetCheck:
         self.used = 0
 
     def died(self, fence: Fence) -> None:
-        """A worker of this world died of itself."""
+        """Record that a worker of this world died by itself."""
         if fence not in self._deaths and self._is_plain(fence):
             self._due.add(fence)
         self._deaths.add(fence)
 
     def wrote(self, record: JobRecord, *, durable: bool) -> str:
-        """A record was written."""
+        """Check a record that was written."""
         fence = record.world.fence if record.world else None
         broken = self._charge(record, fence, durable=durable) if record.restarts_used else ""
         self.used = max(self.used, record.restarts_used)
@@ -45,7 +45,7 @@ class BudgetCheck:
         return broken
 
     def noted(self, note: Note) -> str:
-        """Something was told; nobody departs where nobody died, hung or lost the network."""
+        """Check an event: a node departs only after a death, a hang or a loss of the network."""
         node = self._cluster.nodes.get(note.node_id)
         if note.kind is not EventKind.NODE_DEPARTED or self._cluster.upset or node is None:
             return ""
@@ -69,7 +69,7 @@ class BudgetCheck:
         return ""
 
     def _follows(self, record: JobRecord, fence: Fence) -> str:
-        """The world after one that lost a worker, and nothing else, is its next attempt."""
+        """After a world that only lost a worker, the next world is its next attempt."""
         before = max((known for known in self._used_at if known < fence), default=None)
         if before not in self._due or self._cluster.upset or self._cluster.drained:
             return ""
@@ -80,7 +80,7 @@ class BudgetCheck:
         return ""
 
     def _is_plain(self, fence: Fence) -> bool:
-        """Whether all is well but for this death, and nobody is about to come or go."""
+        """Whether this death is the only fault, and no node is arriving or leaving."""
         cluster = self._cluster
         if cluster.upset or cluster.drained or len(cluster.seats) != 1:
             return False
@@ -103,11 +103,11 @@ class PerDeathBudgetCheck(BudgetCheck):
         self._dead = 0
 
     def died(self, fence: Fence) -> None:
-        """A worker died of itself; `fence` is what its node was told last."""
+        """Record that a worker died by itself; `fence` is of its node's last assignment."""
         self._dead += 1
 
     def wrote(self, record: JobRecord, *, durable: bool) -> str:
-        """A record was written."""
+        """Check a record that was written."""
         used, before = record.restarts_used, self.used
         self.used = max(before, used)
         if used > self._cluster.spec.max_restarts:

@@ -32,7 +32,7 @@ class Violation(AssertionError):
 
 
 class Checks:
-    """What was seen of one history, held against what must hold."""
+    """Observations of one history, and the invariants over them."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
@@ -55,7 +55,7 @@ class Checks:
         self.step_s = 0.0
 
     def filed(self, before: SimulatedRecord, after: SimulatedRecord) -> None:
-        """The store has a new record: terms only grow, and a new term changes nothing else."""
+        """Check a new record in the store: terms only grow, and a new term changes nothing else."""
         self._require(
             after.term >= before.term, f"term {after.term} has written after {before.term}"
         )
@@ -67,11 +67,11 @@ class Checks:
             self.wrote(before.record, after.record, durable=True)
 
     def noted(self, note: Note) -> None:
-        """Somebody told the event log."""
+        """Check an event of the log."""
         self._require(not (fault := self.ledger.noted(note)), fault)
 
     def wrote(self, before: JobRecord | None, after: JobRecord, *, durable: bool) -> None:
-        """A record was written; without a store it only shows what was decided."""
+        """Check a written record; without a store it only shows what was decided."""
         self._require(not (fault := invariants.broken_record(before, after)), fault)
         if before is not None and before.world is not None and after.world is not None:
             self._placed(before.world, after.world)
@@ -138,18 +138,18 @@ class Checks:
 
     @property
     def nodes_stepped(self) -> int:
-        """Return how many nodes the world has that made the last step."""
+        """Return the number of nodes of the world that made the last step."""
         return len(self._durable[self._stepped]) if self._stepped is not None else 0
 
     def members_before(self, fence: Fence) -> tuple[Member, ...]:
-        """Return who was in the last world that was settled before the one of `fence`."""
+        """Return the members of the last world that was committed before the one of `fence`."""
         # By time: an endpoint without memory commits a round again.
         known = [*self._durable]
         before = known[: known.index(fence)] if fence in self._durable else known
         return self._durable[before[-1]] if before else ()
 
     def settled_between(self, first: Fence, last: Fence) -> list[tuple[Member, ...]]:
-        """Return the members of all worlds that were settled between two others."""
+        """Return the members of all worlds that were committed between two others."""
         return [members for fence, members in self._durable.items() if first < fence < last]
 
     @property
@@ -158,7 +158,7 @@ class Checks:
         return self.ledger.used
 
     def sends(self, seat: SimulatedCoordinator, session: int, message: ToAgent) -> None:
-        """A coordinator sends."""
+        """Check a message of a coordinator."""
         if isinstance(message, Assign):
             given = message.assignment
             self._require(
@@ -192,7 +192,7 @@ class Checks:
         self._require(found == right, f"{given.fence}: assigned {found}, not {right}")
 
     def starts(self, node: SimulatedNode, assignment: Assignment) -> None:
-        """An agent starts workers."""
+        """Check the start of an agent's workers."""
         fence = assignment.fence
         if assignment.waiting:
             return
@@ -206,7 +206,7 @@ class Checks:
         self.placed(node, assignment)
 
     def placed(self, node: SimulatedNode, assignment: Assignment) -> None:
-        """An agent gives workers a place in a world."""
+        """Check a place in a world that an agent gives to its workers."""
         assert node.core is not None
         fence = assignment.fence
         self._require(
@@ -227,14 +227,14 @@ class Checks:
         )
 
     def meets(self, run: SimulatedRun, group: LocalGroup) -> None:
-        """Workers of a node come to a process-group store."""
+        """Check workers of a node that come to a process-group store."""
         self._require(
             run.fence == group.fence,
             f"workers of {group.fence} on {group.host} met those of {run.fence}",
         )
 
     def stepped(self, fence: Fence) -> None:
-        """A world has made a step: nobody of an older one may make another."""
+        """Record a step of a world, after which no older one may make any."""
         self.steps += 1
         self.step_s = self._cluster.clock.now_s
         if self._cluster.store_backed:
@@ -248,7 +248,7 @@ class Checks:
     def aims(
         self, node: SimulatedNode, group: LocalGroup | InPlaceGroup, calls: int | None
     ) -> None:
-        """The workers of a node are told at which call to checkpoint."""
+        """Check the call at which the workers of a node are asked to checkpoint."""
         at = group.assignment  # An endpoint without memory may commit a fence once more.
         met = (group.fence, at.master_addr, at.master_port)
         known = self._targets.setdefault(met, calls)
@@ -261,7 +261,7 @@ class Checks:
         )
 
     def exits(self, node: SimulatedNode, exit_: Exit) -> None:
-        """An agent ends by its own decision."""
+        """Check an agent that ends by its own decision."""
         allowed = {int(ExitCode.DRAINED)} if node.signalled else set[int]()
         if exit_.outcome is not None and exit_.outcome.slug == "no-coordinator":
             allowed.add(ExitCode.TRY_AGAIN)

@@ -79,12 +79,12 @@ class SimulatedCluster:
 
     @property
     def fewest(self) -> int:
-        """How many nodes there must be for the job to train, and to begin anew."""
+        """The least number of nodes with which the job trains, and starts."""
         return max(self._bounds[0], (self.wanted or self.spec).min_nodes)
 
     @property
     def most(self) -> int:
-        """How many nodes have a place."""
+        """The greatest number of nodes with a place."""
         return self._bounds[1]
 
     @property
@@ -93,13 +93,13 @@ class SimulatedCluster:
         return world_bounds(wanted.min_nodes, wanted.max_nodes, max(1, self.residents.script.span))
 
     def resize(self, min_nodes: int, max_nodes: int) -> None:
-        """The job's owner wants another number of nodes."""
+        """Change the range of nodes, as the job's owner."""
         self.wanted = Resized(min_nodes=min_nodes, max_nodes=max_nodes)
         for seat in [*self.seats.values()]:
             seat.take(self.wanted)
 
     def give_up(self, name: str) -> None:
-        """The job's owner takes the agent of a host for lost: nobody is to let it in again."""
+        """Give up the agent of a host, as the job's owner: it must not be admitted again."""
         incarnation = self.nodes[name].incarnation
         if incarnation and incarnation not in self.given_up:
             self.story.tell(f"FAULT the job's owner gives agent {incarnation} up")
@@ -107,12 +107,12 @@ class SimulatedCluster:
             self.tell_fenced()
 
     def tell_fenced(self) -> None:
-        """All coordinators hear whom the job's owner has given up, and who is dead."""
+        """Inform all coordinators which agents the owner has given up, and which are dead."""
         for seat in [*self.seats.values()]:
             seat.take(Fenced(self.given_up, self.dead))
 
     def add(self, size: int, node_rank: int | None = None) -> SimulatedNode:
-        """Return a new host, with nothing on it yet."""
+        """Return a new host without processes."""
         # Clocks of hosts are unrelated; a comparison of two hosts' clocks fails here.
         clock = HostClock(self.clock, self.rng.random() * 1e6, self.rng.choice(self.drifts))
         node = SimulatedNode(self, f"n{len(self.nodes)}", size, node_rank, clock)
@@ -120,7 +120,7 @@ class SimulatedCluster:
         return node
 
     def boot(self, node: SimulatedNode, warm_s: float = 0.0) -> None:
-        """Start an agent, and the coordinator where this is the endpoint of the default store."""
+        """Start an agent, and the coordinator on the endpoint of the default store."""
         if not self.store_backed and node.name == self.endpoint and node.name not in self.seats:
             self.seats[node.name] = SimulatedCoordinator(self, node.name, None)
         elif self.store_backed and node.name in self.seats:
@@ -152,11 +152,11 @@ class SimulatedCluster:
             act()
 
     def dies_at(self, host: str, step: EffectGap) -> bool:
-        """Whether what runs on `host` is killed in this place of its work, as was planned."""
+        """Whether a planned death at this crash point kills the process on `host`."""
         return step is not EffectGap.NONE and self.on_step(host, step)
 
     def find(self, node: SimulatedNode) -> None:
-        """Look for the coordinator on behalf of `node`, and seek the seat meanwhile."""
+        """Look for the coordinator on behalf of `node`, and campaign meanwhile."""
         if not self.store_backed:
             self._connect(node, self.endpoint)
             return
@@ -177,7 +177,7 @@ class SimulatedCluster:
         self.store.ask(node.name, self.store.seated, found)
 
     def ask_seated(self, node: SimulatedNode, answer: Callable[[str], None]) -> None:
-        """Ask the store who the coordinator is."""
+        """Ask the store where the coordinator is."""
         self.store.ask(
             node.name,
             self.store.seated,
@@ -185,7 +185,7 @@ class SimulatedCluster:
         )
 
     def stand(self, node: SimulatedNode) -> None:
-        """Try once to become the coordinator, where no other try is under way."""
+        """Try once to become the coordinator, unless a try is under way."""
         if node.election is not None or node.name in self.seats:
             return
         election = node.election = SimulatedElection(self, node.name)
@@ -238,7 +238,7 @@ class SimulatedCluster:
         self.network.carry(session, session.down, lambda: node.unlinked(session, reason))
 
     def agent_exits(self, node: SimulatedNode, exit_: Exit) -> None:
-        """The agent ends by its own decision."""
+        """End an agent by its own decision."""
         self.story.tell(f"{node.name}: agent exits with {exit_.code}: {exit_.reason}")
         self.checks.exits(node, exit_)
         self._forgets(node.name)
@@ -256,15 +256,15 @@ class SimulatedCluster:
             del self.seats[seat.host]
 
     def note(self, host: str, note: Note) -> None:
-        """Take a note into the story."""
+        """Add an event to the story."""
         self.checks.noted(note)
         at = f" [{note.fence}]" if note.fence else ""
         self.story.tell(f"{note.node_id or host}: {note.kind.value}{at}: {note.reason}")
 
-    # What is done to a host.
+    # Faults of a host.
 
     def crash(self, name: str, why: str, *, silent: bool = False) -> None:
-        """Agent, workers and coordinator of a host die; `silent`: as when its power fails."""
+        """Kill agent, workers and coordinator of a host; `silent`: as in a loss of power."""
         node = self.nodes[name]
         if not node.alive and name not in self.seats:
             return
@@ -294,7 +294,7 @@ class SimulatedCluster:
         self.torn = self.torn or (not self.store_backed and name == self.endpoint)
 
     def pause(self, name: str, for_s: float, *, suspended: bool = False) -> None:
-        """Nothing runs on a host for a while; `suspended`: nor does its monotonic clock."""
+        """Stop a host for a while; `suspended`: its monotonic clock stops too."""
         node = self.nodes[name]
         if node.stands_still or not (node.alive or name in self.seats):
             return
@@ -305,7 +305,7 @@ class SimulatedCluster:
             node.clock.suspend()
 
     def stop_processes(self, name: str, kinds: Sequence[str], for_s: float) -> None:
-        """SIGSTOP to some processes of a host, and to no other: agent, workers, warden."""
+        """Stop (SIGSTOP) only some processes of a host: agent, workers, orphan reaper."""
         node = self.nodes[name]
         if node.alive and not node.stands_still:
             self.story.tell(f"FAULT {' and '.join(kinds)} of {name} stand still for {for_s:.1f} s")
@@ -338,7 +338,7 @@ class SimulatedCluster:
             seat.stood_still(for_s)
 
     def jump_clock(self, name: str, by_s: float) -> None:
-        """The clocks of a host go forward at once."""
+        """Move the clocks of a host forward at once."""
         self.story.tell(f"FAULT the clocks of {name} go forward by {by_s:.1f} s")
         self.nodes[name].clock.jump(by_s)
         if not self.nodes[name].paused:  # otherwise it shows when the host resumes
@@ -354,7 +354,7 @@ class SimulatedCluster:
             node.feed(Signalled("SIGTERM"))
 
     def break_session(self, name: str, reason: str) -> None:
-        """The session of an agent breaks."""
+        """Break the session of an agent."""
         session = self.nodes[name].session
         if session is not None:
             self.story.tell(f"FAULT session of {name} breaks: {reason}")
@@ -362,14 +362,14 @@ class SimulatedCluster:
             self._by_session[session.number].lose(session, reason, False)
 
     def deaden_session(self, name: str) -> None:
-        """The session of an agent loses all that is sent over it."""
+        """Lose everything that is sent over the session of an agent."""
         session = self.nodes[name].session
         if session is not None:
             self.story.tell(f"FAULT session of {name} goes dead")
             session.half_open = True
 
     def delay_session(self, name: str, by_s: float) -> None:
-        """All that is sent over the session of an agent comes late, perhaps after a newer one's."""
+        """Delay everything sent over an agent's session, perhaps past a newer session."""
         session = self.nodes[name].session
         if session is not None:
             self.story.tell(f"FAULT session of {name} delays all by {by_s:.1f} s")

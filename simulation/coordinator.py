@@ -36,7 +36,7 @@ _STEP_MAX_S = 0.75
 
 
 class SimulatedCoordinator:
-    """One coordinator, on the host of one node; `election` is its own, where there is a store."""
+    """One coordinator on the host of one node; `election` is its own, in a job with a store."""
 
     def __init__(
         self, cluster: SimulatedCluster, host: str, election: SimulatedElection | None
@@ -81,20 +81,20 @@ class SimulatedCoordinator:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job has ended, which is durable, and its agents are being told."""
+        """Whether the job has ended, durably, and its agents are being informed."""
         return self.machine.phase in (Phase.CLOSING, Phase.CLOSED) and not self._busy
 
     def stood_still(self, for_s: float) -> None:
-        """Time went by in which this process heard nobody: it does not count."""
+        """Skip time in which this process received nothing: it does not count."""
         if not self._busy:  # otherwise it is counted when the record is saved
             self._lost_s += max(0.0, for_s - _STEP_MAX_S)
 
     def welcome(self, session: SimulatedSession) -> None:
-        """A new session is authenticated."""
+        """Add a newly authenticated session."""
         self.sessions[session.number] = session
 
     def hear(self, session: SimulatedSession, message: ToCoordinator) -> None:
-        """A message has come."""
+        """Queue a message."""
         if self.alive and session.number in self.sessions:
             self.take(
                 Received(
@@ -106,7 +106,7 @@ class SimulatedCoordinator:
             )
 
     def lose(self, session: SimulatedSession, reason: str, clean: bool) -> None:
-        """A session ended from the other side."""
+        """Queue the end of a session by its peer."""
         if self.sessions.pop(session.number, None) is not None:
             self.take(Broken(session.number, reason, clean=clean))
 
@@ -115,7 +115,7 @@ class SimulatedCoordinator:
         self.cluster.on_host(self.host, lambda: self._take(event))
 
     def end(self, why: str, *, clean: bool, tells: bool = True) -> None:
-        """The coordinator is no more; `tells`: the kernel closes its sessions."""
+        """End the coordinator; `tells`: the kernel closes its sessions."""
         if not self.alive:
             return
         self.alive = False
@@ -135,7 +135,7 @@ class SimulatedCoordinator:
         self._work()
 
     def _authority(self, held: bool, reason: str) -> None:
-        """Hand the election's word on: before all else that still waits."""
+        """Deliver a change of authority, ahead of queued events."""
         if self.alive:
             self._changes.append(AuthorityChanged(held, reason))
             self._work()

@@ -59,7 +59,7 @@ class Faults:
         self.over_s = 0.0
 
     def plan(self) -> None:
-        """Put all faults of this history on the clock."""
+        """Schedule all faults of this history."""
         for planned in self._setting.plan:
             self._cluster.clock.after(planned.at_s, lambda p=planned: self._begin(p))  # type: ignore[misc]
             self._until(planned.at_s - self._cluster.clock.now_s)
@@ -121,7 +121,7 @@ class Faults:
         self._cluster.resize(low, high)
 
     def _mismatch(self) -> None:
-        """Members call different collectives, and all of them wait; in some worlds in a row."""
+        """Let members call different collectives, so that all wait, in several worlds in a row."""
         worlds = self._rng.choice((1, 1, 2, 3))
         self._tell(f"the members of the next {worlds} worlds that reduce wait for one another")
         self._cluster.residents.mismatch(worlds, self._cluster.clock.now_s + _TRAP_S)
@@ -147,7 +147,7 @@ class Faults:
             self._back(name, self._rng.choice((0.1, 1.0, 5.0)))
 
     def _die_at_step(self) -> None:
-        """Kill whoever comes to a nasty place next: a coordinator's mostly."""
+        """Kill the next process that reaches a crash point, mostly a coordinator."""
         steps = _COORDINATOR_STEPS if self._rng.random() < 0.7 else _AGENT_STEPS
         step, left = self._rng.choice(steps), self._rng.choice((1, 1, 2, 3, 5, 9))
         back_s = self._rng.choice((0.1, 1.0, 6.0))
@@ -176,7 +176,7 @@ class Faults:
             self._later(self._rng.random() * 0.01, self._worker_crash)
 
     def _workers_in_turn(self) -> None:
-        """One worker after the other: while others recover, join and heal."""
+        """Kill one worker after the other, while others recover, join and heal."""
         for number in range(self._rng.choice((2, 3, 5, 8))):
             delay_s = number * self._rng.choice((0.03, 0.2, 0.7, 1.6))
             self._later(delay_s + self._rng.random() * 0.3, self._worker_crash)
@@ -193,7 +193,7 @@ class Faults:
         self._stand_still(self._some(), self._rng.choice((0.5, 2.0, 4.0, 9.0, 140.0)))
 
     def _pause_coordinator(self) -> None:
-        """A coordinator stands still for a little more than its lease lasts."""
+        """Stop a coordinator for slightly longer than its lease lasts."""
         ttl_s = self._setting.spec.timing.lease_ttl_s
         self._stand_still(self._seat(), ttl_s * self._rng.uniform(0.85, 2.0))
 
@@ -209,11 +209,11 @@ class Faults:
     # One process of a host, and no other.
 
     def _stop_agent(self) -> None:
-        """The workers go on, and the warden is there."""
+        """Stop an agent; its workers continue, and the orphan reaper runs."""
         self._stop_processes("agent")
 
     def _stop_agent_and_warden(self) -> None:
-        """Nobody can end the workers, so these have to look at their deadline by themselves."""
+        """Stop agent and orphan reaper, so that workers have to check their deadline themselves."""
         looks = self._setting.script.asks or self._setting.in_place
         self._stop_processes("agent", *("warden",) * looks)
 
@@ -256,7 +256,7 @@ class Faults:
         self._cluster.break_session(self._some(), "connection reset")
 
     def _replay(self) -> None:
-        """A frame that comes twice, or too early, has the wrong sequence number."""
+        """Deliver a frame twice or early, so that its sequence number is wrong."""
         self._cluster.break_session(self._some(), "a frame has the wrong sequence number")
 
     def _flap(self) -> None:
@@ -301,7 +301,7 @@ class Faults:
         self._later(self._rng.choice((1.0, 3.5, 8.0, 20.0, 160.0)), self._heal)
 
     def _partial(self) -> None:
-        """Some pairs of hosts do not reach each other, though both reach all others."""
+        """Cut some pairs of hosts, though both reach all others."""
         names = [*self._cluster.nodes]
         for _ in range(self._rng.choice((1, 1, 2, 3))):
             one, other = self._rng.choice(names), self._rng.choice([*names, self._seat()])
@@ -364,7 +364,7 @@ class Faults:
             self._back(name, 14.0)
 
     def _give_up(self) -> None:
-        """A host is lost to its cluster, and seldom dead: another agent takes the place of its."""
+        """Lose a host to its cluster, seldom dead: another agent replaces its agent."""
         name, how = self._some(), self._rng.random()
         if how < 0.5:
             self._cut_off(name, store=self._rng.random() < 0.5)

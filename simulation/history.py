@@ -53,7 +53,7 @@ _LOOK_EVENTS = 16
 
 
 class HistoryResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a history came to."""
+    """The outcome of a history."""
 
     seed: int
     mode: str
@@ -67,7 +67,7 @@ class HistoryResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryFailedError(AssertionError):
-    """A history broke what must hold; the message is its story and how to replay it."""
+    """A history broke an invariant; the message is its story and how to replay it."""
 
     def __init__(self, account: str, what: str, story: str) -> None:
         super().__init__(account)
@@ -98,7 +98,7 @@ class History:
         self._events = 0
 
     def run(self) -> HistoryResult:
-        """Play it to its end; raise HistoryFailedError where something did not hold."""
+        """Play it to its end; raise HistoryFailedError if an invariant did not hold."""
         try:
             self._play()
         except Exception as fault:
@@ -141,7 +141,7 @@ class History:
         return max(self.faults.over_s, self.cluster.disturbed_s)
 
     def _is_settled(self) -> bool:
-        """Whether nothing more will come: the job has ended and all know, or trains on."""
+        """Whether nothing more will happen: the job has ended everywhere, or trains stably."""
         cluster = self.cluster
         if cluster.clock.now_s < max(self.faults.over_s, _BOOT_S):
             return False
@@ -163,7 +163,7 @@ class History:
 
 
 def trains(cluster: SimulatedCluster) -> bool:
-    """Return whether the newest world makes steps, and its coordinator is content."""
+    """Return whether the newest world makes steps, and its coordinator plans no change."""
     phases = [seat.machine.phase for seat in cluster.seats.values()]
     recent_s = cluster.clock.now_s - cluster.checks.step_s
     steps = recent_s < 2 * cluster.training.script.step_s + 1.0
@@ -178,7 +178,7 @@ def left_out(cluster: SimulatedCluster) -> str:
 
 
 def stuck(cluster: SimulatedCluster) -> str:
-    """Return what is broken where all had the time to recover: nobody trains, or nobody knows."""
+    """Return what is broken after enough time to recover: training, or the knowledge of the end."""
     alive = [node for node in cluster.nodes.values() if node.alive and not node.signalled]
     may_train = [node for node in alive if node.incarnation not in cluster.given_up]
     if cluster.checks.outcome is not None:
@@ -200,7 +200,7 @@ def stuck(cluster: SimulatedCluster) -> str:
 
 
 def ended_in_vain(cluster: SimulatedCluster, quiet_s: float) -> str:
-    """Return what is wrong where a job ended for want of nodes, with enough of them there."""
+    """Return what is wrong if a job ended for lack of nodes though enough were there."""
     checks, outcome = cluster.checks, cluster.checks.outcome
     if outcome is None or outcome.slug != "rdzv-timeout" or len(checks.here) < cluster.fewest:
         return ""
@@ -229,5 +229,5 @@ def replay(setting: HistorySetup, cut: Cut) -> str:
 
 
 def run_seed(seed: int, *, cut: Cut = WHOLE, **drawn: Any) -> HistoryResult:
-    """Play a history of `setup_of`; raise HistoryFailedError where something did not hold."""
+    """Play a history of `setup_of`; raise HistoryFailedError if an invariant did not hold."""
     return History(setup_of(seed, **drawn), cut).run()

@@ -74,7 +74,7 @@ class InPlaceTraining:
     # What the shell of an agent does.
 
     def start(self, group: InPlaceGroup) -> None:
-        """Fork all workers of a node; those without a place get ready for a later one."""
+        """Fork all workers of a node; those without a place prepare for a later one."""
         self.groups = [g for g in self.groups if g.phase != "gone"] + [group]
         ranks = tuple(range(group.size))
         for local_rank in ranks:
@@ -83,7 +83,7 @@ class InPlaceTraining:
         self._clock.after(0.002, lambda: group.feed(GroupStarted(group.start_fence, pids)))
 
     def start_workers(self, group: InPlaceGroup, ranks: tuple[int, ...], delay_s: float) -> None:
-        """Fork successors of workers that have ended."""
+        """Fork replacements of workers that have ended."""
 
         def fork() -> None:
             if group.phase != "running":
@@ -95,7 +95,7 @@ class InPlaceTraining:
         self._clock.after(delay_s, fork)
 
     def interrupt(self, group: InPlaceGroup) -> None:
-        """End the step in hand of all workers of a node."""
+        """Interrupt the current step of all workers of a node."""
         group.minding.world_ended()
         for worker in [*group.inside()]:
             self._break_off(worker)
@@ -121,13 +121,13 @@ class InPlaceTraining:
         self._clock.after(0.002, lambda: self._tell_able(group))
 
     def crash(self, group: InPlaceGroup, local_rank: int, exit_code: int = -9) -> None:
-        """One worker dies of itself."""
+        """Let one worker die by itself."""
         worker = group.workers.get(local_rank)
         if worker is not None and worker.alive and group.phase != "gone":
             self._die(worker, exit_code, "")
 
     def vanish(self, group: InPlaceGroup) -> None:
-        """All workers of a node are dead at once, and nobody there can tell."""
+        """Let all workers of a node die at once, without a report."""
         group.phase = "gone"
         for worker in [w for w in group.workers.values() if w.alive]:
             self._end(worker, "dead")
@@ -152,7 +152,7 @@ class InPlaceTraining:
         self._clock.after(lives_s + 0.01, lambda: self._gone(group))
 
     def left_out(self, *, paid: bool) -> str:
-        """Return who waits for a place in the newest world, as `places.left_out` has it."""
+        """Return which workers wait for a place in the newest world, as `places.left_out` does."""
         return left_out(self._worlds.values(), self.groups, paid=paid)
 
     # Processes.
@@ -178,7 +178,7 @@ class InPlaceTraining:
             self._enter(worker, first, first.rank_base + worker.local_rank)
 
     def _declare(self, worker: SimulatedWorker) -> None:
-        """The worker can enter another world from now on."""
+        """Report that the worker can enter another world from now on."""
         if not worker.able:
             worker.able, worker.able_s = True, self._clock.now_s
             delay_s = 0.001 + self._rng.random() * 0.01
@@ -205,7 +205,7 @@ class InPlaceTraining:
         group.feed(WorkerFailed(group.start_fence, failure, self._clock.now_s))
 
     def _end(self, worker: SimulatedWorker, stage: str) -> None:
-        """The process is no more; some of those that wait for it notice."""
+        """End the process; some of those that wait for it notice."""
         world, worker.world, worker.stage = worker.world, None, stage
         worker.committed, worker.able = None, False
         if not any(each.alive for each in worker.group.workers.values()):
@@ -222,7 +222,7 @@ class InPlaceTraining:
                 self._clock.after(delay_s, lambda p=peer: self._lose(p, world))  # type: ignore[misc]
 
     def _lose(self, worker: SimulatedWorker, world: Gathering, text: str = _CLOSED) -> None:
-        """A collective of the worker has failed."""
+        """Let a collective of the worker fail."""
         if worker.world is not world or worker.stage not in WAITS_FOR_PEERS:
             return
         if not worker.able:
@@ -232,7 +232,7 @@ class InPlaceTraining:
         worker.group.feed(WorkerLost(worker.group.start_fence, world.fence, text))
 
     def _break_off(self, worker: SimulatedWorker) -> None:
-        """The worker leaves its world; a step that it did not apply is not applied any more."""
+        """Let the worker leave its world; it no longer applies an unfinished step."""
         world = worker.world
         if worker.stage == "applying" and world is not None:
             worker.ready = self._rng.random() >= 0.5
@@ -273,7 +273,7 @@ class InPlaceTraining:
         self._meet(world)
 
     def _watch(self, worker: SimulatedWorker, world: Gathering) -> None:
-        """A wait for peers that does not end fails after its timeout."""
+        """Let a wait for peers that does not end fail after its timeout."""
         if worker.world is not world:
             return
         if world.mismatched:
@@ -345,7 +345,7 @@ class InPlaceTraining:
             self._clock.after(self.script.step_s, lambda: self._reduce(world))
 
     def _reduce(self, world: Gathering) -> None:
-        """The reduction of a step ends for all at once; each applies it in its own moment."""
+        """End the reduction of a step for all at once; each applies it at its own moment."""
         world.busy = False
         if not world.all_are("computing"):
             return
@@ -371,7 +371,7 @@ class InPlaceTraining:
         self.mismatches, self._mismatch_until_s = worlds, until_s
 
     def _mind(self, world: Gathering) -> None:
-        """Let agents look at a world that stands still, until its workers have left it."""
+        """Let agents observe a world that stands still, until its workers have left it."""
         inside = [w for w in world.workers.values() if w.world is world]
         for group in {id(w.group): w.group for w in inside}.values():
             if group.phase == "running" and group.fence == world.fence:
@@ -395,7 +395,7 @@ class InPlaceTraining:
             self._save(worker.committed)
 
     def _call(self, worker: SimulatedWorker, world: Gathering) -> None:
-        """One boundary; a gated worker waits there until it is told the target."""
+        """Play one boundary; a gated worker waits there until the target is known."""
         group = worker.group
         if worker.world is not world or worker.stage != "boundary":
             return
@@ -419,7 +419,7 @@ class InPlaceTraining:
         self.saved_step = max(self.saved_step, steps)
 
     def _finish(self, world: Gathering) -> None:
-        """All have the last step: each exits in its own moment, if it is not broken off."""
+        """After the last step each worker exits at its own moment, unless it is interrupted."""
         steps = self.script.steps
         if not all(w.world is world and w.committed == steps for w in world.workers.values()):
             return

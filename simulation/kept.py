@@ -17,7 +17,7 @@ from simulation.setup import Cut
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """One history that is played for ever."""
+    """One history that is always played."""
 
     seed: int
     store_backed: bool
@@ -28,7 +28,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_kept(path: Path) -> list[Kept]:
-    """Return the histories of a file of kept seeds; ValueError where a line is not one."""
+    """Return the histories of a file of kept seeds; ValueError for a malformed line."""
     return [
         _kept(line) for line in path.read_text("utf-8").splitlines() if line.split("#")[0].strip()
     ]

@@ -18,7 +18,7 @@ from simulation.places import Gathering, InPlaceGroup, SimulatedWorker
 
 
 class Mesh:
-    """Of replicas of `span` nodes; 0: the state is not sharded. `tell` says who is able."""
+    """Replicas of `span` nodes; 0: the state is not sharded. `tell` reports recoverable workers."""
 
     def __init__(
         self,
@@ -30,31 +30,31 @@ class Mesh:
         self.span, self._clock, self._rng, self._tell = span, clock, rng, tell
 
     def said(self, group: InPlaceGroup) -> Sharding | None:
-        """Return what the workers of a node say of the state that they hold."""
+        """Return what the workers of a node report of their sharded state."""
         return Sharding(group.sole, self.span, group.part, group.level) if self.span else None
 
     def seat(self, world: Gathering, members: Sequence[SimulatedWorker]) -> bool:
-        """Agree on who holds what; False where they can neither step nor come to one step."""
+        """Agree on slices; False if the members can neither step nor come to one step."""
         if self.span < 2 or _seated(members, self.span):
             return True
         world.is_uneven = all(worker.group.part != NO_SLICE for worker in members)
         return world.is_uneven
 
     def advance(self, members: Sequence[SimulatedWorker], base: int) -> None:
-        """Have those apply a step that others have applied, who hold all that it takes."""
+        """Let members apply a step of the others, if they hold all that it takes."""
         for worker in members if self.span > 1 else ():
             if worker.ready and worker.committed == base - 1:
                 worker.committed = base
 
     def is_lost(self, members: Sequence[SimulatedWorker], base: int) -> bool:
-        """Whether nobody of these holds some shard at this step."""
+        """Whether no member holds some shard at this step."""
         if self.span < 2:
             return any(worker.group.lacks for worker in members)
         held = {shard(worker) for worker in members if worker.committed == base}
         return len(held) < self.span * max(worker.group.size for worker in members)
 
     def can_give(self, world: Gathering, worker: SimulatedWorker) -> bool:
-        """Whether anybody in a world has what this worker needs; a checkpoint is always there."""
+        """Whether a member has what this worker needs; a checkpoint is always there."""
         return not world.from_state or any(
             peer.world is world
             and peer.committed == world.base
@@ -63,7 +63,7 @@ class Mesh:
         )
 
     def level(self, world: Gathering) -> None:
-        """All wait for the last to have the state; then there is nothing more to do here."""
+        """Bring all members to the last one's step; then this world has nothing more to do."""
         members = [*world.workers.values()]
         if not world.all_are("healing") or any(w.committed != world.base for w in members):
             return
@@ -76,12 +76,12 @@ class Mesh:
 
 
 def shard(worker: SimulatedWorker) -> tuple[int, int]:
-    """Return what tells the shard of a worker from others."""
+    """Return the identity of a worker's shard."""
     return worker.group.part, worker.local_rank
 
 
 def _seated(members: Sequence[SimulatedWorker], span: int) -> bool:
-    """Give parts to those who have none; False where the members are no whole replicas."""
+    """Give slices to members without one; False if the members are not whole replicas."""
     groups = [*dict.fromkeys(worker.group for worker in members)]
     held = Counter(group.part for group in groups)
     free = held.pop(NO_SLICE, 0)

@@ -115,12 +115,12 @@ class SimulatedNode:
 
     @property
     def stands_still(self) -> bool:
-        """Whether any of its processes does."""
+        """Whether any of its processes is stopped."""
         return self.paused or self.workers_paused or self.warden_paused
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its workers are to begin no step: the deadline in their pages has passed."""
+        """Whether its workers may begin no step: the deadline on their status pages has passed."""
         return self.until_boot_s is not None and self.clock.boot_s > self.until_boot_s
 
     @property
@@ -134,7 +134,7 @@ class SimulatedNode:
         return PortOffer(self._ports, True)
 
     def feed(self, event: AgentEvent) -> None:
-        """Give the core an event, or keep it while the host is paused."""
+        """Deliver an event to the rules, or keep it while the host is paused."""
         if not self.alive:
             return
         if self.paused:
@@ -162,7 +162,7 @@ class SimulatedNode:
             self._schedule()
 
     def resume(self) -> None:
-        """Go on after a pause, with all that came meanwhile."""
+        """Resume after a pause, with all events of that time."""
         was_paused = self.paused
         self.paused = self.workers_paused = self.warden_paused = False
         if was_paused:
@@ -210,7 +210,7 @@ class SimulatedNode:
             found.feed(WorkerFailed(fence, failure, self.clock.now_s))
 
     def die(self) -> None:
-        """The agent and its workers are no more."""
+        """End the agent and its workers."""
         self.alive = False
         self.paused = self.workers_paused = self.warden_paused = False
         self.until_boot_s = None
@@ -229,7 +229,7 @@ class SimulatedNode:
             self.cluster.residents.vanish(household)
 
     def told(self, session: SimulatedSession, message: ToAgent) -> None:
-        """A message from the coordinator has come."""
+        """Accept a message from the coordinator."""
         if self.session is not session:
             return
         if not self.paused:
@@ -240,14 +240,14 @@ class SimulatedNode:
             self.cluster.ask_seated(self, lambda host: self._doubt(session, host))
 
     def unlinked(self, session: SimulatedSession, reason: str) -> None:
-        """The session was ended from the other side."""
+        """Record that the coordinator's side ended the session."""
         if self.session is session and self.alive:
             self.session = None
             self.feed(Unlinked(reason))
             self.look(0.05)
 
     def linked(self, session: SimulatedSession) -> None:
-        """A session stands."""
+        """Record a new session."""
         self.session, self._heard_s = session, self.clock.now_s
         assert self.core is not None
         offer = self.new_offer()
@@ -256,12 +256,12 @@ class SimulatedNode:
         self.feed(Linked(offer))
 
     def not_found(self, reason: str) -> None:
-        """No coordinator could be had this time."""
+        """Record that no coordinator was found this time."""
         self.feed(Unlinked(reason))
         self.look(0.2 + self.cluster.rng.random() * 0.3)
 
     def look(self, delay_s: float) -> None:
-        """Look for a coordinator in a moment."""
+        """Look for a coordinator after `delay_s`."""
         life = self.life
 
         def now() -> None:
@@ -275,7 +275,7 @@ class SimulatedNode:
         self.clock.after(delay_s, now)
 
     def drop(self, reason: str) -> None:
-        """End the own session without a goodbye."""
+        """End the agent's session without notice."""
         session, self.session = self.session, None
         if session is not None:
             self.cluster.close_from_agent(session, reason, clean=False)
@@ -283,7 +283,7 @@ class SimulatedNode:
             self.look(0.05)
 
     def job_is_over(self, outcome: Outcome) -> None:
-        """The store says that the job has ended, and no coordinator is there to tell it."""
+        """Learn from the store that the job has ended, without a coordinator to say so."""
         if self.welcomed:
             exit_ = Exit(outcome.exit_code, outcome.reason, outcome)
         else:

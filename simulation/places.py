@@ -92,7 +92,7 @@ class InPlaceGroup:
 
     @property
     def calls(self) -> int:
-        """How often the furthest worker with a place has come to a boundary."""
+        """The boundary that the furthest worker with a place has reached."""
         return max((w.calls for w in self.inside()), default=0)
 
     @property
@@ -112,7 +112,7 @@ class InPlaceGroup:
 
     @property
     def passed(self) -> int:
-        """The last boundary that one of them has gone on from; 0 where all stand at the first."""
+        """The last boundary that any of them has passed; 0 while all are at the first."""
         stands = ("meeting", "healing", "boundary", "parked")
         return max((w.calls + (w.stage not in stands) for w in self.inside()), default=0)
 
@@ -129,7 +129,7 @@ class InPlaceGroup:
 
     @property
     def sole(self) -> bool:
-        """Whether some of its workers hold what nobody on another node does."""
+        """Whether some of its workers hold what no worker of another node holds."""
         return any(w.sole for w in self.workers.values() if w.alive)
 
     @property
@@ -177,7 +177,7 @@ class Gathering:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether all who came have ended, and it never began: nobody served its store."""
+        """Whether all that came have ended and it never began: its store was not served."""
         return self.began_s is None and not any(w.alive for w in self.workers.values())
 
 

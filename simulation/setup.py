@@ -92,7 +92,7 @@ class PlannedFault(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left out of a history, to see whether it still fails."""
+    """What is left out of a history, to test whether it still fails."""
 
     without: tuple[int, ...] = ()
     nodes: int = 0  # the first nodes that are kept; 0: all
@@ -115,7 +115,7 @@ class HistorySetup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mode(self) -> str:
-        """How the coordinator's seat is found."""
+        """How the coordinator is found."""
         return "store" if self.store_backed else "endpoint"
 
     def cut(self, cut: Cut) -> HistorySetup:
@@ -129,7 +129,7 @@ class HistorySetup(msgspec.Struct, frozen=True, kw_only=True):
 def setup_of(
     seed: int, *, store_backed: bool, in_place: bool = False, span: int = 0
 ) -> HistorySetup:
-    """Draw the job, its nodes and its faults; with `span` the same, of sharded state."""
+    """Draw the job, its nodes and its faults; `span` draws the same with sharded state."""
     rng = random.Random(f"setting {seed} {store_backed}" + " in place" * in_place)
     nodes = rng.choice((1, 2, 2, 3, 3, 4, 5, 6))
     low = rng.randint(1, nodes)
@@ -181,7 +181,7 @@ def setup_of(
 
 
 def _plan(rng: random.Random, *, store_backed: bool, in_place: bool) -> tuple[PlannedFault, ...]:
-    """Draw the faults: single ones, and two or three at once or one upon the other."""
+    """Draw the faults: single ones, and two or three at once or in sequence."""
     weights = WEIGHTS | (STORE_WEIGHTS if store_backed else {})
     if in_place:
         weights |= IN_PLACE_WEIGHTS
@@ -201,7 +201,7 @@ def _plan(rng: random.Random, *, store_backed: bool, in_place: bool) -> tuple[Pl
 
 
 def _resizes(seed: int) -> tuple[PlannedFault, ...]:
-    """Draw when the job's owner changes its range: in some histories, beside their faults."""
+    """Draw when the owner changes the range, in some histories, independently of the faults."""
     rng = random.Random(f"resizes {seed}")
     if rng.random() > 0.15:
         return ()
@@ -210,7 +210,7 @@ def _resizes(seed: int) -> tuple[PlannedFault, ...]:
 
 
 def _given_up(seed: int) -> tuple[PlannedFault, ...]:
-    """Draw when the job's owner gives agents up: in some histories, beside their faults."""
+    """Draw when the owner gives agents up, in some histories, independently of the faults."""
     rng = random.Random(f"given up {seed}")
     if rng.random() > 0.1:
         return ()
@@ -219,7 +219,7 @@ def _given_up(seed: int) -> tuple[PlannedFault, ...]:
 
 
 def _mismatch(seed: int) -> tuple[PlannedFault, ...]:
-    """Draw when the members of a world call different collectives: in some histories, once."""
+    """Draw when members of a world call different collectives: once, in some histories."""
     rng = random.Random(f"mismatch {seed}")
     if rng.random() > 0.1:
         return ()
@@ -227,7 +227,7 @@ def _mismatch(seed: int) -> tuple[PlannedFault, ...]:
 
 
 def _still(seed: int) -> tuple[PlannedFault, ...]:
-    """Draw which processes stand still alone, and when: in some histories, beside their faults."""
+    """Draw which processes are stopped alone, and when, in some histories."""
     rng = random.Random(f"still {seed}")
     if rng.random() > 0.15:
         return ()
@@ -238,6 +238,6 @@ def _still(seed: int) -> tuple[PlannedFault, ...]:
 
 
 def _sees_deaths(seed: int) -> tuple[PlannedFault, ...]:
-    """Draw whether the job's owner hears of hosts that crash, and tells: no fault, in a fifth."""
+    """Draw whether the owner learns of crashed hosts: no fault, in a fifth of the histories."""
     seen = random.Random(f"sees deaths {seed}").random() < 0.2
     return (PlannedFault(SEES_DEATHS, 0.0, "sees_deaths"),) if seen else ()

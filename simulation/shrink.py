@@ -22,7 +22,7 @@ SHRINK_S = 20.0
 def shrunk(
     setting: HistorySetup, cut: Cut, failure: HistoryFailedError, limit_s: float = SHRINK_S
 ) -> HistoryFailedError:
-    """Return the failure of the smallest history found that fails as `failure` says."""
+    """Return the failure of the smallest history found that fails as `failure` does."""
     end_s = time.monotonic() + limit_s
     goes_on = True
     while goes_on:
@@ -38,7 +38,7 @@ def shrunk(
 
 
 def _smaller(setting: HistorySetup, cut: Cut) -> Iterator[Cut]:
-    """Yield what is less by one fault, and by nodes."""
+    """Yield what has one fault less, and then fewer nodes."""
     for planned in setting.plan:
         if planned.number not in cut.without:
             yield msgspec.structs.replace(cut, without=(*cut.without, planned.number))
@@ -55,5 +55,5 @@ def _failure(setting: HistorySetup, cut: Cut) -> HistoryFailedError | None:
 
 
 def _kind(failure: HistoryFailedError) -> str:
-    """What was broken, without the numbers that may differ in a smaller history."""
+    """Return what was broken, without numbers that may differ in a smaller history."""
     return re.sub(r"\d+(\.\d+)?", "N", failure.what)

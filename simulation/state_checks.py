@@ -35,11 +35,11 @@ class StateChecks:
         self.healed = 0
 
     def forks(self, before: SimulatedWorker) -> None:
-        """A successor of this worker is started."""
+        """Check the start of a replacement for this worker."""
         self._require(not before.alive, f"{before.name} is to have a successor, and lives")
 
     def given(self, worker: SimulatedWorker) -> None:
-        """A worker is to have a place; the agent knows of those that ended on the way."""
+        """Check a place given to a worker; the agent knows of those that ended on the way."""
         core = self._cluster.nodes[worker.group.host].core
         told = core.group.failures if core is not None and core.group is not None else {}
         self._require(
@@ -48,7 +48,7 @@ class StateChecks:
         )
 
     def enters(self, worker: SimulatedWorker, world: Gathering, rank: int) -> None:
-        """A worker comes to the store of a world."""
+        """Check a worker that comes to the store of a world."""
         last = self._entered.get(worker.pid)
         self._require(
             last is None or world.fence > last, f"{worker.name} enters {world.fence} after {last}"
@@ -61,7 +61,7 @@ class StateChecks:
         )
 
     def begins(self, world: Gathering, members: Sequence[SimulatedWorker]) -> None:
-        """All members have met, and know the step that they go on from."""
+        """Check a world whose members have met, and know the step that they continue from."""
         self.regrouped += world.in_place
         self.healed += sum(w.committed != world.base for w in members) if world.from_state else 0
         self._ordered(world, members)
@@ -92,7 +92,7 @@ class StateChecks:
         self._forget(world.base)
 
     def _whole(self, world: Gathering, members: Sequence[SimulatedWorker]) -> None:
-        """Where nodes take part whole or not at all, no worker of one is left out."""
+        """Check that no worker is left out on nodes that take part whole or not at all."""
         if not self._cluster.residents.script.span:
             return
         here = Counter(w.group.host for w in members)
@@ -115,7 +115,7 @@ class StateChecks:
             worker.gave_way = False
 
     def steps(self, world: Gathering) -> None:
-        """A world reduces a step."""
+        """Check a world that reduces a step."""
         self._stepped(world.fence)
         self._require(not world.is_uneven, f"{world.fence} is of no whole replicas, and steps")
         late = [
@@ -126,7 +126,7 @@ class StateChecks:
         self._require(not late, f"{', '.join(late)} step in {world.fence}, and are not of it")
 
     def commits(self, worker: SimulatedWorker, world: Gathering) -> None:
-        """A worker has applied a step."""
+        """Check a worker that has applied a step."""
         step = worker.committed
         assert step is not None
         made = self._made.setdefault(step, world)
@@ -140,7 +140,7 @@ class StateChecks:
         )
 
     def breaks_off(self, worker: SimulatedWorker) -> None:
-        """A worker leaves its world in a step; never in a drain in which all is well."""
+        """Check a worker that leaves its world in a step; never in a drain without faults."""
         world, group = worker.world, worker.group
         if world is None or worker.stage not in ("computing", "applying") or not self.is_strict:
             return
@@ -161,7 +161,7 @@ class StateChecks:
         )
 
     def stops(self, group: InPlaceGroup) -> None:
-        """The workers of a node are stopped by its agent."""
+        """Check a stop of the workers of a node by its agent."""
         node = self._cluster.nodes[group.host]
         held = [
             w
@@ -182,7 +182,7 @@ class StateChecks:
         self._stopped = max(self._stopped, (furthest.committed or 0, furthest.name))
 
     def _is_incomplete(self) -> bool:
-        """Whether some shard of the furthest state is gone: what is left of it is of no use."""
+        """Whether some shard of the furthest state is lost, so that its rest is of no use."""
         residents = self._cluster.residents
         span = residents.script.span
         left = [w for group in residents.groups for w in group.workers.values()]
@@ -194,7 +194,7 @@ class StateChecks:
         return span > 1 and len(held) < span * max((w.group.size for w in left), default=0)
 
     def _is_kept(self, worker: SimulatedWorker) -> None:
-        """Steps of a node that leaves are held by others, or saved: it parked until they were."""
+        """Check that steps of a leaving node are held by others, or saved."""
         world, steps = worker.world, worker.committed or 0
         if world is None or not world.all_are("parked") or not worker.group.drained:
             return
@@ -205,12 +205,12 @@ class StateChecks:
         )
 
     def exits(self) -> None:
-        """A worker has done all steps."""
+        """Record that a worker has made all its steps."""
         self._ended = True
 
     @property
     def is_strict(self) -> bool:
-        """Whether nothing was wrong yet but deaths of processes and hosts."""
+        """Whether the only faults so far were deaths of processes and hosts."""
         return not self._cluster.torn
 
     def _must_be_in(self, worker: SimulatedWorker) -> bool:
@@ -225,7 +225,7 @@ class StateChecks:
         )
 
     def _ordered(self, world: Gathering, members: Sequence[SimulatedWorker]) -> None:
-        """Survivors of one world keep their order, and are before joiners."""
+        """Check that survivors of one world keep their order, before joining workers."""
         known = [
             w.last for w in members if w.last is not None and not self._gave_up(w, world.fence)
         ]
@@ -255,13 +255,13 @@ class StateChecks:
         return _is_among(worker, self._cluster.checks.members_before(fence))
 
     def _gave_up(self, worker: SimulatedWorker, fence: Fence) -> bool:
-        """Whether a world between that which last began with it and `fence` had no place for it."""
+        """Whether a world between the last that it began in and `fence` had no place for it."""
         assert worker.last is not None
         between = self._cluster.checks.settled_between(worker.last[0], fence)
         return not all(_is_among(worker, members) for members in between)
 
     def _forget(self, base: int) -> None:
-        """Steps after `base` are nobody's any more, and are made again."""
+        """Forget the steps after `base`: they are made again."""
         self._made = {step: world for step, world in self._made.items() if step <= base}
         self._stopped = min(self._stopped, (base, ""))
 

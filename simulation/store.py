@@ -23,7 +23,7 @@ _PATIENCE_S = 1.0
 
 
 class SimulatedLease(msgspec.Struct, frozen=True):
-    """Who may decide, in which term, until when by the store's clock."""
+    """Which node may decide, in which term, until when by the store's clock."""
 
     holder: str
     term: int
@@ -46,7 +46,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class SimulatedStore:
-    """Atomic operations, each with a way there and a way back."""
+    """Atomic operations, each with a delay there and back."""
 
     def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
         self._clock, self._rng = clock, rng
@@ -62,7 +62,7 @@ class SimulatedStore:
         )
 
     def ask(self, host: str, deed: Callable[[], T], answer: Callable[[T | None], None]) -> None:
-        """Do `deed` atomically at the store; `answer` gets its result, or None where it is lost."""
+        """Do `deed` atomically at the store; `answer` gets its result, or None if it is lost."""
         patience = self._clock.after(_PATIENCE_S, lambda: answer(None))
 
         def there() -> None:
@@ -81,7 +81,7 @@ class SimulatedStore:
         self._clock.after(self._delay_s(), there)
 
     def take(self, host: str, ttl_s: float) -> int:
-        """Take the lease where it is free; return the term, or 0."""
+        """Take the lease if it is free; return the term, or 0."""
         before = self.lease
         if before is not None and self._clock.now_s < before.until_s:
             return 0
@@ -102,13 +102,13 @@ class SimulatedStore:
         return self.lease.term
 
     def release(self, term: int) -> bool:
-        """Give the lease up."""
+        """Release the lease."""
         if self.lease is not None and self.lease.term == term:
             self.revoke()
         return True
 
     def revoke(self) -> None:
-        """Let the lease end now, whoever holds it."""
+        """End the lease now."""
         if self.lease is not None:
             self.lease = SimulatedLease(self.lease.holder, self.lease.term, self._clock.now_s)
 
@@ -126,11 +126,11 @@ class SimulatedStore:
         return True, self.filed
 
     def seated(self) -> tuple[Published | None]:
-        """Return where the latest coordinator said that it listens."""
+        """Return where the latest coordinator listens."""
         return (self.seat,)
 
     def publish(self, seat: Published) -> bool:
-        """Say where a coordinator listens, unless one of a later term has; return whether."""
+        """Publish where a coordinator listens, unless a later term did; return whether."""
         if self.seat is not None and self.seat.term > seat.term:
             return False
         self.seat = seat

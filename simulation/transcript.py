@@ -37,7 +37,7 @@ def replayed(page: str) -> str:
 
 
 class Play:
-    """One cluster and what is commanded to it."""
+    """One cluster and the commands to it."""
 
     def __init__(self) -> None:
         self._cluster: SimulatedCluster | None = None
@@ -67,7 +67,7 @@ class Play:
         return self._cluster
 
     def do(self, command: str) -> list[str]:
-        """Carry out one command; return the lines that it led to."""
+        """Perform one command; return the lines that it led to."""
         verb, *words = command.split()
         if verb == "job":
             self._job(dict(word.split("=") for word in words))

@@ -51,7 +51,7 @@ class Script:
 
 @dataclass(slots=True)
 class StoppedProcesses:
-    """Hosts of which a zygote, a store process or a keeper stands still."""
+    """Hosts on which a zygote, a store process or a snapshot server is stopped."""
 
     zygotes: set[str] = field(default_factory=set)
     stores: set[str] = field(default_factory=set)
@@ -162,7 +162,7 @@ class Training:
         self._clock.after(delay_s, lambda: self._compute(run, group))
 
     def _must_have_saved(self) -> None:
-        """A drain that every worker took part in leaves at most the step after it to redo."""
+        """Check that a drain with all workers leaves at most the step after it to redo."""
         last = self._last
         if last is None or not all(g.saved and g.target for g in last.groups.values()):
             return
@@ -170,7 +170,7 @@ class Training:
         assert redone <= 1, f"{redone} steps were lost in the drain of {last.fence}"
 
     def crash(self, group: LocalGroup, local_rank: int, exit_code: int = -9) -> None:
-        """One worker dies of itself."""
+        """Let one worker die by itself."""
         if group.phase not in ("starting", "computing", "broken"):
             return
         self._checks.ledger.died(group.fence)
@@ -178,7 +178,7 @@ class Training:
         self._peers_notice(group)
 
     def vanish(self, group: LocalGroup) -> None:
-        """All workers of a node are dead at once, and nobody there can tell."""
+        """Let all workers of a node die at once, without a report."""
         was_computing, group.phase = group.computes, "gone"
         if was_computing:
             self._peers_notice(group)
@@ -238,7 +238,7 @@ class Training:
             self._watch(group)
 
     def _watch(self, group: LocalGroup) -> None:
-        """A collective that does not end fails after its timeout, unless it was not begun."""
+        """Let a collective that does not end fail after its timeout, unless it was not begun."""
         if not group.computes:
             return
         due_s = group.moved_s + _COLLECTIVE_TIMEOUT_S
@@ -255,7 +255,7 @@ class Training:
             self._clock.after(self.script.step_s, lambda: self._step(run))
 
     def _waits(self, run: SimulatedRun) -> bool:
-        """Whether some group has not come out of its last call of should_checkpoint()."""
+        """Whether some group is still in its last call of should_checkpoint()."""
         return any(g.calls < run.steps for g in run.groups.values())
 
     def _step(self, run: SimulatedRun) -> None:
@@ -281,7 +281,7 @@ class Training:
             self._clock.after(delay_s, lambda g=group: self._call(run, g))  # type: ignore[misc]
 
     def _call(self, run: SimulatedRun, group: LocalGroup) -> None:
-        """One should_checkpoint(); a gated one blocks until it is told the target."""
+        """Play one should_checkpoint(); a gated one blocks until its target is known."""
         if not group.computes or group.calls >= run.steps:
             return
         is_overdue = self.script.asks and self._still.is_overdue(group.host)
@@ -336,7 +336,7 @@ class Training:
         group.feed(WorkerFailed(group.fence, failure, self._clock.now_s))
 
     def _peers_notice(self, lost: LocalGroup) -> None:
-        """Neighbours in the ring fail in some tens of milliseconds; others hang."""
+        """Let neighbours in the ring fail within some tens of milliseconds; others hang."""
         run = lost.run
         assert run is not None
         for group in run.groups.values():
