@@ -60,12 +60,12 @@ def test_no_step_is_lost_or_made_twice_in_any_history(chunk, store_backed):
 
 
 @MODES
-def test_nor_where_workers_take_part_by_whole_nodes(store_backed):
+def test_no_step_is_lost_with_whole_nodes(store_backed):
     holds(play(range(2 * CHUNK), [store_backed], in_place=True, span=1), span=1)
 
 
 @MODES
-def test_nor_where_a_replica_is_of_two_nodes(store_backed):
+def test_no_step_is_lost_with_replicas_of_two_nodes(store_backed):
     holds(play(range(2 * CHUNK), [store_backed], in_place=True, span=2), span=2)
 
 
@@ -82,7 +82,7 @@ def test_no_step_is_lost_or_made_twice_in_a_million_histories(store_backed):
 @pytest.mark.timeout(36_000)
 @pytest.mark.parametrize("span", [1, 2, 3])
 @MODES
-def test_nor_of_a_state_that_is_sharded_over_replicas(store_backed, span):
+def test_no_step_is_lost_with_sharded_state(store_backed, span):
     seeds = range(2 * CHUNK, 2 * CHUNK + SOAK_SEEDS // 10)
     jobs = len(os.sched_getaffinity(0))
     holds(play(seeds, [store_backed], jobs, in_place=True, span=span), span=span)

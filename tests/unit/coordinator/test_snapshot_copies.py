@@ -1,4 +1,4 @@
-"""Copies of snapshots at other nodes: one at a time, and what is left of one that is cut short."""
+"""Copies of snapshots on other nodes: one at a time, and what remains of an interrupted one."""
 
 from elastane.protocol.checkpoints import Key
 from elastane.snapshots.rules.replicas import IncomingReplicas, OutgoingReplicas, ReplicaName

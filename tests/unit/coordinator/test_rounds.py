@@ -1,7 +1,7 @@
-"""Rounds: who is gathered when, who is a member, and what an arrival or a departure does."""
+"""Rounds: gathering, membership, and the effects of arrivals and departures."""
 
 import pytest
-from core_driver import job_spec
+from coordinator_driver import job_spec
 
 from elastane.protocol.limits import FENCE_WAIT_S
 from elastane.protocol.messages import Assign, Drain, Release, Stop
@@ -98,7 +98,7 @@ def test_a_survivor_that_never_warmed_up_is_not_left_out(driver):
     assert job.ranks() == ["a", "b"] and job.assigned["b"].fence == Fence(1, 1)
 
 
-def test_spares_wait_and_take_the_place_of_who_departs(pair):
+def test_a_spare_replaces_a_departed_node(pair):
     pair.join("spare")
     pair.passes(10.0, alive=["a", "b", "spare"])
     assert pair.phase == "running"
@@ -166,7 +166,7 @@ def test_a_spare_that_leaves_disturbs_nobody(pair):
     assert not pair.got("a", Stop)
 
 
-def test_an_unseen_world_holds_up_a_store_backed_job_until_it_must_have_stopped(driver):
+def test_an_unreachable_world_delays_the_next_until_it_must_have_stopped(driver):
     world_of_a = driver(job_spec(1, 1), store_backed=True)
     world_of_a.join("a")
     world_of_a.join("spare")
@@ -179,7 +179,7 @@ def test_an_unseen_world_holds_up_a_store_backed_job_until_it_must_have_stopped(
     assert world_of_a.ranks() == ["spare"]
 
 
-def test_a_world_whose_agent_has_died_holds_nobody_up(driver):
+def test_a_world_whose_agent_died_delays_nothing(driver):
     job = driver(job_spec(1, 1), store_backed=True)
     job.join("a")
     job.join("spare")
@@ -278,7 +278,7 @@ def test_half_a_world_that_comes_back_is_stopped_and_gets_another_round(pair, dr
     assert new.ranks() == ["b", "c"] and new.assigned["b"].fence == Fence(2, 0)
 
 
-def test_half_a_world_that_goes_on_alone_gets_another_round_too(elastic, driver):
+def test_half_a_world_that_continues_alone_gets_another_round(elastic, driver):
     new = driver(elastic.spec)
     new.join("b", holding=elastic.holding("b"), welcomed=True)
     new.passes(2.1, alive="b")
@@ -288,7 +288,7 @@ def test_half_a_world_that_goes_on_alone_gets_another_round_too(elastic, driver)
     assert new.ranks() == ["b"] and new.assigned["b"].fence == Fence(2, 0)
 
 
-def test_fences_and_budget_go_on_where_nobody_has_workers(driver):
+def test_fences_and_budget_continue_without_any_workers(driver):
     new = driver()
     new.join("a", welcomed=True, seen=Fence(4, 2), restarts_seen=2)
     new.join("b")

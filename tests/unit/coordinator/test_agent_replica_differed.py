@@ -1,7 +1,7 @@
-"""A worker whose replica differed: its agent tells of it, and does no more."""
+"""A worker whose replica differed: its agent reports it, and does no more."""
 
 import pytest
-from test_core_agent import FENCE, Agent
+from test_agent_rules import FENCE, Agent
 
 from elastane.protocol.effects import Tell, Transmit
 from elastane.protocol.events import ReplicaDiffered

@@ -1,9 +1,9 @@
-"""Recovery in place where messages cross, coordinators change, and workers end on the way."""
+"""Recovery in place while messages cross, coordinators change, and workers end."""
 
 import msgspec
 import pytest
-from core_driver import Driver, job_spec, node_spec
-from test_core_regroup import able, dies, in_place, kinds, regrouped
+from coordinator_driver import Driver, job_spec, node_spec
+from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
 from elastane.agent.rules.agent import AgentCore
 from elastane.protocol.effects import RegroupWorkers, Transmit
@@ -230,7 +230,7 @@ def test_a_reason_to_wait_is_forgotten_with_its_world():
     assert job.machine.phase == "running" and kinds(job, "a")[-1] is not Interrupt
 
 
-def test_a_joiner_that_registers_again_is_not_charged_again():
+def test_a_standby_that_registers_again_is_not_charged_again():
     job = in_place(nodes="ab", min_workers=1)
     dies(job, "a", 0, 1)
     able(job, "a", workers=(1,))
@@ -243,7 +243,7 @@ def test_a_joiner_that_registers_again_is_not_charged_again():
     assert kinds(job, "a")[-1] is Prepare, "it had not heard of the first one"
 
 
-def test_a_new_coordinator_goes_on_with_a_world_of_which_nobody_was_told():
+def test_a_new_coordinator_continues_a_world_that_no_agent_received():
     job = in_place(nodes="ab", min_workers=1)
     before = dict(job.assigned)
     dies(job, "b", 0, 1)
@@ -267,7 +267,7 @@ def test_an_agent_that_missed_its_assignment_keeps_its_workers():
     assert job.persisted[-1].restarts_used == 1
 
 
-def test_a_new_coordinator_waits_in_place_for_successors_that_were_paid_for():
+def test_a_new_coordinator_waits_in_place_for_charged_replacements():
     job = in_place(low=2, high=2)
     dies(job, "b", 0, 1)
     after = successor(job)
@@ -279,7 +279,7 @@ def test_a_new_coordinator_waits_in_place_for_successors_that_were_paid_for():
     assert regrouped(after, "b") == (Fence(2, 0), 2, (1, 0), 4)
 
 
-def test_a_world_that_was_interrupted_is_not_resumed_as_if_nothing_were_wrong():
+def test_an_interrupted_world_is_not_resumed():
     job = in_place(nodes="ab")
     after = successor(job)
     for node_id in "ab":
@@ -288,7 +288,7 @@ def test_a_world_that_was_interrupted_is_not_resumed_as_if_nothing_were_wrong():
     assert regrouped(after, "b") == (Fence(2, 0), 2, (0, 1), 4)
 
 
-def test_where_some_are_done_and_too_few_are_left_all_start_anew():
+def test_too_few_survivors_beside_finished_workers_restart():
     job = in_place(low=2, high=2)
     able(job, "a", workers=())
     dies(job, "b", 0, 1)
@@ -312,7 +312,7 @@ def test_a_successor_has_its_place_though_all_others_of_its_node_are_done_by_the
     assert agent.sent(Succeeded)[-1] == Succeeded(Fence(3, 0))
 
 
-def test_where_those_who_are_done_do_not_exit_all_start_anew_after_a_while():
+def test_finished_workers_that_do_not_exit_cause_a_restart():
     job = in_place(low=2, high=2)
     able(job, "a", workers=())
     dies(job, "b", 0, 1)

@@ -1,9 +1,9 @@
-"""What hardly ever happens in core, and must be right all the same."""
+"""Rare cases of the rules that must be right all the same."""
 
 import msgspec
-from core_driver import Driver, job_spec
-from test_core_regroup import in_place
-from test_core_regroup_again import FIRST, NEXT, Agent
+from coordinator_driver import Driver, job_spec
+from test_in_place_crossings import FIRST, NEXT, Agent
+from test_in_place_recovery import in_place
 
 from elastane.protocol.diagnosis import Sighting, failures_in_order
 from elastane.protocol.effects import Decline, InterruptGroup, StartGroup, StartWorkers
@@ -174,7 +174,7 @@ def test_a_world_that_was_not_the_last_is_forgotten_though_its_holder_is_gone():
     assert job.machine._state.unrecorded_world.fence == Fence(2, 0)
 
 
-def test_nobody_follows_workers_that_were_all_stopped_meanwhile():
+def test_workers_that_were_all_stopped_are_not_replaced():
     """The coordinator has not heard of that yet as it asks: it soon has, and starts all anew."""
     agent, beside = gone(), msgspec.structs.replace(NEXT, waiting=True)
     agent.does(MessageReceived(Prepare(assignment=beside, successors=True)))

@@ -1,4 +1,4 @@
-"""When each failure of an incident was, on the coordinator's one time line."""
+"""The time of each failure of an incident, on the coordinator's one time line."""
 
 from elastane.coordinator.rules.incident import Incident
 from elastane.protocol.model import Failure
@@ -20,7 +20,7 @@ def test_a_slow_report_does_not_move_a_first_failure_behind_a_second():
     assert order(incident) == [1, 3]
 
 
-def test_a_quicker_report_moves_what_slower_ones_said():
+def test_a_faster_report_moves_failures_of_slower_ones_back():
     incident = Incident(at_s=10.0, reason="", planned=False)
     incident.record("n", (failed(3, 0.0),), 10.050)
     incident.record("n", (failed(3, 0.055), failed(1, 0.056)), 10.051)

@@ -1,7 +1,7 @@
-"""Restarts: the budget, its pause, the verdict, the root cause, and how a drain goes."""
+"""Restarts: the budget and its pause, the wait for evidence, the root cause, and drains."""
 
 import pytest
-from core_driver import Driver, job_spec
+from coordinator_driver import Driver, job_spec
 from msgspec.structs import replace
 
 from elastane.coordinator.rules.incident import Crash, RestartBudget
@@ -245,7 +245,7 @@ def test_a_worker_that_dies_in_a_drain_ends_it_at_once_and_is_not_charged(elasti
     assert elastic.machine.report().restarts_used == 0
 
 
-def test_what_a_broken_session_swallowed_of_a_drain_is_told_again(elastic):
+def test_a_drain_request_lost_with_a_session_is_repeated(elastic):
     elastic.breaks("b")
     elastic.leaves("a")
     elastic.join("b", holding=elastic.holding("b"))
@@ -259,7 +259,7 @@ def test_what_a_broken_session_swallowed_of_a_drain_is_told_again(elastic):
     assert [m.calls for m in elastic.got("b", DrainTarget)] == [6, 6]
 
 
-def test_a_drain_is_gone_on_with_by_a_new_coordinator(elastic, driver):
+def test_a_new_coordinator_continues_a_drain(elastic, driver):
     new = driver(elastic.spec, record=elastic.persisted[-1], store_backed=True)
     new.assigned = elastic.assigned
     new.join("a", holding=elastic.holding("a", draining=True))
@@ -268,7 +268,7 @@ def test_a_drain_is_gone_on_with_by_a_new_coordinator(elastic, driver):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_who_had_finished_all_steps_as_a_coordinator_died_in_a_drain_does_not_begin_anew(
+def test_finished_workers_do_not_restart_after_a_coordinator_died_in_a_drain(
     elastic, driver, in_place
 ):
     """Of a script that is started anew it is not known: it may have exited to be started again."""

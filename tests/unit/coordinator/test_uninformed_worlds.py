@@ -1,15 +1,15 @@
-"""Worlds that were durable when their coordinator died, and that nobody had been told of."""
+"""Worlds that were durable when their coordinator died, and that no agent had received."""
 
 import msgspec
-from core_driver import Driver
-from test_core_regroup import able, dies, in_place, kinds
-from test_core_stateholders import steps
+from coordinator_driver import Driver
+from test_in_place_recovery import able, dies, in_place, kinds
+from test_state_holders import steps
 
 from elastane.protocol.messages import Failed, Holding, Stop, Stopped
 from elastane.protocol.model import Failure, Fence, PortOffer
 
 
-def test_what_ends_before_its_agent_heard_of_its_world_is_not_forgotten():
+def test_workers_that_end_before_their_assignment_arrives_are_reported():
     """The coordinator died when a world was durable and nobody had been told; then a worker did."""
     job = in_place(low=1, high=2, nodes="ab", min_workers=1)
     steps(job, "a", "b")
@@ -31,7 +31,7 @@ def test_what_ends_before_its_agent_heard_of_its_world_is_not_forgotten():
     assert after.assigned["b"].workers == (0,)
 
 
-def test_a_node_that_stopped_its_workers_before_it_heard_of_their_world_has_none():
+def test_a_node_that_stopped_its_workers_before_its_assignment_has_none():
     job = in_place(low=1, high=2, nodes="ab", min_workers=1)
     steps(job, "a", "b")
     first = {node_id: job.assigned[node_id] for node_id in "ab"}

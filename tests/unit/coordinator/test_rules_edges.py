@@ -1,11 +1,11 @@
-"""What seldom happens: each branch of core that no story of the other tests goes through."""
+"""Branches of the rules that no story of the other tests reaches."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
-from core_driver import Driver, job_spec
-from test_core_agent import Agent
+from coordinator_driver import Driver, job_spec
+from test_agent_rules import Agent
 
 from elastane.agent.rules.contact import Contact
 from elastane.agent.rules.group import FULL_TEXTS_MAX, SHORT_TEXT_CHARS, Group
@@ -81,7 +81,7 @@ def test_a_broken_size_is_named(now, says):
 
 
 @pytest.mark.parametrize(("holders", "is_broken"), [({"e"}, False), (set(), True)])
-def test_a_world_is_larger_than_wished_for_where_all_hold_the_state_already(holders, is_broken):
+def test_a_world_of_state_holders_may_exceed_the_maximum(holders, is_broken):
     found = invariants.broken_size(SPEC, world((1, 0), *"abcd"), world((2, 0), *"abcde"), holders)
     assert bool(found) == is_broken
 

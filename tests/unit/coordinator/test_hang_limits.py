@@ -1,4 +1,4 @@
-"""Who neither waits nor moves hangs, and nobody else; the limits are learned."""
+"""Only a worker that neither waits nor moves hangs; the limits are learned."""
 
 import random
 from dataclasses import replace

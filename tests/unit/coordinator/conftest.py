@@ -1,7 +1,7 @@
-"""What every test of core starts from."""
+"""Fixtures of the tests of coordinator and agent rules."""
 
 import pytest
-from core_driver import Driver, job_spec
+from coordinator_driver import Driver, job_spec
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""The agent: it says what it holds, keeps healthy workers, and knows when to stop them."""
+"""The agent's rules: it reports what it holds, keeps healthy workers, and stops them in time."""
 
 import msgspec
 import pytest
-from core_driver import job_spec, node_spec
+from coordinator_driver import job_spec, node_spec
 
 from elastane.agent.rules.agent import AgentCore
 from elastane.errors import ExitCode

@@ -1,8 +1,8 @@
-"""The door: each refusal names both sides and the next step; names are contested fairly."""
+"""Admission: each refusal names both sides and the next step; contests of a name are fair."""
 
 import msgspec
 import pytest
-from core_driver import VERSIONS, job_spec
+from coordinator_driver import VERSIONS, job_spec
 
 from elastane.protocol.events import Received
 from elastane.protocol.limits import ROUND_MAX
@@ -65,7 +65,7 @@ def test_a_role_or_an_address_that_cannot_be_used_is_refused(pair, given):
     assert next(iter(given)).replace("_", "-") in message.what
 
 
-def test_a_round_that_no_job_reaches_is_refused_before_anybody_has_to_surpass_it(pair):
+def test_an_absurd_round_is_refused(pair):
     pair.join("c", seen=Fence(ROUND_MAX + 1, 0))
     assert refused(pair, "c").slug == "bad-fence"
     held = pair.holding("a")
@@ -74,7 +74,7 @@ def test_a_round_that_no_job_reaches_is_refused_before_anybody_has_to_surpass_it
     assert refused(pair, "d").slug == "bad-fence"
 
 
-def test_unequal_workers_are_refused_only_where_they_were_declared_identical(driver):
+def test_unequal_workers_are_refused_only_if_declared_identical(driver):
     strict = driver(job_spec(identical_workers=True))
     strict.join("a", size=2)
     strict.join("b", size=4)
@@ -117,7 +117,7 @@ def test_a_newcomer_to_an_ended_job_is_refused(pair):
     assert "'digits' has ended: all 4 workers" in message.what
 
 
-def test_an_agent_of_the_job_that_comes_back_after_its_end_is_told_how_it_ended(pair):
+def test_an_agent_that_returns_after_the_end_receives_the_outcome(pair):
     end(pair)
     pair.breaks("a")
     pair.inbox.clear()
@@ -137,21 +137,21 @@ def test_a_second_live_agent_of_one_name_is_refused_and_the_first_stays(pair):
     assert pair.phase == "running"
 
 
-def test_a_silent_holder_of_a_name_loses_it_to_a_new_agent(pair):
+def test_a_silent_agent_loses_its_node_id_to_a_new_agent(pair):
     pair.join("a", "2", key="reborn")
     pair.passes(1.6, alive=["b"])
     assert pair.got("reborn", Welcome)
     assert pair.phase == "stopping"
 
 
-def test_what_an_agent_said_just_before_it_died_may_come_late(pair):
+def test_messages_sent_before_a_death_may_arrive_after_it(pair):
     pair.join("a", "2", key="reborn")
     pair.passes(1.4, alive=["a", "b"])
     pair.passes(1.6, alive=["b"])
     assert pair.got("reborn", Welcome) and not pair.got("reborn", Refused)
 
 
-def test_what_an_agent_says_while_its_name_is_contested_is_heard_and_counts(pair):
+def test_messages_during_a_contest_are_kept_and_applied(pair):
     pair.join("a", "2", key="reborn")
     pair.says("reborn", Heartbeat())
     pair.says("reborn", Leave("SIGTERM"))
@@ -176,7 +176,7 @@ def test_a_contest_that_outlives_the_job_ends_with_a_refusal(pair):
     assert not pair.got("late", Welcome)
 
 
-def test_a_ghost_is_replaced_at_once_and_its_place_is_kept(pair):
+def test_a_new_agent_replaces_a_disconnected_one_and_keeps_its_rank(pair):
     pair.breaks("a")
     pair.join("a", "2")
     pair.stops("b")
@@ -186,7 +186,7 @@ def test_a_ghost_is_replaced_at_once_and_its_place_is_kept(pair):
     assert pair.machine.report().restarts_used == 0
 
 
-def test_a_session_that_comes_back_in_its_grace_costs_nothing(pair):
+def test_a_session_that_returns_within_its_grace_restarts_nothing(pair):
     pair.breaks("a")
     pair.now_s += 0.05
     pair.join("a", holding=pair.holding("a"))

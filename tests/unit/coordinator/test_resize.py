@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from core_driver import Driver, job_spec
+from coordinator_driver import Driver, job_spec
 
 from elastane.protocol.events import Resized
 from elastane.protocol.log_events import EventKind
@@ -35,7 +35,7 @@ def drained(job, *names):
     job.stops(*names)
 
 
-def test_more_room_takes_in_a_node_that_waited(pair):
+def test_a_higher_maximum_admits_a_spare(pair):
     pair.join("c")
     pair.passes(2.0, alive="abc")
     assert pair.phase == "running" and not pair.got("a", Drain)
@@ -69,7 +69,7 @@ def test_nodes_that_are_taken_away_with_the_maximum_interrupt_the_others_once(th
     assert three.fence == {"round": 2, "attempt": 0}
 
 
-def test_a_higher_minimum_stops_nobody(three):
+def test_a_higher_minimum_stops_no_worker(three):
     resize(three, 5, 6)
     three.passes(30.0, alive="abc")
     assert three.phase == "running" and not three.got("a", Stop)
@@ -144,7 +144,7 @@ def in_place_of(count):
     return job
 
 
-def test_where_workers_recover_in_place_a_fault_drops_nobody_for_a_lower_maximum():
+def test_a_fault_in_place_drops_no_survivor_for_a_lower_maximum():
     job = in_place_of(3)
     resize(job, 1, 1)
     job.breaks("a")
@@ -154,7 +154,7 @@ def test_where_workers_recover_in_place_a_fault_drops_nobody_for_a_lower_maximum
     assert job.phase == "draining" and "c leave the world" in job.machine.report().reason
 
 
-def test_where_workers_recover_in_place_the_highest_ranks_give_way_at_a_boundary():
+def test_in_place_the_highest_ranks_leave_at_a_boundary():
     job = in_place_of(3)
     resize(job, 1, 2)
     job.passes(5.5, alive="abc")

@@ -1,8 +1,8 @@
-"""Agents that the job's owner has given up."""
+"""Agents that the job's owner has given up or knows to be dead."""
 
-from core_driver import Driver, job_spec
-from test_core_regroup import able
-from test_core_stateholders import unheard
+from coordinator_driver import Driver, job_spec
+from test_in_place_recovery import able
+from test_state_holders import unheard
 
 from elastane.agent.rules import contact
 from elastane.errors import ExitCode
@@ -21,7 +21,7 @@ def pods(low=1, high=3):
     return job
 
 
-def test_a_member_that_is_fenced_is_told_so_cut_and_replaced_by_a_world_without_it():
+def test_a_fenced_member_is_refused_and_the_next_world_lacks_it():
     job = pods()
     job.handle(Fenced(("uid-c",)))
     [refused] = job.got("c", Refused)
@@ -35,7 +35,7 @@ def test_a_member_that_is_fenced_is_told_so_cut_and_replaced_by_a_world_without_
     assert job.machine.report().restarts_used == 0, "the loss of a pod is no failure"
 
 
-def test_what_is_fenced_is_turned_away_and_another_pod_of_its_name_is_not():
+def test_a_fenced_pod_is_refused_and_its_replacement_is_admitted():
     job = pods()
     job.handle(Fenced(("uid-c",)))
     job.stops("a", "b")
@@ -46,7 +46,7 @@ def test_what_is_fenced_is_turned_away_and_another_pod_of_its_name_is_not():
     assert len(job.got("c", Refused)) == 2
 
 
-def test_a_fence_is_of_the_whole_name_of_a_pod():
+def test_fencing_compares_whole_pod_names():
     job = pods()
     job.handle(Fenced(("uid", "uid-", "")))
     assert not job.hangups
@@ -54,7 +54,7 @@ def test_a_fence_is_of_the_whole_name_of_a_pod():
     assert job.got("d", Refused)
 
 
-def test_who_was_fenced_before_it_came_gets_no_further_than_the_door():
+def test_an_agent_fenced_before_it_joins_is_refused():
     job = Driver(job_spec(1, 2), store_backed=True)
     job.handle(Fenced(("old",)))
     job.join("a", "old.1")
@@ -74,7 +74,7 @@ def test_a_fence_holds_while_the_coordinator_has_no_authority():
     assert job.got("a", Stop)
 
 
-def test_the_same_word_twice_changes_nothing():
+def test_a_repeated_fencing_list_changes_nothing():
     job = pods()
     for _ in range(3):
         job.handle(Fenced(("uid-c",)))
@@ -82,7 +82,7 @@ def test_the_same_word_twice_changes_nothing():
     assert len(departed) == len(job.hangups) == 1
 
 
-def test_the_roll_tells_who_is_here_and_who_of_the_world_is_not():
+def test_presence_lists_agents_here_and_members_that_departed():
     job = pods()
     assert [tuple(one) for one in job.machine.presence()] == [
         ("uid-a.1", "joined", 0),
@@ -97,7 +97,7 @@ def test_the_roll_tells_who_is_here_and_who_of_the_world_is_not():
     assert states == {"uid-a.1": "joined", "uid-b.1": "joined", "uid-c.1": "departed"}
 
 
-def test_nobody_has_departed_while_a_new_coordinator_waits_for_the_last_world():
+def test_no_member_counts_as_departed_while_a_new_coordinator_waits():
     record = pods().persisted[-1]
     job = Driver(job_spec(1, 3), record, store_backed=True)
     assert job.phase == "recovering" and job.machine.presence() == []
@@ -105,7 +105,7 @@ def test_nobody_has_departed_while_a_new_coordinator_waits_for_the_last_world():
     assert [one.state for one in job.machine.presence()] == ["joined"]
 
 
-def test_a_member_whose_connection_is_cut_is_counted_out_though_it_cannot_be_told():
+def test_a_fenced_member_without_a_connection_departs():
     job = pods()
     job.breaks("c")
     job.handle(Fenced(("uid-c",)))
@@ -133,7 +133,7 @@ def successor(job, *dead):
     return after
 
 
-def test_nobody_waits_for_a_holder_that_is_dead():
+def test_a_dead_coordinators_node_is_not_awaited():
     job = pods()
     for dead, phase in ((("uid-c",), "stopping"), ((), "recovering")):
         after = successor(job, *dead)
@@ -142,7 +142,7 @@ def test_nobody_waits_for_a_holder_that_is_dead():
         assert after.machine.phase == phase
 
 
-def test_nor_for_several_that_are():
+def test_several_dead_nodes_are_not_awaited():
     job = pods()
     after = successor(job, "uid-c", "uid-b")
     assert after.machine.phase == "recovering"
@@ -153,7 +153,7 @@ def test_nor_for_several_that_are():
     assert after.ranks() == ["a"]
 
 
-def test_nor_doubts_what_they_do_where_all_are():
+def test_dead_members_cannot_train_out_of_sight():
     job = pods()
     after = successor(job, "uid-a", "uid-b", "uid-c")
     after.join("d", "uid-d.1")
@@ -174,7 +174,7 @@ def test_a_dead_pod_is_not_another_of_its_name():
     assert after.ranks() == ["a", "b", "c"]
 
 
-def test_workers_that_are_dead_do_not_go_on_out_of_sight():
+def test_dead_workers_do_not_count_as_possibly_training():
     job = unheard(spec=job_spec(1, 2), incarnation="uid-{}.1")
     assert "may hold the state" in job.machine.report().reason
     job.handle(Fenced((), ("uid-b",)))
@@ -184,7 +184,7 @@ def test_workers_that_are_dead_do_not_go_on_out_of_sight():
     assert job.assigned["c"].fence == Fence(3, 0)
 
 
-def test_one_that_is_said_to_be_dead_and_is_here_is_cut_and_what_it_held_has_ended():
+def test_a_connected_agent_reported_dead_departs_with_its_workers():
     job = pods()
     job.handle(Fenced((), ("uid-c",)))
     assert "c" in job.hangups and job.got("a", Stop)

@@ -1,13 +1,13 @@
-"""How quickly a node makes steps, by its heartbeats."""
+"""The step rate of a node, from its heartbeats."""
 
 import pytest
-from core_driver import Driver
+from coordinator_driver import Driver
 
 from elastane.coordinator.rules.state import StepPace
 from elastane.protocol.messages import Heartbeat
 
 
-def test_the_rate_is_that_of_the_latest_counts():
+def test_the_step_rate_uses_the_latest_counts():
     pace = StepPace()
     assert pace.steps_per_s(0.0) is None
     for second in range(100):
@@ -18,7 +18,7 @@ def test_the_rate_is_that_of_the_latest_counts():
     assert pace.steps_per_s(139.0) == 1.0, "what was half a minute before does not count"
 
 
-def test_a_count_that_begins_again_has_no_rate_of_the_one_before():
+def test_a_restarted_count_forgets_the_old_rate():
     pace = StepPace()
     for second, steps in enumerate((10, 20, 3)):
         pace.note(float(second), steps)

@@ -1,7 +1,7 @@
-"""A node's user closes the job: in whatever phase, once, and durably before anybody is told."""
+"""An agent's user ends the job: in any phase, once, and durably before any agent learns of it."""
 
 import pytest
-from core_driver import job_spec
+from coordinator_driver import job_spec
 
 from elastane.protocol.effects import Persist, Send
 from elastane.protocol.messages import Assign, Close, Conclude
@@ -24,7 +24,7 @@ def test_a_conclusion_ends_a_running_job_for_all(pair):
     assert pair.persisted[-1].outcome == told.outcome
 
 
-def test_one_that_is_no_failure_says_so(pair):
+def test_a_successful_conclusion_exits_with_success(pair):
     pair.says("b", close(ok=True, reason="done"))
     outcome = pair.got("a", Close)[0].outcome
     assert outcome.ok and outcome.exit_code == 0
@@ -48,14 +48,14 @@ def test_it_ends_a_job_in_any_phase(driver, phase):
     assert job.got("a", Close)
 
 
-def test_the_first_word_counts_and_nothing_follows_an_end(pair):
+def test_the_first_conclusion_counts(pair):
     pair.says("a", close(reason="one"))
     pair.says("b", close(ok=True, reason="two"))
     assert pair.persisted[-1].outcome.reason.endswith("one")
     assert len(pair.got("b", Close)) == 1
 
 
-def test_without_authority_it_waits(driver):
+def test_a_conclusion_waits_for_authority(driver):
     job = driver(job_spec(), store_backed=True)
     job.join("a")
     job.join("b")
@@ -66,7 +66,7 @@ def test_without_authority_it_waits(driver):
     assert job.got("a", Close) and job.got("b", Close)
 
 
-def test_who_is_no_member_yet_may_close_it_too_and_no_world_is_formed(driver):
+def test_a_candidate_may_conclude_the_job(driver):
     job = driver(job_spec())
     job.join("a")
     job.says("a", close())

@@ -1,9 +1,9 @@
-"""Regrouping where nodes have unlike numbers of workers, or have not heard that a world ended."""
+"""Recovery in place with unequal nodes, and with nodes that missed the end of a world."""
 
 import pytest
-from core_driver import Driver, job_spec
-from test_core_regroup import able, dies, kinds, regrouped
-from test_core_regroup_again import holding
+from coordinator_driver import Driver, job_spec
+from test_in_place_crossings import holding
+from test_in_place_recovery import able, dies, kinds, regrouped
 
 from elastane.protocol.messages import Interrupt
 from elastane.protocol.model import Fence

@@ -1,8 +1,8 @@
-"""Workers of sharded state take part by whole nodes: none is left out, and none comes alone."""
+"""Workers with sharded state take part by whole nodes: none is left out, and none joins alone."""
 
-from core_driver import Driver, job_spec
-from test_core_agent import FENCE, Agent
-from test_core_regroup import able, dies, in_place, kinds, regrouped
+from coordinator_driver import Driver, job_spec
+from test_agent_rules import FENCE, Agent
+from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
 from elastane.protocol.events import GroupAble, Linked, Unlinked
 from elastane.protocol.log_events import EventKind
@@ -20,7 +20,7 @@ def whole_nodes(**more):
     return job
 
 
-def test_others_wait_for_the_successor_of_a_lost_worker_whatever_the_minimum():
+def test_whole_nodes_wait_for_a_replacement_whatever_the_minimum():
     job = whole_nodes(low=1, min_workers=1)
     dies(job, "a", local_rank=1)
     assert kinds(job, "b") == [Interrupt] and kinds(job, "a") == [Interrupt, Prepare]
@@ -32,7 +32,7 @@ def test_others_wait_for_the_successor_of_a_lost_worker_whatever_the_minimum():
     assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 4)
 
 
-def test_they_do_not_wait_for_a_node_that_is_lost_meanwhile():
+def test_whole_nodes_do_not_wait_for_a_lost_node():
     job = whole_nodes(low=1)
     dies(job, "a", local_rank=1)
     job.breaks("a")
@@ -40,7 +40,7 @@ def test_they_do_not_wait_for_a_node_that_is_lost_meanwhile():
     assert regrouped(job, "b") == (Fence(2, 0), 0, (0, 1), 2)
 
 
-def test_a_node_that_arrives_is_taken_in_once_all_its_workers_are_there():
+def test_an_arriving_node_joins_once_all_its_workers_are_ready():
     job = whole_nodes(nodes="a", high=2)
     job.join("b")
     job.passes(6.0, alive="ab")
@@ -52,7 +52,7 @@ def test_a_node_that_arrives_is_taken_in_once_all_its_workers_are_there():
     assert kinds(job, "a")[-1] is Drain
 
 
-def test_nobody_waits_for_the_rest_of_a_node_that_arrives():
+def test_an_incomplete_arriving_node_is_not_awaited():
     job = whole_nodes(nodes="ab")
     job.join("c")
     job.passes(6.0, alive="abc")
@@ -62,7 +62,7 @@ def test_nobody_waits_for_the_rest_of_a_node_that_arrives():
     assert regrouped(job, "a") == (Fence(2, 0), 0, (0, 1), 2)
 
 
-def test_another_coordinator_learns_it_from_the_agents():
+def test_a_new_coordinator_learns_of_sharding_from_the_agents():
     before = whole_nodes(low=1)
     after = Driver(job_spec(1, 3, 3), record=before.persisted[-1])
     for node_id in "ab":
@@ -106,7 +106,7 @@ def grown(job):
     return job
 
 
-def test_where_a_worker_is_lost_that_held_what_nobody_else_does_all_start_again_at_once():
+def test_losing_a_sole_state_holder_restarts_all_at_once():
     job = sole()
     dies(job, "a", local_rank=1)
     assert kinds(job, "a") == [Stop]
@@ -127,7 +127,7 @@ def test_a_worker_that_only_lost_a_connection_has_lost_nothing():
     assert job.assigned["a"].in_place
 
 
-def test_the_end_of_who_held_it_may_be_told_after_the_world_has_come_apart():
+def test_the_end_of_a_sole_holder_may_be_reported_after_the_world_ended():
     job = sole()
     job.says("a", Lost(fence=Fence(1, 0), reason="Connection closed by peer"))
     able(job, "a", workers=(0,), sharding=SOLE)
@@ -137,7 +137,7 @@ def test_the_end_of_who_held_it_may_be_told_after_the_world_has_come_apart():
     assert kinds(job, "a") == [Interrupt, Stop]
 
 
-def test_who_held_all_goes_on_where_one_that_came_to_it_is_lost_before_it_has_anything():
+def test_a_sole_holder_continues_if_a_joining_worker_is_lost():
     job = grown(sole())
     job.breaks("b")
     job.passes(0.2, alive="a")
@@ -152,7 +152,7 @@ def test_once_others_hold_it_too_a_lost_worker_is_followed_by_another():
     assert kinds(job, "a") == [Interrupt, Prepare]
 
 
-def test_another_coordinator_learns_who_held_what_nobody_else_does():
+def test_a_new_coordinator_learns_of_sole_holders():
     before = sole()
     after = Driver(job_spec(1, 3, 3), record=before.persisted[-1])
     after.assigned |= before.assigned
@@ -162,7 +162,7 @@ def test_another_coordinator_learns_who_held_what_nobody_else_does():
     assert kinds(after, "a") == [Stop]
 
 
-def test_an_agent_says_anew_whether_its_workers_hold_what_nobody_else_does():
+def test_an_agent_updates_whether_its_workers_are_sole_holders():
     agent = Agent().running()
     agent.does(GroupAble(FENCE, (0, 1), PortOffer(7200, True), SOLE))
     assert agent.sent(Able)[0].sharding.sole

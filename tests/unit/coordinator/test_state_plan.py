@@ -1,4 +1,4 @@
-"""Whoever has committed more is right; state travels in few waves; the majority is believed."""
+"""The furthest committed state wins, travels in few waves, and a majority decides differences."""
 
 import pytest
 from hypothesis import given

@@ -1,8 +1,8 @@
-"""Replicas of two nodes each: a world is of whole ones, and whoever is ahead is asked first."""
+"""Replicas of two nodes each: a world has whole ones, after all survivors reached one step."""
 
 import pytest
-from core_driver import Driver, job_spec
-from test_core_regroup import able, dies, in_place, kinds, regrouped
+from coordinator_driver import Driver, job_spec
+from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
 from elastane.protocol.events import Resized
 from elastane.protocol.messages import Assign, Drain, Heartbeat, Interrupt, Prepare, Stop, Welcome
@@ -29,7 +29,7 @@ def lost(job, *node_ids):
     job.passes(0.2, alive=sorted(set("abcd") - {*node_ids}))
 
 
-def test_survivors_that_are_no_whole_replicas_first_come_to_one_step_all_together():
+def test_survivors_without_whole_replicas_first_reach_one_step_together():
     job = two_replicas()
     lost(job, "a")
     assert [regrouped(job, each)[1:] for each in "bcd"] == [
@@ -49,7 +49,7 @@ def test_survivors_that_are_no_whole_replicas_first_come_to_one_step_all_togethe
     assert job.persisted[-1].restarts_used == 0
 
 
-def test_whole_replicas_that_are_left_go_on_at_once():
+def test_remaining_whole_replicas_continue_at_once():
     job = two_replicas()
     lost(job, "a", "d")
     assert regrouped(job, "b") == (Fence(2, 0), 0, (0, 1), 4)
@@ -57,7 +57,7 @@ def test_whole_replicas_that_are_left_go_on_at_once():
 
 
 @pytest.mark.parametrize(("drained", "stay"), [("abcd", "ab"), ("bcd", "bc"), ("", "abcd")])
-def test_who_is_too_many_gives_way_and_who_came_to_the_boundary_stays(drained, stay):
+def test_surplus_nodes_leave_and_nodes_at_the_boundary_stay(drained, stay):
     """Who did not in time may lack the last step; and where nobody did, anybody may be ahead."""
     job = two_replicas()
     job.handle(Resized(min_nodes=2, max_nodes=2))
@@ -74,7 +74,7 @@ def test_who_is_too_many_gives_way_and_who_came_to_the_boundary_stays(drained, s
     assert job.phase == "running", "it is tried again later"
 
 
-def test_where_nodes_enough_hold_too_few_replicas_some_begin_anew():
+def test_some_nodes_start_afresh_if_slices_prevent_enough_replicas():
     """Four nodes are asked for, and are there: one holds the first part, three the second."""
     job = in_place(low=4, high=6, nodes="abcdef")
     for part, node_id in enumerate("abcdef"):
@@ -96,7 +96,7 @@ def test_where_nodes_enough_hold_too_few_replicas_some_begin_anew():
     assert job.persisted[-1].restarts_used == 0
 
 
-def test_where_nodes_are_too_few_all_wait_with_what_they_hold():
+def test_too_few_nodes_wait_and_keep_their_state():
     job = in_place(low=4, high=6, nodes="abcd")
     for part, node_id in enumerate("abcd"):
         says(job, node_id, part % 2)
@@ -122,7 +122,7 @@ def left_with_one():
     return job
 
 
-def test_who_waits_goes_on_once_there_is_another_for_its_replica():
+def test_a_waiting_node_continues_once_its_replica_is_complete():
     job = left_with_one()
     job.join("e"), job.warms("e")
     assert kinds(job, "e")[-1] is Prepare
@@ -139,7 +139,7 @@ def test_who_waits_goes_on_once_there_is_another_for_its_replica():
     assert job.assigned["e"].world_size == 8
 
 
-def test_a_single_arrival_of_which_no_replica_comes_waits():
+def test_an_arrival_that_completes_no_replica_waits():
     job = in_place(low=2, high=4, nodes="ab")
     says(job, "a", 0), says(job, "b", 1)
     job.inbox.clear()
@@ -149,27 +149,27 @@ def test_a_single_arrival_of_which_no_replica_comes_waits():
     assert Drain not in kinds(job, "a") + kinds(job, "b")
 
 
-def test_spares_whose_parts_are_in_the_way_begin_anew():
+def test_spares_with_useless_slices_start_afresh():
     job = left_with_one()
     job.join("e"), job.warms("e")
     says(job, "e", 1)  # It has waited since an older world, as d has.
     assert kinds(job, "d") + kinds(job, "e") == [Welcome, Prepare, Stop]
 
 
-def test_where_a_part_of_the_state_is_lost_all_begin_from_what_was_saved():
+def test_losing_a_slice_restarts_from_checkpoint():
     job = two_replicas()
     lost(job, "a", "c")
     assert kinds(job, "b") == kinds(job, "d") == [Stop]
 
 
-def test_so_they_do_where_a_worker_is_lost_that_alone_held_its_shard():
+def test_losing_the_only_holder_of_a_shard_restarts_from_checkpoint():
     job = left_with_one()
     dies(job, "c", local_rank=1)
     assert kinds(job, "b")[-1] is Stop
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_a_replica_of_more_nodes_than_the_job_may_have_is_told_at_once(in_time):
+def test_a_replica_larger_than_the_job_ends_it_at_once(in_time):
     job = in_place(low=2, high=2, nodes="ab") if in_time else Driver(job_spec())
     if in_time:
         able(job, "a", "b", sharding=Sharding(span=4))
@@ -184,7 +184,7 @@ def test_a_replica_of_more_nodes_than_the_job_may_have_is_told_at_once(in_time):
     assert "of 4 nodes, and the job has 2 at most" in job.persisted[-1].outcome.reason
 
 
-def test_a_job_that_begins_with_too_many_for_whole_replicas_leaves_one_out():
+def test_a_job_starts_with_whole_replicas_and_leaves_the_rest_as_spares():
     job = in_place(low=1, high=3, nodes="abc")
     able(job, "a", "b", "c", sharding=Sharding(span=2))
     job.inbox.clear()
@@ -193,7 +193,7 @@ def test_a_job_that_begins_with_too_many_for_whole_replicas_leaves_one_out():
     assert kinds(job, "c")[-1] is not Assign
 
 
-def test_a_new_coordinator_hears_how_many_nodes_a_replica_has():
+def test_a_new_coordinator_learns_the_nodes_per_replica():
     before = two_replicas()
     after = Driver(before.spec, before.persisted[-1], store_backed=True)
     after.assigned |= before.assigned
@@ -207,7 +207,7 @@ def test_a_new_coordinator_hears_how_many_nodes_a_replica_has():
     assert after.phase == "running" and len(after.persisted[-1].world.members) == 4
 
 
-def test_where_all_begin_anew_another_mesh_may_be_of_another_size():
+def test_a_restart_allows_a_mesh_of_another_size():
     job = two_replicas(low=1)
     lost(job, "a", "c")
     job.stops("b", "d")
@@ -219,7 +219,7 @@ def test_where_all_begin_anew_another_mesh_may_be_of_another_size():
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_new_coordinator_goes_on_evening_a_world_out(part):
+def test_a_new_coordinator_continues_levelling_a_world(part):
     before = two_replicas()
     lost(before, "a")
     after = Driver(before.spec, before.persisted[-1], store_backed=True)

@@ -1,7 +1,7 @@
-"""Workers that recover in place: the rendezvous gives survivors another world, and stops nobody."""
+"""Recovery in place: survivors get another world, and no worker is stopped."""
 
 import pytest
-from core_driver import Driver, job_spec
+from coordinator_driver import Driver, job_spec
 
 from elastane.protocol.limits import LOST_PEER_S, SAME_CRASHES_MAX, STALLS_MAX
 from elastane.protocol.log_events import EventKind
@@ -57,7 +57,7 @@ def regrouped(job, node_id):
     return given.fence, given.rank_base, given.workers, given.world_size
 
 
-def test_a_lost_worker_costs_the_others_one_message_and_nobody_is_stopped():
+def test_a_lost_worker_interrupts_the_others_and_stops_none():
     job = in_place(min_workers=1)
     dies(job, "a", local_rank=0)
     assert kinds(job, "b") == [Interrupt, Assign]
@@ -69,7 +69,7 @@ def test_a_lost_worker_costs_the_others_one_message_and_nobody_is_stopped():
     assert job.persisted[-1].world.fence == Fence(2, 0)
 
 
-def test_its_successor_comes_in_at_a_steps_boundary_after_all_survivors():
+def test_its_replacement_joins_at_a_step_boundary_after_all_survivors():
     job = in_place(min_workers=1)
     dies(job, "a", local_rank=0)
     able(job, "a", workers=(1,))
@@ -86,7 +86,7 @@ def test_its_successor_comes_in_at_a_steps_boundary_after_all_survivors():
     assert job.persisted[-1].restarts_used == 1
 
 
-def test_a_node_whose_workers_are_all_new_comes_after_survivors():
+def test_a_node_with_only_new_workers_comes_after_survivors():
     job = in_place(low=1, high=2, nodes="ab")
     dies(job, "a", 0, 1), able(job, "a", workers=(1,)), able(job, "b")
     dies(job, "a", 1, 2)
@@ -97,7 +97,7 @@ def test_a_node_whose_workers_are_all_new_comes_after_survivors():
     assert job.assigned["b"].rank_base == 0 and job.assigned["a"].rank_base == 2
 
 
-def test_a_fixed_size_waits_in_memory_for_the_successor():
+def test_a_job_of_fixed_size_waits_in_memory_for_the_replacement():
     job = in_place(low=2, high=2)
     dies(job, "a", local_rank=1)
     assert kinds(job, "b") == [Interrupt] and kinds(job, "a") == [Interrupt, Prepare]
@@ -119,7 +119,7 @@ def test_a_departed_node_is_left_behind_and_costs_no_restart():
 
 
 @pytest.mark.parametrize("comes", ["b", "c"])
-def test_a_fixed_size_takes_another_node_in_the_place_of_one_that_departed(comes):
+def test_a_job_of_fixed_size_replaces_a_departed_node(comes):
     job = in_place(low=2, high=2)
     job.breaks("b")
     job.passes(1.0, alive="a")
@@ -132,7 +132,7 @@ def test_a_fixed_size_takes_another_node_in_the_place_of_one_that_departed(comes
     assert regrouped(job, comes) == (Fence(2, 0), 2, (0, 1), 4)
 
 
-def test_an_arriving_node_gets_ready_beside_the_others_and_then_has_a_place():
+def test_an_arriving_node_prepares_and_then_joins():
     job = in_place(nodes="ab")
     job.join("c")
     assert kinds(job, "c")[-1] is Prepare and job.inbox["c"][-1].assignment.waiting
@@ -148,7 +148,7 @@ def test_an_arriving_node_gets_ready_beside_the_others_and_then_has_a_place():
     assert regrouped(job, "c") == (Fence(2, 0), 4, (0, 1), 6)
 
 
-def test_workers_of_a_node_that_arrives_are_taken_in_together():
+def test_workers_of_an_arriving_node_join_together():
     job = in_place(nodes="ab")
     job.join("c")
     able(job, "c", workers=(1,))
@@ -161,7 +161,7 @@ def test_workers_of_a_node_that_arrives_are_taken_in_together():
 
 
 @pytest.mark.parametrize("why", ["late", "lost, and nobody follows it"])
-def test_they_do_not_wait_for_ever_for_one_of_them(why):
+def test_workers_of_an_arriving_node_wait_for_each_other_only_so_long(why):
     job = in_place(nodes="ab", restarts=3 if why == "late" else 0)
     job.join("c")
     able(job, "c", workers=(1,))
@@ -175,7 +175,7 @@ def test_they_do_not_wait_for_ever_for_one_of_them(why):
     assert kinds(job, "a") == [Drain]
 
 
-def test_a_joiner_that_dies_disturbs_nobody_and_the_budget_pays_for_the_next():
+def test_a_standby_that_dies_interrupts_nothing_and_is_charged():
     job = in_place(nodes="ab")
     job.join("c")
     job.inbox.clear()
@@ -234,7 +234,7 @@ def test_a_node_that_leaves_goes_at_a_steps_boundary_and_is_released():
     assert job.machine.phase == "running" and job.persisted[-1].restarts_used == 0
 
 
-def test_where_no_survivor_is_left_all_start_anew():
+def test_without_survivors_all_workers_restart():
     job = in_place(low=1, high=1, nodes="a")
     dies(job, "a", 0, 1)
     assert kinds(job, "a") == [Interrupt, Prepare]
@@ -254,7 +254,7 @@ def test_a_budget_that_is_used_up_ends_the_job_with_the_cause():
     assert job.persisted[-1].restarts_used == 0
 
 
-def test_a_joiner_whose_budget_is_used_up_is_not_followed_and_the_others_go_on():
+def test_a_standby_without_budget_is_not_replaced_and_the_others_continue():
     job = in_place(restarts=1, min_workers=1)
     dies(job, "a", 0, 1)
     job.inbox.clear()
@@ -264,14 +264,14 @@ def test_a_joiner_whose_budget_is_used_up_is_not_followed_and_the_others_go_on()
     assert job.machine.phase == "running"
 
 
-def test_a_wait_for_a_successor_that_nobody_pays_for_ends_the_job():
+def test_waiting_for_a_replacement_without_budget_ends_the_job():
     job = in_place(low=2, high=2, restarts=1)
     dies(job, "a", 0, 1)
     dies(job, "a", 0, 2)
     assert kinds(job, "b")[-1] is Close
 
 
-def test_a_peer_that_is_lost_without_any_news_ends_the_step_after_a_while():
+def test_an_unexplained_lost_peer_ends_the_world_after_a_timeout():
     job = in_place(nodes="ab")
     job.says("a", Lost(fence=Fence(1, 0), reason="lost a peer: reset"))
     job.passes(LOST_PEER_S - 0.2, alive="ab")
@@ -324,7 +324,7 @@ def test_workers_that_a_node_does_not_have_are_not_counted(workers):
     assert set(job.assigned["a"].workers or ()) <= {0, 1}
 
 
-def test_a_successor_is_taken_in_at_once_and_not_gathered_with_nobody():
+def test_a_replacement_joins_at_once_without_gathering():
     job = in_place(nodes="ab", min_workers=1)
     dies(job, "a", 0)
     job.inbox.clear()
@@ -332,7 +332,7 @@ def test_a_successor_is_taken_in_at_once_and_not_gathered_with_nobody():
     assert kinds(job, "b") == [Drain]
 
 
-def test_successors_that_still_get_ready_and_arrivals_are_gathered():
+def test_starting_replacements_and_arrivals_are_gathered():
     job = in_place(nodes="ab", min_workers=1)
     dies(job, "a", 0, 1)
     able(job, "a", workers=(1,))
@@ -362,7 +362,7 @@ def beats(job, *node_ids, progress=7, all_wait=True):
         job.says(node_id, beat)
 
 
-def test_workers_that_all_wait_for_one_another_get_another_world_and_no_blame():
+def test_a_stalled_world_is_replaced_without_a_charge():
     job = in_place(nodes="ab")
     beats(job, "a")
     assert kinds(job, "b") == []
@@ -378,7 +378,7 @@ def test_workers_that_all_wait_for_one_another_get_another_world_and_no_blame():
     assert job.assigned["b"].fence == Fence(2, 0)
 
 
-def test_where_each_rank_waits_is_told_once_before_their_world_is_left():
+def test_a_stall_logs_where_each_rank_waits_once():
     job = in_place(nodes="ab")
     where = "rank 0 in all_reduce, rank 1 in _sync_buffers"
     for _ in range(3):
@@ -390,7 +390,7 @@ def test_where_each_rank_waits_is_told_once_before_their_world_is_left():
     assert kinds(job, "b") == []
 
 
-def test_where_each_rank_waits_is_told_in_a_drain_too():
+def test_a_stall_in_a_drain_logs_where_each_rank_waits():
     job = in_place(nodes="ab")
     job.join("c")
     job.warms("c")
@@ -403,7 +403,7 @@ def test_where_each_rank_waits_is_told_in_a_drain_too():
     assert kinds(job, "b") == [Drain], "the drain has a time limit of its own"
 
 
-def test_world_after_world_without_a_step_ends_the_job_with_what_to_look_at():
+def test_repeated_stalls_end_the_job_with_a_next_step():
     job = in_place(nodes="ab")
     for round_ in range(1, STALLS_MAX + 1):
         assert job.assigned["a"].fence.round == round_
@@ -416,7 +416,7 @@ def test_world_after_world_without_a_step_ends_the_job_with_what_to_look_at():
     assert "rank 0 in all_reduce of a, rank 1 in all_reduce of b" in outcome.reason
 
 
-def test_a_step_between_two_stalls_begins_the_count_anew():
+def test_a_step_between_two_stalls_resets_the_count():
     job = in_place(nodes="ab")
     for step in range(3 * STALLS_MAX):
         able(job, "a", "b")
@@ -424,7 +424,7 @@ def test_a_step_between_two_stalls_begins_the_count_anew():
     assert job.assigned["a"].fence == Fence(3 * STALLS_MAX + 1, 0)
 
 
-def test_who_waits_for_a_place_in_a_world_of_which_nobody_comes_back_starts_anew():
+def test_standbys_restart_if_no_member_of_the_world_returns():
     job = in_place(low=1, high=3, nodes="ab")
     job.join("c")
     job.warms("c")
@@ -441,7 +441,7 @@ def test_who_waits_for_a_place_in_a_world_of_which_nobody_comes_back_starts_anew
     assert after.assigned["c"].nodes == 1 and not after.assigned["c"].in_place
 
 
-def test_workers_that_all_wait_between_two_loops_of_steps_are_let_out():
+def test_a_stall_between_two_loops_of_steps_ends_the_world():
     job = in_place(nodes="ab")
     able(job, "a", "b", workers=())  # They have finished a loop, and evaluate.
     beats(job, "a")

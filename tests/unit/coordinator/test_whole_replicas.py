@@ -1,4 +1,4 @@
-"""Which nodes make whole replicas, and what the workers of a node say together."""
+"""Which nodes make whole replicas, and what the workers of a node report together."""
 
 import pytest
 

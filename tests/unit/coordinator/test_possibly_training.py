@@ -1,8 +1,8 @@
-"""A wait for those who may train unseen takes nothing of the time that others have to come."""
+"""A wait for state holders out of sight takes nothing from the time that nodes have to join."""
 
-from core_driver import Driver, job_spec
-from test_core_regroup import able, kinds, regrouped
-from test_core_stateholders import unheard
+from coordinator_driver import Driver, job_spec
+from test_in_place_recovery import able, kinds, regrouped
+from test_state_holders import unheard
 
 from elastane.protocol.effects import Persist, Send
 from elastane.protocol.limits import FENCE_WAIT_S
@@ -23,7 +23,7 @@ def in_doubt():
     return job
 
 
-def test_who_comes_in_a_wait_for_others_unseen_gets_ready_at_once():
+def test_an_arrival_prepares_while_unreachable_state_holders_are_awaited():
     job = in_doubt()
     job.join("d")
     assert kinds(job, "d")[-1] is Prepare
@@ -32,7 +32,7 @@ def test_who_comes_in_a_wait_for_others_unseen_gets_ready_at_once():
     assert regrouped(job, "d") == (Fence(3, 0), 2, (0, 1), 4)
 
 
-def test_after_it_the_others_still_have_all_the_time_there_is():
+def test_join_timeout_starts_after_the_wait_for_state_holders():
     job = in_doubt()
     job.passes(FENCE_WAIT_S + JOIN_S / 2, alive="c")
     assert job.machine.phase == "regrouping"
@@ -41,13 +41,13 @@ def test_after_it_the_others_still_have_all_the_time_there_is():
     assert regrouped(job, "d") == (Fence(3, 0), 2, (0, 1), 4)
 
 
-def test_and_no_more_than_that():
+def test_join_timeout_is_not_extended_further():
     job = in_doubt()
     job.passes(FENCE_WAIT_S + JOIN_S + 5.0, alive="c")
     assert job.persisted[-1].outcome.slug == "rdzv-timeout"
 
 
-def test_nor_where_all_that_is_left_of_the_last_world_is_out_of_sight():
+def test_join_timeout_starts_after_the_wait_without_any_member_left():
     job = Driver(spec(), store_backed=True)
     job.join("a"), job.join("b")
     assert job.ranks() == ["a", "b"]
@@ -87,7 +87,7 @@ def test_a_job_whose_nodes_were_all_released_starts_at_once_on_other_nodes():
     assert not after.persisted[-1].over, "a world is in force again"
 
 
-def test_the_record_says_so_before_the_last_node_is_released():
+def test_the_record_is_durable_before_the_last_release():
     job = Driver(job_spec(1, 1), store_backed=True)
     job.join("a")
     job.leaves("a")
@@ -98,7 +98,7 @@ def test_the_record_says_so_before_the_last_node_is_released():
     assert job.persisted[-1].over
 
 
-def test_a_new_coordinator_waits_where_workers_had_dropped_out_of_sight():
+def test_a_new_coordinator_waits_for_workers_that_went_out_of_sight():
     job = in_doubt()
     job.leaves("c")
     job.passes(5.0, alive="c")

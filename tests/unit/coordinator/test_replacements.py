@@ -1,10 +1,10 @@
-"""Whoever is lost where others go on is followed, also where word of it, or the order, got lost."""
+"""Lost workers are replaced, even if a report or the request for a replacement was lost."""
 
 import msgspec
 import pytest
-from core_driver import Driver, job_spec
-from test_core_regroup import able, dies, in_place, kinds, regrouped
-from test_core_regroup_again import NEXT, Agent, failure, holding
+from coordinator_driver import Driver, job_spec
+from test_in_place_crossings import NEXT, Agent, failure, holding
+from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
 from elastane.protocol.effects import RegroupWorkers, StartWorkers
 from elastane.protocol.events import MessageReceived
@@ -16,7 +16,7 @@ WITHOUT = msgspec.structs.replace(NEXT, workers=(0,))
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_successor_that_ends_as_the_next_world_is_settled_is_told_of_in_that_world(ends):
+def test_a_replacement_that_ends_during_a_commit_is_reported_in_the_new_world(ends):
     agent = Agent()
     agent.fails(1)
     agent.does(MessageReceived(Prepare(assignment=NEXT, successors=True)))
@@ -30,7 +30,7 @@ def test_a_successor_that_ends_as_the_next_world_is_settled_is_told_of_in_that_w
     assert agent.holding().state == "running"
 
 
-def test_a_successor_has_no_place_in_a_world_for_which_its_predecessor_counts_as_lost():
+def test_a_replacement_gets_no_place_in_a_world_that_counts_its_predecessor():
     """It is able a moment later, and would train in a world that is given up for its like."""
     agent = Agent()
     agent.fails(1)
@@ -42,7 +42,7 @@ def test_a_successor_has_no_place_in_a_world_for_which_its_predecessor_counts_as
     assert [f.local_rank for f in agent.sent(Failed)[-1].failures] == [1]
 
 
-def test_and_is_followed_by_another():
+def test_a_replacement_without_a_place_is_replaced():
     job = in_place(nodes="ab", min_workers=1)
     dies(job, "a", local_rank=1)
     assert regrouped(job, "a") == (Fence(2, 0), 0, (0,), 3)
@@ -54,7 +54,7 @@ def test_and_is_followed_by_another():
     assert job.persisted[-1].restarts_used == 2
 
 
-def test_a_successor_that_was_ordered_in_vain_is_ordered_again_once_its_node_is_back():
+def test_a_lost_request_for_a_replacement_is_repeated():
     """The session broke with the order in it, and the node was counted out before it came back."""
     job = Driver(job_spec(1, 1, 3), store_backed=True)
     job.join("a")
@@ -73,7 +73,7 @@ def test_a_successor_that_was_ordered_in_vain_is_ordered_again_once_its_node_is_
     assert job.assigned["a"].fence == Fence(2, 0) and job.assigned["a"].workers == (0, 1)
 
 
-def test_so_it_is_where_its_node_has_not_heard_of_its_world_either():
+def test_the_request_is_repeated_if_the_node_missed_its_assignment_too():
     job = Driver(job_spec(1, 2, 3, min_workers=1), store_backed=True)
     job.join("a"), job.join("b")
     job.passes(4.0, alive="ab")
@@ -91,7 +91,7 @@ def test_so_it_is_where_its_node_has_not_heard_of_its_world_either():
     assert kinds(after, "a").count(Prepare) == 1
 
 
-def test_so_it_is_where_it_came_before_anybody_knew_that_the_world_recovers_in_place():
+def test_the_request_is_repeated_once_the_world_is_known_to_recover_in_place():
     before = in_place()
     before.join("c"), before.warms("c")
     beside = before.got("c", Prepare)[-1].assignment

@@ -1,4 +1,4 @@
-"""A rendezvous driven by hand: sessions are numbers, time is what the test says."""
+"""A coordinator's rules driven by hand: sessions are numbers, and the test sets the time."""
 
 import msgspec
 

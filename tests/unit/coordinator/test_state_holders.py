@@ -1,10 +1,9 @@
-"""Who holds the state of the job out of sight, or beside the world in force: nobody begins anew
-from a checkpoint while they may train, and nobody stops them while they are needed."""
+"""State holders out of sight or displaced: no worker starts from a checkpoint too early."""
 
 import msgspec
 import pytest
-from core_driver import Driver, job_spec
-from test_core_regroup import able, dies, in_place, kinds, regrouped
+from coordinator_driver import Driver, job_spec
+from test_in_place_recovery import able, dies, in_place, kinds, regrouped
 
 from elastane.coordinator.rules import Phase
 from elastane.protocol.events import Resized
@@ -61,7 +60,7 @@ def unheard(store_backed=True, spec=None, incarnation="1"):
     return job
 
 
-def test_newcomers_wait_while_those_with_the_state_may_train_where_nobody_sees_them():
+def test_joining_workers_wait_while_state_holders_may_train_out_of_sight():
     job = unheard()
     job.join("d")
     able(job, "d")
@@ -74,7 +73,7 @@ def test_newcomers_wait_while_those_with_the_state_may_train_where_nobody_sees_t
     assert regrouped(job, "c")[0] == regrouped(job, "d")[0] == Fence(3, 0)
 
 
-def test_without_a_store_nobody_waits_since_no_other_coordinator_is_promised():
+def test_without_a_store_unreachable_state_holders_are_not_awaited():
     job = unheard(store_backed=False)
     job.join("d")
     able(job, "d")
@@ -82,7 +81,7 @@ def test_without_a_store_nobody_waits_since_no_other_coordinator_is_promised():
     assert regrouped(job, "c")[0] == regrouped(job, "d")[0] == Fence(3, 0)
 
 
-def test_one_of_them_that_comes_back_brings_the_state_and_the_wait_is_over():
+def test_a_returning_state_holder_ends_the_wait():
     job = unheard()
     from_before = job.assigned["a"]  # It was never told of round 2.
     first = job.persisted[0].world.fence
@@ -99,7 +98,7 @@ def holding_of(assignment, fence):
     return Holding(assignment=old, state="running", able=(0, 1))
 
 
-def test_one_that_is_heard_in_the_world_in_force_answers_for_all_that_went_before():
+def test_a_state_holder_in_the_current_world_rules_out_older_worlds():
     """Else the loss of everybody, hours later, would be followed by a wait for nobody."""
     job = in_place(low=1, high=2, nodes="ab")
     steps(job, "a", "b")
@@ -109,7 +108,7 @@ def test_one_that_is_heard_in_the_world_in_force_answers_for_all_that_went_befor
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "its connection ended"])
-def test_the_certain_end_of_one_that_held_the_state_ends_all_worlds_that_it_was_in(how):
+def test_the_end_of_a_state_holder_ends_all_its_worlds(how):
     job = Driver(job_spec(1, 2), store_backed=True)
     job.join("a"), job.join("b")
     job.passes(4.0, alive="ab")
@@ -142,7 +141,7 @@ def narrowed():
     return job
 
 
-def test_those_who_gave_way_go_on_where_the_next_world_is_lost_before_it_was_heard():
+def test_displaced_nodes_continue_if_the_next_world_is_lost_before_its_first_step():
     job = narrowed()
     job.breaks("a")
     job.passes(0.2, alive="bc")
@@ -151,7 +150,7 @@ def test_those_who_gave_way_go_on_where_the_next_world_is_lost_before_it_was_hea
     assert job.assigned["c"].fence == Fence(1, 0)  # One node at most.
 
 
-def test_once_the_next_world_was_heard_what_they_hold_is_old_and_nobody_goes_on_from_it():
+def test_displaced_state_is_stale_once_the_next_world_steps():
     job = narrowed()
     steps(job, "a", progress=11)
     job.breaks("a")
@@ -159,7 +158,7 @@ def test_once_the_next_world_was_heard_what_they_hold_is_old_and_nobody_goes_on_
     assert Stop in kinds(job, "b") and Stop in kinds(job, "c")
 
 
-def test_they_are_kept_as_long_as_the_next_world_tells_of_steps_of_before():
+def test_displaced_nodes_count_until_the_next_world_meets():
     job = narrowed()
     steps(job, "a", met=1)
     job.breaks("a")
@@ -191,7 +190,7 @@ def cut_off():
     return job
 
 
-def test_who_gave_way_does_not_answer_for_the_world_that_it_was_not_in():
+def test_a_displaced_node_does_not_rule_out_a_world_it_was_not_in():
     """a and b may train in round 2, which needs nobody else; c was in rounds 1 and 3."""
     job = cut_off()
     for _ in range(40):
@@ -206,7 +205,7 @@ def test_who_gave_way_does_not_answer_for_the_world_that_it_was_not_in():
     assert settled(job)[-1] == Fence(4, 0)  # By now a and b have stopped themselves.
 
 
-def test_who_met_in_a_world_since_answers_for_those_before_it():
+def test_meeting_in_a_later_world_rules_out_the_earlier_ones():
     """Round 3 began with the state of b, which has left round 2 for it."""
     job = cut_off()
     for _ in range(20):
@@ -217,7 +216,7 @@ def test_who_met_in_a_world_since_answers_for_those_before_it():
 
 
 @pytest.mark.parametrize("met, waits", [(2, False), (1, True)])
-def test_another_coordinator_trusts_who_met_in_the_last_world_but_one(met, waits):
+def test_a_new_coordinator_accepts_a_meeting_in_the_world_before_the_last(met, waits):
     """The host of the last one died with it before round 3 met; round 2 has lost c to round 3."""
     job = cut_off()
     after = Driver(job.spec, job.persisted[-1], store_backed=True, previous_holder="b")
@@ -230,7 +229,7 @@ def test_another_coordinator_trusts_who_met_in_the_last_world_but_one(met, waits
 
 
 @pytest.mark.parametrize("b_is", ["heard", "silent", "back with a"])
-def test_a_job_whose_budget_is_used_up_ends_only_if_the_others_do_not_train_unseen(b_is):
+def test_an_exhausted_budget_ends_the_job_only_if_no_member_may_train_unseen(b_is):
     job = Driver(job_spec(1, 2, 1, min_workers=2), store_backed=True)
     job.join("a"), job.join("b", size=1)
     job.passes(4.0, alive="ab")
@@ -257,7 +256,7 @@ def test_a_job_whose_budget_is_used_up_ends_only_if_the_others_do_not_train_unse
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_budget_that_is_used_up_ends_no_job_before_its_members_may_have_come_back(comes):
+def test_an_exhausted_budget_waits_for_members_to_come_back(comes):
     """A worker without a place dies, and a new coordinator has not heard of all members yet."""
     before = in_place(low=2, high=3, restarts=0)
     steps(before, "a", "b")
@@ -280,7 +279,7 @@ def test_a_budget_that_is_used_up_ends_no_job_before_its_members_may_have_come_b
     assert any(record.outcome for record in job.persisted) != comes
 
 
-def test_who_comes_back_in_its_grace_is_not_missed_for_a_moment():
+def test_a_node_within_its_grace_is_not_missed():
     """Nobody is taken in in the place of one whose connection broke just now."""
     job = narrowed()
     job.breaks("a")
@@ -288,7 +287,7 @@ def test_who_comes_back_in_its_grace_is_not_missed_for_a_moment():
     assert job.machine.phase is Phase.RUNNING
 
 
-def test_a_node_that_left_and_went_without_a_word_from_here_is_released_not_departed():
+def test_a_leaving_node_that_disconnects_counts_as_released():
     job = Driver(job_spec(1, 3))
     job.join("a"), job.join("b")
     job.passes(4.0, alive="ab")
@@ -302,7 +301,7 @@ def test_a_node_that_left_and_went_without_a_word_from_here_is_released_not_depa
     assert EventKind.NODE_RELEASED in said and EventKind.NODE_DEPARTED not in said
 
 
-def test_nobody_waits_for_one_that_fell_silent_before_the_first_step():
+def test_a_node_silent_before_the_first_step_is_not_awaited():
     """No step can be made without the others, and no world stands before the first."""
     job = Driver(job_spec(1, 2), store_backed=True)
     job.join("a"), job.join("b")
@@ -312,7 +311,7 @@ def test_nobody_waits_for_one_that_fell_silent_before_the_first_step():
     assert regrouped(job, "a")[0] == Fence(2, 0)
 
 
-def test_they_stand_in_under_another_coordinator_too():
+def test_displaced_nodes_continue_under_a_new_coordinator():
     """That of the last one may have been the node that they gave way to."""
     job = narrowed()
     assert job.persisted[-1].kept == ("b", "c")
@@ -328,7 +327,7 @@ def test_they_stand_in_under_another_coordinator_too():
     assert regrouped(after, "b") == (Fence(3, 0), 0, (0, 1), 2)
 
 
-def test_once_the_next_world_was_heard_the_record_names_nobody():
+def test_the_record_drops_displaced_nodes_once_the_next_world_steps():
     job = narrowed()
     steps(job, "a", progress=11)
     assert job.persisted[-1].kept == ()
@@ -337,7 +336,7 @@ def test_once_the_next_world_was_heard_the_record_names_nobody():
     assert len(job.persisted) == count
 
 
-def test_a_script_that_is_started_anew_does_not_wait_for_a_coordinator_that_died():
+def test_a_restarted_script_does_not_wait_for_a_dead_coordinators_node():
     """Its other worker died of the same loss: nothing is left that could make a step."""
     job = Driver(job_spec(1, 2), store_backed=True)
     job.join("a"), job.join("b")
@@ -354,7 +353,7 @@ def test_a_script_that_is_started_anew_does_not_wait_for_a_coordinator_that_died
     assert after.assigned["b"].fence == Fence(2, 0)
 
 
-def test_the_last_that_held_a_forgotten_world_may_end_as_it_is_recovered():
+def test_the_last_holder_of_an_unrecorded_world_may_end_during_recovery():
     """Nobody is left of the world that its endpoint learnt of from this node alone."""
     job = Driver(job_spec(1, 2))
     job.join("a"), job.join("b")
@@ -370,7 +369,7 @@ def test_the_last_that_held_a_forgotten_world_may_end_as_it_is_recovered():
     assert after.assigned["c"].fence == Fence(2, 0)
 
 
-def test_those_who_gave_way_stand_by_the_one_left_of_a_world_that_may_not_have_made_a_step():
+def test_displaced_nodes_join_the_one_survivor_of_a_world_without_a_known_step():
     """It may be new in it, without the state, or a step ahead: who does not know needs both."""
     job = in_place(low=1, high=3, nodes="abc", min_workers=1)
     steps(job, "a", "b", "c")
