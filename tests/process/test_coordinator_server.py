@@ -1,4 +1,4 @@
-"""The coordinator's shell under fire: strangers, crowds, slow and silent peers, its own faults."""
+"""The coordinator's server with strangers, crowds, slow and silent peers, and faults of its own."""
 
 import asyncio
 import socket
@@ -71,7 +71,7 @@ def test_three_hundred_at_once_are_served_and_leave_nothing_behind():
     assert descriptors() <= before  # what an earlier test left may have gone
 
 
-def test_slow_strangers_are_few_at_once_and_honest_agents_get_past_them(monkeypatch):
+def test_slow_strangers_are_bounded_and_honest_agents_pass(monkeypatch):
     monkeypatch.setattr(listener_module, "UNPROVEN_MAX", 16)
     monkeypatch.setattr(listener_module, "UNPROVEN_TIMEOUT_S", 0.1)
     before = descriptors()
@@ -95,7 +95,7 @@ def test_slow_strangers_are_few_at_once_and_honest_agents_get_past_them(monkeypa
     assert descriptors() <= before  # what an earlier test left may have gone
 
 
-def test_a_stranger_that_sends_a_byte_now_and_then_is_out_in_time(monkeypatch):
+def test_a_stranger_that_trickles_bytes_is_cut_in_time(monkeypatch):
     monkeypatch.setattr(link_module, "HANDSHAKE_TIMEOUT_S", 0.3)
 
     async def scenario():
@@ -118,7 +118,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_out_in_time(monkeypatch):
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" * 40, b"\0" * 9000])
-def test_garbage_costs_a_closed_socket_and_a_line_of_words(garbage):
+def test_garbage_closes_the_socket_and_logs_one_line(garbage):
     async def scenario():
         async with Desk() as desk:
             sock = raw(desk.port)
@@ -141,7 +141,7 @@ def hung_up(sock):
         return True
 
 
-def test_a_probe_of_the_port_is_not_worth_a_word():
+def test_a_port_probe_is_not_logged():
     async def scenario():
         async with Desk() as desk:
             raw(desk.port).close()
@@ -152,7 +152,7 @@ def test_a_probe_of_the_port_is_not_worth_a_word():
     play(scenario)
 
 
-def test_refusals_are_told_ten_times_and_then_counted():
+def test_refusals_are_logged_ten_times_and_then_counted():
     async def scenario():
         async with Desk() as desk:
             for _ in range(40):
@@ -179,7 +179,7 @@ def test_a_proven_session_that_turns_to_garbage_breaks_alone():
     play(scenario)
 
 
-def test_a_session_that_never_reads_is_cut_and_others_do_not_notice():
+def test_a_session_that_never_reads_is_cut_and_others_continue():
     async def scenario():
         async with Desk() as desk:
             deaf, good = await desk.join(), await desk.join()
@@ -218,7 +218,7 @@ def test_a_chatty_session_delays_others_by_a_message_and_is_slowed_to_its_rate()
     play(scenario)
 
 
-def test_what_waits_for_its_turn_is_bounded_and_nothing_of_it_is_lost():
+def test_queued_messages_are_bounded_and_none_is_lost():
     async def scenario():
         durable = asyncio.Event()
 
@@ -242,7 +242,7 @@ def test_what_waits_for_its_turn_is_bounded_and_nothing_of_it_is_lost():
     play(scenario)
 
 
-def test_a_crowd_of_messages_leaves_the_loop_to_others_in_between():
+def test_many_messages_do_not_block_the_event_loop():
     async def scenario():
         async with Desk() as desk:
             sessions = await asyncio.gather(*(desk.join() for _ in range(20)))
@@ -259,7 +259,7 @@ def test_a_crowd_of_messages_leaves_the_loop_to_others_in_between():
     play(scenario)
 
 
-def test_time_is_told_when_the_machine_asked_for_it():
+def test_a_tick_comes_when_the_machine_requested_it():
     async def scenario():
         async with Desk() as desk:
             session = await desk.join()
@@ -272,7 +272,7 @@ def test_time_is_told_when_the_machine_asked_for_it():
     play(scenario)
 
 
-def test_a_machine_that_always_wants_to_wake_starves_nobody():
+def test_constant_ticks_do_not_starve_sessions():
     async def scenario():
         async with Desk() as desk:
             type_of = type(desk.machine)

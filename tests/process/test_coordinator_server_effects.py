@@ -1,4 +1,4 @@
-"""How the coordinator carries out effects, and the ways in which it ends."""
+"""How the coordinator performs effects, and the ways in which it ends."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ def raw(port):
     return sock
 
 
-def test_nothing_of_a_list_comes_before_its_record_is_durable_and_events_wait_meanwhile():
+def test_effects_and_events_wait_until_the_record_is_durable():
     async def scenario():
         durable = asyncio.Event()
 
@@ -42,7 +42,7 @@ def test_nothing_of_a_list_comes_before_its_record_is_durable_and_events_wait_me
     play(scenario)
 
 
-def test_a_lost_lease_ends_it_at_once_and_nothing_later_is_sent():
+def test_a_lost_lease_ends_the_coordinator_before_later_effects():
     async def scenario():
         async def save(_):
             raise LeaseLostError("another holds the lease", slug="lease-lost")

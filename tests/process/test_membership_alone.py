@@ -1,4 +1,4 @@
-"""Jobs that need nobody to meet, or that meet by fixed ranks."""
+"""Standalone jobs, and jobs with fixed ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_static_nodes_have_the_ranks_they_were_given(tmp_path: Path) -> None:
         assert ranks(job.seen()) == {0: "z", 1: "a"}
 
 
-def test_a_static_rank_is_had_once_and_a_replacement_takes_the_one_that_is_free(
+def test_a_static_rank_is_given_once_and_a_replacement_takes_a_free_one(
     tmp_path: Path,
 ) -> None:
     with Job(tmp_path, backend="static", mode="alone", options=("--max-restarts", "0")) as job:

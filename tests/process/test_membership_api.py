@@ -1,4 +1,4 @@
-"""A membership without workers of ours: places, changes, ends; in threads and in processes."""
+"""A membership for programs with workers of their own: places, changes, ends."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def wait_changed(membership: Membership, within_s: float = WAIT_S) -> str:
     return membership.change
 
 
-def test_all_get_a_place_and_the_store_of_rank_0_listens_before_anybody_knows(
+def test_all_get_a_place_after_the_store_of_rank_0_listens(
     cluster: Cluster,
 ) -> None:
     a, b = cluster.new(), cluster.new()
@@ -140,7 +140,7 @@ def test_a_failure_of_one_ends_the_world_of_all_and_the_next_attempt_has_another
     assert not a.has_changed and not b.has_changed
 
 
-def test_heartbeats_go_on_while_nobody_calls(cluster: Cluster) -> None:
+def test_heartbeats_continue_between_calls(cluster: Cluster) -> None:
     quick = Timing(last_call_s=0.3, heartbeat_s=0.1, silence_s=0.3)
     a, b = cluster.new(timing=quick), cluster.new(timing=quick)
     cluster.all_of(a.join, b.join)
@@ -148,7 +148,7 @@ def test_heartbeats_go_on_while_nobody_calls(cluster: Cluster) -> None:
     assert not b.has_changed
 
 
-def test_a_killed_process_is_missed_at_once_and_the_others_go_on(cluster: Cluster) -> None:
+def test_a_killed_process_departs_at_once_and_the_others_continue(cluster: Cluster) -> None:
     a, dying = cluster.new((1, 2)), cluster.process("1:2")
     joining = cluster.host(a)
     say(dying, "join")
@@ -186,7 +186,7 @@ def test_an_arrival_is_a_change_and_a_node_that_leaves_is_one(cluster: Cluster) 
     assert a.join().nodes == 1
 
 
-def test_a_node_too_many_waits_and_takes_the_place_of_one_that_leaves(cluster: Cluster) -> None:
+def test_a_surplus_node_waits_and_replaces_one_that_leaves(cluster: Cluster) -> None:
     a, b, spare = (cluster.new() for _ in range(3))
     cluster.all_of(a.join, b.join)
     waiting = cluster.run(spare.join)
@@ -196,7 +196,7 @@ def test_a_node_too_many_waits_and_takes_the_place_of_one_that_leaves(cluster: C
     assert isinstance(waiting.result(WAIT_S), MemberPlace)
 
 
-def test_who_finished_waits_until_all_have(cluster: Cluster) -> None:
+def test_finish_waits_until_all_nodes_have_finished(cluster: Cluster) -> None:
     a, b = cluster.new(), cluster.new()
     cluster.all_of(a.join, b.join)
     first = cluster.run(a.finish)
@@ -217,7 +217,7 @@ def test_a_failure_after_another_node_finished_ends_a_fixed_job(cluster: Cluster
     assert not finishing.result(WAIT_S).ok
 
 
-def test_a_failed_close_is_told_to_all_at_once(cluster: Cluster) -> None:
+def test_closing_with_a_failure_ends_all_nodes_at_once(cluster: Cluster) -> None:
     a, b = cluster.new(), cluster.new()
     cluster.all_of(a.join, b.join)
     begun = time.monotonic()
@@ -231,7 +231,7 @@ def test_a_failed_close_is_told_to_all_at_once(cluster: Cluster) -> None:
         a.join()
 
 
-def test_a_close_that_is_no_failure_leaves_the_others_their_grace(cluster: Cluster) -> None:
+def test_closing_with_success_leaves_the_others_their_grace(cluster: Cluster) -> None:
     a, b = cluster.new(close_grace_s=0.8), cluster.new(close_grace_s=0.8)
     cluster.all_of(a.join, b.join)
     closing = cluster.run(lambda: a.close(True, "done"))
@@ -290,7 +290,7 @@ def test_the_host_of_the_coordinator_may_die_in_a_running_world(cluster: Cluster
     assert after[0].assignment.fence > before.assignment.fence
 
 
-def test_a_close_outlives_the_coordinator_that_it_was_told(cluster: Cluster) -> None:
+def test_a_close_survives_the_coordinator_that_received_it(cluster: Cluster) -> None:
     host, a, b = cluster.process("2:3"), cluster.new((2, 3)), cluster.new((2, 3))
     say(host, "join")
     cluster.wait_served()
@@ -307,7 +307,7 @@ def test_a_close_outlives_the_coordinator_that_it_was_told(cluster: Cluster) -> 
     assert closing.result(WAIT_S) is True
 
 
-def test_an_interrupted_join_leaves_and_the_next_one_joins_anew(cluster: Cluster) -> None:
+def test_an_interrupted_join_leaves_and_the_next_one_joins(cluster: Cluster) -> None:
     a, b = cluster.new(), cluster.new()
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -347,7 +347,7 @@ def test_a_fault_of_the_thread_is_told_and_raised(
         a.join()
 
 
-def test_a_job_in_a_store_is_closed_for_who_comes_later(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_closed_job_in_a_store_refuses_later_nodes(cluster: Cluster, tmp_path: Path) -> None:
     def in_folder() -> Membership:
         return cluster.new((1, 1), open_store=lambda: FileStore(tmp_path / "store"))
 
@@ -376,7 +376,7 @@ def test_finish_without_a_place_is_refused(cluster: Cluster) -> None:
         cluster.new().finish()
 
 
-def test_a_membership_that_nobody_holds_leaves(cluster: Cluster) -> None:
+def test_an_unreferenced_membership_leaves(cluster: Cluster) -> None:
     a, dropped = cluster.new((1, 2)), cluster.new((1, 2))
     cluster.all_of(a.join, dropped.join)
     cluster.made.remove(dropped)

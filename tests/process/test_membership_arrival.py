@@ -1,4 +1,4 @@
-"""Nodes that arrive: gathered, in one change, beside survivors that keep their ranks."""
+"""Arriving nodes are gathered into one change, and survivors keep their ranks."""
 
 from __future__ import annotations
 

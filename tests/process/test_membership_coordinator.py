@@ -1,4 +1,4 @@
-"""The process that holds the coordinator dies, leaves or stands still; training goes on."""
+"""The process that holds the coordinator dies, leaves or is stopped; training continues."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_coordinator_that_is_no_member_ends_and_nothing_restarts(
         assert_trains_on(job)
 
 
-def test_with_nobody_to_host_the_endpoint_workers_train_until_one_comes_and_a_spare_may_leave(
+def test_workers_train_without_an_endpoint_host_until_one_comes_and_a_spare_may_leave(
     tmp_path: Path,
 ) -> None:
     with led_from_outside(tmp_path, "elastane", NO_HOST) as (job, lone):
@@ -98,7 +98,7 @@ def test_with_nobody_to_host_the_endpoint_workers_train_until_one_comes_and_a_sp
         assert_trains_on(job)
 
 
-def test_the_holder_of_the_lease_is_killed_and_the_others_go_on_within_5_s(tmp_path: Path) -> None:
+def test_killing_the_lease_holder_delays_the_others_by_5_s_at_most(tmp_path: Path) -> None:
     with Job(tmp_path, nnodes="1:2", backend="file", endpoint=str(tmp_path / "store")) as job:
         job.start("a"), job.start("b")
         job.wait_step(world=2)
@@ -111,7 +111,7 @@ def test_the_holder_of_the_lease_is_killed_and_the_others_go_on_within_5_s(tmp_p
         assert first.time_s - killed_s < 5 + 5, "5 s, and as many for a busy machine"
 
 
-def test_a_holder_that_stood_still_for_longer_than_its_lease_decides_nothing_any_more(
+def test_a_lease_holder_stopped_past_its_lease_decides_nothing(
     tmp_path: Path,
 ) -> None:
     with led_from_outside(tmp_path, "file") as (job, lone):
@@ -147,7 +147,7 @@ def test_a_member_that_holds_the_lease_and_stands_still_comes_back_as_an_arrival
         assert rounds == sorted(rounds), "never two sides training"
 
 
-def test_a_host_that_stands_still_for_almost_the_time_of_silence_buries_nobody(
+def test_a_coordinator_stopped_for_less_than_the_silence_limit_declares_no_departure(
     tmp_path: Path,
 ) -> None:
     with Job(tmp_path, options=("--max-restarts", "0")) as job:
@@ -162,7 +162,7 @@ def test_a_host_that_stands_still_for_almost_the_time_of_silence_buries_nobody(
         assert not job.events(EventKind.NODE_DEPARTED)
 
 
-def test_agents_that_all_stood_still_at_once_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_agents_all_stopped_at_once_continue_without_a_restart(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     with Job(tmp_path, backend="file", endpoint=store, options=("--max-restarts", "0")) as job:
         job.start("a"), job.start("b")
@@ -184,7 +184,7 @@ def _let_pass(duration_s: float) -> None:
     until(lambda: time.monotonic() >= end_s, "time passes")
 
 
-def test_a_host_of_the_endpoint_that_stands_still_harms_nobody(tmp_path: Path) -> None:
+def test_a_stopped_endpoint_host_restarts_nothing(tmp_path: Path) -> None:
     with led_from_outside(tmp_path, "elastane", NO_HOST) as (job, lone):
         lone.send(signal.SIGSTOP)
         job.wait_event(EventKind.COORDINATOR_AWAY, "silent", count=2)

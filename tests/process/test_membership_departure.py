@@ -1,4 +1,4 @@
-"""Nodes that die, hang or leave: who goes on, who waits, and what it costs."""
+"""Nodes that die, hang or leave: which others continue or wait, and the cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def host_and_guest(job: Job) -> tuple[Agent, Agent]:
     return host, next(agent for agent in job.agents if agent is not host)
 
 
-def test_a_killed_node_takes_its_workers_along_and_the_survivor_goes_on_without_using_the_budget(
+def test_a_killed_node_loses_its_workers_and_the_survivor_continues_without_a_charge(
     tmp_path: Path,
 ) -> None:
     with Job(tmp_path, nnodes="1:2", options=("--max-restarts", "0"), steps=400) as job:
@@ -82,7 +82,7 @@ def test_a_node_that_is_killed_and_started_again_at_once_takes_its_own_place_in_
         assert (fence.round, fence.restarts) == (begun.round + 1, 0)
 
 
-def test_a_fixed_job_with_a_spare_goes_on_at_once(tmp_path: Path) -> None:
+def test_a_fixed_job_with_a_spare_continues_at_once(tmp_path: Path) -> None:
     with Job(tmp_path, mode="alone", options=("--max-restarts", "0")) as job:
         job.start("a"), job.start("b")
         job.wait_step(world=2)
@@ -120,7 +120,7 @@ def test_all_agents_may_get_sigterm_at_once_and_the_checkpoint_is_of_the_last_st
 
 @pytest.mark.parametrize("mode", ["drain", "term"])
 @pytest.mark.parametrize("who", ["guest", "host"])
-def test_a_node_that_gets_sigterm_says_goodbye_and_no_step_is_lost_or_done_twice(
+def test_a_node_leaving_on_sigterm_loses_and_repeats_no_step(
     tmp_path: Path, mode: str, who: str
 ) -> None:
     with Job(tmp_path, nnodes="1:2", mode=mode, options=("--max-restarts", "0")) as job:
@@ -140,7 +140,7 @@ def test_a_node_that_gets_sigterm_says_goodbye_and_no_step_is_lost_or_done_twice
         assert stays.wait() == 143
 
 
-def test_a_stopped_agent_is_silent_the_others_go_on_and_it_comes_back_as_an_arrival(
+def test_a_stopped_agent_departs_by_silence_and_returns_as_an_arrival(
     tmp_path: Path,
 ) -> None:
     with Job(tmp_path, nnodes="1:2", options=("--max-restarts", "0")) as job:

@@ -43,7 +43,7 @@ def candidates(specs):
 
 
 @given(nodes(), nodes(), st.integers(1, 12))
-def test_survivors_keep_their_order_and_nobody_is_pushed_out(before, now, max_nodes):
+def test_survivors_keep_their_order_and_their_places(before, now, max_nodes):
     previous = world_of(Fence(1, 0), before[:max_nodes])
     chosen = choose(previous, candidates(now), max_nodes, static=False)
     world = world_of(next_fence(previous, chosen, previous.fence), chosen)
@@ -56,7 +56,7 @@ def test_survivors_keep_their_order_and_nobody_is_pushed_out(before, now, max_no
 
 
 @given(nodes(), nodes(), st.integers(1, 12))
-def test_an_arrival_without_a_wish_comes_after_all_survivors(before, now, max_nodes):
+def test_an_arrival_without_a_requested_rank_comes_after_all_survivors(before, now, max_nodes):
     previous = world_of(Fence(1, 0), before[:max_nodes])
     known = {m.node_id for m in previous.members}
     chosen = choose(previous, candidates(now), max_nodes, static=False)
@@ -65,7 +65,7 @@ def test_an_arrival_without_a_wish_comes_after_all_survivors(before, now, max_no
 
 
 @given(st.permutations(range(6)))
-def test_wishes_for_all_places_are_all_honoured(wishes):
+def test_requested_ranks_are_all_honoured(wishes):
     specs = [
         NodeSpec(
             node_id=IDS[i],
@@ -82,7 +82,7 @@ def test_wishes_for_all_places_are_all_honoured(wishes):
 
 
 @given(nodes())
-def test_of_two_with_one_wish_the_first_to_arrive_has_it(specs):
+def test_the_first_arrival_gets_a_rank_that_two_request(specs):
     chosen = choose(None, candidates(specs), 12, static=False)
     order = {spec.node_id: i for i, spec in enumerate(specs)}
     for one, other in itertools.pairwise(chosen):
@@ -113,7 +113,7 @@ def test_ranks_are_contiguous_over_the_job_and_over_each_role(specs):
 
 
 @given(nodes(), nodes(), st.integers(1, 5), st.integers(0, 5), st.integers(0, 9))
-def test_a_fence_is_above_all_that_was_ever_heard_of(before, now, round_, attempt, floor_round):
+def test_a_new_fence_exceeds_every_reported_one(before, now, round_, attempt, floor_round):
     previous = world_of(Fence(round_, attempt), before)
     floor = Fence(floor_round, 3)
     fence = next_fence(previous, now, floor)

@@ -70,7 +70,7 @@ def test_histories_meet_what_they_are_meant_to_meet():
     assert sum("joined within" in r.ended for r in results) > 0
 
 
-def test_every_kind_of_fault_is_drawn_and_told():
+def test_every_kind_of_fault_is_drawn_and_logged():
     stories, kinds = "", set()
     for seed in range(300):
         history = History(setup_of(seed, store_backed=True))

@@ -1,4 +1,4 @@
-"""Jobs whose workers recover in place: thousands of histories, and a death at every step of one.
+"""Jobs that recover in place: thousands of histories, and a death at every step of one.
 
 `python -m simulation --in-place` replays a seed; its line in kept_seeds.txt has the same option.
 """

@@ -8,8 +8,6 @@ from elastane.coordinator.rules import Phase, machine
 from elastane.coordinator.rules.state import State
 from simulation import run_seed
 
-_ROW = re.compile(r"^    (\(?\w+\)?)? +\S.*?  +([A-Z][A-Z or]+)$")
-
 
 def changes_in_table():
     """Return the pairs (phase, next phase) that the table of the docstring names."""

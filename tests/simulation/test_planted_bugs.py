@@ -68,7 +68,7 @@ def test_a_budget_that_is_not_kept_is_found(monkeypatch):
     assert "restarts were used of" in first_failure(200)
 
 
-def test_a_ghost_that_is_not_replaced_is_found(monkeypatch):
+def test_a_disconnected_agent_that_is_not_replaced_is_found(monkeypatch):
     def turn_away(state, event, join):
         if join.node.node_id in state.nodes:
             old = state.nodes[join.node.node_id]
@@ -96,7 +96,7 @@ def test_a_holder_that_is_forgotten_is_found(monkeypatch):
     first_failure(300)
 
 
-def test_a_late_stopped_that_counts_is_found(monkeypatch):
+def test_a_late_stop_report_that_counts_is_found(monkeypatch):
     original = reports._stopped
     monkeypatch.setattr(
         reports, "_stopped", lambda state, node, fence: original(state, node, node.fence or fence)
@@ -215,7 +215,7 @@ def test_a_lease_that_is_judged_by_another_hosts_clock_is_found(monkeypatch):
     first_failure(400)
 
 
-def test_a_late_word_of_a_dead_agent_that_refuses_its_successor_is_found(monkeypatch):
+def test_a_late_message_of_a_dead_agent_that_refuses_its_replacement_is_found(monkeypatch):
     def at_once(state):
         for node_id, contest in [*state.contests.items()]:
             old = state.nodes.get(node_id)
@@ -265,7 +265,7 @@ def test_a_failure_that_is_not_charged_is_found(monkeypatch):
     assert "was not charged" in first_failure(400)
 
 
-def test_a_late_joiner_in_a_settled_round_is_found(monkeypatch):
+def test_a_late_node_in_a_committed_round_is_found(monkeypatch):
     original = admission._admit
 
     def lets_in(state, event):
@@ -305,7 +305,7 @@ def test_a_drained_node_that_is_started_again_is_found(monkeypatch):
     assert "is to leave" in first_failure(200)
 
 
-def test_an_end_that_is_told_before_it_is_durable_is_found(monkeypatch):
+def test_an_outcome_sent_before_it_is_durable_is_found(monkeypatch):
     original = ending._close
 
     def tells_first(state, outcome):
@@ -323,7 +323,7 @@ def test_an_assignment_that_waited_for_too_long_and_is_started_is_found(monkeypa
     first_failure(2000)
 
 
-def test_a_world_settled_without_waiting_for_its_predecessor_is_found(monkeypatch):
+def test_a_world_committed_without_waiting_for_its_predecessor_is_found(monkeypatch):
     original = machine._stopping
 
     def impatient(state):
@@ -380,7 +380,7 @@ def test_silence_that_is_never_noticed_is_found(monkeypatch):
     first_failure(100)
 
 
-def test_a_goodbye_that_is_lost_while_the_name_is_contested_is_found(monkeypatch):
+def test_a_leave_lost_during_a_contest_is_found(monkeypatch):
     monkeypatch.setattr(reports, "_at_the_door", lambda state, session, message: None)
     assert "is to leave" in first_failure(20, store_backed=False, first=4_270)
 

@@ -24,7 +24,7 @@ def first_failure(seeds, *, store_backed=True, first=0, **drawn):
     pytest.fail(f"{seeds} seeds did not find the bug")
 
 
-def test_a_successor_that_is_placed_before_survivors_is_found(monkeypatch):
+def test_a_replacement_ranked_before_survivors_is_found(monkeypatch):
     monkeypatch.setattr(
         NodeWorkers, "workers", property(lambda self: self.joining + self.survivors)
     )
@@ -51,7 +51,7 @@ def test_a_worker_that_died_and_is_given_a_place_is_found(monkeypatch):
     first_failure(300)
 
 
-def test_a_failure_told_of_the_last_world_that_is_dropped_at_a_regroup_is_found(monkeypatch):
+def test_a_failure_of_the_last_world_dropped_at_a_commit_is_found(monkeypatch):
     original = Group.enter
 
     def forgets(self, assignment):
@@ -116,7 +116,7 @@ def test_departures_that_are_charged_are_found(monkeypatch):
     assert "workers died" in first_failure(300)
 
 
-def test_workers_that_go_on_from_the_one_who_is_behind_are_found(monkeypatch):
+def test_continuing_from_a_worker_that_is_behind_is_found(monkeypatch):
     def least(*known, **more):
         return min(*known, **more) if len(known) == 1 else max(*known)
 
@@ -160,17 +160,17 @@ def test_a_world_that_is_left_for_one_of_before_is_found(monkeypatch):
     first_failure(500)
 
 
-def test_newcomers_that_begin_anew_while_others_train_out_of_sight_are_found(monkeypatch):
+def test_joining_workers_that_start_afresh_while_others_train_out_of_sight_are_found(monkeypatch):
     monkeypatch.setattr(state_holders, "state_wait_until_s", lambda state: 0.0)
     assert "two sides train" in first_failure(100, first=20_002_500)
 
 
-def test_those_who_gave_way_and_are_stopped_though_they_are_needed_are_found(monkeypatch):
+def test_displaced_holders_stopped_though_needed_are_found(monkeypatch):
     monkeypatch.setattr(state_holders, "is_displaced_holder", lambda state, node: False)
     assert "was stopped" in first_failure(100, first=20_037_200)
 
 
-def test_a_place_that_is_dropped_without_a_word_is_found(monkeypatch):
+def test_an_assignment_dropped_without_a_report_is_found(monkeypatch):
     def silently(self, group, fence, *, finished):
         group.move(fence)
 
@@ -178,7 +178,7 @@ def test_a_place_that_is_dropped_without_a_word_is_found(monkeypatch):
     assert "nothing was trained" in first_failure(100, first=43_400, store_backed=False)
 
 
-def test_who_was_out_of_a_world_and_answers_for_it_by_steps_of_before_is_found(monkeypatch):
+def test_an_old_step_taken_as_proof_of_a_later_world_is_found(monkeypatch):
     monkeypatch.setattr(InPlaceGroup, "met", property(lambda self: self.fence.round))
     assert "two sides train" in first_failure(1, first=84_007_299)
 
@@ -196,7 +196,7 @@ def test_an_agent_that_is_given_up_and_stays_in_its_world_is_found(monkeypatch):
     assert "whom the owner gave up" in first_failure(100, first=130_000_000)
 
 
-def test_who_counts_as_dead_and_is_not_is_found(monkeypatch):
+def test_a_live_agent_counted_as_dead_is_found(monkeypatch):
     monkeypatch.setattr(state_holders, "is_dead", lambda state, incarnation: True)
     found = first_failure(100, first=20_002_500)
     assert "goes on from step" in found or "two sides train" in found
@@ -239,6 +239,6 @@ def test_a_stall_that_is_not_believed_in_the_first_steps_of_a_process_is_found(m
     assert "nothing was trained" in first_failure(60, first=20)
 
 
-def test_a_stall_that_heartbeats_do_not_tell_is_found(monkeypatch):
+def test_a_stall_that_heartbeats_do_not_report_is_found(monkeypatch):
     monkeypatch.setattr(recovery, "end_if_stalled", lambda state: False)
     assert "nothing was trained" in first_failure(60)

@@ -26,7 +26,7 @@ def lose_a_node(seed):
     return play
 
 
-def test_whoever_is_ahead_nobody_is_left_out_before_all_are_at_one_step():
+def test_no_survivor_is_left_out_before_all_are_at_one_step():
     for seed in range(160, 230):
         play = lose_a_node(seed)
         assert play.cluster.checks.nodes_stepped == 2 and not play.cluster.checks.restarts_used

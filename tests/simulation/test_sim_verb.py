@@ -13,13 +13,13 @@ def test_seeds_that_hold_are_counted_with_their_rate(capsys):
     assert out.startswith("10 histories held, in ") and " a second): " in out
 
 
-def test_a_story_is_told_also_where_all_held(capsys):
+def test_a_story_is_printed_for_passing_histories_too(capsys):
     assert main(["--seed", "3", "--mode", "store", "--story"]) == 0
     out = capsys.readouterr().out
     assert "round-settled" in out and "Result(seed=3, mode='store'" in out
 
 
-def test_a_failing_seed_is_told_shrunk_and_its_command_replays_it(capsys, monkeypatch):
+def test_a_failing_seed_is_shrunk_and_its_command_replays_it(capsys, monkeypatch):
     def breaks(self):
         raise Violation("a worker of n0 died")
 

@@ -82,7 +82,7 @@ async def test_one_is_elected_and_the_next_finds_its_record() -> None:
 
 
 @asynchronous
-async def test_a_deposed_holder_is_told_for_good_and_cannot_write() -> None:
+async def test_a_deposed_holder_learns_it_and_cannot_write() -> None:
     backend = MemoryBackend()
     a, b = Node(backend, "a"), Node(backend, "b")
     await a.election.campaign()
@@ -111,7 +111,7 @@ async def test_a_write_in_flight_loses_to_the_successor_that_has_read_the_record
 
 
 @asynchronous
-async def test_an_absent_store_is_told_and_so_is_its_return_when_nobody_came() -> None:
+async def test_lost_and_regained_authority_are_reported() -> None:
     node = Node(MemoryBackend(), "a")
     await node.election.campaign()
     await node.election.save(record(1))
@@ -131,7 +131,7 @@ async def test_an_absent_store_is_told_and_so_is_its_return_when_nobody_came() -
 
 
 @asynchronous
-async def test_a_store_that_is_silent_is_told_the_moment_the_lease_ends() -> None:
+async def test_a_silent_store_is_reported_the_moment_the_lease_ends() -> None:
     backend = MemoryBackend()
     node = Node(backend, "a")
     await node.election.campaign()
@@ -165,7 +165,7 @@ async def test_a_save_whose_reply_was_lost_is_repeated() -> None:
 
 
 @asynchronous
-async def test_a_save_bears_a_store_that_is_away_for_a_while() -> None:
+async def test_a_save_retries_while_the_store_is_away() -> None:
     node = Node(MemoryBackend(), "a")
     await node.election.campaign()
     node.faults.unreachable = True
@@ -239,7 +239,7 @@ async def test_of_many_candidates_one_is_elected() -> None:
 
 
 @asynchronous
-async def test_a_campaign_bears_a_store_that_is_away(caplog) -> None:
+async def test_a_campaign_retries_while_the_store_is_away(caplog) -> None:
     node = Node(MemoryBackend(), "a")
     node.faults.unreachable = True
     campaign = asyncio.ensure_future(node.election.campaign())
@@ -268,7 +268,7 @@ async def test_agents_find_the_coordinator_of_the_latest_term() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "look_s"), [(2, 0.1), (8, 0.1), (80, 1.0), (10_000, 1.0)])
-def test_many_candidates_together_look_no_more_often_than_a_few(nodes: int, look_s: float) -> None:
+def test_many_candidates_together_poll_no_more_often_than_a_few(nodes: int, look_s: float) -> None:
     spec = JobSpec(job="j", min_nodes=1, max_nodes=nodes, max_restarts=3)
     keys = JobKeys(MemoryStore(MemoryBackend()), "j")
     assert Election(keys, "a", spec, on_authority=print)._look_s == pytest.approx(look_s)

@@ -1,4 +1,4 @@
-"""At the door: who is turned away is told both sides and the next step, and disturbs nobody."""
+"""Refused agents are told both sides and the next step, and disturb no other."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_another_configuration_is_refused(job: Job, tmp_path: Path) -> None:
     assert_undisturbed(job)
 
 
-def test_a_duplicate_of_a_live_node_is_refused_while_the_first_trains_on(job: Job) -> None:
+def test_a_duplicate_node_id_is_refused_while_the_first_trains(job: Job) -> None:
     assert_refused(job.start("a"), 78, "'a'", "--node-id", "127.0.0.1")
     assert_undisturbed(job)
 
