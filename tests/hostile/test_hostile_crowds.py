@@ -143,7 +143,7 @@ def test_the_snapshot_server_takes_copies(tmp_path):
 
 
 def test_the_oldest_makes_room_once_it_has_had_its_time():
-    unproven = Unproven[str](2, patience_s=1.0)
+    unproven = Unproven[str](2, min_s=1.0)
     unproven.add("first", 10.0)
     assert unproven.wait_s(10.0) == 0.0 and unproven.make_room() is None
     unproven.add("second", 10.4)
@@ -154,7 +154,7 @@ def test_the_oldest_makes_room_once_it_has_had_its_time():
 
 
 def test_one_that_is_proven_takes_no_place_of_the_unproven():
-    unproven = Unproven[str](1, patience_s=1.0)
+    unproven = Unproven[str](1, min_s=1.0)
     unproven.add("first", 10.0)
     assert unproven.discard("first") and not unproven.discard("first")
     assert not unproven.is_full and unproven.wait_s(10.0) == 0.0

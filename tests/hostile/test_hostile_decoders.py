@@ -79,7 +79,7 @@ def timer(folder, data):
         request = parse_request(line)
         assert request is None or isinstance(request, WorkerTimer)
         if request is not None:
-            table.take(request)
+            table.update(request)
             table.expired(1e9)
 
 
@@ -248,5 +248,5 @@ def test_timers_of_a_worker_that_sets_too_many_or_too_long_ones_stay_small():
     line = msgspec.json.encode(WorkerTimer(1, "s" * 60_000, 1.0))
     assert parse_request(line) is None
     table = TimerTable()
-    taken = sum(table.take(WorkerTimer(1, f"s{n}", 1e12)) for n in range(12_000))
+    taken = sum(table.update(WorkerTimer(1, f"s{n}", 1e12)) for n in range(12_000))
     assert taken == len(table) == 10_000

@@ -228,7 +228,7 @@ def test_queued_messages_are_bounded_and_none_is_lost():
         async with Desk(save=save) as desk:
             session = await desk.join()
             assert await ask(session, "save") == "before"
-            link = next(iter(desk.coordinator._number_of))
+            link = next(iter(desk.coordinator._numbers))
             words = "tell " + "x" * 20_000
             for _ in range(300):
                 session.send(Leave(words))
@@ -337,7 +337,7 @@ def test_memory_returns_after_crowds_and_garbage():
                 await crowd()
             assert resident_bytes() - before_bytes < 8 << 20
             coordinator = desk.coordinator
-            assert not coordinator._number_of and not coordinator._turns._waiting
+            assert not coordinator._numbers and not coordinator._turns._waiting
 
     play(scenario)
 

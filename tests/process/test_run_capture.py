@@ -126,7 +126,7 @@ def test_a_hidden_workers_last_words_are_kept_all_the_same(tmp_path: Path) -> No
     opened = streams.open(0, 0, "default")
     os.write(opened.stderr, b"Traceback\nValueError: no\n")
     streams.close_worker_ends()
-    streams.settle(opened)
+    streams.drain(opened)
     assert "ValueError: no" in read_last_words(opened).message
     until(lambda: streams._pump.is_running, "the thread runs")
     import asyncio
