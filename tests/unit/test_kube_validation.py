@@ -134,6 +134,7 @@ RELATIONS = [
     ({"rdzvBackend": "kubernetes", "rdzvEndpoint": "x:1"}, "spec.rdzvEndpoint"),
     ({"rdzvBackend": "etcd"}, "spec.rdzvBackend"),
     ({"rdzvBackend": "etcd-v2"}, "spec.rdzvBackend"),
+    ({"rdzvBackend": "redis"}, "spec.rdzvBackend"),
     ({"rdzvBackend": "file", "rdzvEndpoint": "shared"}, "spec.rdzvEndpoint"),
     ({"exitCodeRules": [{"codes": [0], "action": "Retry"}]}, "spec.exitCodeRules[0].codes[0]"),
     ({"exitCodeRules": [{"codes": ["9-3"], "action": "Fail"}]}, "spec.exitCodeRules[0].codes[0]"),

@@ -20,7 +20,7 @@ CleanPodPolicy = Literal["All", "Running", "None"]
 RestartPolicy = Literal["ExitCode", "OnFailure", "Never", "Always"]
 RuleAction = Literal["Retry", "Fail", "Ignore"]
 Launcher = Literal["elastane", "torchrun"]
-Backend = Literal["c10d", "elastane", "etcd", "etcd-v2", "file", "kubernetes"]
+Backend = Literal["c10d", "elastane", "etcd", "etcd-v2", "file", "kubernetes", "redis"]
 ScaleDownPolicy = Literal["HighestIndex", "PendingFirst"]
 UpdateStrategy = Literal["OnDelete", "RollingUpdate"]
 

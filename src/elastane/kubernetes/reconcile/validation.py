@@ -30,7 +30,7 @@ _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _HOST = re.compile(r"(https?://)?(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9.])?)")
 # How the original's samples are filled in.
 _PLACEHOLDER = re.compile(r"<[^>]*>")
-_NEEDS_LAUNCHER_ELASTANE = ("elastane", "file", "kubernetes")
+_NEEDS_LAUNCHER_ELASTANE = ("elastane", "file", "kubernetes", "redis")
 
 
 class Wrong(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +151,7 @@ def _wrong_rendezvous(spec: ElasticJobSpec, job: str) -> list[Wrong]:
         said = _wrong("spec.rdzvEndpoint", endpoint, "none, with rdzvBackend kubernetes")
         return [said] if endpoint else []
     if not endpoint:
-        needs = backend in ("etcd", "etcd-v2", "file")
+        needs = backend in ("etcd", "etcd-v2", "file", "redis")
         what = "the endpoint of it in rdzvEndpoint, or no rdzvBackend"
         return [_wrong(path, backend, what)] if needs else []
     if backend == "file":
