@@ -16,6 +16,8 @@ from elastane.kubernetes.reconcile.manifest import affinity, owner, pod_manifest
 from elastane.kubernetes.reconcile.node_loss import is_fenced_for_all
 from elastane.kubernetes.reconcile.pods import Judged
 from elastane.kubernetes.reconcile.waiting import waits_for_refusal
+from elastane.kubernetes.reconcile.context import DecisionContext
+from elastane.kubernetes.reconcile.injection import backend
 
 
 def keep_pods(context: DecisionContext, *, may_create: bool) -> None:
@@ -159,3 +161,26 @@ def _is_held(context: DecisionContext, pod: Judged) -> bool:
         return False
     context.wake(due_s + HELD_S)
     return context.now_s >= due_s + HELD_S
+
+
+def wanted_slots(context: DecisionContext) -> list[int]:
+    """Return the indices, in ascending order."""
+    settings = context.settings
+    if settings.spec.scale_down_policy == "HighestIndex":
+        return list(range(settings.desired))
+    places: dict[int, int] = dict.fromkeys(
+        (index for index, trouble in context.troubles.items() if trouble.waiting), 1
+    )
+    for pod in context.own:
+        if not pod.is_leaving and pod.whose in ("ours", "orphan"):
+            place = 1 if pod.state == "pending" else 0
+            places[pod.index] = min(place, places.get(pod.index, 1))
+    if backend(context.job, settings) == "c10d" and 0 in places:
+        places[0] = -1  # It holds the store: without it the others lose their world.
+    kept = sorted(places, key=lambda index: (places[index], index))[: settings.desired]
+    free = 0
+    while len(kept) < settings.desired:
+        if free not in kept:
+            kept.append(free)
+        free += 1
+    return sorted(kept)
