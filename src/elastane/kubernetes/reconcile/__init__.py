@@ -34,10 +34,10 @@ from elastane.kubernetes.reconcile.ledger import count
 from elastane.kubernetes.reconcile.node_loss import fence
 from elastane.kubernetes.reconcile.objects import keep_directive
 from elastane.kubernetes.reconcile.pods import judge
+from elastane.kubernetes.reconcile.replacing import wanted_slots
 from elastane.kubernetes.reconcile.reporting import status_of
 from elastane.kubernetes.reconcile.running import finish, live, pause
 from elastane.kubernetes.reconcile.settings import JobSettings, read
-from elastane.kubernetes.reconcile.slots import wanted_slots
 from elastane.kubernetes.reconcile.waiting import hold_refused
 
 __all__ = ["reconcile"]

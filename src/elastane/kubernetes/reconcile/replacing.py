@@ -1,5 +1,9 @@
 """Pods made and deleted, so that each wanted index has one live pod and no other index has any.
 
+The wanted indices are index slices, as in the original: 0 to replicas - 1, so the highest leave
+first. With PendingFirst pods that do not run yet leave before those that do, so the indices may
+have gaps.
+
 An index never has two live pods that are not fenced: a pod that is being deleted is waited for,
 unless its node is lost (then it is fenced) or its processes have ended.
 """
@@ -16,8 +20,6 @@ from elastane.kubernetes.reconcile.manifest import affinity, owner, pod_manifest
 from elastane.kubernetes.reconcile.node_loss import is_fenced_for_all
 from elastane.kubernetes.reconcile.pods import Judged
 from elastane.kubernetes.reconcile.waiting import waits_for_refusal
-from elastane.kubernetes.reconcile.context import DecisionContext
-from elastane.kubernetes.reconcile.injection import backend
 
 
 def keep_pods(context: DecisionContext, *, may_create: bool) -> None:
