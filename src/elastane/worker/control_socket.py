@@ -85,11 +85,11 @@ class AgentLine:
                 self._wait_as_spare()
                 word = control_socket.to_worker(self._socket.recv(control_socket.PACKET_BYTES_MAX))
         except (OSError, ValueError) as error:
-            raise _no_agent(str(error) or "it said nothing") from error
+            raise _no_agent(str(error) or "it sent nothing") from error
         finally:
             self._socket.settimeout(None)
         if not isinstance(word, AssignedPlace | Wait):
-            raise _no_agent("it spoke of a world before there was one")
+            raise _no_agent("it ended a world before the first one")
         return word
 
     def begin(self, end_world: Callable[[], None], doing: Callable[[], Doing]) -> None:
@@ -115,7 +115,7 @@ class AgentLine:
             self._waits = False
             place, self._place, self._interrupted = self._place, None, ""
         if place is None:
-            raise _no_agent("it closed the line")
+            raise _no_agent("it closed the control socket")
         return place
 
     def able(self, sharding: Sharding | None) -> None:
@@ -207,7 +207,7 @@ def _not_waiting() -> Doing:
 
 def _no_agent(why: str) -> JobError:
     return JobError(
-        f"the agent of this worker cannot be heard: {why}",
+        f"the agent of this worker does not answer: {why}",
         expected="an agent of the same version of elastane",
         next_step="start the script with elastane run of the environment that it imports",
         slug="no-agent",
@@ -219,7 +219,7 @@ def _refuse_launcher(world_size: str) -> None:
         raise JobError(
             f"elastane.init() in a worker of another launcher: WORLD_SIZE={world_size}",
             where=f"RANK={os.environ.get('RANK', '')}",
-            expected="a worker of elastane run, which tells it of its worlds, or no launcher",
+            expected="a worker of elastane run, whose agent assigns it to worlds, or no launcher",
             next_step="start the script by elastane run, with the same options",
             slug="job-launcher",
         )

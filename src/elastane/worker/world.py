@@ -266,7 +266,7 @@ class Worlds:
             self._restart(error)
         if self._line is None:
             raise JobError(
-                "the world of one came apart",
+                "a collective failed in a world of one worker",
                 expected="collectives over job.process_group that succeed",
                 next_step="read the error above this one",
                 slug="job-alone",
